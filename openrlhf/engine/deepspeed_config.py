@@ -1,0 +1,47 @@
+"""The dictionary that DeepSpeed wants, from the `ds.*` flags."""
+
+from openrlhf.config.sections import DeepSpeedConfig
+from openrlhf.engine.devices import DEVICE_TYPE
+
+
+def training_config(ds: DeepSpeedConfig, *, max_norm: float) -> dict:
+    """For a model that is trained. Accumulation stays at 1: the engine drives the boundary itself, because the number
+    of micro-batches differs from step to step."""
+    zero = _zero_section(ds)
+    if ds.adam_offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": DEVICE_TYPE == "cuda"}
+    config = _common(ds, zero) | {"gradient_clipping": max_norm}
+    if ds.grad_accum_dtype is not None:
+        config["data_types"] = {"grad_accum_dtype": ds.grad_accum_dtype}
+    return config
+
+
+def inference_config(ds: DeepSpeedConfig, *, offload: bool) -> dict:
+    """For a frozen model whose weights are sharded over the ranks, and kept on the CPU with `offload`."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": "auto"}
+    if offload:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": DEVICE_TYPE == "cuda"}
+    return _common(ds, zero)
+
+
+def _common(ds: DeepSpeedConfig, zero: dict) -> dict:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": None,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+    }
+    if ds.param_dtype != "fp32":
+        config[ds.param_dtype] = {"enabled": True}
+    return config
+
+
+def _zero_section(ds: DeepSpeedConfig) -> dict:
+    zero = {"stage": ds.zero_stage}
+    if ds.overlap_comm:
+        zero |= {"overlap_comm": True, "contiguous_gradients": True}
+    if ds.zero_stage == 3:
+        zero["zero_hpz_partition_size"] = ds.zpg
+    return zero

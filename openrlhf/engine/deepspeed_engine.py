@@ -1,0 +1,260 @@
+"""DeepSpeed behind one verb. The only file that talks to a DeepSpeed engine."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import get_scheduler
+from transformers.integrations import HfDeepSpeedConfig
+
+from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
+from openrlhf.engine.deepspeed_config import inference_config, training_config
+from openrlhf.engine.devices import DEVICE_TYPE, current_device
+from openrlhf.engine.interfaces import Objective, RowT
+from openrlhf.types import LossNorm, Metrics
+
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+class DeepSpeedEngine:
+    """One rank of a model in training, at any ZeRO stage. `init_distributed` comes first.
+
+    `build_model` returns a module whose `.model` is a Hugging Face model (see models/policy.py); it is called here so
+    that at stage 3 no rank ever holds the whole model.
+    """
+
+    def __init__(
+        self,
+        build_model: Callable[[], nn.Module],
+        *,
+        optim: OptimConfig,
+        ds: DeepSpeedConfig,
+        total_steps: int,
+        gradient_checkpointing: bool = False,
+        reentrant: bool = False,
+    ) -> None:
+        """`total_steps`: optimizer steps of the whole run, which the learning rate schedule needs."""
+        self.stage = ds.zero_stage
+        # DeepSpeed neither reports nor exposes the norm at stage 0 in float32, so there the engine clips by itself.
+        self.clips_itself = self.stage == 0 and ds.param_dtype == "fp32"
+        self.max_norm = optim.max_norm
+        config = training_config(ds, max_norm=0.0 if self.clips_itself else optim.max_norm)
+        self._zero3_init = HfDeepSpeedConfig(config) if self.stage == 3 else None
+        module = build_model()
+        if gradient_checkpointing:
+            module.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        optimizer = _optimizer(module, optim, ds)
+        scheduler = get_scheduler(
+            optim.lr_scheduler,
+            optimizer,
+            num_warmup_steps=math.ceil(optim.lr_warmup_ratio * total_steps),
+            num_training_steps=total_steps,
+            scheduler_specific_kwargs={"min_lr_rate": optim.min_lr_ratio}
+            if optim.lr_scheduler.endswith("_with_min_lr")
+            else None,
+        )
+        self.engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config
+        )
+        self.device = current_device()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    @property
+    def module(self) -> nn.Module:
+        return self.engine.module
+
+    def train_step(self, window: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
+        """One optimizer step over the rows that all ranks hold; `window` is this rank's, at least one row.
+
+        Returns the objective's metrics over all ranks, and `grad_norm` (before clipping) and `lr`. Raises
+        FloatingPointError on every rank where one of them is not finite.
+        """
+        rows, norm = self._agree(window)
+        self.module.train()
+        shares: dict[str, Tensor] = {}
+        for i, row in enumerate(rows):
+            self.engine.set_gradient_accumulation_boundary(i == len(rows) - 1)
+            loss, metrics = objective(self.engine, row.to(self.device), norm)
+            # DeepSpeed averages gradients over ranks; the shares of all ranks are meant to add up.
+            self.engine.backward(loss * self.world_size)
+            for name, share in metrics.items():
+                shares[name] = shares.get(name, 0) + share.detach()
+        lr = self.engine.get_lr()[0]
+        grad_norm = self._clip() if self.clips_itself else None
+        self.engine.step()
+        if grad_norm is None:
+            grad_norm = float(self.engine.get_global_grad_norm())
+        metrics = self._sum_over_ranks(shares) | {"grad_norm": grad_norm}
+        _check_finite(metrics, self.engine.global_steps)
+        return metrics | {"lr": lr}
+
+    @torch.no_grad()
+    def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
+        """The objective's metrics over all rows of all ranks, as one batch; `rows` is this rank's, at least one."""
+        rows, norm = self._agree(rows)
+        self.module.eval()
+        shares: dict[str, Tensor] = {}
+        for row in rows:
+            for name, share in objective(self.engine, row.to(self.device), norm)[1].items():
+                shares[name] = shares.get(name, 0) + share
+        return self._sum_over_ranks(shares)
+
+    @torch.no_grad()
+    def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
+        """`read(model, row)` for each of this rank's rows, on the CPU. At least one row."""
+        padded, _ = self._agree(rows)
+        self.module.eval()
+        return [read(self.engine, row.to(self.device)).cpu() for row in padded][: len(rows)]
+
+    def weights(self, bucket_bytes: int = 256 << 20) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter in full, by its Hugging Face name. All ranks must iterate together: at stage 3 each bucket
+        is a collective. A tensor is valid until the next one is asked for."""
+        bucket, size = [], 0
+        for name, param in self.module.model.named_parameters():
+            bucket.append((name, param))
+            size += full_numel(param) * param.element_size()
+            if size >= bucket_bytes:
+                yield from self._gathered(bucket)
+                bucket, size = [], 0
+        if bucket:
+            yield from self._gathered(bucket)
+
+    def weight_metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(name, dtype, full shape) of everything that `weights` yields, without a transfer."""
+        return [
+            (name, p.dtype, tuple(p.ds_shape if hasattr(p, "ds_shape") else p.shape))
+            for name, p in self.module.model.named_parameters()
+        ]
+
+    def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
+        # DeepSpeed mixes client state with its own keys, so ours stays under one.
+        self.engine.save_checkpoint(folder, tag=tag, client_state={"openrlhf": state}, save_latest=False)
+
+    def load_checkpoint(self, folder: str, tag: str) -> dict:
+        path, client_state = self.engine.load_checkpoint(folder, tag=tag)
+        if path is None:
+            raise ValueError(f"--ckpt.path {folder}: checkpoint {tag} could not be loaded from there")
+        return client_state["openrlhf"]
+
+    def export(self, folder: str) -> None:
+        """Collective. Rank 0 writes the model in Hugging Face format; every rank returns when it is on disk."""
+        state = {}
+        for name, tensor in self.weights():
+            if self.rank == 0:
+                state[name] = tensor.detach().cpu().clone()
+        if self.rank == 0:
+            model = self.module.model
+            state |= {name: b.cpu() for name, b in model.state_dict().items() if name not in state and _is_buffer(model, name)}
+            model.save_pretrained(folder, state_dict=state)
+        dist.barrier()
+
+    def offload(self) -> None:
+        """Move optimizer state, master weights and gradients to the CPU. On a CPU there is nowhere to go."""
+        if DEVICE_TYPE == "cuda":
+            self.engine.offload_states()
+
+    def reload(self) -> None:
+        if DEVICE_TYPE == "cuda":
+            self.engine.reload_states()
+
+    def _agree(self, rows: Sequence[RowT]) -> tuple[list[RowT], LossNorm]:
+        """The same number of rows on every rank (collectives inside forward and backward count them), and the totals
+        that losses divide by."""
+        mine = torch.tensor(
+            [len(rows), sum(r.num_tokens for r in rows), sum(r.num_sequences for r in rows)],
+            dtype=torch.float64,
+            device=self.device,
+        )
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine)
+        counts = torch.stack(everyone)
+        most = int(counts[:, 0].max())
+        num_tokens, num_sequences = counts[:, 1:].sum(0).tolist()
+        padding = [rows[0].empty()] * (most - len(rows))
+        return [*rows, *padding], LossNorm(max(num_tokens, 1.0), max(num_sequences, 1.0))
+
+    def _sum_over_ranks(self, shares: dict[str, Tensor]) -> Metrics:
+        if not shares:
+            return {}
+        values = torch.stack([torch.as_tensor(s, device=self.device).double() for s in shares.values()])
+        dist.all_reduce(values)
+        return dict(zip(shares, values.tolist(), strict=True))
+
+    def _clip(self) -> float:
+        limit = self.max_norm if self.max_norm > 0 else math.inf
+        return float(nn.utils.clip_grad_norm_(self.module.parameters(), limit))
+
+    def _gathered(self, bucket: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+        with deepspeed.zero.GatheredParameters([p for _, p in bucket], enabled=self.stage == 3):
+            for name, param in bucket:
+                yield name, param.data
+
+
+class FrozenModel:
+    """One rank of a model that only answers: the reference. Sharded at ZeRO stage 3 or when offloaded, else a copy on
+    every rank."""
+
+    def __init__(self, build_model: Callable[[], nn.Module], *, ds: DeepSpeedConfig, offload: bool) -> None:
+        self.device = current_device()
+        self.sharded = ds.zero_stage == 3 or (offload and DEVICE_TYPE == "cuda")
+        config = inference_config(ds, offload=offload)
+        self._zero3_init = HfDeepSpeedConfig(config) if self.sharded else None
+        module = build_model().eval()
+        if self.sharded:
+            self.model, *_ = deepspeed.initialize(model=module, config=config)
+        else:
+            self.model = module.to(self.device)
+
+    @torch.no_grad()
+    def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
+        """`read(model, row)` for each of this rank's rows, on the CPU. At least one row."""
+        count = torch.tensor(len(rows), device=self.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        padded = [*rows, *[rows[0].empty()] * (int(count) - len(rows))]
+        return [read(self.model, row.to(self.device)).cpu() for row in padded][: len(rows)]
+
+
+def full_numel(param: nn.Parameter) -> int:
+    """Elements of the whole parameter, of which ZeRO-3 keeps only a shard here."""
+    return param.ds_numel if hasattr(param, "ds_numel") else param.numel()
+
+
+def _optimizer(module: nn.Module, optim: OptimConfig, ds: DeepSpeedConfig) -> torch.optim.Optimizer:
+    """AdamW with biases and norms exempt from decay."""
+    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    is_exempt = lambda name: name.endswith("bias") or "norm" in name.lower().rsplit(".", 2)[-2]
+    groups = [
+        {
+            "params": [p for name, p in trainable if not is_exempt(name)],
+            "weight_decay": optim.adam.weight_decay,
+        },
+        {"params": [p for name, p in trainable if is_exempt(name)], "weight_decay": 0.0},
+    ]
+    adam = {"lr": optim.adam.lr, "betas": optim.adam.betas, "eps": optim.adam.eps}
+    groups = [g for g in groups if g["params"]]
+    if DEVICE_TYPE == "cuda" and ds.adam_offload:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, **adam)
+    if DEVICE_TYPE == "cuda" and ds.zero_stage == 3 and ds.enable_sleep:
+        from deepspeed.ops.adam import FusedAdam  # the only optimizer whose state DeepSpeed moves at stage 3
+
+        return FusedAdam(groups, **adam)
+    return torch.optim.AdamW(groups, **adam, fused=True)
+
+
+def _check_finite(metrics: Metrics, step: int) -> None:
+    bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+    if bad:
+        raise FloatingPointError(
+            f"optimizer step {step}: {', '.join(f'{k} is {v}' for k, v in bad.items())}. Nothing was saved after it.\n"
+            f"Lower the learning rate, or look at this step's rollouts and data in the run folder."
+        )
+
+
+def _is_buffer(model: nn.Module, name: str) -> bool:
+    return any(name == buffer for buffer, _ in model.named_buffers())

@@ -1,0 +1,65 @@
+"""The one module that knows what kind of device this is."""
+
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+DEVICE_TYPE = "cuda" if torch.cuda.is_available() else "cpu"
+
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
+
+def current_device() -> torch.device:
+    """This process's device, after `init_distributed`."""
+    return torch.device(DEVICE_TYPE, torch.cuda.current_device()) if DEVICE_TYPE == "cuda" else torch.device("cpu")
+
+
+def init_distributed(timeout_minutes: int = 60) -> None:
+    """Join the group of ranks that the environment describes: torchrun's, deepspeed's, Ray's, or a group of one."""
+    import datetime
+
+    for name, value in _group_of_one().items():
+        os.environ.setdefault(name, value)
+    # DeepSpeed asks this variable rather than looking; and its shared-memory collectives would be compiled on first use.
+    os.environ.setdefault("DS_ACCELERATOR", DEVICE_TYPE)
+    import deepspeed
+
+    if DEVICE_TYPE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    else:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(
+        dist_backend=BACKENDS[DEVICE_TYPE], timeout=datetime.timedelta(minutes=timeout_minutes), verbose=False
+    )
+
+
+def leave_distributed() -> None:
+    """Leave the group in step with the other ranks: gloo's threads abort a process that just exits."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def release_cached_memory() -> None:
+    if DEVICE_TYPE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return s.getsockname()[1]
+
+
+def _group_of_one() -> dict[str, str]:
+    if "RANK" in os.environ:
+        return {"LOCAL_RANK": "0"}
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }

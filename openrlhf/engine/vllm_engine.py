@@ -1,0 +1,156 @@
+"""vLLM behind token in, token out. The only file that talks to a vLLM engine.
+
+`VLLMEngine` lives in a process of its own (a Ray actor) whose environment is `engine_environment`.
+"""
+
+import asyncio
+import os
+import time
+import uuid
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any
+
+CPU_KV_CACHE_GB = 0.25
+"""KV cache of an engine without a GPU, unless `--vllm.kv_cache_gb` says otherwise. vLLM's own unit is a whole GiB."""
+
+CONTROL_TIMEOUT = 300.0
+"""Seconds that a pause, update or resume may take. An engine process that died never answers one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    model: str
+    dtype: str
+    """bf16, fp16 or fp32."""
+    max_len: int
+    """Prompt and response together."""
+    seed: int
+    transfer_backend: str
+    """gloo, nccl or ipc."""
+    on_gpu: bool
+    tensor_parallel_size: int = 1
+    enable_prefix_caching: bool = False
+    enforce_eager: bool = False
+    enable_sleep: bool = False
+    """On GPUs only: vLLM refuses it elsewhere."""
+    gpu_memory_utilization: float = 0.95
+    kv_cache_gb: float | None = None
+
+
+def engine_environment(options: EngineOptions) -> dict[str, str]:
+    """Variables that must be set before vLLM is imported."""
+    common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    if options.on_gpu:
+        return common
+    cores = os.cpu_count() or 1
+    bind = "|".join(str(i % cores) for i in range(options.tensor_parallel_size))
+    return common | {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # One process less for each engine; with several workers vLLM needs them apart.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if options.tensor_parallel_size == 1 else "1",
+        # The default pins every engine to the first cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind" if options.tensor_parallel_size == 1 else bind,
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+
+
+class VLLMEngine:
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+
+    async def start(self) -> None:
+        """Load the model."""
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        options = self.options
+        kv_cache_gb = options.kv_cache_gb
+        if kv_cache_gb is None and not options.on_gpu:
+            kv_cache_gb = CPU_KV_CACHE_GB
+        self.llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=options.model,
+                dtype={"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[options.dtype],
+                max_model_len=options.max_len,
+                seed=options.seed,
+                tensor_parallel_size=options.tensor_parallel_size,
+                enable_prefix_caching=options.enable_prefix_caching,
+                # There are no graphs to capture on a CPU, and compiling there costs more than it gives back.
+                enforce_eager=options.enforce_eager or not options.on_gpu,
+                enable_sleep_mode=options.enable_sleep,
+                gpu_memory_utilization=options.gpu_memory_utilization,
+                kv_cache_memory_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
+                disable_log_stats=True,
+                generation_config="vllm",
+                # The distribution that was sampled from: temperature and top-p applied.
+                logprobs_mode="processed_logprobs",
+                worker_extension_cls="openrlhf.engine.vllm_transfer.WorkerExtension",
+                weight_transfer_config=WeightTransferConfig(backend=f"openrlhf_{options.transfer_backend}"),
+            )
+        )
+
+    async def generate(self, prompt_token_ids: list[int], sampling_params, multi_modal_data: dict | None = None):
+        """One request; returns vLLM's RequestOutput. Raises vLLM's errors."""
+        prompt: dict[str, Any] = {"prompt_token_ids": prompt_token_ids}
+        if multi_modal_data is not None:
+            prompt["multi_modal_data"] = multi_modal_data
+        output = None
+        async for output in self.llm.generate(prompt, sampling_params, request_id=uuid.uuid4().hex):
+            pass
+        return output
+
+    async def init_weight_transfer_engine(self, init_info: dict) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info=init_info)
+        await self._bounded(self.llm.init_weight_transfer_engine(request))
+        await self._bounded(self.llm.update_weight_version("0"))
+
+    async def start_weight_update(self) -> None:
+        """Between here and `finish_weight_update` the model has no weights: scheduling anything would kill the
+        engine, so it is paused first. Requests in flight are frozen, and start over from their tokens afterwards."""
+        await self._bounded(self.llm.pause_generation(mode="keep", clear_cache=True))
+        await self._bounded(self.llm.start_weight_update())
+
+    async def update_weights(self, update_info: dict) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._bounded(self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+
+    async def finish_weight_update(self, weight_version: str) -> None:
+        await self._bounded(self.llm.finish_weight_update(weight_version=weight_version))
+        if not await self._bounded(self.llm.reset_prefix_cache(reset_running_requests=True)):
+            raise RuntimeError("vLLM kept a prefix cache that belongs to the old weights")
+        await self._bounded(self.llm.resume_generation())
+
+    async def loaded_checksums(self) -> list[int]:
+        """Of each worker, see weight_sync.Checksum."""
+        return await self._bounded(self.llm.collective_rpc("loaded_checksum"))
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory back: weights move to the CPU, the KV cache is dropped."""
+        if self.options.enable_sleep:
+            await self._bounded(self.llm.sleep(level=1))
+
+    async def wake(self, tags: list[str] | None = None) -> None:
+        """`tags`: weights, kv_cache; None is both."""
+        if self.options.enable_sleep:
+            await self._bounded(self.llm.wake_up(tags))
+
+    async def check_health(self) -> None:
+        await self._bounded(self.llm.check_health())
+
+    def shutdown(self) -> None:
+        self.llm.shutdown()
+
+    async def _bounded(self, call: Awaitable) -> Any:
+        """The answer of a control call, or an error where the engine died on it: it would never return."""
+        task, deadline = asyncio.ensure_future(call), time.monotonic() + CONTROL_TIMEOUT
+        while not (await asyncio.wait({task}, timeout=0.5))[0]:
+            if self.llm.errored or time.monotonic() > deadline:
+                task.cancel()
+                state = "died" if self.llm.errored else f"did not answer for {CONTROL_TIMEOUT:.0f} s"
+                raise RuntimeError(f"the vLLM engine {state} during a control call")
+        return task.result()

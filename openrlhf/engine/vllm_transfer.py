@@ -1,0 +1,137 @@
+"""The inference side of a weight sync: runs inside vLLM's workers, which import it as their extension.
+
+Importing this module registers our transfer backends: `openrlhf_gloo` for machines without a GPU, and vLLM's `nccl`
+and `ipc` with a checksum of what they load.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from openrlhf.engine.weight_sync import Checksum, TensorMeta, broadcast, gloo_group, plan_buckets
+
+
+class WorkerExtension:
+    """Methods that an engine calls on all of its workers."""
+
+    def loaded_checksum(self) -> int:
+        """Of everything loaded since the last `start_weight_update`."""
+        return self.weight_transfer_engine.checksum.value
+
+
+class CheckedLoading:
+    """Mixin for transfer engines: sums up what goes into `load_weights` during an update."""
+
+    checksum = Checksum()
+
+    def start_weight_update(self) -> None:
+        self.checksum = Checksum()
+        load, checksum = type(self.model).load_weights, self.checksum
+
+        def checked_load(weights):
+            return load(self.model, _counted(weights, checksum))
+
+        self.model.load_weights = checked_load
+        super().start_weight_update()
+
+    def finish_weight_update(self) -> None:
+        del self.model.load_weights
+        super().finish_weight_update()
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+
+
+@dataclass
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    tensors: list = field(default_factory=list)
+    """[name, dtype, shape] of each tensor, in the order of sending."""
+
+
+class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    """Receives buckets over a private gloo group. For CPU workers."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        parallel = self.parallel_config
+        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self.group = gloo_group(init_info.master_address, init_info.master_port, rank, init_info.world_size)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        tensors = [TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in update_info.tensors]
+        for bucket in plan_buckets(tensors):
+            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            broadcast(self.group, buffer)
+            self.model.load_weights([(meta.name, view) for meta, view in bucket.views(buffer)])
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        # On CPU a linear layer keeps a packed copy of its weight. A reload packs again only the layers that received
+        # weights, and a tied head receives none.
+        for module in self.model.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        self.group = None
+
+
+class CheckedGloo(CheckedLoading, GlooReceiver):
+    pass
+
+
+class CheckedNCCL(CheckedLoading, NCCLWeightTransferEngine):
+    pass
+
+
+class CheckedIPC(CheckedLoading, IPCWeightTransferEngine):
+    pass
+
+
+def _counted(weights, checksum: Checksum):
+    for name, tensor in weights:
+        checksum.add(name, tensor)
+        yield name, tensor
+
+
+def _repack_experts_on_reload() -> None:
+    """vLLM's CPU experts are packed on the first load only; pack them again on every later one."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    first_setup = UnquantizedFusedMoEMethod._setup_kernel
+
+    def setup(self, layer, w13: Tensor, w2: Tensor) -> None:
+        is_reload = self.moe_kernel is not None
+        first_setup(self, layer, w13, w2)
+        if is_reload:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = setup
+
+
+for _name, _engine in {"gloo": CheckedGloo, "nccl": CheckedNCCL, "ipc": CheckedIPC}.items():
+    WeightTransferEngineFactory.register_engine(f"openrlhf_{_name}", _engine)
+if current_platform.is_cpu():
+    _repack_experts_on_reload()

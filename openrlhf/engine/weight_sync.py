@@ -1,0 +1,242 @@
+"""The trainer's side of a weight sync. Speaks vLLM's weight-transfer protocol; imports vLLM only for its GPU backends.
+
+    client.start_weight_update()     engines pause; their weights are being replaced
+    send                             names and shapes once, then the tensors in buckets
+    client.finish_weight_update(v)   engines hold version v, drop their caches and resume
+    check                            engines must have loaded exactly what was sent
+
+`gloo` broadcasts over TCP and is registered by engine/vllm_transfer.py; `nccl` and `ipc` are vLLM's own.
+"""
+
+import datetime
+import math
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BUCKET_BYTES = 64 << 20
+ALIGNMENT = 64
+TIMEOUT = datetime.timedelta(seconds=300)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    name: str
+    dtype: str
+    """As torch names it: float32."""
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+
+class EngineClient(Protocol):
+    """The inference engines' control plane, all engines as one. Every call waits for all of them."""
+
+    version: int
+    """Label that `finish_weight_update` gives to the weights."""
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        """Engine i takes the ranks from `init_info["rank_offset"] + i * workers_per_engine` on."""
+        ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+    def checksums(self) -> list[int]:
+        """What each engine's workers loaded since `start_weight_update`, see `Checksum`."""
+        ...
+
+
+class Checksum:
+    """Order-free sum over named tensors' bits. A tensor that is missing, doubled, renamed or changed shows."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        bits = tensor.detach().contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+        weighted = zlib.crc32(name.encode()) * (int(bits.sum(dtype=torch.int64)) + bits.numel())
+        self.value = (self.value + weighted) % (1 << 61)
+
+
+class WeightSource:
+    """A model's weights as the transfer backends want them: metadata, and iteration that every rank joins."""
+
+    def __init__(self, engine) -> None:
+        """`engine` offers `weights()` and `weight_metadata()`: see DeepSpeedEngine."""
+        self.engine = engine
+        self.checksum = Checksum()
+
+    @cached_property
+    def tensors(self) -> list[TensorMeta]:
+        return [TensorMeta(n, str(dtype)[6:], shape) for n, dtype, shape in self.engine.weight_metadata()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self.checksum = Checksum()
+        for name, tensor in self.engine.weights(BUCKET_BYTES):
+            self.checksum.add(name, tensor)
+            yield name, tensor
+
+
+class WeightSender:
+    """One trainer rank's end. Every rank calls `send`; rank 0 talks to the engines."""
+
+    def __init__(
+        self, engine, client: EngineClient, *, backend: str, address: str, port: int, num_workers: int, rank: int
+    ) -> None:
+        """`num_workers`: vLLM workers over all engines. `address`, `port`: where rank 0 can be reached."""
+        self.source, self.client, self.rank = WeightSource(engine), client, rank
+        open_transfer = {"gloo": _open_gloo, "nccl": _open_nccl, "ipc": _open_ipc}[backend]
+        self.transfer = open_transfer(self.source, client, address, port, num_workers + 1, rank)
+
+    def send(self, version: int) -> None:
+        """Raises RuntimeError where an engine loaded something else than what was sent."""
+        self.client.version = version
+        self.transfer.send_weights()
+        if self.rank == 0:
+            sent = self.source.checksum.value
+            for i, loaded in enumerate(self.client.checksums()):
+                if loaded != sent:
+                    raise RuntimeError(
+                        f"weight sync {version}: inference worker {i} loaded other weights than the trainer sent "
+                        f"(checksum {loaded:#x}, expected {sent:#x})"
+                    )
+
+
+class GlooTransfer:
+    """Broadcasts packed buckets over a private process group, beside DeepSpeed's own."""
+
+    def __init__(self, source: WeightSource, client: EngineClient, group) -> None:
+        self.source, self.client, self.group = source, client, group
+
+    def send_weights(self) -> None:
+        if self.group is None:  # not rank 0: only join the gathers
+            for _ in self.source:
+                pass
+            return
+        tensors = self.source.tensors
+        self.client.start_weight_update()
+        with ThreadPoolExecutor(1) as thread:
+            update = {"tensors": [[t.name, t.dtype, list(t.shape)] for t in tensors]}
+            received = thread.submit(self.client.update_weights, update)
+            stream = iter(self.source)
+            for bucket in plan_buckets(tensors):
+                buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+                for meta, view in bucket.views(buffer):
+                    name, tensor = next(stream)
+                    assert name == meta.name, (name, meta.name)
+                    view.copy_(tensor)
+                broadcast(self.group, buffer)
+            for _ in stream:  # lets the source leave its last gather
+                raise AssertionError("more weights than the metadata announced")
+            received.result()
+        self.client.finish_weight_update()
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that travel together, and where each lies in the buffer."""
+
+    tensors: tuple[TensorMeta, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(_aligned(t.num_bytes) for t in self.tensors)
+
+    def views(self, buffer: Tensor) -> Iterator[tuple[TensorMeta, Tensor]]:
+        offset = 0
+        for t in self.tensors:
+            yield t, buffer[offset : offset + t.num_bytes].view(getattr(torch, t.dtype)).view(t.shape)
+            offset += _aligned(t.num_bytes)
+
+
+def plan_buckets(tensors: list[TensorMeta], capacity: int = BUCKET_BYTES) -> list[Bucket]:
+    """In order, each at most `capacity` bytes unless a single tensor is larger. Both sides compute the same plan."""
+    buckets: list[list[TensorMeta]] = [[]]
+    size = 0
+    for t in tensors:
+        if buckets[-1] and size + _aligned(t.num_bytes) > capacity:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(t)
+        size += _aligned(t.num_bytes)
+    return [Bucket(tuple(b)) for b in buckets if b]
+
+
+def gloo_group(address: str, port: int, rank: int, world_size: int):
+    """A process group that leaves the default one alone."""
+    store = dist.TCPStore(
+        address, port, world_size, is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT
+    )
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = TIMEOUT
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def broadcast(group, tensor: Tensor) -> None:
+    """From rank 0 of a private group."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    group.broadcast([tensor], options).wait()
+
+
+def _open_gloo(source, client, address, port, world_size, rank):
+    if rank != 0:
+        return GlooTransfer(source, client, None)
+    with ThreadPoolExecutor(1) as thread:  # the engines block until rank 0 joins
+        joined = thread.submit(
+            client.init_weight_transfer_engine,
+            {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size},
+        )
+        group = gloo_group(address, port, 0, world_size)
+        joined.result()
+    return GlooTransfer(source, client, group)
+
+
+def _open_nccl(source, client, address, port, world_size, rank):
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    info = NCCLTrainerInitInfo(address, port, world_size, rank=rank)
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=_vllm_source(source))
+
+
+def _open_ipc(source, client, address, port, world_size, rank):
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+    info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=BUCKET_BYTES)
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=_vllm_source(source))
+
+
+def _vllm_source(source: WeightSource):
+    """The same source as a subclass of vLLM's."""
+    from vllm.distributed.weight_transfer.base import ParamMeta
+    from vllm.distributed.weight_transfer.base import WeightSource as VLLMWeightSource
+
+    class Source(VLLMWeightSource):
+        def metadata(self) -> list[ParamMeta]:
+            return [ParamMeta(t.name, getattr(torch, t.dtype), t.shape) for t in source.tensors]
+
+        def __iter__(self):
+            return iter(source)
+
+    return Source()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

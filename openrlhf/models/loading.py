@@ -1,0 +1,78 @@
+"""From a name or path to a model and its tokenizer."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from openrlhf.models.attention import resolve_attention
+
+transformers_logging.disable_progress_bar()  # one bar for each rank says nothing
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""`--ds.param_dtype` in torch's words."""
+
+
+def load_causal_lm(
+    path: str, *, flag: str, dtype: str, attention: str, experts: str | None = None
+) -> PreTrainedModel:
+    """The model in `dtype` (bf16, fp16 or fp32) with an attention that keeps packed sequences apart."""
+    config = _load_config(path, flag)
+    options = {} if experts is None else {"experts_implementation": experts}
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config,
+        dtype=DTYPES[dtype],
+        attn_implementation=resolve_attention(attention, config),
+        **options,
+    )
+    model.config.use_cache = False
+    return model
+
+
+def load_tokenizer(
+    path: str, *, flag: str, use_fast: bool = True, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer, with a pad token (the end-of-sequence token where it has none of its own)."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, use_fast=use_fast)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{flag} {path}: no tokenizer could be loaded from there: {_first_line(error)}") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends a response: the tokenizer's, and all that the generation config names."""
+    ids = {tokenizer.eos_token_id}
+    if (Path(path) / "generation_config.json").exists() or not Path(path).exists():
+        try:
+            more = GenerationConfig.from_pretrained(path).eos_token_id
+        except OSError:  # a hub model without a generation config
+            more = None
+        ids |= {more} if isinstance(more, int) else set(more or ())
+    return sorted(ids - {None})
+
+
+def check_model(path: str, flag: str) -> None:
+    """Raise ValueError, without loading weights, where `path` holds no causal language model."""
+    _load_config(path, flag)
+
+
+def _load_config(path: str, flag: str):
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{flag} {path}: no model configuration could be loaded from there: {_first_line(error)}\n"
+            f"Give a folder that holds config.json and weights, or the name of a model on the hub."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

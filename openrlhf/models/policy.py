@@ -1,0 +1,80 @@
+"""The policy: a Hugging Face causal language model that reads packed rows and answers with log-probs of actions."""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from openrlhf.algos.logprobs import linear_log_probs
+from openrlhf.models.attention import packing_kwargs
+from openrlhf.types import PackedRow
+
+
+class TokenScores(NamedTuple):
+    log_probs: Tensor  # (A,) float32
+    entropy: Tensor | None  # (A,) float32, None where it was not asked for
+
+
+class PolicyModel(nn.Module):
+    """Wraps `model` without renaming or copying a parameter: `policy.model.save_pretrained` exports it.
+
+    The forward never holds all logits: the head runs on the hidden states that predict an action, a chunk at a time.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.head_options = _head_options(model.config)
+        # Only the class changes, so parameter names, ties and ZeRO-3's hooks on the module stay as they are.
+        model.get_output_embeddings().__class__ = LogProbHead
+
+    def forward(self, row: PackedRow, temperature: float = 1.0, with_entropy: bool = False) -> TokenScores:
+        """`temperature` divides the logits, as it does in sampling."""
+        packing = packing_kwargs(self.model.config._attn_implementation, row.lengths, row.token_ids.device)
+        hidden = self.model.base_model(
+            input_ids=row.token_ids[None],
+            position_ids=row.position_ids[None],
+            # A cache makes transformers take the row for one sequence: attention would leak without an error.
+            use_cache=False,
+            **packing,
+        ).last_hidden_state[0]
+        actions = row.action_mask.nonzero()[:, 0]
+        scale, softcap = self.head_options
+        log_probs, entropy = self.model.get_output_embeddings()(
+            hidden[actions - 1],
+            row.token_ids[actions],
+            scale=scale / temperature,
+            softcap=softcap,
+            with_entropy=with_entropy,
+        )
+        return TokenScores(log_probs, entropy)
+
+
+class LogProbHead(nn.Linear):
+    """A language model head that can answer with log-probs instead of logits. It is called as a module so that
+    ZeRO-3 gathers its weight around the computation."""
+
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, *, scale=1.0, softcap=None, with_entropy=False
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """`targets` (A,): log-probs and entropy (A,) of softmax(scale * head(hidden)). Without: logits."""
+        if targets is None:
+            return super().forward(hidden)
+        return linear_log_probs(
+            hidden,
+            self.weight,
+            targets,
+            scale=scale,
+            bias=self.bias,
+            softcap=softcap,
+            with_entropy=with_entropy,
+        )
+
+
+def _head_options(config) -> tuple[float, float | None]:
+    """What the architecture does to its logits after the head: (factor, cap). Cohere multiplies, Granite divides,
+    Gemma caps by tanh."""
+    text_config = config.get_text_config()
+    factor = getattr(text_config, "logit_scale", None) or 1.0
+    divisor = getattr(text_config, "logits_scaling", None) or 1.0
+    return factor / divisor, getattr(text_config, "final_logit_softcapping", None)

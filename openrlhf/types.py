@@ -1,0 +1,264 @@
+"""The records that cross a module or a process. Each is written once, by one stage, and never changed.
+
+    Prompt -> Trajectory -> Sample -> Scores -> Credit -> Experience -> ExperienceRow
+
+    Prompt         a dataset row, as the policy will read it
+    Trajectory     what an executor returns: one finished (or failed) episode in plain values
+    Sample         a trajectory as tensors: what models see
+    Scores         what the models think of a sample
+    Credit         what the algorithm makes of the scores
+    Experience     the three together: all that an update needs of one sample
+    ExperienceRow  experiences laid end to end in one packed row: what one forward pass reads
+
+Shapes: B sequences, L tokens in a sequence, N tokens in a packed row (the sum of L), A actions.
+An action is a token that the policy chose and is trained on; in supervised learning, a token with loss. A (L,) or
+(N,) field speaks of the token at that index. A (A,) field has one entry for each True of the matching mask, in
+order: prompts, environment feedback and padding have no entry anywhere, so nothing can train on them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+Metrics = dict[str, float]
+
+
+class Outcome(StrEnum):
+    """How an episode ended. Everything but OK carries no reward, is not trained on, and is counted."""
+
+    OK = "ok"
+    ENV_ERROR = "env_error"
+    REWARD_ERROR = "reward_error"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    prompt_id: int
+    """Row of the prompt dataset. Samples with the same id and episode form a group."""
+    text: str
+    """The prompt as the policy reads it: templates applied."""
+    label: Any = ""
+    """The `label_key` column, handed to rewards and environments untouched."""
+    source: str = "default"
+    """The `datasource` column: evaluation reports each source on its own."""
+    episode: int = 0
+    """Which pass over the prompts this is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    prompt: Prompt
+    sample_index: int
+    """Which of the prompt's samples this is."""
+    token_ids: list[int]
+    """[L] prompt, then actions and feedback in the order they came."""
+    action_mask: list[bool]
+    """[L] True where the policy chose the token."""
+    rollout_log_probs: list[float]
+    """[A] from the sampler, under the distribution it sampled from."""
+    weight_versions: list[int]
+    """[A] version of the weights that chose each action."""
+    reward: float | None
+    """None when the outcome is not OK."""
+    score: float | None = None
+    """What filtering and evaluation look at. None when the outcome is not OK."""
+    outcome: Outcome = Outcome.OK
+    error: str = ""
+    """Why the outcome is not OK."""
+    finish_reason: str = "stop"
+    """The sampler's word for why the last turn ended: stop, length or abort."""
+    truncated: bool = False
+    """The last turn ran out of tokens."""
+    seed: int = 0
+    extra_logs: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome is Outcome.OK
+
+    @property
+    def num_actions(self) -> int:
+        return len(self.rollout_log_probs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One sequence with the tokens in question marked; the common currency of supervised learning and RL."""
+
+    token_ids: Tensor  # (L,) int64
+    action_mask: Tensor  # (L,) bool; False at 0, because nothing predicts the first token
+    rollout_log_probs: Tensor | None = None  # (A,) float32, None in supervised learning
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Self:
+        return cls(
+            token_ids=torch.tensor(trajectory.token_ids),
+            action_mask=torch.tensor(trajectory.action_mask),
+            rollout_log_probs=torch.tensor(trajectory.rollout_log_probs),
+        )
+
+    def without_actions(self) -> Self:
+        """A stand-in of two tokens that nothing trains on, for a rank that got no sample of its own."""
+        log_probs = self.rollout_log_probs
+        return replace(
+            self,
+            token_ids=self.token_ids[:2],
+            action_mask=torch.zeros_like(self.action_mask[:2]),
+            rollout_log_probs=None if log_probs is None else log_probs[:0],
+        )
+
+    @property
+    def num_actions(self) -> int:
+        return int(self.action_mask.sum())
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    log_probs: Tensor  # (A,) under the policy before this step's update
+    ref_log_probs: Tensor | None = None  # (A,) None without a reference model
+    values: Tensor | None = None  # (A,) None without a critic
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Credit:
+    advantages: Tensor  # (A,)
+    returns: Tensor  # (A,)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experience:
+    sample: Sample
+    scores: Scores
+    credit: Credit
+
+    def without_actions(self) -> Self:
+        """A stand-in that nothing trains on, for a rank that got no experience of its own."""
+        return replace(
+            self,
+            sample=self.sample.without_actions(),
+            scores=_without_entries(self.scores),
+            credit=_without_entries(self.credit),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LossNorm:
+    """What a loss divides by: totals of one optimizer step over all its rows and ranks, known before the first
+    backward. So a loss does not change with the micro-batch size, packing, accumulation or number of ranks."""
+
+    num_tokens: float
+    """Actions."""
+    num_sequences: float
+    """Sequences with at least one action."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedRow:
+    """Sequences laid end to end without padding. Positions restart at each; attention never crosses a border."""
+
+    token_ids: Tensor  # (N,) int64
+    position_ids: Tensor  # (N,) int64
+    action_mask: Tensor  # (N,) bool
+    lengths: tuple[int, ...]  # B entries
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Self:
+        """`samples` must not be empty."""
+        return cls(
+            token_ids=torch.cat([s.token_ids for s in samples]),
+            position_ids=torch.cat([torch.arange(s.length) for s in samples]),
+            action_mask=torch.cat([s.action_mask for s in samples]),
+            lengths=tuple(s.length for s in samples),
+        )
+
+    @classmethod
+    def empty(cls) -> Self:
+        """A row without actions: its loss is 0, and a rank that has run out of rows can still join a collective."""
+        two = torch.zeros(2, dtype=torch.int64)
+        return cls(token_ids=two, position_ids=torch.arange(2), action_mask=two.bool(), lengths=(2,))
+
+    @property
+    def num_actions(self) -> Tensor:
+        """(B,) actions of each sequence."""
+        return torch.stack([mask.sum() for mask in self.action_mask.split(self.lengths)])
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.action_mask.sum())
+
+    @property
+    def num_sequences(self) -> int:
+        return int((self.num_actions > 0).sum())
+
+    def to(self, device: torch.device | str) -> Self:
+        return _to(self, device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperienceRow:
+    row: PackedRow
+    old_log_probs: Tensor  # (A,)
+    advantages: Tensor  # (A,)
+    returns: Tensor  # (A,)
+    rollout_log_probs: Tensor  # (A,)
+    ref_log_probs: Tensor | None = None  # (A,) None without a reference model
+    values: Tensor | None = None  # (A,) None without a critic
+
+    @classmethod
+    def of(cls, experiences: Sequence[Experience]) -> Self:
+        """`experiences` must not be empty, and must agree on which optional fields they have."""
+        scores = [e.scores for e in experiences]
+        return cls(
+            row=PackedRow.of([e.sample for e in experiences]),
+            old_log_probs=torch.cat([s.log_probs for s in scores]),
+            advantages=torch.cat([e.credit.advantages for e in experiences]),
+            returns=torch.cat([e.credit.returns for e in experiences]),
+            rollout_log_probs=torch.cat([e.sample.rollout_log_probs for e in experiences]),
+            ref_log_probs=None
+            if scores[0].ref_log_probs is None
+            else torch.cat([s.ref_log_probs for s in scores]),
+            values=None if scores[0].values is None else torch.cat([s.values for s in scores]),
+        )
+
+    def empty(self) -> Self:
+        """A row without actions and with the same optional fields."""
+        nothing = self.advantages.new_zeros(0)
+        present = {
+            f.name: nothing for f in fields(self) if f.name != "row" and getattr(self, f.name) is not None
+        }
+        return replace(self, row=PackedRow.empty(), **present)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.row.num_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        return self.row.num_sequences
+
+    def to(self, device: torch.device | str) -> Self:
+        return replace(_to(self, device), row=self.row.to(device))
+
+
+def _without_entries(record):
+    """The record with every tensor emptied."""
+    return replace(record, **{f.name: v[:0] for f in fields(record) if (v := getattr(record, f.name)) is not None})
+
+
+def _to(record, device):
+    """The record with its tensors on `device`."""
+    moved = {
+        f.name: value.to(device, non_blocking=True)
+        for f in fields(record)
+        if isinstance(value := getattr(record, f.name), Tensor)
+    }
+    return replace(record, **moved)
