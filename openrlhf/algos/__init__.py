@@ -1,0 +1,1 @@
+"""Pure functions: tensors and numbers in, tensors and numbers out."""

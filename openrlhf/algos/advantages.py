@@ -1,0 +1,113 @@
+"""From one reward per sample to one advantage per action.
+
+Groups are told apart by `group_ids` (B,), any integers: samples of one prompt share one. A group may be
+smaller than was asked for, because failed samples are not in it, and its samples need not be neighbours.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """(B,) -> (B,): each reward minus the mean of the others in its group, 0 without others.
+    RLOO, https://arxiv.org/abs/2402.14740"""
+    totals, sizes = _groups(rewards, group_ids)
+    baseline = (totals - rewards) / (sizes - 1).clamp(min=1)
+    return torch.where(sizes > 1, rewards - baseline, 0).to(rewards.dtype)
+
+
+def center(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """(B,) -> (B,): each reward minus its group's mean, 0 for a group of one."""
+    return _center(rewards, group_ids).to(rewards.dtype)
+
+
+def standardize(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """(B,) -> (B,): centered and divided by the group's standard deviation, 0 for a group of one.
+    GRPO, https://arxiv.org/abs/2402.03300"""
+    return (_center(rewards, group_ids) / (group_std(rewards, group_ids) + 1e-9)).to(rewards.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimator:
+    """Everything that differs between estimators. Code asks this table, never the name."""
+
+    shape_rewards: Callable[[Tensor, Tensor], Tensor] | None = None
+    """(rewards, group_ids) -> rewards"""
+    whiten: bool = False
+    """Over all actions of the rollout."""
+    needs_critic: bool = False
+    discounts: bool = False
+    """Reads gamma. The others credit every action with the whole outcome."""
+
+    @property
+    def needs_group(self) -> bool:
+        return self.shape_rewards is not None
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "gae": Estimator(whiten=True, needs_critic=True, discounts=True),
+    "reinforce": Estimator(whiten=True, discounts=True),
+    "reinforce_baseline": Estimator(shape_rewards=center, whiten=True),
+    "rloo": Estimator(shape_rewards=leave_one_out),
+    "group_norm": Estimator(shape_rewards=standardize),
+    "dr_grpo": Estimator(shape_rewards=center),
+}
+
+
+def without_peers(group_ids: Tensor) -> Tensor:
+    """(B,) -> (B,) bool: samples alone in their group. There is nothing to compare them with."""
+    return _groups(torch.zeros(len(group_ids)), group_ids)[1] == 1
+
+
+def group_std(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """(B,) -> (B,) float64: the unbiased standard deviation of each sample's group, 0 for a group of one."""
+    squares, sizes = _groups(_center(rewards, group_ids) ** 2, group_ids)
+    return (squares / (sizes - 1).clamp(min=1)).sqrt()
+
+
+def token_rewards(rewards: Tensor, kl: Tensor, counts: Tensor, kl_coef: float) -> Tensor:
+    """(B,) and (A,) -> (A,): the KL penalty on every action, the reward on each sample's last one."""
+    per_token = -kl_coef * kl
+    acted = counts > 0
+    per_token[counts.cumsum(0)[acted] - 1] += rewards[acted]
+    return per_token
+
+
+def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
+    """(B, T) -> (B, T): G_t = r_t + gamma * G_{t+1}. Actions only, padded with 0 on the right."""
+    returns = torch.empty_like(rewards)
+    running = rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        running = rewards[:, t] + gamma * running
+        returns[:, t] = running
+    return returns
+
+
+def gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+    """(B, T) -> advantages and returns, both (B, T). Actions only, padded with 0 on the right, so that an
+    action bootstraps from the next action, also across environment feedback. https://arxiv.org/abs/1506.02438
+
+    delta_t = r_t + gamma * V_{t+1} - V_t,   A_t = delta_t + gamma * lambda * A_{t+1},   G_t = A_t + V_t
+    """
+    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    deltas = rewards + gamma * next_values - values
+    advantages = discounted_returns(deltas, gamma * lambd)
+    return advantages, advantages + values
+
+
+def _center(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    totals, sizes = _groups(rewards, group_ids)
+    return rewards - totals / sizes
+
+
+def _groups(x: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(B,) -> for each sample, the sum over its group and the size of its group.
+
+    In float64: rounding a float32 mean of equal rewards would leave differences that `standardize` blows up.
+    """
+    _, index, sizes = group_ids.unique(return_inverse=True, return_counts=True)
+    totals = torch.zeros(len(sizes), dtype=torch.float64, device=x.device).index_add(0, index, x.double())
+    return totals[index], sizes[index]

@@ -1,0 +1,57 @@
+"""Correction for a sampler that is not quite the policy: other kernels, precision or weights.
+
+Three policies: pi (being trained), pi_prox (the policy at the start of the step) and pi_behave (the sampler).
+The loss clips pi / pi_prox; a correction multiplies it by a function of pi_prox / pi_behave, through which no
+gradient flows. `log_ratio` (A,) is log(pi_prox / pi_behave), of tokens or of sequences, as `policy_loss`
+computes it: clamped, so that no weight is infinite. A weight of 0 still counts in the divisor of the loss:
+dropping must not raise the step size.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from openrlhf.algos.reduce import mean, segment_mean, spread
+from openrlhf.types import Metrics
+
+
+def tis(log_ratio: Tensor, counts: Tensor, low: float, high: float) -> Tensor:
+    """Truncated importance sampling: w = clip(ratio, low, high). https://fengyao.notion.site/off-policy-rl"""
+    return log_ratio.exp().clamp(low, high)
+
+
+def icepop(log_ratio: Tensor, counts: Tensor, low: float, high: float) -> Tensor:
+    """Actions whose ratio is outside [low, high] are dropped. https://arxiv.org/abs/2510.18855"""
+    ratio = log_ratio.exp()
+    return torch.where((low <= ratio) & (ratio <= high), ratio, 0)
+
+
+def seq_mask_tis(log_ratio: Tensor, counts: Tensor, low: float, high: float) -> Tensor:
+    """Sequences whose geometric mean ratio is outside [low, high] are dropped; the others are weighted as in
+    `tis`."""
+    geometric_mean = segment_mean(log_ratio, counts).exp()
+    kept = (low <= geometric_mean) & (geometric_mean <= high)
+    return torch.where(spread(kept, counts, len(log_ratio)), tis(log_ratio, counts, low, high), 0)
+
+
+CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
+    "tis": tis,
+    "icepop": icepop,
+    "seq-mask-tis": seq_mask_tis,
+}
+"""(log_ratio (A,), counts (B,), low, high) -> weights (A,)"""
+
+
+def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor) -> Metrics:
+    """How far the sampler is from the policy, both (A,): of the same weights, these are numerical noise.
+
+    `mismatch/kl` estimates KL(sampler || policy): the mean of r - 1 - log r with r = pi_prox / pi_behave.
+    """
+    log_ratio = (log_probs - rollout_log_probs).clamp(-20, 20)
+    distance = log_ratio.abs()
+    return {
+        "mismatch/kl": float(mean(log_ratio.exp() - 1 - log_ratio)),
+        "mismatch/abs_diff_mean": float(mean(distance)),
+        "mismatch/abs_diff_max": float(distance.max()) if len(distance) else 0.0,
+    }

@@ -1,0 +1,45 @@
+"""The clipped policy objective, with the probability ratio of a token or of a sequence."""
+
+import torch
+from torch import Tensor
+
+from openrlhf.algos.reduce import segment_mean, spread
+
+MAX_LOG_RATIO = 20.0
+"""exp(20) is finite and far outside every clip range."""
+
+
+def token_log_ratio(log_probs: Tensor, old_log_probs: Tensor, counts: Tensor) -> Tensor:
+    """(A,) -> (A,): PPO's ratio, in logs."""
+    return (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, counts: Tensor) -> Tensor:
+    """(A,) -> (A,): the mean log ratio of each sequence, on each of its actions.
+    GSPO's ratio in logs, https://arxiv.org/abs/2507.18071, eq. 7"""
+    means = segment_mean(log_probs - old_log_probs, counts)
+    return spread(means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), counts, len(log_probs))
+
+
+def clipped_loss(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(A,) -> the loss and whether the clip was active (bool), both (A,). https://arxiv.org/abs/1707.06347,
+    eq. 7
+
+    l_t = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
+
+    `dual_clip` > 1 bounds the loss where A < 0 by -dual_clip * A (https://arxiv.org/abs/1912.09729, eq. 5).
+    """
+    ratio = log_ratio.exp()
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    objective = torch.min(unclipped, clipped)
+    if dual_clip is not None:
+        objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
+    return -objective, clipped < unclipped

@@ -1,0 +1,58 @@
+"""Sums and means over actions, written once so that every loss divides by the same thing.
+
+A reduction of a loss returns this row's share: the sum of the shares of all rows and ranks is the loss of the
+optimizer step. `x` is (A,) and `counts` (B,) tells which actions belong to which sequence, as in `types.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from openrlhf.types import LossNorm
+
+
+def token_mean(loss: Tensor, norm: LossNorm) -> Tensor:
+    """(A,) -> (): this row's share of the mean over every action of the step."""
+    return loss.sum() / max(norm.num_tokens, 1)
+
+
+def sample_mean(loss: Tensor, counts: Tensor, norm: LossNorm) -> Tensor:
+    """(A,) -> (): this row's share of the mean over sequences of each sequence's mean."""
+    return segment_mean(loss, counts).sum() / max(norm.num_sequences, 1)
+
+
+def constant_length_mean(loss: Tensor, norm: LossNorm, length: float) -> Tensor:
+    """(A,) -> (): like `sample_mean`, but every sequence counts as `length` actions long, so that a token
+    weighs the same in a short and in a long sequence. Dr. GRPO, https://arxiv.org/abs/2503.20783"""
+    return loss.sum() / (max(norm.num_sequences, 1) * length)
+
+
+def mean(x: Tensor) -> Tensor:
+    """The mean, and 0 of nothing: a rollout whose samples are all masked must not log NaN."""
+    return x.sum() / max(x.numel(), 1)
+
+
+def whiten(x: Tensor, *, scale: bool = True) -> Tensor:
+    """Zero mean and, with `scale`, unit variance."""
+    centered = x - mean(x)
+    return centered * mean(centered**2).clamp(min=1e-8).rsqrt() if scale else centered
+
+
+def segment_sum(x: Tensor, counts: Tensor) -> Tensor:
+    """(A,) -> (B,)"""
+    return x.new_zeros(len(counts)).index_add(0, _segment_ids(counts, len(x)), x)
+
+
+def segment_mean(x: Tensor, counts: Tensor) -> Tensor:
+    """(A,) -> (B,), 0 for a sequence without actions."""
+    return segment_sum(x, counts) / counts.clamp(min=1)
+
+
+def spread(x: Tensor, counts: Tensor, num_actions: int) -> Tensor:
+    """(B,) -> (A,): each sequence's value on each of its actions. `num_actions` is the sum of `counts`."""
+    return x[_segment_ids(counts, num_actions)]
+
+
+def _segment_ids(counts: Tensor, num_actions: int) -> Tensor:
+    """(B,) -> (A,): the sequence of each action."""
+    # With output_size the device need not be asked for the sum.
+    return torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=num_actions)

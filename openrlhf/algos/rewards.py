@@ -1,0 +1,24 @@
+"""Penalties on the reward of a whole sample. All are (B,) -> (B,)."""
+
+import torch
+from torch import Tensor
+
+
+def overlong_penalty(
+    rewards: Tensor, num_actions: Tensor, *, max_new_tokens: int, buffer_len: int, factor: float
+) -> Tensor:
+    """Takes up to `factor` away, growing over the last `buffer_len` tokens before the limit.
+    DAPO's soft overlong punishment, https://arxiv.org/abs/2503.14476, eq. 13"""
+    excess = (num_actions - (max_new_tokens - buffer_len)).clamp(0, buffer_len)
+    return rewards - excess / buffer_len * factor
+
+
+def stop_properly_penalty(rewards: Tensor, truncated: Tensor, *, coef: float) -> Tensor:
+    """The reward of a truncated sample is scaled by `coef` or, if `coef` is negative, replaced by it.
+    ProRL, https://arxiv.org/abs/2505.24864"""
+    penalised = rewards * coef if coef >= 0 else torch.full_like(rewards, coef)
+    return torch.where(truncated, penalised, rewards)
+
+
+def clip(rewards: Tensor, low: float, high: float) -> Tensor:
+    return rewards.clamp(low, high)

@@ -1,0 +1,1 @@
+"""What one model minimises on one batch: `(model, batch, norm) -> (loss, metrics)`."""

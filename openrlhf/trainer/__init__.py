@@ -1,0 +1,1 @@
+"""The loops that decide what happens next."""

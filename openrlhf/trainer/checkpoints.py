@@ -1,0 +1,78 @@
+"""Which checkpoints a run keeps, and which one it resumes from. What is in them is the engine's affair."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from openrlhf.config.sections import CkptConfig
+
+LATEST = "latest"
+"""File with the tag to resume from, written when that checkpoint is complete."""
+
+METRIC = "metric.json"
+BEST = "best_"
+
+
+class CheckpointFolder:
+    """Checkpoints `global_step{N}` of a run, and at most one `best_global_step{N}`, in one folder."""
+
+    def __init__(self, path: str, ckpt: CkptConfig) -> None:
+        self.path, self.ckpt = Path(path), ckpt
+
+    def latest(self) -> str | None:
+        """Tag of the last complete checkpoint, None where there is none."""
+        pointer = self.path / LATEST
+        if not pointer.exists():
+            return None
+        tag = pointer.read_text().strip()
+        if not (self.path / tag).is_dir():
+            raise ValueError(
+                f"--ckpt.path {self.path}: the file {LATEST} names {tag}, which is not there.\n"
+                f"Write the name of one of the folders beside it into that file, or remove it to start over."
+            )
+        return tag
+
+    def completed(self, tag: str, metric: float | None = None) -> None:
+        """Every rank has written `tag`: from now on it counts. Older checkpoints make room."""
+        if metric is not None:
+            (self.path / tag / METRIC).write_text(json.dumps({"metric_value": metric}))
+        if tag.startswith(BEST):
+            for other in self.path.glob(f"{BEST}*"):
+                if other.name != tag:
+                    shutil.rmtree(other)
+            return
+        _write_atomically(self.path / LATEST, tag)
+        self._rotate(tag)
+
+    def _rotate(self, newest: str) -> None:
+        tags = [p.name for p in self.path.glob("global_step*") if p.is_dir() and p.name != newest]
+        # The worst metric goes first, then the oldest; one without a metric counts as worst.
+        tags.sort(key=lambda tag: (_metric(self.path / tag), _step(tag)))
+        kept_bytes = {tag: _size(self.path / tag) for tag in [*tags, newest]}
+        while tags and (len(tags) + 1 > self.ckpt.max_num or sum(kept_bytes.values()) > self.ckpt.max_mem * 1e9):
+            gone = tags.pop(0)
+            del kept_bytes[gone]
+            shutil.rmtree(self.path / gone)
+
+
+def _metric(folder: Path) -> float:
+    file = folder / METRIC
+    return json.loads(file.read_text())["metric_value"] if file.exists() else -float("inf")
+
+
+def _step(tag: str) -> int:
+    return int(re.search(r"\d+$", tag)[0])
+
+
+def _size(folder: Path) -> int:
+    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    with temporary.open() as f:
+        os.fsync(f.fileno())
+    temporary.rename(path)

@@ -1,0 +1,152 @@
+"""Samples and scores in, credit out: the algorithm of a step apart from the gradient."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence, unpad_sequence
+
+from openrlhf.algos.advantages import (
+    ESTIMATORS,
+    discounted_returns,
+    gae,
+    group_std,
+    token_rewards,
+    without_peers,
+)
+from openrlhf.algos.correction import mismatch_metrics
+from openrlhf.algos.kl import approx_kl
+from openrlhf.algos.reduce import mean, segment_sum, whiten
+from openrlhf.algos.rewards import clip, overlong_penalty, stop_properly_penalty
+from openrlhf.config.ppo import AlgoConfig, RewardConfig
+from openrlhf.types import Credit, Metrics, Sample, Scores, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CreditResult:
+    credit: list[Credit]
+    """One for each sample."""
+    metrics: Metrics
+    """`kl/mean` is what the KL controller wants to see."""
+
+
+@torch.no_grad()
+def assign_credit(
+    samples: Sequence[Sample],
+    scores: Sequence[Scores],
+    trajectories: Sequence[Trajectory],
+    *,
+    algo: AlgoConfig,
+    reward: RewardConfig,
+    kl_coef: float,
+    max_new_tokens: int,
+) -> CreditResult:
+    """Three views of the same samples, at least one: the whole rollout, each with a reward. Failed samples
+    are not among them, so groups differ in size; a sample alone in its group is compared with nothing and
+    earns 0.
+
+    penalties -> group shaping -> clip -> KL on every action -> returns or GAE -> whitening over all actions
+
+    `kl_coef` is the controller's, `max_new_tokens` the limit that the overlong penalty looks at.
+    """
+    estimator = ESTIMATORS[algo.advantage.estimator]
+    counts = torch.tensor([len(s.log_probs) for s in scores])
+    group_ids = _group_ids(trajectories)
+    rewards = _penalised_rewards(trajectories, reward, max_new_tokens)
+    shaped = estimator.shape_rewards(rewards, group_ids) if estimator.shape_rewards else rewards
+    clipped = clip(shaped, *reward.clip_range)
+    kl, log_ratio = _kl(scores, algo)
+    per_action = token_rewards(clipped, kl, counts, 0.0 if algo.kl.use_loss else kl_coef)
+    advantages, returns = _advantages(per_action, scores, counts, algo)
+    if estimator.whiten:
+        advantages = whiten(advantages, scale=not algo.advantage.no_std_norm)
+
+    metrics = _reward_metrics(rewards, group_ids) | {
+        "reward/return_mean": float(segment_sum(per_action, counts).mean()),
+        "advantage/mean": float(mean(advantages)),
+        "advantage/std": float(mean((advantages - mean(advantages)) ** 2).sqrt()),
+        "kl/mean": float(mean(kl)),
+        "kl/log_ratio_mean": float(mean(log_ratio)),
+        "kl/coef": kl_coef,
+    }
+    metrics |= mismatch_metrics(
+        torch.cat([s.log_probs for s in scores]), torch.cat([s.rollout_log_probs for s in samples])
+    )
+    return CreditResult(credit=_split(advantages, returns, counts), metrics=metrics)
+
+
+def _group_ids(trajectories: Sequence[Trajectory]) -> Tensor:
+    """(B,) equal for samples of the same prompt in the same episode."""
+    ids: dict[tuple[int, int], int] = {}
+    keys = [(t.prompt.episode, t.prompt.prompt_id) for t in trajectories]
+    return torch.tensor([ids.setdefault(key, len(ids)) for key in keys])
+
+
+def _penalised_rewards(
+    trajectories: Sequence[Trajectory], reward: RewardConfig, max_new_tokens: int
+) -> Tensor:
+    """(B,)"""
+    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
+    if reward.overlong_buffer_len is not None:
+        rewards = overlong_penalty(
+            rewards,
+            torch.tensor([t.num_actions for t in trajectories]),
+            max_new_tokens=max_new_tokens,
+            buffer_len=reward.overlong_buffer_len,
+            factor=reward.overlong_penalty_factor,
+        )
+    if reward.stop_properly_penalty_coef is not None:
+        truncated = torch.tensor([t.truncated for t in trajectories])
+        rewards = stop_properly_penalty(rewards, truncated, coef=reward.stop_properly_penalty_coef)
+    return rewards
+
+
+def _kl(scores: Sequence[Scores], algo: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """The KL estimate and the log ratio to the reference, both (A,), 0 without a reference."""
+    log_probs = torch.cat([s.log_probs for s in scores])
+    if scores[0].ref_log_probs is None:
+        return torch.zeros_like(log_probs), torch.zeros_like(log_probs)
+    ref_log_probs = torch.cat([s.ref_log_probs for s in scores])
+    return approx_kl(log_probs, ref_log_probs, algo.kl.estimator), log_probs - ref_log_probs
+
+
+def _advantages(
+    per_action: Tensor, scores: Sequence[Scores], counts: Tensor, algo: AlgoConfig
+) -> tuple[Tensor, Tensor]:
+    """(A,) -> advantages and returns, both (A,)."""
+    estimator, advantage = ESTIMATORS[algo.advantage.estimator], algo.advantage
+    rewards = _pad(per_action, counts)
+    if estimator.needs_critic:
+        values = pad_sequence([s.values for s in scores], batch_first=True)
+        advantages, returns = gae(rewards, values, advantage.gamma, advantage.lambd)
+        return _unpad(advantages, counts), _unpad(returns, counts)
+    returns = _unpad(discounted_returns(rewards, advantage.gamma if estimator.discounts else 1.0), counts)
+    return returns, returns
+
+
+def _pad(x: Tensor, counts: Tensor) -> Tensor:
+    """(A,) -> (B, T): sequences as rows of actions, 0 on the right."""
+    return pad_sequence(x.split(counts.tolist()), batch_first=True)
+
+
+def _unpad(x: Tensor, counts: Tensor) -> Tensor:
+    """(B, T) -> (A,)"""
+    return torch.cat(unpad_sequence(x, counts, batch_first=True))
+
+
+def _reward_metrics(rewards: Tensor, group_ids: Tensor) -> Metrics:
+    """Of the penalised rewards, before they are compared. The spread within groups needs a group of two."""
+    alone = without_peers(group_ids)
+    metrics = {"reward/mean": float(rewards.mean()), "reward/without_peers": float(alone.sum())}
+    if not alone.all():
+        spread = group_std(rewards, group_ids)[~alone]
+        metrics["reward/group_std"] = float(spread.mean())
+        metrics["reward/zero_std_fraction"] = float((spread == 0).double().mean())
+    return metrics
+
+
+def _split(advantages: Tensor, returns: Tensor, counts: Tensor) -> list[Credit]:
+    """Cloned, because a view would carry the whole rollout with it when it is sent."""
+    parts = zip(advantages.split(counts.tolist()), returns.split(counts.tolist()), strict=True)
+    return [Credit(advantages=a.clone(), returns=r.clone()) for a, r in parts]

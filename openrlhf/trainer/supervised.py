@@ -1,0 +1,64 @@
+"""One loop for everything that learns from a fixed dataset. A task is a dataset and an objective."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from openrlhf.config.sections import is_due
+from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.datasets.batches import Windows
+from openrlhf.engine.interfaces import Objective, RowT, TrainEngine
+from openrlhf.observe.observer import Observer
+from openrlhf.trainer.checkpoints import CheckpointFolder
+from openrlhf.types import Metrics
+
+
+@dataclass(kw_only=True)
+class SupervisedTrainer(Generic[RowT]):
+    """Runs on every rank; only rank 0 has an observer."""
+
+    config: SupervisedConfig
+    engine: TrainEngine
+    objective: Objective[RowT]
+    windows: Windows
+    eval_rows: Sequence[RowT]
+    """This rank's share of the evaluation set; empty without one."""
+    checkpoints: CheckpointFolder
+    observer: Observer | None
+    step: int = 0
+    """Optimizer steps done."""
+
+    def fit(self) -> None:
+        steps_per_epoch = len(self.windows)
+        start_epoch, start_step = divmod(self.step, steps_per_epoch)
+        for epoch in range(start_epoch, self.config.train.max_epochs):
+            for window in self.windows.epoch(epoch, start_step if epoch == start_epoch else 0):
+                metrics = self.engine.train_step(window, self.objective)
+                self.step += 1
+                if self.eval_rows and self._is_eval_due(steps_per_epoch):
+                    metrics |= self.evaluate()
+                if self.observer:
+                    self.observer.log_step(self.step, metrics)
+                if is_due(self.step, self.config.ckpt.save_steps):
+                    self.save(f"global_step{self.step}")
+
+    def evaluate(self) -> Metrics:
+        """The objective's metrics over the whole evaluation set, as `eval/...`."""
+        metrics = self.engine.evaluate(self.eval_rows, self.objective)
+        return {f"eval/{name}": value for name, value in metrics.items()}
+
+    def save(self, tag: str) -> None:
+        """A checkpoint to resume from, or a Hugging Face copy, or both, as `ckpt.*` says."""
+        if not self.config.ckpt.disable_ds:
+            self.engine.save_checkpoint(str(self.checkpoints.path), tag, {"step": self.step})
+            if self.observer:
+                self.checkpoints.completed(tag)
+        if self.config.ckpt.save_hf:
+            self.engine.export(f"{self.config.ckpt.path}/{tag}_hf")
+
+    def resume(self, tag: str) -> None:
+        self.step = self.engine.load_checkpoint(str(self.checkpoints.path), tag)["step"]
+
+    def _is_eval_due(self, steps_per_epoch: int) -> bool:
+        every = self.config.eval.steps
+        return is_due(self.step, steps_per_epoch if every == -1 else every)
