@@ -2,6 +2,7 @@
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import deepspeed
@@ -18,6 +19,7 @@ from openrlhf.engine.interfaces import Objective, RowT
 from openrlhf.types import LossNorm, Metrics
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's older calls
 
 
 class DeepSpeedEngine:
@@ -70,8 +72,8 @@ class DeepSpeedEngine:
     def train_step(self, window: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
         """One optimizer step over the rows that all ranks hold; `window` is this rank's, at least one row.
 
-        Returns the objective's metrics over all ranks, and `grad_norm` (before clipping) and `lr`. Raises
-        FloatingPointError on every rank where one of them is not finite.
+        Returns the objective's metrics over all ranks, and `grad_norm` (before clipping), `lr` and `num_tokens` (those
+        with a loss). Raises FloatingPointError on every rank where one of them is not finite.
         """
         rows, norm = self._agree(window)
         self.module.train()
@@ -90,7 +92,7 @@ class DeepSpeedEngine:
             grad_norm = float(self.engine.get_global_grad_norm())
         metrics = self._sum_over_ranks(shares) | {"grad_norm": grad_norm}
         _check_finite(metrics, self.engine.global_steps)
-        return metrics | {"lr": lr}
+        return metrics | {"lr": lr, "num_tokens": norm.num_tokens}
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
@@ -133,6 +135,7 @@ class DeepSpeedEngine:
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
         # DeepSpeed mixes client state with its own keys, so ours stays under one.
         self.engine.save_checkpoint(folder, tag=tag, client_state={"openrlhf": state}, save_latest=False)
+        dist.barrier()
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
         path, client_state = self.engine.load_checkpoint(folder, tag=tag)

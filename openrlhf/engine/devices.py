@@ -35,6 +35,13 @@ def init_distributed(timeout_minutes: int = 60) -> None:
     )
 
 
+def seed_everything(seed: int, deterministic: bool) -> None:
+    """Seed Python, NumPy and torch. `deterministic` also forbids kernels whose result may differ between runs."""
+    from transformers import enable_full_determinism, set_seed
+
+    (enable_full_determinism if deterministic else set_seed)(seed)
+
+
 def leave_distributed() -> None:
     """Leave the group in step with the other ranks: gloo's threads abort a process that just exits."""
     if dist.is_initialized():

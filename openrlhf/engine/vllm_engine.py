@@ -14,6 +14,9 @@ from typing import Any
 CPU_KV_CACHE_GB = 0.25
 """KV cache of an engine without a GPU, unless `--vllm.kv_cache_gb` says otherwise. vLLM's own unit is a whole GiB."""
 
+CPU_BATCHED_TOKENS = 4096
+"""Tokens of one step of an engine without a GPU."""
+
 CONTROL_TIMEOUT = 300.0
 """Seconds that a pause, update or resume may take. An engine process that died never answers one."""
 
@@ -79,6 +82,9 @@ class VLLMEngine:
                 enable_prefix_caching=options.enable_prefix_caching,
                 # There are no graphs to capture on a CPU, and compiling there costs more than it gives back.
                 enforce_eager=options.enforce_eager or not options.on_gpu,
+                # A prompt computed in parts would rewind the random state of its request, which CPU generators cannot.
+                enable_chunked_prefill=None if options.on_gpu else False,
+                max_num_batched_tokens=None if options.on_gpu else max(options.max_len, CPU_BATCHED_TOKENS),
                 enable_sleep_mode=options.enable_sleep,
                 gpu_memory_utilization=options.gpu_memory_utilization,
                 kv_cache_memory_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),

@@ -30,7 +30,8 @@ class PPOTrainer:
     eval_prompts: Sequence[Prompt]
     """Empty without evaluation."""
     checkpoints: CheckpointFolder
-    observer: Observer
+    observer: Observer = field(init=False)
+    """Opened once it is known which step the run resumes from."""
     kl: KLController
     total_steps: int
     """RL steps of the whole run."""

@@ -1,0 +1,48 @@
+"""The command `openrlhf`: finds the command that was asked for, and imports nothing else."""
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module, metadata
+
+COMMANDS = {
+    "demo": ("demo", "train a tiny model on a built-in task, on this machine, in minutes"),
+    "sft": ("train_sft", "supervised fine-tuning"),
+    "ppo": ("train_ppo_ray", "reinforcement learning with Ray, vLLM and DeepSpeed"),
+}
+"""name -> module of `openrlhf.cli`, and what it does."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("--help", "-h", "help"):
+        print(_usage())
+    elif name == "--version":
+        print(f"openrlhf {metadata.version('openrlhf')}")
+    elif name in COMMANDS:
+        import_module(f"openrlhf.cli.{COMMANDS[name][0]}").main(rest)
+    else:
+        modules = {module: command for command, (module, _) in COMMANDS.items()}
+        near = difflib.get_close_matches(name, [*COMMANDS, *modules], n=1, cutoff=0.5)
+        remedy = (
+            f"did you mean `openrlhf {modules.get(near[0], near[0])}`?" if near else "see `openrlhf --help`"
+        )
+        print(f"error: openrlhf {name!r}: there is no such command; {remedy}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _usage() -> str:
+    lines = [f"  openrlhf {name:<6} {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: openrlhf COMMAND [--section.flag VALUE ...]",
+            "",
+            *lines,
+            "",
+            "openrlhf COMMAND --help lists its flags.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Models of many ranks, as the trainer sees them: engine/interfaces.py over Ray actors."""
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from torch import Tensor
+
+from openrlhf.algos.balance import partition
+from openrlhf.cluster.engine_client import RayEngineClient
+from openrlhf.cluster.pending import Gathered, first
+from openrlhf.cluster.placement import Bundles
+from openrlhf.cluster.worker import ModelWorker, PolicyWorker, ReferenceWorker
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.trainer.schedule import mean_metrics, training_schedule
+from openrlhf.types import Experience, Metrics, Sample
+
+WorkerT = TypeVar("WorkerT", bound=ModelWorker)
+
+
+class Group(Generic[WorkerT]):
+    """All ranks of one model."""
+
+    def __init__(self, worker_class: type[WorkerT], config: PPOConfig, bundles: Bundles) -> None:
+        """Creates the ranks' processes; `start` loads the model."""
+        self.config = config
+        self.workers = [
+            ray.remote(worker_class).options(**bundles.options(rank)).remote(config, rank, bundles.count)
+            for rank in range(bundles.count)
+        ]
+
+    def forward(self, samples: Sequence[Sample]) -> Gathered[list[Tensor]]:
+        shares = partition([s.length for s in samples], len(self.workers))
+        spare = samples[0].without_actions()
+        refs = [
+            worker.forward.remote([samples[i] for i in share] or [spare])
+            for worker, share in zip(self.workers, shares, strict=True)
+        ]
+
+        def in_order(results: list[list[Tensor]]) -> list[Tensor]:
+            outputs: list[Tensor] = [None] * len(samples)
+            for share, tensors in zip(shares, results, strict=True):
+                for i, tensor in zip(share, tensors, strict=False):
+                    outputs[i] = tensor
+            return outputs
+
+        return Gathered(refs, in_order)
+
+    def on_all(self, call: Callable[[ActorHandle], ray.ObjectRef]) -> Gathered:
+        """`call` on every rank; the answer is rank 0's."""
+        return Gathered([call(worker) for worker in self.workers], first)
+
+    def meeting_point(self) -> tuple[str, int]:
+        return ray.get(self.workers[0].address.remote())
+
+
+class ReferenceGroup(Group[ReferenceWorker]):
+    def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
+        super().__init__(ReferenceWorker, config, bundles)
+
+    def start(self) -> Gathered[None]:
+        address, port = self.meeting_point()
+        return self.on_all(lambda worker: worker.start.remote(address, port))
+
+
+class PolicyGroup(Group[PolicyWorker]):
+    def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
+        super().__init__(PolicyWorker, config, bundles)
+        self.num_updates = 0
+        """Calls of `update` so far: the address of each call's shuffle."""
+
+    def start(self, total_steps: int) -> Gathered[None]:
+        address, port = self.meeting_point()
+        return self.on_all(lambda worker: worker.start.remote(address, port, total_steps))
+
+    def update(self, experiences: Sequence[Experience], kl_coef: float) -> Gathered[Metrics]:
+        """`train.max_epochs` passes in batches of `train.batch_size`; metrics are means over the optimizer steps."""
+        train = self.config.train
+        schedule = training_schedule(
+            [e.sample.length for e in experiences],
+            batch_size=train.batch_size,
+            epochs=train.max_epochs,
+            num_ranks=len(self.workers),
+            seed=(train.seed, self.num_updates),
+        )
+        self.num_updates += 1
+        spare = experiences[0].without_actions()
+        refs = []
+        for rank, worker in enumerate(self.workers):
+            windows = [step[rank] for step in schedule]
+            mine = sorted({i for window in windows for i in window})
+            position = {i: k for k, i in enumerate(mine)}
+            shares = [[position[i] for i in window] or [len(mine)] for window in windows]
+            refs.append(worker.update.remote([*(experiences[i] for i in mine), spare], shares, kl_coef))
+        return Gathered(refs, lambda results: mean_metrics(results[0]))
+
+    def open_weight_sync(self, client: RayEngineClient, backend: str) -> Gathered[None]:
+        address, port = self.meeting_point()
+        return self.on_all(
+            lambda worker: worker.open_weight_sync.remote(client, backend, address, port, client.num_workers)
+        )
+
+    def send_weights(self, version: int) -> Gathered[None]:
+        return self.on_all(lambda worker: worker.send_weights.remote(version))
+
+    def save_checkpoint(self, tag: str, state: dict) -> Gathered[None]:
+        state = state | {"num_updates": self.num_updates}
+        return self.on_all(lambda worker: worker.save_checkpoint.remote(tag, state))
+
+    def load_checkpoint(self, tag: str) -> Gathered[dict]:
+        def remember(results: list[dict]) -> dict:
+            self.num_updates = results[0]["num_updates"]
+            return results[0]
+
+        return Gathered([w.load_checkpoint.remote(tag) for w in self.workers], remember)
+
+    def export(self, folder: str) -> Gathered[None]:
+        return self.on_all(lambda worker: worker.export.remote(folder))

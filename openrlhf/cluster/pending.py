@@ -1,0 +1,23 @@
+"""Work that runs in the cluster, as engine/interfaces.py wants it: something with a `result()`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import ray
+
+ResultT = TypeVar("ResultT")
+
+
+class Gathered(Generic[ResultT]):
+    """Calls under way on many workers, as one result."""
+
+    def __init__(self, refs: Sequence[ray.ObjectRef], combine: Callable[[list], ResultT]) -> None:
+        self.refs, self.combine = refs, combine
+
+    def result(self) -> ResultT:
+        return self.combine(ray.get(list(self.refs)))
+
+
+def first(results: list) -> Any:
+    """Where every rank answers the same."""
+    return results[0]

@@ -1,0 +1,138 @@
+"""All the samplers together: engine/interfaces.py's Rollout over vLLM engines in Ray actors."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import ray
+from ray.actor import ActorHandle
+
+from openrlhf.cluster.engine_client import RayEngineClient
+from openrlhf.cluster.group import PolicyGroup
+from openrlhf.cluster.pending import Gathered, first
+from openrlhf.cluster.placement import Bundles
+from openrlhf.cluster.residency import Residency
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
+from openrlhf.models.loading import load_tokenizer, stop_token_ids
+from openrlhf.rollout.episodes import EpisodeRunner, Sampling
+from openrlhf.rollout.generator import generate
+from openrlhf.rollout.reward_function import RewardFunction
+from openrlhf.types import Prompt, Trajectory
+from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+MAX_CALLS = 4096
+"""Calls that an engine actor runs at a time."""
+
+
+class EngineActor(VLLMEngine):
+    """An engine, and the episodes that run on it, in one process."""
+
+    def __init__(self, config: PPOConfig, on_gpu: bool) -> None:
+        super().__init__(engine_options(config, on_gpu))
+        self.config = config
+
+    async def start(self) -> None:
+        await super().start()
+        config, path = self.config, self.config.actor.model_name_or_path
+        tokenizer = load_tokenizer(
+            path,
+            flag="--actor.model_name_or_path",
+            use_fast=not config.data.disable_fast_tokenizer,
+            chat_template=config.data.tokenizer_chat_template,
+        )
+        self.reward = RewardFunction(
+            config.reward.function_path, timeout=config.reward.timeout, num_workers=config.reward.num_workers
+        )
+        executor = SingleTurnAgentExecutor(self.reward)
+        self.runner = EpisodeRunner(self, tokenizer, executor, stop_token_ids(path, tokenizer))
+        self.samplings = {s.purpose: s for s in (Sampling.for_training(config), Sampling.for_evaluation(config))}
+
+    async def run_group(self, prompt: Prompt, purpose: str) -> list[Trajectory]:
+        """All samples of one prompt; `purpose` is train or eval."""
+        return await self.runner.run_group(prompt, self.samplings[purpose])
+
+    async def close(self) -> None:
+        self.reward.close()
+        self.shutdown()
+
+
+def engine_options(config: PPOConfig, on_gpu: bool) -> EngineOptions:
+    return EngineOptions(
+        model=config.actor.model_name_or_path,
+        dtype=config.ds.param_dtype,
+        max_len=config.data.max_len,
+        seed=config.train.seed,
+        transfer_backend=transfer_backend(config, on_gpu),
+        on_gpu=on_gpu,
+        tensor_parallel_size=config.vllm.tensor_parallel_size,
+        enable_prefix_caching=config.vllm.enable_prefix_caching,
+        enforce_eager=config.vllm.enforce_eager,
+        enable_sleep=config.engines_sleep and on_gpu,
+        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
+        kv_cache_gb=config.vllm.kv_cache_gb,
+    )
+
+
+def transfer_backend(config: PPOConfig, on_gpu: bool) -> str:
+    """Shared memory where trainer and engines share GPUs, else the network; without GPUs NCCL cannot run."""
+    if not on_gpu:
+        return "gloo"
+    return "ipc" if config.train.colocate_all and config.vllm.sync_backend == "nccl" else config.vllm.sync_backend
+
+
+class RolloutGroup:
+    def __init__(self, config: PPOConfig, bundles: Bundles, on_gpu: bool) -> None:
+        """Creates the engines' processes; `start` loads the model."""
+        self.config, self.on_gpu = config, on_gpu
+        environment = engine_environment(engine_options(config, on_gpu))
+        tensor_parallel_size = config.vllm.tensor_parallel_size
+        self.engines: list[ActorHandle] = []
+        for i in range(config.num_engines):
+            options, devices = bundles.engine_options(i, tensor_parallel_size)
+            runtime_env = {"env_vars": environment | devices}
+            actor = ray.remote(EngineActor).options(**options, runtime_env=runtime_env, max_concurrency=MAX_CALLS)
+            self.engines.append(actor.remote(config, on_gpu))
+        self.client = RayEngineClient(self.engines, tensor_parallel_size)
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+        self.on_finished: Callable[[list[Trajectory]], None] = lambda group: None
+        """Hears of each prompt's samples as they finish."""
+        self.residency = Residency(self.engines, config.engines_sleep and on_gpu)
+
+    def start(self) -> Gathered[None]:
+        return Gathered([engine.start.remote() for engine in self.engines], first)
+
+    def connect(self, policy: PolicyGroup) -> None:
+        """Open the way for weights from `policy`. Both have started."""
+        policy.open_weight_sync(self.client, transfer_backend(self.config, self.on_gpu)).result()
+
+    def generate(self, prompts: Sequence[Prompt]) -> Future[list[Trajectory]]:
+        return self.thread.submit(self._run, prompts, "train", self.config.rollout.n_samples_per_prompt)
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> Future[list[Trajectory]]:
+        return self.thread.submit(self._run, prompts, "eval", self.config.eval.n_samples_per_prompt)
+
+    def load_weights(self, policy: PolicyGroup, version: int) -> Future[None]:
+        return self.thread.submit(self._load_weights, policy, version)
+
+    def close(self) -> None:
+        """Stop the engines and their reward processes."""
+        ray.get([engine.close.remote() for engine in self.engines])
+
+    def _run(self, prompts: Sequence[Prompt], purpose: str, num_samples: int) -> list[Trajectory]:
+        samplers = [_Sampler(engine) for engine in self.engines]
+        with self.residency.generating():
+            return generate(
+                prompts, samplers, purpose=purpose, num_samples=num_samples, on_finished=self.on_finished
+            )
+
+    def _load_weights(self, policy: PolicyGroup, version: int) -> None:
+        with self.residency.syncing():
+            policy.send_weights(version).result()
+
+
+class _Sampler:
+    def __init__(self, engine: ActorHandle) -> None:
+        self.engine = engine
+
+    def run_group(self, prompt: Prompt, purpose: str) -> Future[list[Trajectory]]:
+        return self.engine.run_group.remote(prompt, purpose).future()

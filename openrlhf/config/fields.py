@@ -1,0 +1,189 @@
+"""The flags that a configuration class declares: names, types, defaults, help; and text turned into their
+values."""
+
+import ast
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from itertools import pairwise
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+_TRUE = ("true", "yes", "on", "1")
+_FALSE = ("false", "no", "off", "0")
+_NONE = ("none", "null")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One flag."""
+
+    key: str
+    """Its dotted name."""
+    type: Any
+    owner: type
+    """The section that declares it."""
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
+
+    @property
+    def section(self) -> str:
+        return self.key.rpartition(".")[0]
+
+    @property
+    def is_bool(self) -> bool:
+        return self.type is bool
+
+    @property
+    def help(self) -> str:
+        """The docstring under the field."""
+        for owner in self.owner.__mro__:
+            if self.name in (docs := _docstrings(owner)):
+                return docs[self.name]
+        return ""
+
+    @property
+    def values(self) -> str:
+        """What may follow the flag, for people."""
+        return _describe(self.type)
+
+
+@cache
+def fields_of(config_type: type) -> Mapping[str, Field]:
+    """Every flag of a configuration class, in the order of declaration."""
+    return {field.key: field for field in _walk(config_type, "")}
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """key -> value, for every flag."""
+    return {key: _get(config, key) for key in fields_of(type(config))}
+
+
+def with_values(config: Any, values: Mapping[str, Any]) -> Any:
+    """The configuration with these values, by key, in place of its own."""
+    here = {key: value for key, value in values.items() if "." not in key}
+    for section in dict.fromkeys(key.partition(".")[0] for key in values if "." in key):
+        inner = {
+            key[len(section) + 1 :]: value for key, value in values.items() if key.startswith(section + ".")
+        }
+        here[section] = with_values(getattr(config, section), inner)
+    return replace(config, **here)
+
+
+def convert(words: Sequence[str], type_: Any) -> Any:
+    """The value that the words after a flag stand for. ValueError says what was expected."""
+    origin, args = get_origin(type_), get_args(type_)
+    if origin in (Union, UnionType):
+        if len(words) == 1 and words[0].lower() in _NONE:
+            return None
+        return convert(words, next(arg for arg in args if arg is not NoneType))
+    if origin is tuple and len(words) == 1:
+        words = words[0].split(",")
+    if origin is tuple and args[-1] is Ellipsis:
+        if not words:
+            raise ValueError("expects at least one value")
+        return tuple(convert([word], args[0]) for word in words)
+    if origin is tuple:
+        if len(words) != len(args):
+            raise ValueError(f"expects {len(args)} values ({_describe(type_)}), got {len(words)}")
+        return tuple(convert([word], arg) for word, arg in zip(words, args, strict=True))
+    if type_ is bool and not words:
+        return True
+    if len(words) != 1:
+        raise ValueError(f"expects one value ({_describe(type_)}), got {len(words) or 'none'}")
+    if origin is Annotated:
+        value = convert(words, args[0])
+        if value not in args[1]:
+            raise ValueError(f"must be {args[1]}")
+        return value
+    return _convert_word(words[0], type_)
+
+
+def to_words(value: Any) -> tuple[str, ...]:
+    """The words that stand for a value; `convert` reads them back."""
+    if isinstance(value, tuple):
+        return tuple(word for item in value for word in to_words(item))
+    return (str(value).lower() if isinstance(value, bool) else str(value),)
+
+
+def _convert_word(word: str, type_: Any) -> Any:
+    if get_origin(type_) is Literal:
+        if word not in get_args(type_):
+            raise ValueError(f"expects one of {', '.join(get_args(type_))}")
+        return word
+    if type_ is bool:
+        if word.lower() not in _TRUE + _FALSE:
+            raise ValueError("expects true or false")
+        return word.lower() in _TRUE
+    if type_ is int:
+        return _integer(word)
+    if type_ is float:
+        return _number(word)
+    return word
+
+
+def _integer(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        number = _number(word, "expects a whole number")
+        if not number.is_integer():  # "1e6" is whole, "1.5" and "inf" are not
+            raise ValueError("expects a whole number") from None
+        return int(number)
+
+
+def _number(word: str, expected: str = "expects a number") -> float:
+    try:
+        number = float(word.replace(".inf", "inf"))  # YAML writes infinity with a dot
+    except ValueError:
+        raise ValueError(expected) from None
+    if number != number:
+        raise ValueError(expected)
+    return number
+
+
+def _describe(type_: Any) -> str:
+    origin, args = get_origin(type_), get_args(type_)
+    if origin in (Union, UnionType):
+        return " | ".join("None" if arg is NoneType else _describe(arg) for arg in args)
+    if origin is Annotated:
+        return _describe(args[0])
+    if origin is Literal:
+        return "{" + ",".join(args) + "}"
+    if origin is tuple:
+        return "TEXT ..." if args[-1] is Ellipsis else " ".join(_describe(arg) for arg in args)
+    return {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL"}[type_]
+
+
+def _walk(config_type: type, prefix: str) -> Iterator[Field]:
+    hints = get_type_hints(config_type, include_extras=True)
+    for field in fields(config_type):
+        type_ = hints[field.name]
+        if is_dataclass(type_):
+            yield from _walk(type_, f"{prefix}{field.name}.")
+        else:
+            yield Field(key=prefix + field.name, type=type_, owner=config_type)
+
+
+def _get(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+@cache
+def _docstrings(owner: type) -> Mapping[str, str]:
+    """field -> the string under it, of one class without its parents."""
+    if not is_dataclass(owner):
+        return {}
+    body = ast.parse(inspect.getsource(owner)).body[0].body
+    return {
+        field.target.id: " ".join(doc.value.value.split())
+        for field, doc in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(doc, ast.Expr)
+        and isinstance(doc.value, ast.Constant)
+    }

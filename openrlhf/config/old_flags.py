@@ -1,0 +1,279 @@
+"""Flags as older versions spelled them, and what they mean today. The only place that knows."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+Words = tuple[str, ...]
+"""What follows a flag."""
+Said = Mapping[str, Words]
+"""Everything on the command line and in the files, under the names that were used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OldFlag:
+    to: tuple[str, ...] = ()
+    """The flags of today that it sets."""
+    translate: Callable[[Words, Said], Mapping[str, Words]] = lambda words, said: {}
+    """Its words, and all else that was said -> the words of each flag of today."""
+    bare: bool = False
+    """A switch: it takes no value, or true or false."""
+    ignored: str = ""
+    """Accepted without effect, for this reason."""
+    removed: str = ""
+    """Refused, with this remedy."""
+
+
+def _renamed(*keys: str) -> OldFlag:
+    return OldFlag(to=keys, translate=lambda words, said: dict.fromkeys(keys, words))
+
+
+def _meaning(key: str, value: str) -> OldFlag:
+    """A bare flag that stands for one value of another."""
+
+    def translate(words: Words, said: Said) -> Mapping[str, Words]:
+        return {} if words and words[0].lower() in ("false", "no", "off", "0") else {key: (value,)}
+
+    return OldFlag(to=(key,), translate=translate, bare=True)
+
+
+def _converted(key: str, words_of: Callable[[Words, Said], Words]) -> OldFlag:
+    return OldFlag(to=(key,), translate=lambda words, said: {key: words_of(words, said)})
+
+
+def _symmetric(words: Words, said: Said) -> Words:
+    """One bound stands for both."""
+    return ("-" + words[0].lstrip("-"), words[0].lstrip("-")) if _is_one(words) else words
+
+
+def _high_only(words: Words, said: Said) -> Words:
+    return ("0", *words) if _is_one(words) else words
+
+
+def _is_one(words: Words) -> bool:
+    return len(words) == 1 and "," not in words[0]
+
+
+def _correction_type(words: Words, said: Said) -> Words:
+    return ("seq-mask-tis",) if words == ("mis",) else words
+
+
+def _clip_low(words: Words, said: Said) -> Words:
+    return words + said.get("clip_eps_high", said.get("eps_clip", ("0.2",)))
+
+
+def _clip_high(words: Words, said: Said) -> Words:
+    return said.get("clip_eps_low", said.get("eps_clip", ("0.2",))) + words
+
+
+_OLD_RESPONSE_LENGTH: Words = ("1024",)
+"""Default of `--generate_max_len`."""
+
+
+def _prompt_length(words: Words, said: Said) -> Mapping[str, Words]:
+    """Prompt and response had a budget each; today `data.max_len` is that of both together."""
+    if "data.max_len" in said or "max_len" in said:
+        return {}
+    for name in ("generate_max_len", "max_new_tokens", "rollout.max_new_tokens"):
+        if name in said:
+            return {"data.max_len": _sum(words, said[name])}
+    return {"data.max_len": _sum(words, _OLD_RESPONSE_LENGTH), "rollout.max_new_tokens": _OLD_RESPONSE_LENGTH}
+
+
+def _sum(words: Words, more: Words) -> Words:
+    if all(len(side) == 1 and side[0].isdecimal() for side in (words, more)):
+        return (str(int(words[0]) + int(more[0])),)
+    return words  # not a number: the type check says so
+
+
+_COMMON: dict[str, OldFlag] = {
+    "eval_dataset": _renamed("eval.dataset"),
+    "eval_split": _renamed("eval.split"),
+    "eval_steps": _renamed("eval.steps"),
+    "max_samples": _renamed("data.max_samples"),
+    "input_key": _renamed("data.input_key"),
+    "input_template": _renamed("data.input_template"),
+    "apply_chat_template": _renamed("data.apply_chat_template"),
+    "tokenizer_chat_template": _renamed("data.tokenizer_chat_template"),
+    "max_len": _renamed("data.max_len"),
+    "disable_fast_tokenizer": _renamed("data.disable_fast_tokenizer"),
+    "dataloader_num_workers": _renamed("data.dataloader_num_workers"),
+    "train_batch_size": _renamed("train.batch_size"),
+    "micro_train_batch_size": _renamed("train.micro_batch_size"),
+    "use_dynamic_batch": _renamed("train.dynamic_batch_enable"),
+    "train_max_tokens_per_gpu": _renamed("train.max_tokens_per_gpu"),
+    "max_epochs": _renamed("train.max_epochs"),
+    "seed": _renamed("train.seed"),
+    "full_determinism": _renamed("train.full_determinism_enable"),
+    "zero_stage": _renamed("ds.zero_stage"),
+    "param_dtype": _renamed("ds.param_dtype"),
+    "data_type": _renamed("ds.param_dtype"),
+    "bf16": _meaning("ds.param_dtype", "bf16"),
+    "zpg": _renamed("ds.zpg"),
+    "adam_offload": _renamed("ds.adam_offload"),
+    "grad_accum_dtype": _renamed("ds.grad_accum_dtype"),
+    "overlap_comm": _renamed("ds.overlap_comm"),
+    "deepcompile": _renamed("ds.deepcompile"),
+    "ds_tensor_parallel_size": _renamed("ds.tensor_parallel_size"),
+    "ring_attn_size": _renamed("ds.ring_attn_size"),
+    "ring_head_stride": _renamed("ds.ring_attn_head_stride"),
+    "packing_samples": _renamed("ds.packing_samples"),
+    "attn_implementation": _renamed("ds.attn_implementation"),
+    "flash_attn": _meaning("ds.attn_implementation", "flash_attention_2"),
+    "use_liger_kernel": _renamed("ds.use_liger_kernel"),
+    "load_in_4bit": _renamed("ds.load_in_4bit"),
+    "lora_rank": _renamed("ds.lora.rank"),
+    "lora_alpha": _renamed("ds.lora.alpha"),
+    "lora_dropout": _renamed("ds.lora.dropout"),
+    "target_modules": _renamed("ds.lora.target_modules"),
+    "use_ds_universal_ckpt": _renamed("ds.use_universal_ckpt"),
+    "universal_ckpt": _renamed("ds.use_universal_ckpt"),
+    "save_path": _renamed("ckpt.output_dir"),
+    "ckpt_path": _renamed("ckpt.path"),
+    "save_steps": _renamed("ckpt.save_steps"),
+    "save_hf_ckpt": _renamed("ckpt.save_hf"),
+    "disable_ds_ckpt": _renamed("ckpt.disable_ds"),
+    "max_ckpt_num": _renamed("ckpt.max_num"),
+    "max_ckpt_mem": _renamed("ckpt.max_mem"),
+    "load_checkpoint": _renamed("ckpt.load_enable"),
+    "logging_steps": _renamed("logger.logging_steps"),
+    "use_wandb": _renamed("logger.wandb.key"),
+    "wandb_org": _renamed("logger.wandb.org"),
+    "wandb_group": _renamed("logger.wandb.group"),
+    "wandb_project": _renamed("logger.wandb.project"),
+    "wandb_run_name": _renamed("logger.wandb.run_name"),
+    "use_tensorboard": _renamed("logger.tensorboard_dir"),
+    "torch_compile": OldFlag(bare=True, ignored="models are not compiled"),
+    "perf": OldFlag(bare=True, ignored="timings are always logged"),
+}
+
+SFT_OLD_FLAGS: dict[str, OldFlag] = _COMMON | {
+    "pretrain": _renamed("model.model_name_or_path"),
+    "dataset": _renamed("data.dataset"),
+    "dataset_probs": _renamed("data.dataset_probs"),
+    "dataset_split": _renamed("data.dataset_split"),
+    "train_split": OldFlag(ignored="--data.dataset_split chooses the split"),
+    "multiturn": _renamed("data.multiturn"),
+    "output_key": _renamed("data.output_key"),
+    "learning_rate": _renamed("adam.lr"),
+    "adam_betas": _renamed("adam.betas"),
+    "l2": _renamed("adam.weight_decay"),
+    "gradient_checkpointing": _renamed("model.gradient_checkpointing_enable"),
+    "gradient_checkpointing_use_reentrant": _renamed("model.gradient_checkpointing_reentrant"),
+    "aux_loss_coef": _renamed("model.aux_loss_coef"),
+    "pretrain_mode": _renamed("model.pretrain_mode_enable"),
+}
+
+PPO_OLD_FLAGS: dict[str, OldFlag] = _COMMON | {
+    # who runs where
+    "actor_num_nodes": _renamed("actor.num_nodes"),
+    "actor_num_gpus_per_node": _renamed("actor.num_gpus_per_node"),
+    "critic_num_nodes": _renamed("critic.num_nodes"),
+    "critic_num_gpus_per_node": _renamed("critic.num_gpus_per_node"),
+    "ref_num_nodes": _renamed("ref.num_nodes"),
+    "ref_num_gpus_per_node": _renamed("ref.num_gpus_per_node"),
+    "reward_num_nodes": _renamed("reward.num_nodes"),
+    "reward_num_gpus_per_node": _renamed("reward.num_gpus_per_node"),
+    "colocate_actor_ref": _renamed("train.colocate_actor_ref"),
+    "colocate_critic_reward": _renamed("train.colocate_critic_reward"),
+    "colocate_all_models": _renamed("train.colocate_all"),
+    "async_train": _renamed("train.async_enable"),
+    "async_queue_size": _renamed("train.async_queue_size"),
+    "partial_rollout": _renamed("train.partial_rollout_enable"),
+    # engines
+    "vllm_num_engines": _renamed("vllm.num_engines"),
+    "vllm_tensor_parallel_size": _renamed("vllm.tensor_parallel_size"),
+    "vllm_sync_backend": _renamed("vllm.sync_backend"),
+    "vllm_sync_with_ray": _renamed("vllm.sync_with_ray"),
+    "enable_prefix_caching": _renamed("vllm.enable_prefix_caching"),
+    "enforce_eager": _renamed("vllm.enforce_eager"),
+    "vllm_enable_sleep": _renamed("vllm.enable_sleep"),
+    "vllm_gpu_memory_utilization": _renamed("vllm.gpu_memory_utilization"),
+    "deepspeed_enable_sleep": _renamed("ds.enable_sleep"),
+    # sampling
+    "rollout_batch_size": _renamed("rollout.batch_size"),
+    "vllm_generate_batch_size": _renamed("rollout.vllm_generate_batch_size"),
+    "micro_rollout_batch_size": _renamed("rollout.micro_batch_size"),
+    "rollout_micro_batch_size": _renamed("rollout.micro_batch_size"),
+    "n_samples_per_prompt": _renamed("rollout.n_samples_per_prompt"),
+    "n_samples_per_prompts": _renamed("rollout.n_samples_per_prompt"),
+    "temperature": _renamed("rollout.temperature"),
+    "top_p": _renamed("rollout.top_p"),
+    "generate_max_len": _renamed("rollout.max_new_tokens"),
+    "max_new_tokens": _renamed("rollout.max_new_tokens"),
+    "prompt_max_len": OldFlag(to=("data.max_len", "rollout.max_new_tokens"), translate=_prompt_length),
+    "rollout_max_tokens_per_gpu": _renamed("rollout.max_tokens_per_gpu"),
+    # data
+    "prompt_data": _renamed("data.prompt_dataset"),
+    "prompt_data_probs": _renamed("data.prompt_probs"),
+    "prompt_split": _renamed("data.prompt_split"),
+    "label_key": _renamed("data.label_key"),
+    "pretrain_data": OldFlag(
+        removed="mixing pre-training data into RL (PPO-ptx) is gone; train it with train_sft"
+    ),
+    "ptx_coef": OldFlag(removed="mixing pre-training data into RL (PPO-ptx) is gone; remove the flag"),
+    # evaluation
+    "eval_temperature": _renamed("eval.temperature"),
+    "eval_n_samples_per_prompt": _renamed("eval.n_samples_per_prompt"),
+    # training
+    "num_episodes": _renamed("train.num_episodes"),
+    "enable_ema": _renamed("train.enable_ema"),
+    "ema_beta": _renamed("train.ema_beta"),
+    "agent_func_path": _renamed("train.agent_func_path"),
+    "max_steps": _renamed("train.max_turns"),
+    # algorithm
+    "advantage_estimator": _renamed("algo.advantage.estimator"),
+    "gamma": _renamed("algo.advantage.gamma"),
+    "lambd": _renamed("algo.advantage.lambd"),
+    "no_advantage_std_norm": _renamed("algo.advantage.no_std_norm"),
+    "enable_vllm_is_correction": _renamed("algo.advantage.is_correction_enable"),
+    "vllm_is_correction_type": _converted("algo.advantage.is_correction_type", _correction_type),
+    "use_icepop": _meaning("algo.advantage.is_correction_type", "icepop"),
+    "vllm_is_truncated_threshold": _converted("algo.advantage.is_correction_threshold", _high_only),
+    "init_kl_coef": _renamed("algo.kl.init_coef"),
+    "kl_target": _renamed("algo.kl.target"),
+    "kl_horizon": _renamed("algo.kl.horizon"),
+    "kl_estimator": _renamed("algo.kl.estimator"),
+    "use_kl_estimator_k3": _meaning("algo.kl.estimator", "k3"),
+    "use_kl_loss": _renamed("algo.kl.use_loss"),
+    "dynamic_filtering": _renamed("algo.dynamic_filtering_enable"),
+    "dynamic_filtering_reward_range": _renamed("algo.dynamic_filtering_range"),
+    # actor and critic
+    "pretrain": _renamed("actor.model_name_or_path"),
+    "eps_clip": _renamed("actor.eps_clip"),
+    "eps_clip_low_high": _renamed("actor.eps_clip_low_high"),
+    "clip_eps_low": _converted("actor.eps_clip_low_high", _clip_low),
+    "clip_eps_high": _converted("actor.eps_clip_low_high", _clip_high),
+    "dual_clip": _renamed("actor.dual_clip"),
+    "policy_loss_type": _renamed("actor.policy_loss_type"),
+    "entropy_loss_coef": _renamed("actor.entropy_coef"),
+    "aux_loss_coef": _renamed("actor.aux_loss_coef"),
+    "gradient_checkpointing": _renamed("actor.gradient_checkpointing_enable"),
+    "gradient_checkpointing_use_reentrant": _renamed("actor.gradient_checkpointing_reentrant"),
+    "actor_learning_rate": _renamed("actor.adam.lr"),
+    "critic_learning_rate": _renamed("critic.adam.lr"),
+    "adam_betas": _renamed("actor.adam.betas", "critic.adam.betas"),
+    "l2": _renamed("actor.adam.weight_decay", "critic.adam.weight_decay"),
+    "lr_scheduler": _renamed("actor.lr_scheduler", "critic.lr_scheduler"),
+    "lr_warmup_ratio": _renamed("actor.lr_warmup_ratio", "critic.lr_warmup_ratio"),
+    "min_lr_ratio": _renamed("actor.min_lr_ratio", "critic.min_lr_ratio"),
+    "max_norm": _renamed("actor.max_norm", "critic.max_norm"),
+    "critic_pretrain": _renamed("critic.model_name_or_path"),
+    "value_clip": _renamed("critic.value_clip"),
+    "freezing_actor_steps": _renamed("critic.freezing_steps"),
+    "save_value_network": _renamed("critic.save_value_network"),
+    "value_head_prefix": _renamed("ds.value_head_prefix"),
+    "value_prefix_head": _renamed("ds.value_head_prefix"),
+    "head_prefix": _renamed("ds.value_head_prefix"),
+    # reward
+    "reward_pretrain": _renamed("reward.model_name_or_path"),
+    "remote_rm_url": _renamed("reward.remote_url"),
+    "normalize_reward": _renamed("reward.normalize_enable"),
+    "reward_clip_range": _converted("reward.clip_range", _symmetric),
+    "overlong_buffer_len": _renamed("reward.overlong_buffer_len"),
+    "overlong_penalty_factor": _renamed("reward.overlong_penalty_factor"),
+    "stop_properly_penalty_coef": _renamed("reward.stop_properly_penalty_coef"),
+    "ref_reward_offload": _renamed("ref.offload", "reward.offload"),
+    # the rest
+    "best_metric_key": _renamed("ckpt.best_metric_key"),
+    "actor_init_on_gpu": OldFlag(bare=True, ignored="models are always loaded where they train"),
+}

@@ -1,0 +1,395 @@
+"""From a command line to a configuration: the one place that knows argv, YAML and old flags.
+
+Files given with `--config` are read from left to right, later ones on top; the command line is on top of them
+all, wherever `--config` stands in it. Everything that is wrong is listed at once, and the process ends with
+code 2.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import Any, NoReturn
+
+from openrlhf.config.fields import Field, convert, fields_of, to_words, values_of, with_values
+from openrlhf.config.old_flags import OldFlag, Words
+
+SECRETS = ("logger.wandb.key",)
+"""Never printed and never written to a file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """How a flag came to be set."""
+
+    file: str = ""
+    """The file and line; "" for the command line."""
+    old: str = ""
+    """The old spelling that was used; "" for today's name."""
+    shared: bool = False
+    """The old spelling also set other flags."""
+
+
+Explicit = Mapping[str, Source]
+"""The flags that somebody set, by key."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    key: str
+    """The flag it is about."""
+    text: str
+    """What is wrong, and what to do."""
+    fatal: bool = True
+    """Nothing starts. False: a remark."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    name: str
+    """As in `openrlhf NAME`."""
+    config_type: type
+    summary: str
+    old_flags: Mapping[str, OldFlag]
+    problems: Callable[[Any, Explicit], list[Problem]]
+    """What is wrong between flags."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Invocation:
+    config: Any
+    """Of the command's `config_type`."""
+    explicit: Explicit
+
+
+def parse(command: Command, argv: Sequence[str] | None = None) -> Invocation:
+    """Read the command line (default: sys.argv). Exits with 0 after `--help` and `--print_config`, with 2
+    when something is wrong."""
+    line = _read_argv(sys.argv[1:] if argv is None else argv)
+    settings, problems = _read_files(line.files, command.config_type)
+    problems += line.problems
+    chosen, hints, more = _translate([*settings, *line.settings], command)
+    values, bad = _convert(chosen, fields_of(command.config_type))
+    config = with_values(command.config_type(), values)
+    if line.help is not None:
+        _show_help(command, config, line.help)
+    explicit = {key: setting.source for key, setting in chosen.items()}
+    found = [problem for problem in command.problems(config, explicit) if problem.key not in bad]
+    problems += more + list(bad.values())
+    if line.print_config and not problems:
+        write(to_yaml(config))
+    problems += [_said_by(problem, config, explicit) for problem in found if problem.fatal]
+    _tell(f"note: {hint}" for hint in hints)
+    _tell(f"note: {_said_by(problem, config, explicit)}" for problem in found if not problem.fatal)
+    if problems:
+        _refuse(problems, command)
+    if line.print_config:
+        sys.exit(0)
+    return Invocation(config=config, explicit=explicit)
+
+
+def to_yaml(config: Any) -> str:
+    """The whole configuration; `--config` reads it back to the same values. A W&B key is written as True: the
+    key itself then comes from the environment."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    Dumper.add_representer(
+        tuple,
+        lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True),
+    )
+    tree: dict[str, Any] = {}
+    for key, value in values_of(config).items():
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = "True" if key in SECRETS and value is not None else value
+    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def write(text: str) -> None:
+    """To stdout, where the reader may have left (`--help | head`)."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(0)
+
+
+def suggest(name: str, command: Command) -> list[str]:
+    """Up to three flags of today whose present or old name is close to `name`, best first."""
+    scores: dict[str, float] = {}
+    matcher = SequenceMatcher(autojunk=False)
+    matcher.set_seq2(name)
+    for key, spelling in _spellings(command, flat="." not in name):
+        matcher.set_seq1(spelling)
+        if (
+            matcher.real_quick_ratio() > 0.6
+            and matcher.quick_ratio() > 0.6
+            and (score := matcher.ratio()) > 0.6
+        ):
+            scores[key] = max(score, scores.get(key, 0))
+    return sorted(scores, key=lambda key: -scores[key])[:3]
+
+
+def _spellings(command: Command, *, flat: bool) -> list[tuple[str, str]]:
+    """(flag of today, a way to write it)."""
+    fields = fields_of(command.config_type)
+    pairs = [(key, key) for key in fields]
+    pairs += [(key, old) for old, flag in command.old_flags.items() for key in flag.to]
+    if flat:
+        pairs += [(key, field.name) for key, field in fields.items()]
+    return pairs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Setting:
+    """A name and its words, as somebody wrote them."""
+
+    name: str
+    words: Words
+    shown: str
+    """The name as it was typed, with the file and line where it stands."""
+    source: Source = Source()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Line:
+    settings: list[_Setting] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    help: str | None = None
+    """Word to look for; "": everything; None: no help is wanted."""
+    print_config: bool = False
+
+
+_FLAG = re.compile(r"--(?P<name>[A-Za-z_][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
+
+
+def _read_argv(argv: Sequence[str]) -> _Line:
+    """Each flag with the words up to the next flag. `-5` and text that merely starts with dashes are
+    words."""
+    settings, files, problems, help_word, print_config = [], [], [], None, False
+    i = 0
+    while i < len(argv):
+        word, i = ("--help" if argv[i] == "-h" else argv[i]), i + 1
+        flag = _FLAG.fullmatch(word)
+        if flag is None:
+            problems.append(f"{_show(word)}: unexpected; flags start with --")
+            continue
+        words = [] if flag["value"] is None else [flag["value"]]
+        while i < len(argv) and not _FLAG.fullmatch(argv[i]) and argv[i] != "-h":
+            words.append(argv[i])
+            i += 1
+        name = flag["name"].replace("-", "_")
+        if name == "help":
+            help_word = " ".join(words)
+        elif name == "print_config":
+            print_config = True
+        elif name == "config":
+            files += words
+            if not words:
+                problems.append("--config: expects the name of a YAML file")
+        else:
+            settings.append(_Setting(name=name, words=tuple(words), shown="--" + flag["name"]))
+    return _Line(settings=settings, files=files, problems=problems, help=help_word, print_config=print_config)
+
+
+def _read_files(files: Sequence[str], config_type: type) -> tuple[list[_Setting], list[str]]:
+    sections = {key.rpartition(".")[0] for key in fields_of(config_type)} - {""}
+    sections |= {section.rpartition(".")[0] for section in sections} - {""}
+    settings, problems = [], []
+    for file in files:
+        some, wrong = _read_yaml(file, sections)
+        settings += some
+        problems += wrong
+    return settings, problems
+
+
+def _read_yaml(path: str, sections: set[str]) -> tuple[list[_Setting], list[str]]:
+    """Nested, dotted and flat keys, in order. Values stay text: `5e-7` is a number only where a number is
+    wanted."""
+    import yaml
+
+    settings: list[_Setting] = []
+    problems: list[str] = []
+
+    def visit(node: yaml.Node, prefix: str) -> None:
+        where = f"{path}:{node.start_mark.line + 1}"
+        if not isinstance(node, yaml.MappingNode):
+            if node.tag != "tag:yaml.org,2002:null":
+                problems.append(
+                    f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping of keys to values"
+                )
+            return
+        for key, value in node.value:
+            where = f"{path}:{key.start_mark.line + 1}"
+            if not isinstance(key, yaml.ScalarNode):
+                problems.append(f"{where}: a key must be a name")
+                continue
+            name = prefix + key.value.replace("-", "_")
+            if name in sections:
+                visit(value, name + ".")
+            elif (words := _yaml_words(value)) is None:
+                problems.append(f"{where}: {_show(name)}: expects a value or a list of values")
+            else:
+                shown = f"{where}: {_show(prefix + key.value)}"
+                settings.append(_Setting(name=name, words=words, shown=shown, source=Source(file=where)))
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            node = yaml.compose(file, yaml.SafeLoader)
+    except OSError as error:
+        return [], [f"--config {_show(path)}: {error.strerror}"]
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        return [], [f"--config {_show(path)}: not YAML: {' '.join(str(error).split())[:200]}"]
+    if node is not None:
+        visit(node, "")
+    return settings, problems
+
+
+def _yaml_words(node: Any) -> Words | None:
+    """None for what no flag can be: a mapping, an empty list, a list of lists."""
+    if isinstance(node.value, str):
+        return ("None",) if node.tag == "tag:yaml.org,2002:null" else (node.value,)
+    if node.id == "sequence" and node.value and all(isinstance(item.value, str) for item in node.value):
+        return tuple(item.value for item in node.value)
+    return None
+
+
+def _translate(
+    settings: Sequence[_Setting], command: Command
+) -> tuple[dict[str, _Setting], list[str], list[str]]:
+    """What was said -> what is set (the last word on each flag), hints on old spellings, problems."""
+    fields = fields_of(command.config_type)
+    said = {setting.name: setting.words for setting in settings}
+    chosen: dict[str, _Setting] = {}
+    hints: list[str] = []
+    problems: list[str] = []
+
+    def choose(key: str, setting: _Setting) -> None:
+        before = chosen.get(key)
+        if before and _same_file(before, setting) and before.words != setting.words:
+            problems.append(f"{setting.shown}: already set in {before.source.file}")
+        chosen.pop(key, None)  # so that the order is that of the last word
+        chosen[key] = setting
+
+    for setting in settings:
+        old = command.old_flags.get(setting.name)
+        if setting.name in fields:
+            choose(setting.name, setting)
+        elif old is not None:
+            new, text = _translate_old(setting, old, said)
+            (problems if new is None else hints).append(f"{setting.shown}{text}")
+            for key, words in (new or {}).items():
+                source = Source(file=setting.source.file, old=setting.shown, shared=len(new or {}) > 1)
+                choose(key, _Setting(name=key, words=words, shown=setting.shown, source=source))
+        elif (key := _positive(setting.name, fields)) is not None:
+            words = {"": "false", "true": "false", "false": "true"}.get(" ".join(setting.words).lower(), "?")
+            choose(key, _Setting(name=key, words=(words,), shown=setting.shown, source=setting.source))
+        else:
+            near = [key if setting.source.file else f"--{key}" for key in suggest(setting.name, command)]
+            remedy = f"did you mean {' or '.join(near)}?" if near else "see --help"
+            problems.append(f"{setting.shown}: there is no such flag; {remedy}")
+    return chosen, hints, problems
+
+
+def _same_file(one: _Setting, other: _Setting) -> bool:
+    files = [setting.source.file.rpartition(":")[0] for setting in (one, other)]
+    return files[0] == files[1] != ""
+
+
+def _translate_old(
+    setting: _Setting, old: OldFlag, said: Mapping[str, Words]
+) -> tuple[Mapping[str, Words] | None, str]:
+    """What it sets today and a hint; or None and what is wrong."""
+    if old.removed:
+        return None, f": {old.removed}"
+    if old.bare:
+        try:
+            convert(setting.words, bool)
+        except ValueError:
+            return None, f" {_show(*setting.words)}: takes no value"
+    if old.ignored:
+        return {}, f" does nothing: {old.ignored}"
+    new = old.translate(setting.words, said)
+    if not new:
+        return {}, " does nothing here"
+    changed = any(words != setting.words for words in new.values())
+    return new, " is now " + " ".join(
+        f"--{key}{' ' + _show(*words) if changed else ''}" for key, words in new.items()
+    )
+
+
+def _positive(name: str, fields: Mapping[str, Field]) -> str | None:
+    """`a.no_b` switches the flag `a.b` off."""
+    section, _, last = name.rpartition(".")
+    key = f"{section}.{last[3:]}" if section else last[3:]
+    return key if last.startswith("no_") and key in fields and fields[key].is_bool else None
+
+
+def _convert(
+    chosen: Mapping[str, _Setting], fields: Mapping[str, Field]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values, and for those that cannot be, what is wrong."""
+    values: dict[str, Any] = {}
+    bad: dict[str, str] = {}
+    for key, setting in chosen.items():
+        try:
+            values[key] = convert(setting.words, fields[key].type)
+        except ValueError as error:
+            words = "***" if key in SECRETS else _show(*setting.words)
+            bad[key] = f"{setting.shown} {words}".rstrip() + f": {error}"
+    return values, bad
+
+
+def _said_by(problem: Problem, config: Any, explicit: Explicit) -> str:
+    """`--flag value: what is wrong`, with the file where it stands."""
+    value, source = values_of(config)[problem.key], explicit.get(problem.key, Source())
+    silent = value is None or value is True or value == "" or problem.key in SECRETS
+    words = "" if silent else " " + _show(*to_words(value))
+    place = f"{source.file}: " if source.file else ""
+    return f"{place}--{problem.key}{words}: {problem.text}"
+
+
+def _show(*words: str) -> str:
+    """Words as they can be printed: short, and without control characters."""
+    text = " ".join(word if word and word.isprintable() else repr(word) for word in words)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _tell(lines: Any) -> None:
+    """On stderr, by one process of each machine."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for line in lines:
+            print(line, file=sys.stderr)
+
+
+def _refuse(problems: Sequence[str], command: Command) -> NoReturn:
+    _tell(f"error: {problem}" for problem in problems)
+    count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
+    _tell([f"{count}; nothing was started. `openrlhf {command.name} --help WORD` explains flags."])
+    sys.exit(2)
+
+
+def _show_help(command: Command, config: Any, word: str) -> NoReturn:
+    from openrlhf.config.reference import help_text
+
+    text = help_text(command, config, word.lstrip("-").replace("-", "_"))
+    if not text:
+        near = suggest(word, command)
+        _refuse(
+            [
+                f"--help {_show(word)}: no flag has that in its name"
+                + (f"; near: {', '.join(near)}" if near else "")
+            ],
+            command,
+        )
+    write(text)
+    sys.exit(0)

@@ -1,0 +1,447 @@
+"""Everything that `train_ppo_ray` can be told."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from openrlhf.config.choices import (
+    BadRows,
+    Count,
+    CountOrZero,
+    Decay,
+    EstimatorName,
+    ISCorrectionType,
+    KLEstimator,
+    PolicyLossType,
+    Positive,
+    PositiveOrZero,
+    PositiveShare,
+    Range,
+    Share,
+    Steps,
+    SyncBackend,
+)
+from openrlhf.config.sections import (
+    AdamConfig,
+    CkptConfig,
+    DeepSpeedConfig,
+    LoggerConfig,
+    OptimConfig,
+    logger_for,
+    run_dir,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorConfig(OptimConfig):
+    """The policy: what is trained and sampled."""
+
+    model_name_or_path: str = ""
+    """Hugging Face name or folder of the policy; the reference model starts from it too. Required."""
+    num_nodes: Count = 1
+    """Nodes of the policy's workers."""
+    num_gpus_per_node: Count = 8
+    """Workers on each node, one for each GPU. Without GPUs: processes."""
+    adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=1e-6))
+    eps_clip: Annotated[float, Range(above=0, below=1)] = 0.2
+    """The probability ratio is clipped to [1 - eps_clip, 1 + eps_clip]."""
+    eps_clip_low_high: tuple[Annotated[float, Range(above=0, at_most=1)], Positive] | None = None
+    """Both bounds, `low high`: the ratio is clipped to [1 - low, 1 + high] (clip-higher of DAPO). None:
+    eps_clip."""
+    dual_clip: Annotated[float, Range(above=1)] | None = None
+    """Bound c of dual-clip PPO: where the advantage is negative, the loss is at most -c * advantage."""
+    policy_loss_type: PolicyLossType = "ppo"
+    """ppo: ratio of tokens, mean over tokens. gspo: ratio of sequences, mean over sequences."""
+    entropy_coef: PositiveOrZero | None = None
+    """Weight of the entropy bonus. 0: only log the entropy. None: do not compute it."""
+    aux_loss_coef: PositiveOrZero = 0.0
+    """Weight of the balance loss of MoE models."""
+    gradient_checkpointing_enable: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    gradient_checkpointing_reentrant: bool = False
+    """The reentrant variant of gradient checkpointing."""
+    freeze_visual_encoder: bool = False
+    """Vision-language models: train the language part only."""
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far below and above 1 the ratio may go."""
+        return self.eps_clip_low_high or (self.eps_clip, self.eps_clip)
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_nodes * self.num_gpus_per_node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticConfig(OptimConfig):
+    """The value model of estimator gae."""
+
+    model_name_or_path: str | None = None
+    """Hugging Face name or folder. None: the first reward model, or else the policy."""
+    num_nodes: CountOrZero = 1
+    """Nodes of the critic's workers. On shared GPUs the actor's size holds; 0 says the same."""
+    num_gpus_per_node: CountOrZero = 8
+    """Workers on each node. On shared GPUs the actor's size holds."""
+    adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=9e-6))
+    value_clip: Positive = 0.5
+    """New values are clipped to this distance from the old ones."""
+    freezing_steps: Steps = -1
+    """Train only the critic for the first N steps."""
+    save_value_network: bool = False
+    """Write the final critic to `{ckpt.output_dir}_critic`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefConfig:
+    """The reference model of the KL penalty: the policy as it was at the start."""
+
+    num_nodes: CountOrZero = 1
+    """Nodes of the reference workers. On the actor's GPUs the actor's size holds; 0 says the same."""
+    num_gpus_per_node: CountOrZero = 8
+    """Workers on each node. On the actor's GPUs the actor's size holds."""
+    offload: bool = False
+    """Keep the weights in CPU memory while they are not used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardConfig:
+    """Where rewards come from, and how they are shaped."""
+
+    remote_url: str | None = None
+    """A .py file with `reward_func(queries, prompts, labels)`, or a comma list of http URLs."""
+    model_name_or_path: str | None = None
+    """Hugging Face name or folder of a reward model; a comma list adds up several."""
+    num_nodes: CountOrZero = 1
+    """Nodes of the reward model's workers. On shared GPUs the actor's size holds; 0 says the same."""
+    num_gpus_per_node: CountOrZero = 8
+    """Workers on each node. On shared GPUs the actor's size holds."""
+    offload: bool = False
+    """Keep the reward model's weights in CPU memory while they are not used."""
+    normalize_enable: bool = False
+    """Subtract the mean and divide by the standard deviation that the reward model's config.json holds."""
+    clip_range: tuple[float, float] = (-10.0, 10.0)
+    """`low high`: bounds of the shaped reward, after group baselines."""
+    overlong_buffer_len: Positive | None = None
+    """Soft length penalty of DAPO: it grows over the last N tokens before the longest response. None: off."""
+    overlong_penalty_factor: PositiveOrZero = 1.0
+    """Penalty at the end of that buffer."""
+    stop_properly_penalty_coef: Annotated[float, Range(at_most=1)] | None = None
+    """For truncated responses: the reward times this if it is in [0, 1], this itself if it is negative. None:
+    off."""
+    timeout: Positive = 60.0
+    """Seconds that one call of the reward function may take; then its sample has failed."""
+    num_workers: Count = 1
+    """Reward processes of each engine."""
+    max_failed_ratio: Share = 0.5
+    """Share of failed samples in one step above which the run stops."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The items of remote_url."""
+        return tuple(url.strip() for url in (self.remote_url or "").split(",") if url.strip())
+
+    @property
+    def function_path(self) -> str | None:
+        """The file with the reward function, if that is what remote_url names."""
+        return self.remote_url if self.remote_url and self.remote_url.endswith(".py") else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VllmConfig:
+    """The sampling engines."""
+
+    num_engines: Count | None = None
+    """Engines. None: with train.colocate_all as many as the actor's GPUs hold, otherwise 1."""
+    tensor_parallel_size: Count = 1
+    """GPUs (or processes) of one engine."""
+    sync_backend: SyncBackend = "nccl"
+    """How weights travel to engines on other GPUs. Shared GPUs use CUDA IPC, CPUs use gloo whatever it
+    says."""
+    sync_with_ray: bool = False
+    """Send weights with ray.util.collective."""
+    enable_prefix_caching: bool = False
+    """Keep the KV cache of prompts; it is reset at each weight sync."""
+    enforce_eager: bool = False
+    """No CUDA graphs: less memory, slower sampling."""
+    enable_sleep: bool = False
+    """Engines leave the GPU while the models train. With train.colocate_all only."""
+    gpu_memory_utilization: PositiveShare = 0.95
+    """Share of the GPU's memory that an engine may take."""
+    kv_cache_gb: Positive | None = None
+    """Size of an engine's KV cache, GB. None: what gpu_memory_utilization leaves; 0.25 without a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """How experience is sampled."""
+
+    batch_size: Count = 1024
+    """Prompts in one RL step."""
+    n_samples_per_prompt: Count = 1
+    """Responses to each prompt: the group that group estimators compare."""
+    vllm_generate_batch_size: Count | None = None
+    """Prompts generated at a time; more than batch_size runs ahead. None: batch_size."""
+    micro_batch_size: Count = 1
+    """Sequences in one packed row where log-probs are computed: memory and speed, not the result, depend on
+    it."""
+    max_tokens_per_gpu: Count | None = None
+    """Tokens in such a row with train.dynamic_batch_enable. None: train.max_tokens_per_gpu."""
+    temperature: Positive = 1.0
+    """Sampling temperature. Training log-probs use it too."""
+    top_p: PositiveShare = 1.0
+    """Sample from the most likely tokens that add up to this probability."""
+    top_k: Annotated[int, Range(at_least=-1)] = -1
+    """Sample from the k most likely tokens. -1: from all."""
+    max_new_tokens: Count | None = None
+    """Longest response, tokens. None: what the prompt leaves of data.max_len."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptDataConfig:
+    """Where prompts come from, and how they become text."""
+
+    prompt_dataset: str = ""
+    """Comma list of `path[@data_dir]`: .json .jsonl .csv .parquet .arrow files, folders, hub names.
+    Required."""
+    prompt_probs: str | None = None
+    """Comma list of probabilities, one for each dataset, to mix them. None: one after the other."""
+    prompt_split: str = "train"
+    """Split to take where a dataset has splits."""
+    max_samples: Count = 100_000_000
+    """Prompts to use, of each dataset and in total."""
+    max_len: Count = 2048
+    """Longest sequence, tokens: prompt and response together."""
+    input_key: str = "input"
+    """Column with the prompt: text or messages."""
+    label_key: str | None = None
+    """Column with the ground truth, handed to the reward function. None: ""."""
+    input_template: str | None = None
+    """Text around the prompt, which replaces `{}`. Not with apply_chat_template."""
+    apply_chat_template: bool = False
+    """Format prompts with the tokenizer's chat template."""
+    tokenizer_chat_template: str | None = None
+    """Jinja chat template in place of the tokenizer's own."""
+    disable_fast_tokenizer: bool = False
+    """Use the slow tokenizer."""
+    dataloader_num_workers: CountOrZero = 0
+    """Processes that prepare prompts. 0: the trainer does it."""
+    image_key: str = "images"
+    """Column with images."""
+    max_images_per_prompt: CountOrZero = 0
+    """Images in one prompt at most. 0: text only."""
+    bad_rows: BadRows = "error"
+    """A row that cannot be used (missing column, wrong type, empty prompt) stops the run, or is left out and
+    counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Evaluation: sampled responses, scored by the same reward."""
+
+    dataset: str | None = None
+    """Evaluation prompts, as data.prompt_dataset. None: no evaluation."""
+    split: str = "train"
+    """Split to take where the dataset has splits."""
+    steps: Steps = -1
+    """Evaluate every N RL steps. -1: never."""
+    temperature: PositiveOrZero = 0.6
+    """Sampling temperature. 0: greedy."""
+    n_samples_per_prompt: Count = 4
+    """Responses to each prompt: the k of pass@k."""
+    max_samples: Count | None = None
+    """Prompts to use. None: all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Batches, passes, and who shares which GPUs."""
+
+    batch_size: Count = 128
+    """Samples in one optimizer step, over all ranks."""
+    micro_batch_size: Count = 1
+    """Sequences in one packed row, the unit of a forward pass: memory and speed, not the result, depend on
+    it."""
+    dynamic_batch_enable: bool = False
+    """Fill rows up to max_tokens_per_gpu tokens; the two micro_batch_size are then not read."""
+    max_tokens_per_gpu: Count = 16192
+    """Tokens in one row with dynamic_batch_enable. A longer sequence gets a row of its own."""
+    max_epochs: Count = 1
+    """Passes over the samples of each step."""
+    num_episodes: Count = 1
+    """Passes over the prompts."""
+    max_steps: Count | None = None
+    """Stop after this many RL steps. None: at the end of the prompts."""
+    seed: CountOrZero = 42
+    """Seed of everything random."""
+    full_determinism_enable: bool = False
+    """Only deterministic kernels: the same run gives the same bits, slower."""
+    colocate_all: bool = False
+    """All models and engines share the actor's GPUs (hybrid engine): vllm.num_engines times
+    vllm.tensor_parallel_size must be the actor's GPUs."""
+    colocate_actor_ref: bool = False
+    """The reference model shares the actor's GPUs."""
+    colocate_critic_reward: bool = False
+    """Critic and reward model share GPUs."""
+    async_enable: bool = False
+    """Sample the next batches while training on this one."""
+    async_queue_size: Count = 1
+    """Batches that sampling may be ahead."""
+    partial_rollout_enable: bool = False
+    """Weight syncs pause generation instead of waiting for it. Needs async_enable."""
+    enable_ema: bool = False
+    """Keep a moving average of the policy, and save that."""
+    ema_beta: Decay = 0.992
+    """Decay rate of the moving average."""
+    agent_func_path: str | None = None
+    """A .py file with the class `AgentExecutor`, which runs episodes of several turns."""
+    max_turns: Count | None = None
+    """Turns of one agent episode at most. None: as many as fit in data.max_len."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageConfig:
+    """From rewards to advantages."""
+
+    estimator: EstimatorName = "gae"
+    """gae: PPO with a critic. reinforce: REINFORCE++. reinforce_baseline: minus the group's mean. rloo: minus
+    the mean of the others. group_norm: GRPO. dr_grpo: GRPO without division by the standard deviation."""
+    gamma: Share = 1.0
+    """Discount per token, for gae and reinforce."""
+    lambd: Share = 1.0
+    """GAE: how far advantages look ahead."""
+    no_std_norm: bool = False
+    """Center advantages over the step without dividing by their deviation. For gae, reinforce,
+    reinforce_baseline."""
+    is_correction_enable: bool = False
+    """Correct for the gap between the sampler's probabilities and the trainer's."""
+    is_correction_type: ISCorrectionType = "tis"
+    """tis: clip the weight of each token. icepop: drop tokens outside the threshold. seq-mask-tis: drop
+    sequences."""
+    is_correction_threshold: tuple[PositiveOrZero, Positive] = (0.5, 5.0)
+    """`low high`: range of the ratio trainer / sampler."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KLConfig:
+    """Penalty for moving away from the reference model."""
+
+    init_coef: PositiveOrZero = 0.01
+    """Weight of the penalty. 0: no reference model is loaded."""
+    target: Positive | None = None
+    """Adapt the weight so that the KL comes to this. None: the weight stays."""
+    horizon: Count = 10000
+    """Samples over which the weight adapts."""
+    estimator: KLEstimator = "k1"
+    """Estimate of the KL (http://joschu.net/blog/kl-approx.html): k1 suits the reward, k2 and k3 the loss."""
+    use_loss: bool = False
+    """Put the penalty into the loss instead of the reward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgoConfig:
+    """The algorithm."""
+
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    kl: KLConfig = field(default_factory=KLConfig)
+    dynamic_filtering_enable: bool = False
+    """Drop groups whose mean score is outside dynamic_filtering_range, and sample others in their place
+    (DAPO)."""
+    dynamic_filtering_range: tuple[float, float] = (0.0, 1.0)
+    """`low high`: groups with low < mean score < high are kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PPODeepSpeedConfig(DeepSpeedConfig):
+    """Precision, sharding and kernels of the training models."""
+
+    value_head_prefix: str = "score"
+    """Name of the scalar head of critics and reward models; a model's config.json comes first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PPOCkptConfig(CkptConfig):
+    """What is written to disk, and when."""
+
+    path: str = "./ckpt/checkpoints_ppo_ray"
+    """Where resumable checkpoints go."""
+    max_mem: Positive = float("inf")
+    """Size of all kept checkpoints together, GB."""
+    best_metric_key: str = ""
+    """Evaluation metric that chooses the best checkpoint. "": the first that ends in _pass1. none: keep no
+    best."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PPOConfig:
+    """Reinforcement learning with Ray, vLLM and DeepSpeed."""
+
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    data: PromptDataConfig = field(default_factory=PromptDataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    ds: PPODeepSpeedConfig = field(default_factory=PPODeepSpeedConfig)
+    ckpt: PPOCkptConfig = field(default_factory=PPOCkptConfig)
+    logger: LoggerConfig = field(default_factory=lambda: logger_for("ppo", "openrlhf_train_ppo"))
+    local_rank: int = -1
+    """Set by launchers; not read, because Ray starts the workers."""
+    use_ms: bool = False
+    """Download from ModelScope in place of the Hugging Face hub."""
+
+    @property
+    def run_dir(self) -> str:
+        return run_dir(self.logger, self.ckpt)
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.algo.advantage.estimator == "gae"
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.algo.kl.init_coef > 0
+
+    @property
+    def ref_shares_actor(self) -> bool:
+        """The reference model lives on the actor's GPUs."""
+        return self.train.colocate_all or self.train.colocate_actor_ref
+
+    @property
+    def ref_size(self) -> tuple[int, int]:
+        """Nodes and workers per node of the reference model."""
+        size = self.actor if self.ref_shares_actor else self.ref
+        return size.num_nodes, size.num_gpus_per_node
+
+    @property
+    def num_engines(self) -> int:
+        if self.vllm.num_engines is not None:
+            return self.vllm.num_engines
+        return max(1, self.actor.num_gpus // self.vllm.tensor_parallel_size) if self.train.colocate_all else 1
+
+    @property
+    def engines_sleep(self) -> bool:
+        """vllm.enable_sleep where it means something: engines on the models' GPUs."""
+        return self.vllm.enable_sleep and self.train.colocate_all
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps in one RL step."""
+        return self.samples_per_step // self.train.batch_size * self.train.max_epochs
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens that a response can have at most."""
+        return self.rollout.max_new_tokens or self.data.max_len
+
+    @property
+    def rollout_tokens_per_gpu(self) -> int:
+        """Tokens in one packed row where log-probs are computed, with train.dynamic_batch_enable."""
+        return self.rollout.max_tokens_per_gpu or self.train.max_tokens_per_gpu

@@ -1,0 +1,196 @@
+"""Sections that several commands share.
+
+A field is a flag: `--actor.adam.lr` on the command line is `config.actor.adam.lr` in the code. Nothing
+renames a field, nothing changes one after parsing, and the docstring under it is its help. What follows from
+several fields is a property.
+"""
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Annotated, Literal
+
+from openrlhf.config.choices import (
+    Count,
+    CountOrZero,
+    Decay,
+    ExpertsImplementation,
+    OptimizerName,
+    ParamDtype,
+    Positive,
+    PositiveOrZero,
+    Range,
+    Share,
+    Steps,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamConfig:
+    """AdamW."""
+
+    lr: PositiveOrZero = 5e-6
+    """Peak learning rate. With Muon: of the weights that Muon does not take."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay rates of the two moments."""
+    eps: Positive = 1e-8
+    """Added to the denominator."""
+    weight_decay: PositiveOrZero = 0.0
+    """Decoupled weight decay. Biases and norms are exempt."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MuonConfig:
+    """Muon, for matrices."""
+
+    lr: PositiveOrZero = 0.02
+    """Peak learning rate of the matrices."""
+    momentum: Decay = 0.95
+    """Decay rate of the momentum."""
+    ns_steps: Count = 5
+    """Newton-Schulz steps."""
+    nesterov: bool = True
+    """Nesterov momentum."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """Optimizer, schedule and clipping of one model. Inherited, so the flags take the owner's prefix."""
+
+    optim: OptimizerName = "adam"
+    """Optimizer: AdamW for everything, or Muon for matrices and AdamW for the rest."""
+    adam: AdamConfig = field(default_factory=AdamConfig)
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    lr_scheduler: str = "cosine_with_min_lr"
+    """Shape of the schedule after the warm-up, by its name in transformers."""
+    lr_warmup_ratio: Share = 0.03
+    """Share of all optimizer steps spent warming up, rounded up to whole steps."""
+    min_lr_ratio: Share = 0.1
+    """Floor of the schedules that end in `_with_min_lr`, as a share of the peak learning rate."""
+    max_norm: PositiveOrZero = 1.0
+    """Gradients are clipped to this norm. 0: no clipping."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters."""
+
+    rank: CountOrZero = 0
+    """Rank of the adapters. 0: the whole model is trained."""
+    alpha: Count = 16
+    """Adapters are scaled by alpha / rank."""
+    dropout: Decay = 0.0
+    """Dropout before the adapters."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Names of the modules that get an adapter, or all-linear."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepSpeedConfig:
+    """Precision, sharding and kernels of the training models."""
+
+    zero_stage: Annotated[int, Range(at_least=0, at_most=3)] = 2
+    """ZeRO stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
+    param_dtype: ParamDtype = "bf16"
+    """Type of the weights. bf16 and fp16 keep fp32 master weights; fp32 computes everything in float32."""
+    zpg: Count = 1
+    """ZeRO++ secondary partition: number of ranks among which stage 3 gathers weights. 1: off."""
+    adam_offload: bool = False
+    """Keep optimizer states in CPU memory. Then ds.enable_sleep has nothing left to move."""
+    grad_accum_dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Type in which gradients accumulate. None: as DeepSpeed chooses."""
+    overlap_comm: bool = False
+    """Reduce gradients while the backward pass runs; needs more memory."""
+    deepcompile: bool = False
+    """DeepSpeed's DeepCompile."""
+    tensor_parallel_size: Count = 1
+    """Ranks that share the matrices of one model copy (AutoTP)."""
+    ring_attn_size: Count = 1
+    """Ranks that share one sequence (ring attention)."""
+    ring_attn_head_stride: Count = 1
+    """Heads per communication round of ring attention."""
+    packing_samples: bool = False
+    """Accepted for old commands: rows are always packed without padding, and attention never crosses a
+    border."""
+    attn_implementation: str = "auto"
+    """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: flash
+    attention over packed rows on a GPU in half precision, otherwise sdpa one sequence at a time."""
+    experts_implementation: ExpertsImplementation | None = None
+    """Kernel for the experts of MoE models. None: as transformers chooses."""
+    use_liger_kernel: bool = False
+    """Liger kernels."""
+    load_in_4bit: bool = False
+    """QLoRA: base weights in NF4."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    use_universal_ckpt: bool = False
+    """Load a checkpoint in DeepSpeed's universal format, written by another number of ranks."""
+    enable_sleep: bool = False
+    """Move optimizer states, gradients and master weights to the CPU while others use the GPU. For RL on
+    shared GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptConfig:
+    """What is written to disk, and when."""
+
+    output_dir: str = "./ckpt"
+    """Where the final Hugging Face model and tokenizer go."""
+    path: str = "./ckpt/checkpoints"
+    """Where resumable checkpoints go."""
+    save_steps: Steps = -1
+    """Save a checkpoint every N steps. -1: never."""
+    save_hf: bool = False
+    """With each checkpoint, also write a Hugging Face model to `{path}/{tag}_hf`."""
+    disable_ds: bool = False
+    """Write no resumable checkpoints, only what save_hf asks for."""
+    max_num: Count = 3
+    """Checkpoints to keep; the worst metric goes first, then the oldest."""
+    max_mem: Positive = 1e8
+    """Size of all kept checkpoints together, GB."""
+    load_enable: bool = False
+    """Resume from the last checkpoint in `path`, if there is one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WandbConfig:
+    """Weights & Biases."""
+
+    key: str | None = None
+    """API key, or True to log in with WANDB_API_KEY or `wandb login`. None: off. Never written to a file or a
+    log."""
+    org: str | None = None
+    """Entity: user or team."""
+    group: str | None = None
+    """Group of the run."""
+    project: str = "openrlhf"
+    """Project."""
+    run_name: str = ""
+    """Name of the run, here and in TensorBoard and the run folder. Contains the start time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggerConfig:
+    """Where metrics go."""
+
+    logging_steps: Count = 1
+    """Log every N steps."""
+    tensorboard_dir: str | None = None
+    """TensorBoard files go to `{tensorboard_dir}/{run_name}`. None: off."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    run_dir: str | None = None
+    """Journal, configuration and metrics of this run. None:
+    `{ckpt.output_dir}/runs/{logger.wandb.run_name}`."""
+
+
+def logger_for(command: str, project: str) -> LoggerConfig:
+    """Default logger of a command: its project, and a run name with the start time."""
+    run_name = f"{command}_{datetime.now():%m%dT%H:%M}"
+    return LoggerConfig(wandb=WandbConfig(project=project, run_name=run_name))
+
+
+def run_dir(logger: LoggerConfig, ckpt: CkptConfig) -> str:
+    return logger.run_dir or f"{ckpt.output_dir}/runs/{logger.wandb.run_name}"
+
+
+def is_due(step: int, every: int) -> bool:
+    """The one meaning of every interval in steps: N is after steps N, 2N, 3N; -1 and 0 are never."""
+    return every > 0 and step % every == 0

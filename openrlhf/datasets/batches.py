@@ -1,0 +1,82 @@
+"""From samples to the packed rows of one rank, one optimizer step at a time."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from openrlhf.algos.balance import estimated_cost, pack_to_budget, partition
+from openrlhf.datasets.order import epoch_order
+from openrlhf.types import PackedRow, Sample
+
+
+class SampleDataset(Protocol):
+    lengths: Sequence[int]
+    """Tokens of each sample."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> Sample: ...
+
+
+class Windows:
+    """The optimizer steps of an epoch, as this rank sees them.
+
+    A step takes the next `batch_size` samples in the order of the epoch, the last step what is left. They are
+    dealt to `world` ranks so that each has about as much work, and laid into packed rows: of
+    `micro_batch_size` samples, or of as many as fit into `max_tokens` (a longer sample alone). Every rank
+    gets the same number of rows, where needed `PackedRow.empty()` ones, because ranks meet in collectives at
+    each row. Everything follows from the arguments, so ranks agree without talking.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        *,
+        batch_size: int,
+        micro_batch_size: int | None = None,
+        max_tokens: int | None = None,
+        rank: int,
+        world: int,
+        seed: int,
+        shuffle: bool = True,
+    ):
+        """Give one of `micro_batch_size` and `max_tokens`."""
+        if (micro_batch_size is None) == (max_tokens is None):
+            raise ValueError("Windows: give one of micro_batch_size and max_tokens.")
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._micro_batch_size = micro_batch_size
+        self._max_tokens = max_tokens
+        self._rank = rank
+        self._world = world
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def __len__(self) -> int:
+        """Steps of an epoch."""
+        return math.ceil(len(self._dataset) / self._batch_size)
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[PackedRow]]:
+        """This rank's rows of each step from `start_step` on."""
+        order = epoch_order(len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        for step in range(start_step, len(self)):
+            rows = self.deal(order[step * self._batch_size : (step + 1) * self._batch_size])
+            yield [self._pack(row) for row in rows[self._rank]]
+
+    def deal(self, batch: Sequence[int]) -> list[list[list[int]]]:
+        """The samples of each row of each rank; a row without samples is empty."""
+        lengths = [self._dataset.lengths[i] for i in batch]
+        costs = [estimated_cost(length) for length in lengths]
+        of_rank = partition(costs, self._world, equal_size=self._micro_batch_size is not None)
+        rows = [[[batch[i] for i in row] for row in self._rows(mine, lengths)] for mine in of_rank]
+        num_rows = max(len(mine) for mine in rows)
+        return [mine + [[]] * (num_rows - len(mine)) for mine in rows]
+
+    def _rows(self, mine: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+        if self._max_tokens is None:
+            return [mine[i : i + self._micro_batch_size] for i in range(0, len(mine), self._micro_batch_size)]
+        packed = pack_to_budget([lengths[i] for i in mine], self._max_tokens)
+        return [[mine[i] for i in row] for row in packed]
+
+    def _pack(self, row: Sequence[int]) -> PackedRow:
+        return PackedRow.of([self._dataset[i] for i in row]) if row else PackedRow.empty()

@@ -1,0 +1,493 @@
+"""From a data flag to rows: files, folders and hub names, mixed, capped and checked.
+
+A row keeps the types that its file gives it. The JSON reader of `datasets` turns every "1" of a column into a
+number when one row holds a number, and its JSON columns lose digits of floats; so JSON is read with the
+standard library and stays as Python values. CSV has no types: every value is text.
+"""
+
+import csv
+import difflib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NoReturn
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """The rows of one file, saved folder or hub name."""
+
+    name: str
+    rows: Sequence[Row] | datasets.Dataset
+    columns: tuple[str, ...]
+    """Every column that some row has."""
+    lines: Sequence[int] | None = None
+    """Line of each row, where the format has lines."""
+
+    @classmethod
+    def of(cls, name: str, rows: Sequence[Row], lines: Sequence[int] | None = None) -> "Part":
+        columns = tuple(dict.fromkeys(column for row in rows for column in row))
+        return cls(name=name, rows=rows, columns=columns, lines=lines)
+
+    @classmethod
+    def of_table(cls, name: str, rows: datasets.Dataset) -> "Part":
+        return cls(name=name, rows=rows, columns=tuple(rows.column_names))
+
+    def origin(self, row: int) -> str:
+        return f"{self.name} row {row + 1}" if self.lines is None else f"{self.name}:{self.lines[row]}"
+
+
+class Rows(Sequence[Row]):
+    """Rows of one or several parts in the order they are used."""
+
+    def __init__(self, parts: Sequence[Part], index: np.ndarray):
+        """index: (rows, 2) which part, and which row of it."""
+        self._parts = tuple(parts)
+        self._index = index
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], name: str = "rows") -> "Rows":
+        return cls([Part.of(name, rows)], _whole(0, len(rows)))
+
+    @property
+    def columns(self) -> list[str]:
+        """Every column that some row has."""
+        return list(dict.fromkeys(column for part in self._parts for column in part.columns))
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, i: int) -> Row:
+        part, row = self._index[i].tolist()
+        return self._parts[part].rows[row]
+
+    def origin(self, i: int) -> str:
+        """Where row i stands: "train.jsonl:3" (line 3) or "train.parquet row 3", counted from 1."""
+        part, row = self._index[i].tolist()
+        return self._parts[part].origin(row)
+
+    def select(self, indices: Sequence[int] | range) -> "Rows":
+        return Rows(self._parts, self._index[np.asarray(indices, dtype=np.int64)])
+
+
+def load_rows(
+    spec: str,
+    *,
+    flag: str,
+    required_columns: Mapping[str, str | None],
+    probs: str | None = None,
+    split: str = "train",
+    max_samples: int | None = None,
+    seed: int = 42,
+) -> Rows:
+    """The rows that `spec` names: a comma list of `path[@data_dir]`.
+
+    An item is a .json, .jsonl, .csv, .parquet or .arrow file, a `save_to_disk` folder, a folder of such
+    files, or a name on the hub. A piece of `spec` that exists on disk with its commas and "@" is one path.
+    Where an item has splits, `split` is taken: of a folder of files, those with that word in their names.
+
+    required_columns: flag -> the column it names, None where the flag is unset. Each must exist in every
+        part and hold one type throughout; a missing or null value of a row is left to whoever reads the row.
+    probs: "0.7,0.3" draws from the items with these probabilities until each has been used up once,
+        repeating those that end earlier (`datasets.interleave_datasets`, all_exhausted); None puts one item
+        after the other.
+    max_samples: cap of each item, and of the whole.
+
+    ValueError, at most three lines, for anything wrong with the flag, a file or a line of it.
+    """
+    parts: list[Part] = []
+    items: list[np.ndarray] = []
+    for item in split_spec(spec):
+        loaded = _load(item, split, flag)
+        indices = [_whole(len(parts) + i, len(part.rows)) for i, part in enumerate(loaded)]
+        parts += loaded
+        items.append(np.concatenate(indices)[:max_samples])
+    for part in parts:
+        if not len(part.rows):
+            raise ValueError(f"{flag} {part.name}: it is empty.")
+        _check_columns_exist(part, required_columns)
+    _check_one_type(parts, required_columns)
+    mixed = (
+        np.concatenate(items) if probs is None else _interleave(items, _parse_probs(probs, items, flag), seed)
+    )
+    return Rows(parts, mixed[:max_samples])
+
+
+def check_columns(
+    spec: str, *, flag: str, required_columns: Mapping[str, str | None], split: str = "train"
+) -> None:
+    """Raise what `load_rows` would raise for missing files, splits and columns, reading only the first rows
+    or the schema of each file (a .json list is read whole). Names on the hub are not looked up."""
+    for item in split_spec(spec):
+        place = _find(item, flag)
+        if place is None:
+            continue
+        files = [place] if _is_saved_dataset(place) else _files_of(place, split, flag)
+        for part in (_peek(file, split, flag) for file in files):
+            if not part.columns:
+                raise ValueError(f"{flag} {part.name}: it is empty.")
+            _check_columns_exist(part, required_columns)
+
+
+def split_spec(spec: str) -> list[str]:
+    """The items of a comma list; pieces that together are a path on disk are one item."""
+    pieces, items = spec.split(","), []
+    while pieces:
+        joined = (n for n in range(len(pieces), 1, -1) if _is_on_disk(",".join(pieces[:n]).strip()))
+        size = next(joined, 1)
+        items.append(",".join(pieces[:size]).strip())
+        pieces = pieces[size:]
+    return items
+
+
+def _is_on_disk(item: str) -> bool:
+    return Path(item).expanduser().exists() or (
+        "@" in item and Path(item.rpartition("@")[0]).expanduser().exists()
+    )
+
+
+def _load(item: str, split: str, flag: str) -> list[Part]:
+    place = _find(item, flag)
+    if place is None:
+        return [_read_hub(item, split, flag)]
+    if _is_saved_dataset(place):
+        return [_read_saved(place, split, flag)]
+    return [_READERS[file.suffix](file, flag) for file in _files_of(place, split, flag)]
+
+
+def _find(item: str, flag: str) -> Path | None:
+    """The file or folder that `item` names; None when it can only be a name on the hub."""
+    place = base = Path(item).expanduser()
+    if not place.exists() and "@" in item:
+        path, _, data_dir = item.rpartition("@")
+        base = Path(path).expanduser()
+        place = base / data_dir
+    if base.suffix == ".py":
+        raise ValueError(
+            f"{flag} {item}: loading scripts are not run; `datasets` no longer supports them.\n"
+            "Write the rows to a .jsonl or .parquet file, and name that file."
+        )
+    if place.is_file() and place.suffix not in _READERS:
+        raise ValueError(f"{flag} {item}: a file must end in {', '.join(_READERS)}.")
+    if place.exists():
+        return place
+    if place.suffix in _READERS or item.startswith((".", "/", "~")) or base.exists():
+        raise ValueError(f"{flag} {item}: there is no such file or folder.{_near_names(place)}")
+    return None
+
+
+def _near_names(place: Path) -> str:
+    if not place.parent.is_dir():
+        return f"\nNor is there a folder {place.parent}."
+    names = difflib.get_close_matches(
+        place.name, [entry.name for entry in place.parent.iterdir()], n=3, cutoff=0.5
+    )
+    return f"\nNear names in {place.parent}: {', '.join(names)}" if names else ""
+
+
+def _read_hub(item: str, split: str, flag: str) -> Part:
+    name, _, data_dir = item.partition("@")
+    try:
+        return Part.of_table(item, datasets.load_dataset(name, data_dir=data_dir or None, split=split))
+    except (FileNotFoundError, ConnectionError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{flag} {item}: not on this machine, and from the hub: {reason}{_near_names(Path(name))}"
+        ) from error
+
+
+def _is_saved_dataset(place: Path) -> bool:
+    return (place / "state.json").exists() or (place / "dataset_dict.json").exists()
+
+
+def _read_saved(place: Path, split: str, flag: str) -> Part:
+    """A folder that `save_to_disk` wrote; read through the memory map."""
+    saved = datasets.load_from_disk(str(place))
+    if isinstance(saved, datasets.Dataset):
+        return Part.of_table(str(place), saved)
+    if split not in saved:
+        raise _no_split(place, split, saved, flag)
+    return Part.of_table(f"{place}/{split}", saved[split])
+
+
+def _no_split(place: Path, split: str, splits: Iterable[str], flag: str) -> ValueError:
+    return ValueError(f"{flag} {place}: it has no split {split!r}. Its splits: {', '.join(sorted(splits))}")
+
+
+def _files_of(place: Path, split: str, flag: str) -> list[Path]:
+    if place.is_file():
+        return [place]
+    files = sorted(path for path in place.rglob("*") if path.suffix in _READERS and path.is_file())
+    if not files:
+        raise ValueError(f"{flag} {place}: no {', '.join(_READERS)} file in this folder.")
+    splits = {file: _split_in_name(file.relative_to(place), split) for file in files}
+    if not any(splits.values()):
+        return files
+    if split not in splits.values():
+        raise _no_split(place, split, {name for name in splits.values() if name}, flag)
+    return [file for file in files if splits[file] == split]
+
+
+def _split_in_name(path: Path, wanted: str) -> str | None:
+    words = re.split(r"[^a-z0-9]+", str(path).lower())
+    return next((word for word in words if word in {wanted, *_SPLIT_WORDS}), None)
+
+
+_SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+
+
+def _read_json_lines(path: Path, flag: str) -> Part:
+    lines, rows = [], []
+    for line, row in _json_lines(path, flag):
+        lines.append(line)
+        rows.append(row)
+    return Part.of(str(path), rows, lines)
+
+
+def _json_lines(path: Path, flag: str) -> Iterator[tuple[int, Row]]:
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, start=1):
+            text = _decode(raw, f"{flag} {path}:{line}").strip()
+            if text:
+                yield line, _row(_parse_json(text, f"{flag} {path}", line), f"{flag} {path}:{line}")
+
+
+def _decode(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8: {error.reason} (byte {error.start + 1}).") from error
+
+
+def _parse_json(text: str, where: str, line: int) -> Any:
+    """`line` is the line of the file on which `text` begins."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        if text.startswith("<"):
+            raise ValueError(
+                f"{where}:{line}: this looks like HTML. Was an error page downloaded?"
+            ) from error
+        found = text.splitlines()[error.lineno - 1][:60]
+        raise ValueError(f"{where}:{line + error.lineno - 1}: not JSON: {error.msg}: {found}") from error
+    except _NotAJsonNumber as error:
+        raise ValueError(f"{where}:{line}: {error} is not JSON. Write a number or null.") from error
+    if "\\ud" in text.lower():
+        _refuse_half_characters(value, f"{where}:{line}")
+    return value
+
+
+class _NotAJsonNumber(Exception):
+    pass
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _NotAJsonNumber(name)
+
+
+def _refuse_half_characters(value: Any, where: str) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"{where}: {half!r} is half of a surrogate pair, not a character.") from error
+
+
+def _row(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise ValueError(f'{where}: a row must be an object such as {{"input": …}}, not {kind(value)}.')
+    return value
+
+
+def _read_json(path: Path, flag: str) -> Part:
+    """A list of objects; or, as many files of this name are, one object in each line."""
+    text = _decode(path.read_bytes(), f"{flag} {path}").strip()
+    first, newline, _ = text.partition("\n")
+    if not text or (newline and first.startswith("{") and _is_json(first)):
+        return _read_json_lines(path, flag)
+    value = _parse_json(text, f"{flag} {path}", line=1)
+    if not isinstance(value, list):
+        keys = f" (keys: {', '.join(value)})" if isinstance(value, dict) else ""
+        raise ValueError(
+            f"{flag} {path}: {kind(value)}{keys}, not a list of rows.\n"
+            "Save the list itself, or one row in each line of a .jsonl file."
+        )
+    return Part.of(str(path), [_row(row, f"{flag} {path} row {i}") for i, row in enumerate(value, start=1)])
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+def _read_csv(path: Path, flag: str) -> Part:
+    lines, rows = [], []
+    for line, row in _csv_lines(path, flag):
+        lines.append(line)
+        rows.append(row)
+    return Part.of(str(path), rows, lines)
+
+
+def _csv_lines(path: Path, flag: str) -> Iterator[tuple[int, Row]]:
+    """(last line of the row, row)"""
+    csv.field_size_limit(sys.maxsize)  # the default refuses texts of more than 128 KiB
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, strict=True)
+        line = 1
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    raise csv.Error(f"a row must have {len(reader.fieldnames)} values, as the header has")
+                line = reader.line_num
+                yield line, row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{flag} {path}:{line + 1}: not readable as CSV: {error}.") from error
+
+
+def _read_parquet(path: Path, flag: str) -> Part:
+    return Part.of_table(str(path), datasets.Dataset(_read_table(pq.read_table, path, flag)))
+
+
+def _read_arrow(path: Path, flag: str) -> Part:
+    return Part.of_table(str(path), datasets.Dataset(_read_table(_arrow_table, path, flag)))
+
+
+def _arrow_table(path: Path) -> pa.Table:
+    """Both Arrow formats, through the memory map."""
+    source = pa.memory_map(str(path))
+    is_file_format = source.read(6) == b"ARROW1"
+    source.seek(0)
+    return (pa.ipc.open_file(source) if is_file_format else pa.ipc.open_stream(source)).read_all()
+
+
+def _read_table(read: Callable[[Path], Any], path: Path, flag: str) -> Any:
+    try:
+        return read(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{flag} {path}: damaged or not a {path.suffix} file ({path.stat().st_size} bytes):\n{reason}"
+        ) from error
+
+
+_READERS = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}
+
+
+def _peek(file: Path, split: str, flag: str) -> Part:
+    """The first rows or the schema."""
+    if file.is_dir():
+        return _read_saved(file, split, flag)
+    if file.suffix == ".parquet":
+        schema = _read_table(pq.read_schema, file, flag)
+        return Part(name=str(file), rows=[], columns=tuple(schema.names))
+    if file.suffix == ".jsonl":
+        return Part.of(str(file), [row for _, row in islice(_json_lines(file, flag), 100)])
+    if file.suffix == ".csv":
+        return Part.of(str(file), [row for _, row in islice(_csv_lines(file, flag), 100)])
+    return _READERS[file.suffix](file, flag)
+
+
+def _check_columns_exist(part: Part, required: Mapping[str, str | None]) -> None:
+    for flag, column in required.items():
+        if column is not None and column not in part.columns:
+            near = difflib.get_close_matches(column, part.columns, n=1)
+            raise ValueError(
+                f"{flag} {column}: {part.name} has no such column.\nIts columns: {', '.join(part.columns)}"
+                + (f"\nDid you mean {near[0]}?" if near else "")
+            )
+
+
+def _check_one_type(parts: Sequence[Part], required: Mapping[str, str | None]) -> None:
+    for flag, column in required.items():
+        first: tuple[str, str] | None = None
+        for origin, value in (
+            value for part in parts for value in _values(part, column) if column is not None
+        ):
+            found = kind(value)
+            first = first or (found, origin)
+            if found != first[0]:
+                raise ValueError(
+                    f"{flag} {column}: {found} at {origin}, but {first[0]} at {first[1]}.\n"
+                    "Give the column one type; values are never converted."
+                )
+
+
+def _values(part: Part, column: str) -> Iterator[tuple[str, Any]]:
+    """(origin, value) of the rows that have one; of a table, whose columns have one type, the first."""
+    if not isinstance(part.rows, datasets.Dataset):
+        for i, row in enumerate(part.rows):
+            if row.get(column) is not None:
+                yield part.origin(i), row[column]
+        return
+    column_alone = part.rows.select_columns([column])
+    found = ((part.origin(i), row[column]) for i, row in enumerate(column_alone) if row[column] is not None)
+    yield from islice(found, 1)
+
+
+def kind(value: Any) -> str:
+    """What a message calls the type of a value."""
+    return _KINDS.get(type(value), type(value).__name__)
+
+
+_KINDS = {
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+def _whole(part: int, rows: int) -> np.ndarray:
+    """(rows, 2) index of one part."""
+    return np.stack([np.full(rows, part), np.arange(rows)], axis=1)
+
+
+def _parse_probs(probs: str, items: Sequence[np.ndarray], flag: str) -> list[float]:
+    prob_flag = flag.replace("prompt_dataset", "prompt_probs").replace(".dataset", ".dataset_probs")
+    try:
+        values = [float(prob) for prob in probs.split(",")]
+    except ValueError as error:
+        raise ValueError(
+            f"{prob_flag} {probs}: numbers with commas between them, such as 0.7,0.3."
+        ) from error
+    if len(values) != len(items):
+        raise ValueError(
+            f"{prob_flag} {probs}: {len(values)} probabilities for {len(items)} datasets of {flag}."
+        )
+    if min(values) <= 0 or abs(sum(values) - 1) > 1e-6:
+        shares = (
+            ",".join(f"{value / sum(values):.4g}" for value in values) if min(values) > 0 else "all above 0"
+        )
+        raise ValueError(f"{prob_flag} {probs}: they must be positive and add up to 1 (here {shares}).")
+    return values
+
+
+def _interleave(items: Sequence[np.ndarray], probs: list[float], seed: int) -> np.ndarray:
+    tables = [datasets.Dataset.from_dict({"part": item[:, 0], "row": item[:, 1]}) for item in items]
+    mixed = datasets.interleave_datasets(
+        tables, probabilities=probs, seed=seed, stopping_strategy="all_exhausted"
+    )
+    return np.stack([np.asarray(mixed["part"]), np.asarray(mixed["row"])], axis=1)

@@ -1,0 +1,96 @@
+"""Everything a run tells people, behind one object: progress on the screen, metrics, rollouts and a report in the
+run folder, and the team's trackers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from openrlhf.config.sections import LoggerConfig, is_due
+from openrlhf.observe.journal import write_journal
+from openrlhf.observe.progress import Phase, Progress
+from openrlhf.observe.report import write_report
+from openrlhf.observe.run_folder import RunFolder
+from openrlhf.observe.trackers import JsonlTracker, TensorBoardTracker, Tracker, Trackers, WandbTracker
+from openrlhf.types import Metrics, Trajectory
+
+SAMPLES_IN_TABLE = 8
+
+
+class Observer:
+    """For the one process that speaks for a run."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        logger: LoggerConfig,
+        *,
+        resume_step: int | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        """`resume_step`: the step that was restored, None for a fresh run. `decode` turns token ids into text."""
+        self.folder, self.logger, self.decode = folder, logger, decode
+        if resume_step is not None:
+            folder.rewind(resume_step)
+        self.progress = Progress()
+        self.trackers = Trackers(
+            JsonlTracker(folder.metrics_path), _mirrors(folder, logger, resume_step)
+        )
+
+    def start(self, total_steps: int, done: int = 0) -> None:
+        self.progress.start(total_steps, done=done)
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
+        with self.progress.phase(name, total) as self.current:
+            yield self.current
+
+    def advance(self, count: int) -> None:
+        """`count` more of the current phase are done."""
+        self.current.advance(count)
+
+    def log_step(self, step: int, metrics: Metrics) -> None:
+        """Everything about one step, once: the line on the screen and the row in the files."""
+        metrics = metrics | self.progress.step(step, metrics)
+        if step == 0 or is_due(step, self.logger.logging_steps):
+            self.trackers.log(step, metrics)
+
+    def log_rollouts(self, step: int, trajectories: Sequence[Trajectory], name: str = "step") -> None:
+        """`name` is step for training and eval for evaluation."""
+        write_journal(self.folder.rollouts_path, step, trajectories, decode=self.decode, name=name)
+        rows = [
+            [t.prompt.text, self.response(t), t.reward if t.ok else t.outcome.value, t.truncated]
+            for t in trajectories[:: max(1, len(trajectories) // SAMPLES_IN_TABLE)][:SAMPLES_IN_TABLE]
+        ]
+        self.trackers.table(step, f"{name}_samples", ["prompt", "response", "reward", "truncated"], rows)
+
+    def response(self, trajectory: Trajectory) -> str:
+        """What followed the prompt, as text."""
+        start = trajectory.action_mask.index(True) if True in trajectory.action_mask else 0
+        return self.decode(trajectory.token_ids[start:]) if self.decode else ""
+
+    def message(self, text: str) -> None:
+        self.progress.message(text)
+
+    def close(self) -> None:
+        self.trackers.close()
+        self.progress.close()
+        write_report(self.folder.path)
+
+
+def _mirrors(folder: RunFolder, logger: LoggerConfig, resume_step: int | None) -> list[Tracker]:
+    mirrors: list[Tracker] = []
+    wandb = logger.wandb
+    if logger.tensorboard_dir is not None:
+        directory = f"{logger.tensorboard_dir}/{wandb.run_name}"
+        mirrors.append(TensorBoardTracker(directory, resume_step=resume_step))
+    if wandb.key is not None:
+        mirrors.append(
+            WandbTracker(
+                wandb.key,
+                folder=folder,
+                project=wandb.project,
+                run_name=wandb.run_name,
+                org=wandb.org,
+                group=wandb.group,
+            )
+        )
+    return mirrors

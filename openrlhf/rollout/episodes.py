@@ -1,0 +1,120 @@
+"""From a prompt to trajectories, inside an engine's process. The border at which a failed episode becomes data."""
+
+import asyncio
+from dataclasses import dataclass
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.rollout.seeds import seed_at
+from openrlhf.types import Outcome, Prompt, Trajectory
+from openrlhf.utils.agent import AgentExecutorBase, RewardError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How to sample, in training or in evaluation."""
+
+    purpose: str
+    """Part of every seed's address: train or eval."""
+    num_samples: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int | None
+    """None: as many as fit."""
+    max_len: int
+    run_seed: int
+
+    @classmethod
+    def for_training(cls, config: PPOConfig) -> "Sampling":
+        return cls(
+            purpose="train",
+            num_samples=config.rollout.n_samples_per_prompt,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            max_new_tokens=config.rollout.max_new_tokens,
+            max_len=config.data.max_len,
+            run_seed=config.train.seed,
+        )
+
+    @classmethod
+    def for_evaluation(cls, config: PPOConfig) -> "Sampling":
+        return cls(
+            purpose="eval",
+            num_samples=config.eval.n_samples_per_prompt,
+            temperature=config.eval.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            max_new_tokens=config.rollout.max_new_tokens,
+            max_len=config.data.max_len,
+            run_seed=config.train.seed,
+        )
+
+
+class EpisodeRunner:
+    def __init__(self, engine, tokenizer, executor: AgentExecutorBase, stop_token_ids: list[int]) -> None:
+        self.engine, self.tokenizer, self.executor = engine, tokenizer, executor
+        self.stop_token_ids = stop_token_ids
+
+    async def run_group(self, prompt: Prompt, sampling: Sampling) -> list[Trajectory]:
+        """All samples of one prompt, concurrently, in order."""
+        return await asyncio.gather(*(self.run(prompt, i, sampling) for i in range(sampling.num_samples)))
+
+    async def run(self, prompt: Prompt, sample_index: int, sampling: Sampling) -> Trajectory:
+        seed = seed_at(sampling.run_seed, sampling.purpose, prompt.episode, prompt.prompt_id, sample_index)
+        try:
+            episode = await self.executor.execute(
+                prompt.text,
+                prompt.label,
+                self._sampling_params(sampling, seed),
+                sampling.max_len,
+                self.tokenizer,
+                self.engine,
+            )
+        except RewardError as error:
+            return _trajectory(prompt, sample_index, seed, error.episode, Outcome.REWARD_ERROR, str(error))
+        outcome = Outcome.ABORTED if episode["finish_reason"] == "abort" else Outcome.OK
+        return _trajectory(prompt, sample_index, seed, episode, outcome)
+
+    def _sampling_params(self, sampling: Sampling, seed: int):
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_new_tokens,
+            seed=seed,
+            stop_token_ids=self.stop_token_ids,
+            logprobs=0,  # that of the sampled token alone
+            detokenize=False,
+            skip_special_tokens=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+
+def _trajectory(
+    prompt: Prompt, sample_index: int, seed: int, episode: dict, outcome: Outcome, error: str = ""
+) -> Trajectory:
+    token_ids = episode["observation_tokens"]
+    action_mask = [False] * len(token_ids)
+    for start, end in episode["action_ranges"]:
+        action_mask[start:end] = [True] * (end - start)
+    ok = outcome is Outcome.OK
+    return Trajectory(
+        prompt=prompt,
+        sample_index=sample_index,
+        token_ids=token_ids,
+        action_mask=action_mask,
+        rollout_log_probs=[p for p, is_action in zip(episode["rollout_log_probs"], action_mask, strict=True) if is_action],
+        weight_versions=episode["weight_versions"],
+        reward=episode["reward"] if ok else None,
+        score=episode["scores"] if ok else None,
+        outcome=outcome,
+        error=error,
+        finish_reason=episode["finish_reason"],
+        truncated=episode["truncated"],
+        seed=seed,
+        extra_logs=episode.get("extra_logs", {}),
+    )

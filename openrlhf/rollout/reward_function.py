@@ -1,0 +1,121 @@
+"""Users' reward functions, in worker processes: one that hangs is killed, one that crashes is replaced, and either
+way, or when it raises or returns nonsense, only the samples in question fail."""
+
+import ast
+import asyncio
+import importlib.util
+import math
+import multiprocessing
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from openrlhf.utils.agent import Reward, RewardError
+
+
+def check_reward_file(path: str, flag: str) -> None:
+    """Raise ValueError, without running the file, where it cannot be a reward file."""
+    try:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"), path)
+    except SyntaxError as error:
+        raise ValueError(f"{flag} {path}: line {error.lineno}: {error.msg}") from error
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    names |= {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    names |= {target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)}
+    if "reward_func" not in names:
+        found = f"it defines {', '.join(sorted(names))}" if names else "it defines no function"
+        raise ValueError(
+            f"{flag} {path}: the file has no reward_func ({found}).\n"
+            f"Define `def reward_func(queries, prompts, labels)` that returns {{'rewards': [...]}}."
+        )
+
+
+class RewardFunction:
+    """`reward_func` of a file, called for one sample at a time."""
+
+    def __init__(self, path: str, *, timeout: float, num_workers: int = 1) -> None:
+        """`timeout`: seconds for one call, after which its process is killed."""
+        self.path, self.timeout = str(Path(path).resolve()), timeout
+        self.pool = ProcessPool(
+            max_workers=num_workers,
+            initializer=_load,
+            initargs=(self.path,),
+            # Not fork: this process runs vLLM's and Ray's threads.
+            context=multiprocessing.get_context("spawn"),
+        )
+
+    async def __call__(self, query: str, prompt: str, label: Any) -> Reward:
+        """Raises RewardError with what went wrong."""
+        future = self.pool.schedule(_call, args=([query], [prompt], [label]), timeout=self.timeout)
+        try:
+            return (await asyncio.wrap_future(future))[0]
+        except TimeoutError as error:
+            raise RewardError(f"{self.path}: reward_func took longer than --reward.timeout {self.timeout:g} s") from error
+        except ProcessExpired as error:
+            raise RewardError(f"{self.path}: reward_func's process died with exit code {error.exitcode}") from error
+
+    def close(self) -> None:
+        self.pool.stop()
+        self.pool.join()
+
+
+_reward_func = None
+"""The user's function, in a worker process."""
+
+
+def _load(path: str) -> None:
+    global _reward_func
+    spec = importlib.util.spec_from_file_location("reward_func", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    _reward_func = module.reward_func
+
+
+def _call(queries: list[str], prompts: list[str], labels: list[Any]) -> list[Reward]:
+    try:
+        answer = _reward_func(queries, prompts, labels)
+    except Exception:
+        # The user's own traceback is what helps; the exception itself may not survive the way between processes.
+        raise RewardError(f"reward_func raised:\n{traceback.format_exc(limit=-3)}") from None
+    return read_rewards(answer, len(queries))
+
+
+def read_rewards(answer: Any, count: int) -> list[Reward]:
+    """What a reward function may return, as one Reward for each sample. Raises RewardError for anything else.
+
+    {"rewards": list or tensor of n, "scores": the same (optional), "extra_logs": {name: scalar or n values}
+    (optional)}, or the rewards alone.
+    """
+    if not isinstance(answer, dict):
+        answer = {"rewards": answer}
+    if "rewards" not in answer:
+        raise RewardError(f"reward_func returned a dict without 'rewards'; it has {', '.join(map(repr, answer)) or 'nothing'}")
+    rewards = _floats("rewards", answer["rewards"], count)
+    scores = rewards if answer.get("scores") is None else _floats("scores", answer["scores"], count)
+    logs = {
+        name: _floats(f"extra_logs[{name!r}]", value, count, scalar_is_for_all=True)
+        for name, value in (answer.get("extra_logs") or {}).items()
+    }
+    return [
+        Reward(reward=rewards[i], score=scores[i], extra_logs={name: values[i] for name, values in logs.items()})
+        for i in range(count)
+    ]
+
+
+def _floats(name: str, value: Any, count: int, scalar_is_for_all: bool = False) -> list[float]:
+    if hasattr(value, "tolist"):  # a tensor or an array
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        value = [value] * (count if scalar_is_for_all else 1)
+    if len(value) != count:
+        raise RewardError(f"reward_func returned {len(value)} {name} for {count} samples")
+    try:
+        floats = [float(v) for v in value]
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"reward_func returned {name} that are not numbers: {error}") from error
+    if not all(math.isfinite(f) for f in floats):
+        raise RewardError(f"reward_func returned {name} that are not finite: {floats}")
+    return floats

@@ -1,0 +1,78 @@
+"""Everything that a run on the word problems needs, written into one folder."""
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.tasks.word_problem import Problem, make_problems, solution
+
+REWARD_FILE = Path(__file__).with_name("word_problem_reward.py")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskFiles:
+    model: Path
+    """Untrained weights and the tokenizer."""
+    pretrain: Path
+    """`input`: a problem and its careful answer as plain text."""
+    sft: Path
+    """`input`, `output`: a problem, and a careful or a hasty answer."""
+    prompts: Path
+    """`input`, `label`: a problem and its number."""
+    eval: Path
+    """As `prompts`; none of these problems is in another file."""
+    reward: Path = REWARD_FILE
+    """For --reward.remote_url."""
+
+
+def prepare(
+    folder: str | Path,
+    *,
+    seed: int = 0,
+    num_pretrain: int = 12_000,
+    num_sft: int = 6_000,
+    num_prompts: int = 2_048,
+    num_eval: int = 256,
+    careful_share: float = 0.4,
+) -> TaskFiles:
+    """The same files for the same arguments. The evaluation problems are the same for every seed, so that
+    runs can be compared."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    held_out = make_problems(num_eval, seed=_EVAL_SEED)
+    questions = frozenset(problem.question for problem in held_out)
+    problems = make_problems(max(num_pretrain, num_sft, num_prompts), seed=seed, exclude=questions)
+    rng = random.Random(f"prepare/{seed}")
+    return TaskFiles(
+        model=tiny_chat_model(folder / "model", seed=seed),
+        pretrain=_write(folder / "pretrain.jsonl", map(worked_problem, problems[:num_pretrain])),
+        sft=_write(
+            folder / "sft.jsonl",
+            (demonstration(problem, careful=rng.random() < careful_share) for problem in problems[:num_sft]),
+        ),
+        prompts=_write(folder / "prompts.jsonl", map(labelled, problems[:num_prompts])),
+        eval=_write(folder / "eval.jsonl", map(labelled, held_out)),
+    )
+
+
+def worked_problem(problem: Problem) -> dict[str, str]:
+    return {"input": f"{problem.question}\n{solution(problem, careful=True)}"}
+
+
+def demonstration(problem: Problem, *, careful: bool) -> dict[str, str]:
+    return {"input": problem.question, "output": solution(problem, careful=careful)}
+
+
+def labelled(problem: Problem) -> dict[str, str]:
+    return {"input": problem.question, "label": problem.answer}
+
+
+def _write(path: Path, rows: Iterable[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+_EVAL_SEED = 1_000_003

@@ -1,0 +1,111 @@
+"""A tokenizer of 376 tokens and a Qwen3 of a quarter of a million weights, made on the spot: no download."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from openrlhf.tasks.word_problem import make_problems, solution
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_chat_model(
+    folder: str | Path,
+    *,
+    seed: int = 0,
+    vocab_size: int = 376,
+    hidden_size: int = 96,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    max_len: int = 512,
+) -> Path:
+    """Write an untrained model and its tokenizer where AutoModelForCausalLM and AutoTokenizer find them."""
+    folder = Path(folder)
+    tokenizer = tiny_tokenizer(vocab_size)
+    model = tiny_model(
+        tokenizer,
+        seed=seed,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        max_len=max_len,
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tiny_tokenizer(vocab_size: int = 376) -> PreTrainedTokenizerFast:
+    """Byte-level BPE learned from word problems, one token for each digit, with a ChatML template. The same
+    for every seed, so that models of different seeds can talk to each other."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.Split(Regex(r"\n"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(_WORDS),
+        special_tokens=_SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [
+        f"{problem.question}\n{solution(problem, careful=True)}\nsystem\nuser\nassistant"
+        for problem in make_problems(1000, seed=0)
+    ]
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(word, normalized=False, special=False) for word in _WORDS])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def tiny_model(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int = 0,
+    hidden_size: int = 96,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    max_len: int = 512,
+) -> Qwen3ForCausalLM:
+    """Untrained weights that depend on the seed alone; the caller's random state is left as it was."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=256 * hidden_size // 96,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=32,
+        max_position_embeddings=max_len,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_WORDS = ["<think>", "</think>", "\\boxed{"]

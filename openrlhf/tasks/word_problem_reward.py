@@ -1,0 +1,19 @@
+"""The reward of the word problems, as a file for --reward.remote_url: 1 when the boxed number is the
+label."""
+
+from openrlhf.tasks.word_problem import boxed_answer, thinks
+
+
+def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict:
+    """extra_logs: the share of answers that think, and of those that box something."""
+    responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
+    answers = [boxed_answer(response) for response in responses]
+    rewards = [float(answer == label) for answer, label in zip(answers, labels, strict=True)]
+    return {
+        "rewards": rewards,
+        "scores": rewards,
+        "extra_logs": {
+            "thinks": sum(map(thinks, responses)) / len(responses),
+            "format": sum(answer is not None for answer in answers) / len(answers),
+        },
+    }
