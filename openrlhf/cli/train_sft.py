@@ -22,7 +22,7 @@ def run(config: SFTConfig, argv: Sequence[str] = ()) -> None:
     check(config)
     from openrlhf.datasets.batches import Windows
     from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-    from openrlhf.engine.devices import init_distributed, leave_distributed, seed_everything
+    from openrlhf.engine.distributed import init_distributed, leave_distributed, seed_everything
     from openrlhf.models.loading import load_causal_lm, load_tokenizer
     from openrlhf.models.policy import PolicyModel
     from openrlhf.objectives.sft import SFTObjective

@@ -15,7 +15,7 @@ def start_ray() -> None:
     """Join the cluster that RAY_ADDRESS names or that runs on this machine, else start one here."""
     if ray.is_initialized():
         return
-    quiet = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TOKENIZERS_PARALLELISM": "false"}
+    quiet = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     options = {"runtime_env": {"env_vars": quiet}, "log_to_driver": True, "logging_level": "ERROR"}
     if "RAY_ADDRESS" not in os.environ:
         import torch

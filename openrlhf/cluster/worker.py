@@ -11,7 +11,8 @@ from torch import Tensor
 from openrlhf.algos.balance import pack_to_budget
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
-from openrlhf.engine.devices import DEVICE_TYPE, free_port, init_distributed, release_cached_memory
+from openrlhf.device import DEVICE_TYPE
+from openrlhf.engine.distributed import free_port, init_distributed, release_cached_memory
 from openrlhf.engine.weight_sync import EngineClient, WeightSender
 from openrlhf.models.loading import load_causal_lm, load_tokenizer
 from openrlhf.models.policy import PolicyModel

@@ -31,7 +31,7 @@ def sft_problems(config: SFTConfig, explicit: Explicit) -> list[Problem]:
             *_template(config, explicit),
             *_sft_responses(config),
             *_optimizer("", config),
-            *_micro_batches(config, max(ranks, 1)),
+            *_batches(config, max(ranks, 1), None, ""),
             *_precision(config),
             *_output(config.ckpt, config.logger),
             *_unread(config, explicit, COMMON_UNREAD + SFT_UNREAD),
@@ -57,8 +57,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_lengths(config),
             *_optimizer("actor.", config.actor),
             *(_optimizer("critic.", config.critic) if config.uses_critic else ()),
-            *_steps(config),
-            *_micro_batches(config, config.actor.num_gpus),
+            *_batches(config, config.actor.num_gpus, config.samples_per_step, _made(config)),
             *_placement(config, explicit),
             *_precision(config),
             *_output(config.ckpt, config.logger),
@@ -567,45 +566,41 @@ def _optimizer(prefix: str, optim: OptimConfig) -> Iterator[Problem]:
         yield Problem(key=f"{prefix}lr_scheduler", text=f"there is no such schedule; {remedy}")
 
 
-def _steps(config: PPOConfig) -> Iterator[Problem]:
-    """Every RL step must fill whole optimizer steps, so that no sample is left over."""
-    rollout, batch, samples = config.rollout, config.train.batch_size, config.samples_per_step
-    made = f"a step makes {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = {samples} samples"
-    if samples < batch:
-        yield Problem(key="train.batch_size", text=f"{made} (rollout.*); use at most {samples}")
-    elif samples % batch:
-        whole = [count for count in range(1, samples + 1) if samples % count == 0]
-        near = sorted(sorted(whole, key=lambda count: abs(count - batch))[:2])
-        yield Problem(
-            key="train.batch_size",
-            text=f"{made}, not a multiple of it; use {_either(near)}, or another rollout.batch_size",
-        )
+def _made(config: PPOConfig) -> str:
+    prompts, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
+    return f"a step makes {prompts} prompts x {samples} = {prompts * samples} samples"
 
 
-def _micro_batches(config: Any, ranks: int) -> Iterator[Problem]:
-    """Every rank takes the same number of sequences, in rows of the same number."""
-    batch, micro = config.train.batch_size, config.train.micro_batch_size
-    if batch % ranks:
-        yield Problem(
-            key="train.batch_size",
-            text=f"does not divide among {ranks} ranks; use {_either(_multiples(batch, ranks))}",
-        )
-    elif not config.train.dynamic_batch_enable and batch // ranks > micro and batch // ranks % micro:
-        yield Problem(
-            key="train.batch_size",
-            text=f"is not a multiple of {ranks} ranks x train.micro_batch_size {micro} = {ranks * micro}; "
-            f"use {_either(_multiples(batch, ranks * micro))}",
-        )
+def _batches(config: Any, ranks: int, samples: int | None, made: str) -> Iterator[Problem]:
+    """Every RL step fills whole optimizer steps, every rank takes the same number of sequences, in full rows.
+    `samples`: what one RL step makes, described by `made`; None in supervised learning."""
+    batch, micro, dynamic = (
+        config.train.batch_size,
+        config.train.micro_batch_size,
+        config.train.dynamic_batch_enable,
+    )
+
+    def wrong(batch: int) -> str:
+        if samples is not None and samples % batch:
+            return f"{made}, which is not a multiple of it"
+        if batch % ranks:
+            return f"does not divide among {ranks} ranks"
+        if not dynamic and batch // ranks > micro and batch // ranks % micro:
+            return f"is not a multiple of {ranks} ranks x train.micro_batch_size {micro} = {ranks * micro}"
+        return ""
+
+    if text := wrong(batch):
+        start = batch if samples is None else min(batch, samples + 1)
+        below = next((n for n in range(start - 1, max(0, start - _SEARCH), -1) if not wrong(n)), None)
+        end = batch + _SEARCH if samples is None else min(batch + _SEARCH, samples + 1)
+        above = next((n for n in range(batch + 1, end) if not wrong(n)), None)
+        near = " or ".join(str(n) for n in (below, above) if n is not None)
+        other = "train.micro_batch_size" if samples is None else "rollout.batch_size"
+        yield Problem(key="train.batch_size", text=f"{text}; use {near or f'another {other}'}")
 
 
-def _multiples(number: int, unit: int) -> list[int]:
-    """The two that are nearest, without 0."""
-    below = number // unit * unit
-    return [below, below + unit] if below else [unit]
-
-
-def _either(numbers: list[int]) -> str:
-    return " or ".join(map(str, numbers))
+_SEARCH = 10_000
+"""How far from a wrong batch size a right one is looked for."""
 
 
 def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:

@@ -387,7 +387,7 @@ def _show_help(command: Command, config: Any, word: str) -> NoReturn:
         _refuse(
             [
                 f"--help {_show(word)}: no flag has that in its name"
-                + (f"; near: {', '.join(near)}" if near else "")
+                + (f"; near: {' '.join(f'--{key}' for key in near)}" if near else "")
             ],
             command,
         )

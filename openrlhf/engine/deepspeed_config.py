@@ -1,7 +1,7 @@
 """The dictionary that DeepSpeed wants, from the `ds.*` flags."""
 
 from openrlhf.config.sections import DeepSpeedConfig
-from openrlhf.engine.devices import DEVICE_TYPE
+from openrlhf.device import DEVICE_TYPE
 
 
 def training_config(ds: DeepSpeedConfig, *, max_norm: float) -> dict:

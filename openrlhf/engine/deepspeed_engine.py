@@ -14,7 +14,8 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.engine.deepspeed_config import inference_config, training_config
-from openrlhf.engine.devices import DEVICE_TYPE, current_device
+from openrlhf.device import DEVICE_TYPE
+from openrlhf.engine.distributed import current_device
 from openrlhf.engine.interfaces import Objective, RowT
 from openrlhf.types import LossNorm, Metrics
 

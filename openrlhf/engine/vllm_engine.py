@@ -43,7 +43,13 @@ class EngineOptions:
 
 def engine_environment(options: EngineOptions) -> dict[str, str]:
     """Variables that must be set before vLLM is imported."""
-    common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    quiet = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+    }
+    common = {name: os.environ.get(name, value) for name, value in quiet.items()}
     if options.on_gpu:
         return common
     cores = os.cpu_count() or 1
@@ -89,6 +95,7 @@ class VLLMEngine:
                 gpu_memory_utilization=options.gpu_memory_utilization,
                 kv_cache_memory_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
                 disable_log_stats=True,
+                use_tqdm_on_load=False,
                 generation_config="vllm",
                 # The distribution that was sampled from: temperature and top-p applied.
                 logprobs_mode="processed_logprobs",

@@ -175,6 +175,7 @@ class WandbTracker:
             logger.warning(
                 "W&B is not available (%s); recording offline in %s/wandb", first_line, folder.path
             )
+            wandb.teardown()  # Else its service still holds the id of the run that did not start.
             self._run = start(mode="offline")
         # An own step axis, because W&B drops rows whose built-in step is not larger than the last.
         self._run.define_metric("step", hidden=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.tasks.word_problem import Problem, make_problems, solution
+from openrlhf.tasks.word_problem import Problem, make_problems, solution, worked_problem
 
 REWARD_FILE = Path(__file__).with_name("word_problem_reward.py")
 
@@ -48,7 +48,10 @@ def prepare(
     rng = random.Random(f"prepare/{seed}")
     return TaskFiles(
         model=tiny_chat_model(folder / "model", seed=seed),
-        pretrain=_write(folder / "pretrain.jsonl", map(worked_problem, problems[:num_pretrain])),
+        pretrain=_write(
+            folder / "pretrain.jsonl",
+            ({"input": worked_problem(problem, rng)} for problem in problems[:num_pretrain]),
+        ),
         sft=_write(
             folder / "sft.jsonl",
             (demonstration(problem, careful=rng.random() < careful_share) for problem in problems[:num_sft]),
@@ -56,10 +59,6 @@ def prepare(
         prompts=_write(folder / "prompts.jsonl", map(labelled, problems[:num_prompts])),
         eval=_write(folder / "eval.jsonl", map(labelled, held_out)),
     )
-
-
-def worked_problem(problem: Problem) -> dict[str, str]:
-    return {"input": f"{problem.question}\n{solution(problem, careful=True)}"}
 
 
 def demonstration(problem: Problem, *, careful: bool) -> dict[str, str]:

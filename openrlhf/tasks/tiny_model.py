@@ -1,12 +1,13 @@
 """A tokenizer of 376 tokens and a Qwen3 of a quarter of a million weights, made on the spot: no download."""
 
+import random
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from openrlhf.tasks.word_problem import make_problems, solution
+from openrlhf.tasks.word_problem import make_problems, worked_problem
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -62,9 +63,9 @@ def tiny_tokenizer(vocab_size: int = 376) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    rng = random.Random(0)
     texts = [
-        f"{problem.question}\n{solution(problem, careful=True)}\nsystem\nuser\nassistant"
-        for problem in make_problems(1000, seed=0)
+        f"{worked_problem(problem, rng)}\nsystem\nuser\nassistant" for problem in make_problems(1000, seed=0)
     ]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(word, normalized=False, special=False) for word in _WORDS])

@@ -53,6 +53,12 @@ def solution(problem: Problem, *, careful: bool) -> str:
     return f"<think>{thought}</think>\\boxed{{{problem.answer}}}"
 
 
+def worked_problem(problem: Problem, rng: random.Random) -> str:
+    """Question and careful answer as plain text, laid out in one of many ways: a model that has seen but one learns
+    at which distance from the answer the numbers stand, and forgets how to count when a chat template moves them."""
+    return rng.choice(_BEFORE) + problem.question + rng.choice(_BETWEEN) + solution(problem, careful=True)
+
+
 def boxed_answer(text: str) -> str | None:
     """What the last \\boxed{} of a text holds."""
     found = _BOXED.findall(text)
@@ -75,4 +81,6 @@ def _change(rng: random.Random, count: int) -> tuple[str, int]:
 _NAMES = ("Tom", "Ana", "Ben", "Eva", "Sam", "Mia", "Leo", "Zoe", "Max", "Amy")
 _ITEMS = ("apples", "plums", "pears", "nuts", "cakes", "grapes", "figs", "limes")
 _VERBS = {"+": ("buys", "finds", "wins", "gets"), "-": ("loses", "sells", "drops", "eats")}
+_BEFORE = ("", "Question: ", "Problem:\n", "A riddle.\n", "Please count.\n\n")
+_BETWEEN = ("\n", "\n\n", " ", "\nAnswer: ", "\n\nSolution:\n", "\nLet us see.\n")
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")

@@ -1,12 +1,14 @@
-"""The one module that knows what kind of device this is."""
+"""A process's device, and the group of processes it belongs to."""
 
+import datetime
 import os
 import socket
 
+import deepspeed
 import torch
 import torch.distributed as dist
 
-DEVICE_TYPE = "cuda" if torch.cuda.is_available() else "cpu"
+from openrlhf.device import DEVICE_TYPE
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
@@ -18,17 +20,11 @@ def current_device() -> torch.device:
 
 def init_distributed(timeout_minutes: int = 60) -> None:
     """Join the group of ranks that the environment describes: torchrun's, deepspeed's, Ray's, or a group of one."""
-    import datetime
-
     for name, value in _group_of_one().items():
         os.environ.setdefault(name, value)
-    # DeepSpeed asks this variable rather than looking; and its shared-memory collectives would be compiled on first use.
-    os.environ.setdefault("DS_ACCELERATOR", DEVICE_TYPE)
-    import deepspeed
-
     if DEVICE_TYPE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    else:
+    else:  # its shared-memory collectives would be compiled on first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
         dist_backend=BACKENDS[DEVICE_TYPE], timeout=datetime.timedelta(minutes=timeout_minutes), verbose=False
