@@ -57,7 +57,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_lengths(config),
             *_optimizer("actor.", config.actor),
             *(_optimizer("critic.", config.critic) if config.uses_critic else ()),
-            *_batches(config, config.actor.num_gpus, config.samples_per_step, _made(config)),
+            *_batches(config, config.data_parallel_size, config.samples_per_step, _made(config)),
             *_placement(config, explicit),
             *_precision(config),
             *_output(config.ckpt, config.logger),
@@ -574,11 +574,8 @@ def _made(config: PPOConfig) -> str:
 def _batches(config: Any, ranks: int, samples: int | None, made: str) -> Iterator[Problem]:
     """Every RL step fills whole optimizer steps, every rank takes the same number of sequences, in full rows.
     `samples`: what one RL step makes, described by `made`; None in supervised learning."""
-    batch, micro, dynamic = (
-        config.train.batch_size,
-        config.train.micro_batch_size,
-        config.train.dynamic_batch_enable,
-    )
+    batch, micro = config.train.batch_size, config.train.micro_batch_size
+    dynamic = config.train.dynamic_batch_enable
 
     def wrong(batch: int) -> str:
         if samples is not None and samples % batch:

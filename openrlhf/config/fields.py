@@ -3,6 +3,7 @@ values."""
 
 import ast
 import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
@@ -41,7 +42,8 @@ class Field:
     def help(self) -> str:
         """The docstring under the field."""
         for owner in self.owner.__mro__:
-            if self.name in (docs := _docstrings(owner)):
+            docs = _docstrings(owner.__module__).get(owner.__name__, {}) if is_dataclass(owner) else {}
+            if self.name in docs:
                 return docs[self.name]
         return ""
 
@@ -175,15 +177,16 @@ def _get(config: Any, key: str) -> Any:
 
 
 @cache
-def _docstrings(owner: type) -> Mapping[str, str]:
-    """field -> the string under it, of one class without its parents."""
-    if not is_dataclass(owner):
-        return {}
-    body = ast.parse(inspect.getsource(owner)).body[0].body
-    return {
-        field.target.id: " ".join(doc.value.value.split())
-        for field, doc in pairwise(body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(doc, ast.Expr)
-        and isinstance(doc.value, ast.Constant)
-    }
+def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
+    """class -> field -> the string under it, of one module."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: _docstrings_of(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _docstrings_of(declaration: ast.ClassDef) -> Mapping[str, str]:
+    docs = {}
+    for line, below in pairwise(declaration.body):
+        match line, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                docs[name] = " ".join(doc.split())
+    return docs

@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 from openrlhf.config.fields import Field, convert, fields_of, to_words, values_of, with_values
 from openrlhf.config.old_flags import OldFlag, Words
+
+ConfigT = TypeVar("ConfigT")
 
 SECRETS = ("logger.wandb.key",)
 """Never printed and never written to a file."""
@@ -47,24 +49,23 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Command:
+class Command(Generic[ConfigT]):
     name: str
     """As in `openrlhf NAME`."""
-    config_type: type
+    config_type: type[ConfigT]
     summary: str
     old_flags: Mapping[str, OldFlag]
-    problems: Callable[[Any, Explicit], list[Problem]]
+    problems: Callable[[ConfigT, Explicit], list[Problem]]
     """What is wrong between flags."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Invocation:
-    config: Any
-    """Of the command's `config_type`."""
+class Invocation(Generic[ConfigT]):
+    config: ConfigT
     explicit: Explicit
 
 
-def parse(command: Command, argv: Sequence[str] | None = None) -> Invocation:
+def parse(command: Command[ConfigT], argv: Sequence[str] | None = None) -> Invocation[ConfigT]:
     """Read the command line (default: sys.argv). Exits with 0 after `--help` and `--print_config`, with 2
     when something is wrong."""
     line = _read_argv(sys.argv[1:] if argv is None else argv)
@@ -344,7 +345,7 @@ def _convert(
         try:
             values[key] = convert(setting.words, fields[key].type)
         except ValueError as error:
-            words = "***" if key in SECRETS else _show(*setting.words)
+            words = _show(*("***" if key in SECRETS else word for word in setting.words))
             bad[key] = f"{setting.shown} {words}".rstrip() + f": {error}"
     return values, bad
 

@@ -428,6 +428,11 @@ class PPOConfig:
         return self.vllm.enable_sleep and self.train.colocate_all
 
     @property
+    def data_parallel_size(self) -> int:
+        """Copies of the policy that each take their own samples."""
+        return max(1, self.actor.num_gpus // (self.ds.ring_attn_size * self.ds.tensor_parallel_size))
+
+    @property
     def samples_per_step(self) -> int:
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
 

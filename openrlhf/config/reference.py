@@ -36,6 +36,7 @@ def help_text(command: Command, config: Any, word: str) -> str:
 def markdown(command: Command) -> str:
     """One table for each section."""
     values = values_of(command.config_type())
+    values["logger.wandb.run_name"] = f"{command.name}_<month, day>T<hour>:<minute>"
     old_names = _old_names(command)
     lines = [f"## openrlhf {command.name}", "", command.summary]
     for title, doc, fields in _sections(command, ""):

@@ -18,13 +18,13 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
@@ -82,7 +82,7 @@ class Progress:
         with self._lock:
             self._phases.append(phase)
         if self._bars:
-            self._bars.add(phase)
+            self._bars.add_phase(phase)
         try:
             yield phase
         finally:
@@ -90,7 +90,7 @@ class Progress:
                 self._phases.remove(phase)
                 self._seconds[name] += phase.elapsed
             if self._bars:
-                self._bars.remove(phase)
+                self._bars.remove_phase(phase)
 
     def step(self, step: int, metrics: Metrics) -> Metrics:
         """Print the line of a finished step. Returns the `timing/` metrics since the last one."""
@@ -118,7 +118,7 @@ class Progress:
     def close(self) -> None:
         self._closed.set()
         if self._bars:
-            self._bars.close()
+            self._bars.stop()
             self._bars = None
 
     def __enter__(self) -> Self:
@@ -150,7 +150,7 @@ class Progress:
     def _print(self, text: str) -> None:
         text = clean_text(text)
         if self._bars:
-            self._bars.print(text)
+            self._bars.console.print(Text(text), highlight=False)
             return
         with self._lock:
             print(f"{time.strftime('%H:%M:%S')} {text}", file=self._stream, flush=True)
@@ -257,11 +257,11 @@ def format_duration(seconds: float) -> str:
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
-class _TerminalBars:
+class _TerminalBars(Bars):
     """A bar for the run and one for each running phase, below the lines that are printed."""
 
     def __init__(self, stream: TextIO, total_steps: int | None, done: int):
-        self._bars = Bars(
+        super().__init__(
             SpinnerColumn(),
             TextColumn("{task.description:<12}", markup=False),
             BarColumn(bar_width=30),
@@ -270,37 +270,26 @@ class _TerminalBars:
             console=Console(file=stream, force_terminal=True),
             refresh_per_second=4,
         )
-        self._lock = threading.Lock()
-        self._tasks = {}
-        self._run = self._bars.add_task("step", total=total_steps, completed=done, note="")
-        self._closed = threading.Event()
-        self._bars.start()
-        threading.Thread(target=self._refresh, name="progress", daemon=True).start()
+        self._task_ids: dict[Phase, TaskID] = {}
+        self._run = self.add_task("step", total=total_steps, completed=done, note="", phase=None)
+        self.start()
 
-    def add(self, phase: Phase) -> None:
-        with self._lock:
-            self._tasks[phase] = self._bars.add_task(phase.name, total=phase.total, note="")
+    def add_phase(self, phase: Phase) -> None:
+        self._task_ids[phase] = self.add_task(phase.name, total=phase.total, note="", phase=phase)
 
-    def remove(self, phase: Phase) -> None:
-        with self._lock:
-            self._bars.remove_task(self._tasks.pop(phase))
+    def remove_phase(self, phase: Phase) -> None:
+        self.remove_task(self._task_ids.pop(phase))
 
     def step(self, step: int, eta: float | None) -> None:
-        self._bars.update(self._run, completed=step, note=f"eta {format_duration(eta)}" if eta else "")
+        self.update(self._run, completed=step, note=f"eta {format_duration(eta)}" if eta else "")
 
-    def print(self, text: str) -> None:
-        self._bars.console.print(Text(text), highlight=False)
-
-    def close(self) -> None:
-        self._closed.set()
-        self._bars.stop()
-
-    def _refresh(self) -> None:
-        while not self._closed.wait(0.25):
-            with self._lock:
-                for phase, task in self._tasks.items():
-                    note = clean_text(format_duration(phase.elapsed) + phase.figures_text())
-                    self._bars.update(task, completed=phase.done, note=note)
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Called by rich for each refresh, so that `advance` costs nothing."""
+        for task in self.tasks:
+            if phase := task.fields["phase"]:
+                task.completed = phase.done
+                task.fields["note"] = clean_text(format_duration(phase.elapsed) + phase.figures_text())
+        yield from super().get_renderables()
 
 
 def _is_evaluation(name: str) -> bool:

@@ -73,10 +73,10 @@ def samples_table(
 ) -> None:
     """Print a few answers, evenly spaced from best to worst reward, then failures if there is room."""
     stream = stream or sys.stdout
-    scored = sorted((t for t in trajectories if t.ok), key=lambda t: t.reward, reverse=True)
+    scored = sorted((t for t in trajectories if t.reward is not None), key=_reward, reverse=True)
     last = max(1, min(limit, len(scored)) - 1)
     chosen = [scored[i * (len(scored) - 1) // last] for i in range(min(limit, len(scored)))]
-    chosen += [t for t in trajectories if not t.ok][: limit - len(chosen)]
+    chosen += [t for t in trajectories if t.reward is None][: limit - len(chosen)]
     rows = [
         (
             "–" if t.reward is None else format_number(t.reward),
@@ -95,6 +95,11 @@ def samples_table(
 
 
 Curve = list[tuple[int, float]]
+
+
+def _reward(trajectory: Trajectory) -> float:
+    assert trajectory.reward is not None
+    return trajectory.reward
 
 
 @dataclass(frozen=True, slots=True)

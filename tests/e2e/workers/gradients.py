@@ -1,0 +1,102 @@
+"""Gradients of the SFT and the actor objective for several layouts of the same samples, at one ZeRO stage."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+
+from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
+from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
+from openrlhf.engine.distributed import init_distributed, leave_distributed
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.policy import PolicyModel
+from openrlhf.objectives.actor import ActorObjective
+from openrlhf.objectives.sft import SFTObjective
+from openrlhf.types import Credit, Experience, ExperienceRow, PackedRow, Sample, Scores
+
+LENGTHS = (5, 9, 17, 30, 8, 12, 3, 22, 11, 2)
+OBJECTIVES = {
+    "sft": (SFTObjective(), lambda group: PackedRow.of([e.sample for e in group])),
+    "ppo": (
+        ActorObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, correction="tis", temperature=0.7),
+        ExperienceRow.of,
+    ),
+    "gspo": (ActorObjective(loss_type="gspo"), ExperienceRow.of),
+}
+LAYOUTS = {
+    # (order of the samples, samples in a row)
+    "one by one": (range(10), 1),
+    "backwards, three in a row": (range(9, -1, -1), 3),
+    "shuffled, all in a row": ((3, 1, 4, 0, 5, 9, 2, 6, 8, 7), 10),
+}
+
+
+def experiences() -> list[Experience]:
+    random = torch.Generator().manual_seed(1)
+    made = []
+    for length in LENGTHS:
+        mask = torch.rand(length, generator=random) < 0.6
+        mask[0], mask[1] = False, True
+        n = int(mask.sum())
+        noise = lambda n=n: 0.1 * torch.randn(n, generator=random)
+        log_probs = -4 + noise()
+        made.append(
+            Experience(
+                sample=Sample(
+                    token_ids=torch.randint(3, 300, (length,), generator=random),
+                    action_mask=mask,
+                    rollout_log_probs=log_probs + noise(),
+                ),
+                scores=Scores(log_probs=log_probs, ref_log_probs=log_probs + noise()),
+                credit=Credit(advantages=torch.randn(n, generator=random), returns=noise()),
+            )
+        )
+    return made
+
+
+def gradients(spec: dict, objective, make_row, order, size: int) -> dict[str, torch.Tensor]:
+    engine = DeepSpeedEngine(
+        lambda: PolicyModel(
+            load_causal_lm(spec["model"], flag="--model", dtype="fp32", attention=spec["attention"])
+        ),
+        optim=OptimConfig(max_norm=0.0),
+        ds=DeepSpeedConfig(zero_stage=spec["stage"], param_dtype="fp32"),
+        total_steps=1,
+    )
+    found: dict[str, torch.Tensor] = {}
+
+    def look() -> None:
+        for name, param in engine.module.model.named_parameters():
+            found[name] = safe_get_full_grad(param).clone()
+
+    take_step = engine.engine.step
+    engine.engine.step = lambda: (look(), take_step())
+    samples = experiences()
+    mine = list(order)[dist.get_rank() :: dist.get_world_size()]
+    rows = [make_row([samples[i] for i in mine[k : k + size]]) for k in range(0, len(mine), size)]
+    engine.train_step(rows, objective)
+    return found
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    init_distributed()
+    report = {}
+    for (kind, (objective, make_row)), (layout, (order, size)) in itertools.product(
+        OBJECTIVES.items(), LAYOUTS.items()
+    ):
+        found = gradients(spec, objective, make_row, order, size)
+        path = f"{spec['out']}/{kind} {layout}.pt"
+        if dist.get_rank() == 0:
+            torch.save(found, path)
+        report[f"{kind} {layout}"] = path
+    Path(f"{spec['out']}/rank{dist.get_rank()}.json").write_text(json.dumps(report))
+    leave_distributed()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+import math
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.algos.advantages import (
+    ESTIMATORS,
+    center,
+    discounted_returns,
+    gae,
+    group_std,
+    leave_one_out,
+    standardize,
+    token_rewards,
+    without_peers,
+)
+from openrlhf.config import choices
+
+REWARDS = torch.tensor([1.0, 5.0, 2.0, 6.0])
+# Samples 0, 2, 3 are one prompt's, sample 1 is what remains of another group.
+GROUPS = torch.tensor([7, 3, 7, 7])
+
+
+def test_leave_one_out():
+    # 1 - (2 + 6) / 2, alone, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2
+    assert leave_one_out(REWARDS, GROUPS).tolist() == [-3, 0, -1.5, 4.5]
+
+
+def test_center():
+    # the mean of 1, 2, 6 is 3
+    assert center(REWARDS, GROUPS).tolist() == [-2, 0, -1, 3]
+
+
+def test_standardize():
+    # deviations -2 -1 3, unbiased variance (4 + 1 + 9) / 2 = 7
+    expected = [-2 / math.sqrt(7), 0, -1 / math.sqrt(7), 3 / math.sqrt(7)]
+    assert standardize(REWARDS, GROUPS).tolist() == pytest.approx(expected)
+    assert group_std(REWARDS, GROUPS).tolist() == pytest.approx([math.sqrt(7), 0, math.sqrt(7), math.sqrt(7)])
+
+
+def test_without_peers():
+    assert without_peers(GROUPS).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1000.1])
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_equal_rewards_earn_nothing(reward, size):
+    """Rounding must not be blown up by the division by a standard deviation of nearly 0."""
+    rewards, groups = torch.full((size,), reward), torch.zeros(size, dtype=torch.long)
+    for shape in (leave_one_out, center, standardize):
+        assert shape(rewards, groups).abs().max().item() < 1e-4
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    data=st.lists(st.tuples(st.floats(-5, 5, width=32), st.integers(0, 3)), min_size=1, max_size=12),
+    name=st.sampled_from([name for name, e in ESTIMATORS.items() if e.needs_group]),
+)
+def test_groups_do_not_mix_and_order_does_not_matter(data, name):
+    shape = ESTIMATORS[name].shape_rewards
+    rewards, groups = torch.tensor([r for r, _ in data]), torch.tensor([g for _, g in data])
+    shaped = shape(rewards, groups)
+    assert shaped.dtype == rewards.dtype
+    for group in groups.unique():
+        alone = shape(rewards[groups == group], groups[groups == group])
+        assert torch.equal(shaped[groups == group], alone)
+        assert alone.sum().item() == pytest.approx(0, abs=1e-4)
+    assert torch.allclose(shape(rewards.flip(0), groups.flip(0)).flip(0), shaped, atol=1e-6)
+
+
+def test_token_rewards():
+    kl = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    # two actions, none, two actions; coefficient 0.5
+    per_token = token_rewards(torch.tensor([10.0, 99.0, 20.0]), kl, torch.tensor([2, 0, 2]), 0.5)
+    assert per_token.tolist() == [-0.5, 10 - 1, -1.5, 20 - 2]
+
+
+def test_discounted_returns():
+    rewards = torch.tensor([[1.0, 0.0, 4.0], [2.0, 6.0, 0.0]])
+    # 1 + 0.5 (0 + 0.5 * 4) = 2, 0 + 0.5 * 4 = 2, 4; then 2 + 0.5 * 6 = 5, 6, padding
+    assert discounted_returns(rewards, 0.5).tolist() == [[2, 2, 4], [5, 6, 0]]
+    assert discounted_returns(torch.zeros(2, 0), 0.5).shape == (2, 0)
+
+
+def test_gae():
+    rewards = torch.tensor([[0.0, 0.0, 8.0], [0.0, 4.0, 0.0]])
+    values = torch.tensor([[1.0, 2.0, 4.0], [2.0, 2.0, 0.0]])
+    advantages, returns = gae(rewards, values, gamma=0.5, lambd=0.5)
+    # row 0: deltas 0.5*2 - 1 = 0, 0.5*4 - 2 = 0, 8 - 4 = 4; A = 4, 0 + 0.25*4 = 1, 0 + 0.25*1 = 0.25
+    # row 1: deltas 0.5*2 - 2 = -1, 4 - 2 = 2; A = 2, -1 + 0.25*2 = -0.5; the padding stays 0
+    assert advantages.tolist() == [[0.25, 1, 4], [-0.5, 2, 0]]
+    assert returns.tolist() == [[1.25, 3, 8], [1.5, 4, 0]]
+
+
+def test_gae_with_lambda_1_is_returns_minus_values():
+    torch.manual_seed(0)
+    rewards, values = torch.randn(3, 6), torch.randn(3, 6)
+    advantages, returns = gae(rewards, values, gamma=0.9, lambd=1.0)
+    assert torch.allclose(returns, discounted_returns(rewards, 0.9), atol=1e-6)
+    assert torch.allclose(advantages, returns - values)
+
+
+def test_table_agrees_with_what_the_flags_promise():
+    assert set(ESTIMATORS) == set(get_args(choices.EstimatorName))
+    assert {n for n, e in ESTIMATORS.items() if e.needs_group} == set(choices.GROUP_ESTIMATORS)
+    assert {n for n, e in ESTIMATORS.items() if not e.discounts} == set(choices.GROUP_ESTIMATORS)
+    assert {n for n, e in ESTIMATORS.items() if e.whiten} == set(choices.WHITENING_ESTIMATORS)
+    assert [n for n, e in ESTIMATORS.items() if e.needs_critic] == ["gae"]

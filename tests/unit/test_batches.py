@@ -1,0 +1,115 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf.datasets.batches import Windows
+from openrlhf.datasets.sft import SFTDataset
+
+
+def make_dataset(lengths):
+    """Sample i consists of i's only, so that rows can be read back."""
+    dataset = SFTDataset()
+    for i, length in enumerate(lengths):
+        dataset.append([i] * length, [False] + [True] * (length - 1))
+    return dataset
+
+
+def samples_of(row):
+    """The sample numbers of a packed row; an empty row has none."""
+    if not row.num_tokens:
+        return []
+    return [int(tokens[0]) for tokens in row.token_ids.split(row.lengths)]
+
+
+layouts = st.fixed_dictionaries(
+    {
+        "lengths": st.lists(st.integers(2, 40), min_size=1, max_size=40),
+        "batch_size": st.integers(1, 12),
+        "world": st.integers(1, 5),
+        "budget": st.one_of(
+            st.fixed_dictionaries({"micro_batch_size": st.integers(1, 4)}),
+            st.fixed_dictionaries({"max_tokens": st.integers(2, 60)}),
+        ),
+        "seed": st.integers(0, 3),
+    }
+)
+
+
+@given(layouts)
+def test_every_sample_once_in_an_epoch_and_ranks_in_step(layout):
+    dataset = make_dataset(layout["lengths"])
+    ranks = [
+        Windows(
+            dataset,
+            batch_size=layout["batch_size"],
+            rank=rank,
+            world=layout["world"],
+            seed=layout["seed"],
+            **layout["budget"],
+        )
+        for rank in range(layout["world"])
+    ]
+    seen = []
+    steps = list(zip(*(rank.epoch(1) for rank in ranks), strict=True))
+    assert len(steps) == len(ranks[0])
+    for step in steps:
+        assert len({len(rows) for rows in step}) == 1, "ranks must have the same number of rows"
+        batch = [i for rows in step for row in rows for i in samples_of(row)]
+        assert len(batch) == min(layout["batch_size"], len(dataset) - len(seen))
+        seen += batch
+        for row in (row for rows in step for row in rows):
+            inside = samples_of(row)
+            assert len(inside) <= layout["budget"].get("micro_batch_size", len(inside))
+            fits = len(row.token_ids) <= layout["budget"].get("max_tokens", len(row.token_ids))
+            assert fits or len(inside) == 1 or not inside
+    assert sorted(seen) == list(range(len(dataset)))
+
+
+@given(layouts, st.integers(0, 50))
+def test_an_epoch_resumes_at_a_step(layout, start):
+    windows = Windows(
+        make_dataset(layout["lengths"]),
+        batch_size=layout["batch_size"],
+        rank=layout["world"] - 1,
+        world=layout["world"],
+        seed=layout["seed"],
+        **layout["budget"],
+    )
+    whole = [[samples_of(row) for row in rows] for rows in windows.epoch(2)]
+    resumed = [[samples_of(row) for row in rows] for rows in windows.epoch(2, start_step=start)]
+    assert resumed == whole[start:]
+
+
+def test_rows_hold_the_samples_token_by_token():
+    windows = Windows(
+        make_dataset([3, 2]), batch_size=2, max_tokens=8, rank=0, world=1, seed=0, shuffle=False
+    )
+    ((row,),) = windows.epoch(0)
+    assert row.token_ids.tolist() == [0, 0, 0, 1, 1]
+    assert row.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert row.action_mask.tolist() == [False, True, True, False, True]
+    assert row.lengths == (3, 2)
+    assert row.token_ids.dtype == torch.int64
+
+
+def test_work_is_balanced():
+    """Lengths 100, 1 … 1: one rank takes the long sample, the others share the rest."""
+    windows = Windows(make_dataset([100] + [2] * 50), batch_size=51, max_tokens=128, rank=0, world=2, seed=0)
+    tokens = [
+        sum(windows._dataset.lengths[i] for row in rows for i in row) for rows in windows.deal(range(51))
+    ]
+    assert sorted(tokens) == [100, 100]
+
+
+def test_the_order_changes_with_the_epoch():
+    windows = Windows(make_dataset([2] * 20), batch_size=20, micro_batch_size=20, rank=0, world=1, seed=0)
+    orders = [samples_of(next(windows.epoch(epoch))[0]) for epoch in (0, 1, 0)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(20))
+    assert orders[0] == orders[2]
+
+
+def test_one_of_the_two_sizes():
+    for sizes in ({}, {"micro_batch_size": 1, "max_tokens": 8}):
+        with pytest.raises(ValueError, match="one of micro_batch_size and max_tokens"):
+            Windows(make_dataset([2]), batch_size=1, rank=0, world=1, seed=0, **sizes)

@@ -1,0 +1,821 @@
+"""How a command line and YAML files become a configuration, and what is said when they cannot."""
+
+import dataclasses
+import os
+import random
+import string
+import subprocess
+import sys
+import time
+from typing import get_args
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from openrlhf.config.checks import COMMON_UNREAD, NOT_YET, PPO_UNREAD, SFT_UNREAD
+from openrlhf.config.choices import GROUP_ESTIMATORS, WHITENING_ESTIMATORS, EstimatorName
+from openrlhf.config.commands import PPO, SFT
+from openrlhf.config.fields import fields_of, to_words, values_of
+from openrlhf.config.parse import parse, suggest, to_yaml
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.sections import is_due
+
+COMMANDS = [SFT, PPO]
+
+
+@pytest.fixture
+def say(tmp_path, capsys, monkeypatch):
+    """say(command, "--flags …") -> (config or None, lines of stderr); without the rest of a sane command
+    line."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text("")
+    base = {
+        "sft": "--model.model_name_or_path org/model --data.dataset org/rows --data.output_key out",
+        "ppo": "--actor.model_name_or_path org/model --data.prompt_dataset org/rows "
+        "--reward.remote_url reward.py --algo.advantage.estimator reinforce",
+    }
+
+    def say(command, line):
+        argv = [*base[command.name].split(), *(line.split() if isinstance(line, str) else line)]
+        try:
+            config = parse(command, argv).config
+        except SystemExit as exit_:
+            assert exit_.code == 2
+            config = None
+        return config, capsys.readouterr().err.splitlines()
+
+    return say
+
+
+def refused(command, argv, capsys):
+    """stderr of a command line that must be refused."""
+    with pytest.raises(SystemExit) as exit_:
+        parse(command, argv)
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
+
+
+def problems_of(lines):
+    """Each problem with all of its lines, without the summary."""
+    text = "\n".join(line for line in lines[:-1] if not line.startswith("note: "))
+    return [problem.removeprefix("error: ") for problem in text.split("\nerror: ")] if text else []
+
+
+# ---- YAML
+
+
+def test_later_files_win_and_the_command_line_wins_over_all(say, tmp_path):
+    (tmp_path / "a.yaml").write_text("ds: {zero_stage: 3}\nactor:\n  adam: {lr: 5e-7}\n  max_norm: 2\n")
+    (tmp_path / "b.yaml").write_text("ds.zero_stage: 1\nactor: {max_norm: 3, adam.lr: 1e-3}\n")
+    config, _ = say(PPO, "--actor.adam.lr 1e-5 --config a.yaml --config b.yaml")
+    assert (config.ds.zero_stage, config.actor.max_norm, config.actor.adam.lr) == (1, 3.0, 1e-5)
+    config, _ = say(PPO, "--config b.yaml a.yaml")
+    assert (config.ds.zero_stage, config.actor.max_norm, config.actor.adam.lr) == (3, 2.0, 5e-7)
+
+
+def test_old_names_on_the_command_line_win_over_files(say, tmp_path):
+    (tmp_path / "a.yaml").write_text("zero_stage: 3\nreward_clip_range: 5.0\nbf16: true\n")
+    config, lines = say(PPO, "--config a.yaml --zero_stage 0")
+    assert config.ds.zero_stage == 0
+    assert config.reward.clip_range == (-5.0, 5.0)
+    assert lines == [
+        "note: a.yaml:1: zero_stage is now --ds.zero_stage",
+        "note: a.yaml:2: reward_clip_range is now --reward.clip_range -5.0 5.0",
+        "note: a.yaml:3: bf16 is now --ds.param_dtype bf16",
+        "note: --zero_stage is now --ds.zero_stage",
+    ]
+
+
+def test_the_last_word_on_the_command_line_counts(say):
+    config, _ = say(
+        PPO, "--max_norm 2 --critic_learning_rate 1e-3 --actor.max_norm 3 --actor.adam.lr 1 --actor.adam.lr 2"
+    )
+    assert (config.actor.max_norm, config.critic.max_norm, config.actor.adam.lr) == (3.0, 2.0, 2.0)
+
+
+def test_an_empty_file_and_empty_sections_change_nothing(say, tmp_path):
+    (tmp_path / "a.yaml").write_text("# nothing\n")
+    (tmp_path / "b.yaml").write_text("ds:\nactor: {adam: }\n")
+    config, lines = say(PPO, "--config a.yaml --config b.yaml")
+    assert config.ds.zero_stage == 2 and not lines
+
+
+def test_everything_wrong_in_a_file_is_listed_with_its_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_text(
+        "ds: 3\nactor:\n  optim: sgd\n  adam: {lr: fast, betas: [1]}\nrollout:\n  batch_sise: 3\n"
+        "train.seed: 1\ntrain: {seed: 2, max_epochs: [], num_episodes: {}}\nds.packing_samples: maybe\n"
+        "? [a]\n: 1\n"
+        "ptx_coef: 1\n"
+    )
+    err = refused(PPO, ["--config", "bad.yaml", "--config", "none.yaml"], capsys).splitlines()
+    assert [line for line in err if ".yaml" in line] == [
+        "error: bad.yaml:1: ds must be a mapping of keys to values",
+        "error: bad.yaml:8: train.max_epochs: expects a value or a list of values",
+        "error: bad.yaml:8: train.num_episodes: expects a value or a list of values",
+        "error: bad.yaml:10: a key must be a name",
+        "error: --config none.yaml: No such file or directory",
+        "error: bad.yaml:6: rollout.batch_sise: there is no such flag; did you mean rollout.batch_size or "
+        "rollout.micro_batch_size or rollout.vllm_generate_batch_size?",
+        "error: bad.yaml:8: train.seed: already set in bad.yaml:7",
+        "error: bad.yaml:12: ptx_coef: mixing pre-training data into RL (PPO-ptx) is gone; remove the flag",
+        "error: bad.yaml:3: actor.optim sgd: expects one of adam, muon",
+        "error: bad.yaml:4: actor.adam.lr fast: expects a number",
+        "error: bad.yaml:4: actor.adam.betas 1: expects 2 values (FLOAT FLOAT), got 1",
+        "error: bad.yaml:9: ds.packing_samples maybe: expects true or false",
+    ]
+
+
+@pytest.mark.parametrize("text", ["a: [", "a: 1\n---\nb: 2\n", "\x00", "- 1\n", "*x", "[" * 600], ids=ascii)
+def test_a_file_that_is_no_configuration(text, tmp_path, capsys):
+    (tmp_path / "bad.yaml").write_text(text)
+    err = refused(SFT, ["--config", str(tmp_path / "bad.yaml")], capsys)
+    assert "bad.yaml" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_print_config_round_trips(command, say, tmp_path, capsys):
+    """Every flag away from its default, out and in again."""
+    config = command.config_type()
+    argv = []
+    for key, field in fields_of(command.config_type).items():
+        argv += [f"--{key}", *another_value(field, values_of(config)[key])]
+    bare = dataclasses.replace(command, problems=lambda config, explicit: [])
+
+    def printed(*argv):
+        with pytest.raises(SystemExit) as exit_:
+            parse(bare, [*argv, "--print_config"])
+        assert exit_.value.code == 0
+        return capsys.readouterr().out
+
+    text = printed(*argv)
+    (tmp_path / "out.yaml").write_text(text)
+    assert printed("--config", str(tmp_path / "out.yaml")) == text
+    assert to_yaml(parse(bare, argv).config) == text
+    again, first = values_of(parse(bare, ["--config", str(tmp_path / "out.yaml")]).config), values_of(config)
+    for key in fields_of(command.config_type):
+        assert again[key] != first[key], key
+
+
+def another_value(field, default):
+    """Words for a value that is not the default."""
+    if "{" in field.values:
+        names = field.values.strip("{}").replace("} | None", "").split(",")
+        return [next(name for name in names if name != default)]
+    if field.is_bool:
+        return ["false" if default else "true"]
+    if field.key == "logger.wandb.key":
+        return ["secret-key"]
+    kind = field.values.replace(" | None", "")
+    if field.key == "ds.zero_stage":
+        return ["3"]
+    return {
+        "INT": ["7"],
+        "FLOAT": ["2.5"] if field.name == "dual_clip" else ["0.375"],
+        "TEXT": ['\'it: # "is"\n{} ä'],
+        "TEXT ...": ["a", "b c"],
+        "FLOAT FLOAT": ["0.25", "0.75"],
+    }[kind]
+
+
+def test_a_key_is_written_nowhere(say, capsys):
+    bare = dataclasses.replace(SFT, problems=lambda config, explicit: [])
+    for argv in (["--print_config"], ["--help"], ["--train.seed", "x"]):
+        with pytest.raises(SystemExit):
+            parse(bare, ["--use_wandb", "MARKER", *argv])
+    with pytest.raises(SystemExit):
+        parse(bare, ["--use_wandb", "MARKER", "MARKER"])
+    out = capsys.readouterr()
+    assert "MARKER" not in out.out + out.err
+    assert "key: 'True'" in out.out
+
+
+# ---- the command line
+
+
+def test_forms_of_a_switch(say):
+    for words in ("--ds.overlap_comm", "--ds.overlap_comm true", "--ds.overlap-comm=True", "--overlap_comm"):
+        assert say(PPO, words)[0].ds.overlap_comm is True
+    for words in ("--actor.muon.no_nesterov", "--actor.muon.nesterov false", "--actor.muon.nesterov=False"):
+        config = parse(dataclasses.replace(PPO, problems=lambda config, explicit: []), words.split()).config
+        assert config.actor.muon.nesterov is False
+
+
+def test_negative_numbers_and_text_that_looks_like_a_flag_are_values(say):
+    config, _ = say(
+        PPO, ["--reward.clip_range", "-5", "5", "--data.input_template", "-- {} =", "--eval.steps=-1"]
+    )
+    assert config.reward.clip_range == (-5.0, 5.0)
+    assert config.data.input_template == "-- {} ="
+
+
+def test_whole_numbers_may_be_written_as_powers(say):
+    assert say(SFT, "--data.max_samples 1e4")[0].data.max_samples == 10_000
+
+
+def test_launchers_add_a_rank(say):
+    assert say(SFT, "--local_rank=3")[0].local_rank == 3
+    assert say(SFT, "--local-rank 3")[0].local_rank == 3
+
+
+def test_all_problems_are_listed_at_once(capsys):
+    argv = (
+        "foo --ds.zero_stage three --actor.optim sgd --actor.adam.lr -1 --actor.adam.lrr 1 --train.seed 1 2 "
+    )
+    argv += "--lora_rank 8 --algo.advantage.estimator rloo --bf16 fp16 --config --reward.remote_url r.txt "
+    argv += "--vllm.num_engines"
+    err = refused(PPO, argv.split(), capsys).splitlines()
+    assert [line for line in err if line.startswith("error")] == [
+        "error: foo: unexpected; flags start with --",
+        "error: --config: expects the name of a YAML file",
+        "error: --actor.adam.lrr: there is no such flag; did you mean --actor.adam.lr or --actor.adam.eps or "
+        "--actor.muon.lr?",
+        "error: --bf16 fp16: takes no value",
+        "error: --ds.zero_stage three: expects a whole number",
+        "error: --actor.optim sgd: expects one of adam, muon",
+        "error: --actor.adam.lr -1: must be at least 0",
+        "error: --train.seed 1 2: expects one value (INT), got 2",
+        "error: --vllm.num_engines: expects one value (INT), got none",
+        "error: --ds.lora.rank 8: LoRA is not available yet; leave it at 0",
+        "error: --actor.model_name_or_path: is required: Hugging Face name or folder of the policy; the "
+        "reference model starts from it too.",
+        "error: --data.prompt_dataset: is required: Comma list of `path[@data_dir]`: .json .jsonl .csv "
+        ".parquet .arrow files, folders, hub names.",
+        "error: --reward.remote_url r.txt: is neither a .py file nor a URL that starts with http:// or https://",
+        "error: --rollout.n_samples_per_prompt 1: estimator rloo compares the samples of one prompt; use "
+        "2 or more",
+    ]
+    assert err[-1].startswith("14 problems; nothing was started.")
+
+
+def test_only_one_process_of_a_machine_speaks(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert refused(SFT, ["--nonsense"], capsys) == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_the_right_name_for_a_typo(command):
+    """A letter wrong, missing, doubled or swapped, in every flag and every old name of more than three
+    letters."""
+    rng = random.Random(0)
+    names = {key: {key} for key in fields_of(command.config_type)}
+    names |= {old: set(flag.to) for old, flag in command.old_flags.items() if flag.to and len(old) > 3}
+    missed = []
+    for name, right in names.items():
+        i, letter = rng.randrange(1, len(name) - 1), rng.choice(string.ascii_lowercase)
+        wrong = (letter + name[i + 1], name[i + 1], name[i] * 2 + name[i + 1], name[i + 1] + name[i])
+        typo = name[:i] + rng.choice(wrong) + name[i + 2 :]
+        if typo not in names and not right & set(suggest(typo, command)):
+            missed.append((name, typo))
+    assert len(missed) <= 0.01 * len(names), missed
+
+
+def test_nothing_near_nonsense(capsys):
+    assert "--qqqq: there is no such flag; see --help" in refused(SFT, ["--qqqq"], capsys)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(
+                [f"--{key}" for key in fields_of(PPOConfig)] + [f"--{old}" for old in PPO.old_flags]
+            ),
+            st.sampled_from(
+                ["true", "-1", "None", "0", "1e99", "nan", "inf", "a,b", "./x", "--config", "--no_x", "--"]
+            ),
+            st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=5),
+        ),
+        max_size=12,
+    )
+)
+def test_no_command_line_ends_in_a_traceback(capsys, argv):
+    try:
+        parse(PPO, argv)
+    except SystemExit as exit_:
+        assert exit_.code == 2 or (exit_.code == 0 and any(word.startswith("-h") for word in argv))
+    err = capsys.readouterr().err
+    assert err.isascii() or err.replace("\n", "").isprintable()
+
+
+# ---- help
+
+
+def run(*argv, **options):
+    environ = os.environ | {"PYTHONPATH": os.getcwd()}
+    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, env=environ, **options)
+
+
+HELP = """
+from openrlhf.config.commands import PPO
+from openrlhf.config.parse import parse
+parse(PPO, ['--help'])
+"""
+
+
+def test_help_is_fast():
+    def seconds():
+        start = time.perf_counter()
+        assert run("-c", HELP).returncode == 0
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+def test_parsing_imports_nothing_heavy():
+    heavy = "{'torch', 'ray', 'vllm', 'deepspeed', 'transformers', 'datasets', 'numpy'}"
+    code = f"""
+import sys
+from openrlhf.config.commands import PPO, SFT
+from openrlhf.config.parse import parse
+for command in (SFT, PPO):
+    try: parse(command, ["--help"])
+    except SystemExit: pass
+    try: parse(command, ["--config", "none.yaml", "--x"])
+    except SystemExit: pass
+assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)
+"""
+    assert run("-c", code).returncode == 0
+
+
+def test_help_into_a_pipe_that_closes():
+    result = subprocess.run(
+        f'{sys.executable} -c "{HELP}" | head -1', shell=True, capture_output=True, text=True, cwd=os.getcwd()
+    )
+    assert result.stdout.startswith("usage: openrlhf ppo") and result.stderr == ""
+
+
+def shown(command, argv, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse(command, argv)
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_help_explains_every_flag(command, capsys):
+    text = shown(command, ["--help"], capsys)
+    for key, field in fields_of(command.config_type).items():
+        assert f"  --{key}" in text
+        assert field.help.endswith((".", ")")), f"--{key} has no docstring"
+    assert max(map(len, text.splitlines())) <= 160
+
+
+def test_help_with_a_word_finds_present_and_old_names(capsys):
+    text = shown(PPO, ["--help", "lora-rank"], capsys)
+    assert "--ds.lora.rank INT (default: 0)" in text and "alpha" not in text
+    assert shown(PPO, ["--help=lora"], capsys).count("  --ds.lora.") == 4
+    assert "--ds.lora.rank" in refused(PPO, ["--help", "lora.rankk"], capsys)
+
+
+def test_help_shows_the_values_in_force(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("zero_stage: 3\n")
+    assert "--ds.zero_stage INT (now: 3)" in shown(
+        PPO, ["--config", str(tmp_path / "a.yaml"), "--help"], capsys
+    )
+
+
+def test_the_reference_names_every_flag():
+    result = run("-m", "openrlhf.config.reference")
+    for command in COMMANDS:
+        for name in [*fields_of(command.config_type), *command.old_flags]:
+            assert f"`--{name}`" in result.stdout
+
+
+# ---- what is wrong between flags
+
+ONE_GPU = "--actor.num_gpus_per_node 1 "
+GROUP = "--rollout.n_samples_per_prompt 8 --algo.advantage.estimator "
+
+CHECKS = [
+    # paths
+    (
+        SFT,
+        "--model.model_name_or_path ./nothing",
+        "--model.model_name_or_path ./nothing: does not exist; give the folder of a model, or a name",
+    ),
+    (
+        SFT,
+        "--model.model_name_or_path ~/m",
+        "--model.model_name_or_path ~/m: ~ is only understood by the shell",
+    ),
+    (
+        SFT,
+        "--data.dataset /no/such/rows",
+        "--data.dataset /no/such/rows: does not exist, nor does the folder /no/such",
+    ),
+    (
+        SFT,
+        "--data.dataset org/a,rewar.py",
+        "--data.dataset org/a,rewar.py: rewar.py does not exist; near it: reward.py",
+    ),
+    (SFT, "--data.dataset rows.jsonl@part", "--data.dataset rows.jsonl@part: rows.jsonl/part does not exist"),
+    (SFT, "--eval.dataset ./x.json --data.max_len 7", "--eval.dataset ./x.json: does not exist"),
+    (SFT, "--ckpt.output_dir reward.py", "--ckpt.output_dir reward.py: is a file; name a folder"),
+    (
+        PPO,
+        "--reward.remote_url rewards.py",
+        "--reward.remote_url rewards.py: does not exist; near it: reward.py",
+    ),
+    (PPO, "--reward.remote_url reward", "--reward.remote_url reward: is neither a .py file nor a URL"),
+    (
+        PPO,
+        "--reward.remote_url reward.py,reward.py",
+        "reward.py must stand alone: one .py file, or several http URLs",
+    ),
+    (PPO, "--reward.remote_url None", "--reward.remote_url: nothing gives a reward; name a .py file"),
+    # data
+    (
+        SFT,
+        "--data.dataset_probs 0.5,0.5",
+        "--data.dataset_probs 0.5,0.5: has 2 probabilities for 1 in data.dataset",
+    ),
+    (
+        SFT,
+        "--data.dataset a,b --data.dataset_probs 0.5,0.6",
+        "must be at least 0 and add up to 1; they add up to 1.1",
+    ),
+    (
+        SFT,
+        "--data.dataset a,b --data.dataset_probs half,half",
+        "expects numbers with commas between them, as 0.7,0.3",
+    ),
+    (
+        PPO,
+        "--data.prompt_probs 1,0",
+        "--data.prompt_probs 1,0: has 2 probabilities for 1 in data.prompt_dataset",
+    ),
+    (SFT, "--data.input_template hello", "--data.input_template hello: has no {} for the prompt to go to"),
+    (PPO, "--data.input_template {a}", "--data.input_template {a}: must have one {} for the prompt"),
+    (SFT, "--data.multiturn", "--data.multiturn: needs messages; add --data.apply_chat_template"),
+    (
+        SFT,
+        "--data.multiturn --data.apply_chat_template --model.pretrain_mode_enable",
+        "--data.multiturn: contradicts model.pretrain_mode_enable",
+    ),
+    (SFT, "--data.output_key None", "--data.output_key: nothing says what the response is: name its column"),
+    # batches
+    (
+        SFT,
+        "--train.batch_size 36",
+        "--train.batch_size 36: is not a multiple of 1 ranks x train.micro_batch_size 8 = 8; use 32 or 40",
+    ),
+    (
+        PPO,
+        "--train.batch_size 100",
+        "1024 prompts x 1 = 1024 samples, which is not a multiple of it; use 64 or 128",
+    ),
+    (PPO, "--train.batch_size 4", "--train.batch_size 4: does not divide among 8 ranks; use 8"),
+    (PPO, "--train.batch_size 2048", "1024 samples, which is not a multiple of it; use 1024"),
+    (
+        PPO,
+        "--rollout.batch_size 7 --train.batch_size 7",
+        "does not divide among 8 ranks; use another rollout.batch_size",
+    ),
+    (
+        PPO,
+        "--train.micro_batch_size 3",
+        "is not a multiple of 8 ranks x train.micro_batch_size 3 = 24; use 16",
+    ),
+    (
+        PPO,
+        "--rollout.max_new_tokens 2048",
+        "--rollout.max_new_tokens 2048: leaves no room for a prompt in data.max_len 2048",
+    ),
+    # algorithm
+    (
+        PPO,
+        "--algo.advantage.estimator rloo",
+        "--rollout.n_samples_per_prompt 1: estimator rloo compares the samples",
+    ),
+    (
+        PPO,
+        GROUP + "group_norm --algo.advantage.gamma 0.9",
+        "--algo.advantage.gamma 0.9: estimator group_norm does not discount",
+    ),
+    (
+        PPO,
+        "--reward.clip_range 5 -5",
+        "--reward.clip_range 5.0 -5.0: the first bound must be less than the second",
+    ),
+    (
+        PPO,
+        "--algo.advantage.is_correction_enable --algo.advantage.is_correction_threshold 5 5",
+        "must be less than the second",
+    ),
+    (
+        PPO,
+        "--reward.overlong_buffer_len 4096",
+        "--reward.overlong_buffer_len 4096.0: is more than data.max_len 2048; use at most 2048",
+    ),
+    (
+        PPO,
+        "--actor.lr_scheduler cosin",
+        "--actor.lr_scheduler cosin: there is no such schedule; did you mean cosine?",
+    ),
+    (SFT, "--lr_scheduler zzz", "--lr_scheduler zzz: there is no such schedule; choose one of linear,"),
+    # placement
+    (
+        PPO,
+        "--train.colocate_all --vllm.num_engines 2 --vllm.tensor_parallel_size 2",
+        "--vllm.num_engines 2: 2 engines x 2 GPUs must be the actor's 8 GPUs with train.colocate_all; use 4",
+    ),
+    (
+        PPO,
+        "--train.colocate_all --vllm.tensor_parallel_size 3",
+        "with train.colocate_all; change vllm.tensor_parallel_size",
+    ),
+    (
+        PPO,
+        ONE_GPU + "--train.colocate_all --ref.num_gpus_per_node 2",
+        "--ref.num_gpus_per_node 2: shares the GPUs of the actor, which has 1",
+    ),
+    (PPO, "--ref_num_nodes 0", "--ref.num_nodes 0: 0 means the actor's GPUs; add --train.colocate_all"),
+    # precision and checkpoints
+    (SFT, "--ds.adam_offload --ds.zero_stage 0", "--ds.adam_offload: needs sharded optimizer states"),
+    (
+        SFT,
+        "--ds.param_dtype fp32 --ds.attn_implementation flash_attention_2",
+        "flash attention has no float32; use auto",
+    ),
+    (
+        SFT,
+        "--ckpt.save_steps 5 --ckpt.disable_ds",
+        "--ckpt.disable_ds: leaves nothing to save every ckpt.save_steps",
+    ),
+    (
+        SFT,
+        "--logger.wandb.key ***",
+        "--logger.wandb.key: is a mask, not a key; use True and set WANDB_API_KEY",
+    ),
+    # not available yet
+    (
+        PPO,
+        "--algo.advantage.estimator gae",
+        "--algo.advantage.estimator gae: a critic is not available yet; choose reinforce,",
+    ),
+    (
+        PPO,
+        "--reward.remote_url http://a/b,http://c",
+        "rewards over HTTP are not available yet; name a .py file",
+    ),
+    (
+        PPO,
+        "--rollout.vllm_generate_batch_size 2048",
+        "generating ahead is not available yet; leave it at rollout.batch_size 1024",
+    ),
+    # nothing reads it
+    (
+        SFT,
+        "--ds.lora.alpha 32",
+        "--ds.lora.alpha 32: nothing would read it: LoRA is off (ds.lora.rank 0); remove it",
+    ),
+    (SFT, "--ds.ring_attn_head_stride 2", "nothing would read it: ring attention is off"),
+    (SFT, "--ds.zpg 8", "nothing would read it: only ds.zero_stage 3 shards weights"),
+    (SFT, "--train.max_tokens_per_gpu 8", "nothing would read it: train.dynamic_batch_enable is off"),
+    (PPO, "--rollout.max_tokens_per_gpu 8", "nothing would read it: train.dynamic_batch_enable is off"),
+    (SFT, "--data.tokenizer_chat_template x", "nothing would read it: data.apply_chat_template is off"),
+    (
+        PPO,
+        "--data.input_template {} --data.apply_chat_template",
+        "nothing would read it: data.apply_chat_template formats",
+    ),
+    (SFT, "--muon.lr 1", "nothing would read it: the optimizer is adam"),
+    (SFT, "--min_lr_ratio 0.5 --lr_scheduler cosine", "nothing would read it: the schedule has no floor"),
+    (
+        SFT,
+        "--model.gradient_checkpointing_reentrant",
+        "nothing would read it: model.gradient_checkpointing_enable is off",
+    ),
+    (SFT, "--ds.enable_sleep", "nothing would read it: supervised training shares its GPUs with nobody"),
+    (
+        PPO,
+        "--critic.adam.lr 1",
+        "--critic.adam.lr 1.0: nothing would read it: only estimator gae has a critic",
+    ),
+    (PPO, "--algo.advantage.lambd 0.9", "nothing would read it: only estimator gae looks ahead"),
+    (
+        PPO,
+        GROUP + "rloo --algo.advantage.no_std_norm",
+        "nothing would read it: only the estimators gae, reinforce,",
+    ),
+    (
+        PPO,
+        "--algo.advantage.is_correction_type icepop",
+        "nothing would read it: algo.advantage.is_correction_enable is off",
+    ),
+    (
+        PPO,
+        "--actor.policy_loss_type gspo --algo.advantage.is_correction_enable "
+        "--algo.advantage.is_correction_type icepop",
+        "nothing would read it: gspo puts the sampler's probabilities into its ratio",
+    ),
+    (
+        PPO,
+        "--algo.kl.init_coef 0 --algo.kl.use_loss",
+        "nothing would read it: there is no KL penalty (algo.kl.init_coef 0)",
+    ),
+    (PPO, "--algo.kl.horizon 5", "nothing would read it: without algo.kl.target the weight stays"),
+    (
+        PPO,
+        "--algo.dynamic_filtering_range 0 0.9",
+        "nothing would read it: algo.dynamic_filtering_enable is off",
+    ),
+    (
+        PPO,
+        "--actor.eps_clip 0.1 --actor.eps_clip_low_high 0.2 0.3",
+        "nothing would read it: actor.eps_clip_low_high sets",
+    ),
+    (PPO, "--actor.muon.lr 1", "nothing would read it: the optimizer is adam"),
+    (
+        PPO,
+        "--actor.min_lr_ratio 0.5 --actor.lr_scheduler linear",
+        "nothing would read it: the schedule has no floor",
+    ),
+    (
+        PPO,
+        "--actor.gradient_checkpointing_reentrant",
+        "nothing would read it: actor.gradient_checkpointing_enable is off",
+    ),
+    (
+        PPO,
+        "--reward.overlong_penalty_factor 2",
+        "nothing would read it: reward.overlong_buffer_len is not set",
+    ),
+    (PPO, "--train.async_queue_size 2", "nothing would read it: train.async_enable is off"),
+    (PPO, "--train.ema_beta 0.5", "nothing would read it: train.enable_ema is off"),
+    (PPO, "--data.image_key x", "nothing would read it: data.max_images_per_prompt is 0"),
+]
+
+
+@pytest.mark.parametrize(("command", "line", "message"), CHECKS, ids=[line for _, line, _ in CHECKS])
+def test_one_mistake_gives_one_problem_that_says_what_to_do(command, line, message, say):
+    config, lines = say(command, line)
+    found = problems_of(lines)
+    assert config is None
+    assert len(found) == 1 and message in found[0], found
+    assert len(found[0].splitlines()) <= 3
+
+
+@pytest.mark.parametrize("key", NOT_YET)
+def test_a_feature_that_does_not_exist_yet_is_refused(key, say):
+    for command in COMMANDS:
+        field = fields_of(command.config_type).get(key)
+        if field is not None:
+            words = another_value(field, values_of(command.config_type())[key])
+            found = problems_of(say(command, [f"--{key}", *words])[1])
+            assert any(
+                f"--{key}" in problem and f"{NOT_YET[key]} not available yet; " in problem
+                for problem in found
+            )
+
+
+REMARKS = [
+    (
+        PPO,
+        "--algo.kl.use_loss",
+        "--algo.kl.estimator k1: as a loss its gradient is zero on average; k2 or k3 suit",
+    ),
+    (PPO, "--algo.kl.estimator k3", "--algo.kl.estimator k3: in the reward k1 is the unbiased estimate"),
+    (
+        PPO,
+        "--eval.dataset org/e",
+        "--eval.dataset org/e: is never used: eval.steps is -1; set --eval.steps N",
+    ),
+    (SFT, ["--data.input_template", r"{}\n"], "has a backslash and an n, not a line break"),
+    (
+        PPO,
+        "--train.dynamic_batch_enable --train.micro_batch_size 4",
+        "has no effect: train.dynamic_batch_enable fills",
+    ),
+    (PPO, "--eval.temperature 1", "--eval.temperature 1.0: has no effect: there is no eval.dataset"),
+    (SFT, "--ckpt.save_hf", "--ckpt.save_hf: has no effect: no checkpoints are written (ckpt.save_steps)"),
+    (SFT, "--logger.wandb.org me", "--logger.wandb.org me: has no effect: W&B is off (logger.wandb.key)"),
+    (PPO, "--critic.num_nodes 2", "--critic.num_nodes 2: has no effect: only estimator gae has a critic"),
+    (PPO, "--algo.kl.init_coef 0 --ref.offload", "--ref.offload: has no effect: there is no reference model"),
+    (PPO, "--reward.offload", "--reward.offload: has no effect: there is no reward model"),
+    (PPO, "--ds.value_head_prefix x", "has no effect: there is neither a critic nor a reward model"),
+    (PPO, "--vllm.enable_sleep", "--vllm.enable_sleep: has no effect: engines have their own GPUs"),
+    (
+        PPO,
+        "--vllm.kv_cache_gb 1 --vllm.gpu_memory_utilization 0.5",
+        "has no effect: vllm.kv_cache_gb sets the size",
+    ),
+    (PPO, "--ckpt.best_metric_key x", "has no effect: without eval.dataset there is no metric"),
+    # the old name of what today's name is refused for
+    (PPO, "--critic_learning_rate 1", "--critic.adam.lr 1.0: has no effect: only estimator gae has a critic"),
+    (PPO, "--use_icepop", "has no effect: algo.advantage.is_correction_enable is off"),
+]
+
+
+@pytest.mark.parametrize(("command", "line", "message"), REMARKS, ids=[str(line) for _, line, _ in REMARKS])
+def test_remarks_do_not_stop_a_run(command, line, message, say):
+    config, lines = say(command, line)
+    assert config is not None
+    remarks = [text for text in lines if " is now --" not in text]
+    assert len(remarks) == 1 and remarks[0].startswith("note: ") and message in remarks[0], lines
+
+
+def test_what_is_said_twice_over_two_models_is_no_remark(say):
+    """`--max_norm` sets actor and critic; that there is no critic is then nobody's mistake."""
+    _, lines = say(PPO, "--max_norm 2 --l2 0.1 --adam_betas 0.8 0.9")
+    assert all(" is now --" in line for line in lines) and len(lines) == 3
+
+
+def test_setting_a_default_is_no_mistake(say):
+    line = "--critic.adam.lr 9e-6 --algo.advantage.gamma 1.0 --algo.advantage.lambd 1 --ema_beta 0.992"
+    config, _ = say(PPO, line)
+    assert config is not None
+
+
+def test_every_reason_is_tested():
+    """Each row of the tables of unread flags occurs above."""
+    messages = " ".join(message for _, _, message in CHECKS + REMARKS)
+    for row in COMMON_UNREAD + SFT_UNREAD + PPO_UNREAD:
+        assert row.why[:20] in messages, row.why
+
+
+def test_ranks_come_from_the_launcher(say, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    found = problems_of(say(SFT, "--train.batch_size 128")[1])
+    assert found == ["--train.batch_size 128: does not divide among 3 ranks; use 120 or 144"]
+
+
+def test_a_small_batch_is_one_row(say):
+    assert say(SFT, "--train.batch_size 4")[0].train.batch_size == 4
+
+
+def test_paths_with_commas_and_ats(say, tmp_path):
+    (tmp_path / "a,b@c.jsonl").write_text("")
+    (tmp_path / "d").mkdir()
+    config, lines = say(SFT, "--data.dataset ./a,b@c.jsonl,.@d --data.dataset_probs 0.5,0.5")
+    assert config is not None, lines
+
+
+# ---- what follows from several flags
+
+
+def test_derived_values(say):
+    config, _ = say(
+        PPO, "--logger.wandb.run_name r --ckpt.output_dir o --rollout.batch_size 256 --train.max_epochs 3"
+    )
+    assert config.run_dir == "o/runs/r"
+    assert config.samples_per_step == 256 and config.updates_per_step == 6
+    assert config.actor.clip_range == (0.2, 0.2)
+    assert (
+        config.num_engines == 1
+        and config.ref_size == (1, 8)
+        and config.uses_reference
+        and not config.uses_critic
+    )
+    assert config.longest_response == 2048 and config.rollout_tokens_per_gpu == 16192
+    assert config.reward.function_path == "reward.py"
+    line = (
+        "--train.colocate_all --vllm.tensor_parallel_size 2 --actor.num_gpus_per_node 4 --actor.num_nodes 2"
+    )
+    assert say(PPO, line)[0].data_parallel_size == 8
+    config, _ = say(PPO, line + " --actor.eps_clip_low_high 0.2 0.27 --vllm.enable_sleep --ref_num_nodes 0")
+    assert config.num_engines == 4 and config.ref_size == (2, 4) and config.engines_sleep
+    assert config.actor.clip_range == (0.2, 0.27)
+
+
+def test_run_names_contain_the_start_time():
+    name = PPOConfig().logger.wandb.run_name
+    assert time.strptime(name.removeprefix("ppo_"), "%m%dT%H:%M")
+
+
+def test_interval():
+    assert [step for step in range(1, 8) if is_due(step, 3)] == [3, 6]
+    assert not any(is_due(step, every) for step in range(1, 8) for every in (-1, 0))
+
+
+def test_estimators_are_those_of_the_algorithms():
+    from openrlhf.algos.advantages import ESTIMATORS
+
+    assert set(get_args(EstimatorName)) == set(ESTIMATORS)
+    assert set(GROUP_ESTIMATORS) == {name for name, row in ESTIMATORS.items() if row.needs_group}
+    assert set(GROUP_ESTIMATORS) == {name for name, row in ESTIMATORS.items() if not row.discounts}
+    assert set(WHITENING_ESTIMATORS) == {name for name, row in ESTIMATORS.items() if row.whiten}
+
+
+def test_words_of_a_value():
+    assert to_words((0.5, None, True)) == ("0.5", "None", "true")
+
+
+# ---- openrlhf COMMAND
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "text"),
+    [
+        ([], 0, "openrlhf sft "),
+        (["--help"], 0, "openrlhf ppo "),
+        (["trian_sft"], 2, "did you mean `openrlhf sft`?"),
+        (["dmo"], 2, "did you mean `openrlhf demo`?"),
+        (["zzz"], 2, "see `openrlhf --help`"),
+    ],
+)
+def test_the_console_command(argv, code, text):
+    result = run("-m", "openrlhf.cli.main", *argv)
+    assert result.returncode == code and text in result.stdout + result.stderr

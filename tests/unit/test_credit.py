@@ -1,0 +1,180 @@
+import math
+
+import pytest
+import torch
+
+from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
+from openrlhf.trainer.credit import assign_credit
+from openrlhf.types import Prompt, Sample, Scores, Trajectory
+
+
+def trajectory(reward, num_actions, prompt_id=0, episode=0, truncated=False, mask=None):
+    mask = mask or [False] + [True] * num_actions
+    return Trajectory(
+        prompt=Prompt(prompt_id=prompt_id, text="", episode=episode),
+        sample_index=0,
+        token_ids=list(range(len(mask))),
+        action_mask=mask,
+        rollout_log_probs=[-1.0] * num_actions,
+        weight_versions=[0] * num_actions,
+        reward=reward,
+        truncated=truncated,
+    )
+
+
+def assign(trajectories, *, log_ratio=0.0, reference=True, values=None, kl_coef=0.0, reward=None, **algo):
+    """The credit of trajectories whose every action has log-prob -1 and `log_ratio` to the reference."""
+    log_probs = [torch.full((t.num_actions,), -1.0) for t in trajectories]
+    samples = [
+        Sample(
+            token_ids=torch.tensor(t.token_ids),
+            action_mask=torch.tensor(t.action_mask),
+            rollout_log_probs=torch.tensor(t.rollout_log_probs),
+        )
+        for t in trajectories
+    ]
+    scores = [
+        Scores(
+            log_probs=p,
+            ref_log_probs=p - log_ratio if reference else None,
+            values=torch.tensor(values[i]) if values else None,
+        )
+        for i, p in enumerate(log_probs)
+    ]
+    kl = KLConfig(use_loss=algo.pop("use_loss", False), estimator=algo.pop("kl_estimator", "k1"))
+    result = assign_credit(
+        samples,
+        scores,
+        trajectories,
+        algo=AlgoConfig(advantage=AdvantageConfig(**algo), kl=kl),
+        reward=reward or RewardConfig(),
+        kl_coef=kl_coef,
+        max_new_tokens=4,
+    )
+    return result.credit, result.metrics
+
+
+def advantages(credit):
+    return [pytest.approx(c.advantages.tolist(), abs=1e-6) for c in credit]
+
+
+def test_reward_pipeline_in_order():
+    """Any other order of penalties, shaping, clip and KL gives other numbers."""
+    credit, metrics = assign(
+        [trajectory(4.0, 4, truncated=True), trajectory(0.0, 1)],
+        estimator="dr_grpo",
+        log_ratio=0.125,
+        kl_coef=2.0,
+        reward=RewardConfig(
+            overlong_buffer_len=2,
+            overlong_penalty_factor=1.0,
+            stop_properly_penalty_coef=0.5,
+            clip_range=(-0.5, 10),
+        ),
+    )
+    # 4 actions of 4: 4 - 2/2 * 1 = 3; truncated: 0.5 * 3 = 1.5; mean 0.75: +0.75 and -0.75, clipped to -0.5
+    # every action pays 2 * 0.125; returns are sums to the end
+    assert advantages(credit) == [[-0.25, 0, 0.25, 0.5], [-0.75]]
+    assert metrics["reward/mean"] == pytest.approx(0.75)
+    assert metrics["reward/group_std"] == pytest.approx(math.sqrt(2 * 0.75**2))
+    # (-0.25 - 0.75) / 2
+    assert metrics["reward/return_mean"] == pytest.approx(-0.5)
+    assert metrics["kl/mean"] == metrics["kl/log_ratio_mean"] == pytest.approx(0.125)
+    assert metrics["kl/coef"] == 2.0
+
+
+def test_groups_are_prompts_of_one_episode_of_their_real_size():
+    trajectories = [
+        trajectory(1.0, 1, prompt_id=5),
+        trajectory(7.0, 1, prompt_id=5, episode=1),
+        trajectory(9.0, 1, prompt_id=6),
+        trajectory(2.0, 1, prompt_id=5),
+        trajectory(1.0, 1, prompt_id=5, episode=1),
+        trajectory(6.0, 1, prompt_id=5),
+    ]
+    credit, metrics = assign(trajectories, estimator="rloo")
+    # 1 - (2 + 6)/2, 7 - 1, alone, 2 - (1 + 6)/2, 1 - 7, 6 - (1 + 2)/2
+    assert advantages(credit) == [[-3], [6], [0], [-1.5], [-6], [4.5]]
+    assert metrics["reward/without_peers"] == 1
+
+
+def test_group_estimators_do_not_discount():
+    credit, _ = assign([trajectory(1.0, 3), trajectory(0.0, 2)], estimator="rloo", gamma=0.5)
+    assert advantages(credit) == [[1, 1, 1], [-1, -1]]
+
+
+def test_whitening_is_over_all_actions():
+    trajectories = [trajectory(4.0, 1), trajectory(0.0, 3)]
+    credit, metrics = assign(trajectories, estimator="reinforce")
+    # values 4 0 0 0: mean 1, variance (9 + 3) / 4 = 3
+    assert [[3 / math.sqrt(3)], [-1 / math.sqrt(3)] * 3] == advantages(credit)
+    assert [c.returns.tolist() for c in credit] == [[4], [0, 0, 0]]
+    assert metrics["advantage/mean"] == pytest.approx(0, abs=1e-6)
+    assert metrics["advantage/std"] == pytest.approx(1)
+    credit, _ = assign(trajectories, estimator="reinforce", no_std_norm=True)
+    assert advantages(credit) == [[3], [-1, -1, -1]]
+
+
+def test_reinforce_discounts():
+    credit, _ = assign([trajectory(8.0, 3)], estimator="reinforce", gamma=0.5)
+    assert credit[0].returns.tolist() == [2, 4, 8]
+
+
+def test_gae_bootstraps_across_environment_feedback():
+    """The value after a turn is that of the next turn's first action, not 0."""
+    mask = [False, True, True, False, False, True]
+    credit, _ = assign(
+        [trajectory(8.0, 3, mask=mask)], estimator="gae", values=[[1.0, 2.0, 4.0]], gamma=0.5, lambd=0.5
+    )
+    # deltas 0.5*2 - 1 = 0, 0.5*4 - 2 = 0, 8 - 4; A = 4, 1, 0.25; G = A + V
+    assert credit[0].returns.tolist() == [1.25, 3, 8]
+    # mean 1.75, variance (2.25 + 0.5625 + 5.0625) / 3 = 2.625
+    whitened = [d / math.sqrt(2.625) for d in (-1.5, -0.75, 2.25)]
+    assert credit[0].advantages.tolist() == pytest.approx(whitened)
+
+
+def test_kl_in_the_loss_is_not_in_the_reward():
+    credit, metrics = assign(
+        [trajectory(1.0, 2), trajectory(0.0, 2)],
+        estimator="dr_grpo",
+        log_ratio=1.0,
+        kl_coef=0.1,
+        use_loss=True,
+        kl_estimator="k2",
+    )
+    assert advantages(credit) == [[0.5, 0.5], [-0.5, -0.5]]
+    assert metrics["kl/mean"] == pytest.approx(0.5)
+
+
+def test_without_reference():
+    credit, metrics = assign([trajectory(1.0, 2), trajectory(0.0, 2)], estimator="dr_grpo", reference=False)
+    assert advantages(credit) == [[0.5, 0.5], [-0.5, -0.5]]
+    assert metrics["kl/mean"] == 0
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce", "group_norm"])
+@pytest.mark.parametrize("sizes", [(0, 2), (0, 0)])
+def test_a_sample_without_actions_makes_no_nan(estimator, sizes):
+    trajectories = [trajectory(1.0, size) for size in sizes]
+    values = [[0.5] * size for size in sizes] if estimator == "gae" else None
+    credit, metrics = assign(trajectories, estimator=estimator, values=values, kl_coef=0.1)
+    assert [len(c.advantages) for c in credit] == list(sizes)
+    assert all(c.advantages.isfinite().all() for c in credit)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_equal_rewards_are_counted():
+    trajectories = [
+        trajectory(r, 1, prompt_id=i) for i, r in [(0, 1.0), (0, 1.0), (1, 0.0), (1, 1.0), (2, 3.0)]
+    ]
+    _, metrics = assign(trajectories, estimator="group_norm")
+    # two of the four samples that have peers; deviations 0, 0 and twice sqrt(0.5)
+    assert metrics["reward/zero_std_fraction"] == 0.5
+    assert metrics["reward/group_std"] == pytest.approx(math.sqrt(0.5) / 2)
+
+
+def test_credit_carries_nothing_but_itself():
+    """A view would send the memory of the whole rollout with every sample."""
+    credit, _ = assign([trajectory(1.0, 2), trajectory(0.0, 30)], estimator="group_norm")
+    for one, size in zip(credit, (2, 30), strict=True):
+        assert one.advantages.untyped_storage().nbytes() == one.returns.untyped_storage().nbytes() == 4 * size

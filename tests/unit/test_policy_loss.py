@@ -1,0 +1,52 @@
+import math
+
+import pytest
+import torch
+
+from openrlhf.algos.policy_loss import clipped_loss, sequence_log_ratio, token_log_ratio
+
+COUNTS = torch.tensor([2, 0, 1])
+
+
+def test_clipped_loss_by_hand():
+    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.0])
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
+    loss, clipped = clipped_loss(ratio.log(), advantages, clip_low=0.2, clip_high=0.3)
+    # min(1.5, 1.3), min(-1.5, -1.3), min(0.5, 0.8), min(-0.5, -0.8), no clip
+    assert loss.tolist() == pytest.approx([-1.3, 1.5, -0.5, 0.8, -2])
+    assert clipped.tolist() == [True, False, False, True, False]
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
+    ratio, advantages = torch.tensor([5.0, 5.0, 0.9]), torch.tensor([-1.0, 1.0, -1.0])
+    loss, _ = clipped_loss(ratio.log(), advantages, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    # max(min(-5, -1.2), 3 * -1) = -3; min(5, 1.2) = 1.2; max(-0.9, -3) = -0.9
+    assert loss.tolist() == pytest.approx([3, -1.2, 0.9])
+
+
+def test_gradient_vanishes_where_clipped():
+    log_probs = torch.tensor([math.log(1.5), math.log(1.5)], requires_grad=True)
+    loss, _ = clipped_loss(log_probs, torch.tensor([1.0, -1.0]), clip_low=0.2, clip_high=0.2)
+    loss.sum().backward()
+    # d(-ratio * A) / dlog_prob = -ratio * A
+    assert log_probs.grad.tolist() == pytest.approx([0, 1.5])
+
+
+def test_token_ratio_is_clamped():
+    ratio = token_log_ratio(torch.tensor([-1.0, 0.0, -500.0]), torch.tensor([-2.0, -500.0, 0.0]), COUNTS)
+    assert ratio.tolist() == [1, 20, -20]
+
+
+def test_sequence_ratio():
+    log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    ratio = sequence_log_ratio(log_probs, torch.tensor([-2.0, -5.0, -2.0]), COUNTS)
+    # (1 + 3) / 2 on both actions of the first sequence, -1 on the last sequence's
+    assert ratio.tolist() == [2, 2, -1]
+    ratio[0].backward()
+    assert log_probs.grad.tolist() == [0.5, 0.5, 0]
+
+
+def test_sequence_ratio_is_clamped():
+    ratio = sequence_log_ratio(torch.tensor([0.0, 0.0, 0.0]), torch.tensor([-90.0, -110.0, -1.0]), COUNTS)
+    assert ratio.tolist() == [20, 20, 1]
+    assert ratio.exp().isfinite().all()

@@ -1,0 +1,177 @@
+import json
+from itertools import chain
+
+import pytest
+
+from openrlhf.datasets.prompts import PromptDataset, PromptSampler, build_prompts
+from openrlhf.datasets.sources import Rows, load_rows
+from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.types import Prompt
+
+OPTIONS = {
+    "input_key": "input",
+    "label_key": None,
+    "apply_chat_template": True,
+    "input_template": None,
+    "max_len": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def build(rows, tokenizer, **changes):
+    return build_prompts(Rows.of(rows, "rows.json"), tokenizer, **(OPTIONS | changes))
+
+
+def test_a_text_is_one_user_message(tokenizer):
+    prompts = build([{"input": "hi", "answer": 7}], tokenizer, label_key="answer")
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert list(prompts) == [Prompt(prompt_id=0, text=text, label=7)]
+
+
+def test_messages_are_used_as_they_are(tokenizer):
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    (prompt,) = build([{"input": messages, "datasource": "chat"}], tokenizer)
+    assert prompt.text == (
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (prompt.label, prompt.source) == ("", "chat")
+
+
+def test_input_template(tokenizer):
+    changes = {"apply_chat_template": False, "input_template": "User: {}\nAnswer in \\boxed{{}}: "}
+    assert build([{"input": "hi {x}"}], tokenizer, **changes)[0].text == "User: hi {x}\nAnswer in \\boxed{}: "
+    assert build([{"input": "hi"}], tokenizer, apply_chat_template=False)[0].text == "hi"
+
+
+@pytest.mark.parametrize("template", ["User: ", "{} and {}", "\\boxed{}: {}", "{name}", "{"])
+def test_an_input_template_needs_one_place(tokenizer, template):
+    with pytest.raises(ValueError, match=r"--data.input_template .*must hold one \{\}"):
+        build([{"input": "hi"}], tokenizer, apply_chat_template=False, input_template=template)
+
+
+def test_a_tokenizer_without_a_chat_template(tokenizer):
+    bare = tiny_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(
+        ValueError, match=r"--data.apply_chat_template: .* no chat template.\n.*tokenizer_chat_template"
+    ):
+        build([{"input": "hi"}], bare)
+
+
+BAD = {
+    "null": ({"input": None}, "column 'input' is null"),
+    "missing": ({"prompt": "x"}, "column 'input' is missing"),
+    "number": ({"input": 3}, "column 'input' is a number, not text or a list"),
+    "no messages": ({"input": []}, "the list of messages is empty"),
+    "no role": ({"input": [{"content": "x"}]}, "message 1 is not of the form"),
+    "no content": ({"input": [{"role": "user", "content": None}]}, r"message 1 \(user\) has no content"),
+    "null label": ({"input": "x", "label": None}, "column 'label' is null"),
+    "nan label": ({"input": "x", "label": float("nan")}, "column 'label' is NaN"),
+    "too long": ({"input": "x " * 60, "label": 1}, r"\d+ tokens; --data.max_len 64 leaves room for 1 to 63"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_row_is_named_or_skipped(tokenizer, case):
+    row, reason = BAD[case]
+    rows = [{"input": "fine", "label": "1"}, row, {"input": "good", "label": "2"}]
+    with pytest.raises(ValueError, match=rf"rows.json row 2: .*{reason}.*\n.*--data.bad_rows skip"):
+        build(rows, tokenizer, label_key="label")
+    prompts = build(rows, tokenizer, label_key="label", bad_rows="skip")
+    assert [prompt.prompt_id for prompt in prompts] == [0, 2]
+    assert prompts.skipped == 1
+
+
+def test_a_bad_row_of_a_file_is_named_with_its_line(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n" + json.dumps({"input": "x"}) + "\n" + json.dumps({"input": None}) + "\n")
+    rows = load_rows(str(path), flag="--data.prompt_dataset", required_columns={"--data.input_key": "input"})
+    with pytest.raises(ValueError, match=r"a.jsonl:3: column 'input' is null"):
+        build_prompts(rows, tokenizer, **OPTIONS)
+
+
+def test_a_prompt_of_max_len_minus_one_tokens_is_the_longest(tokenizer):
+    text = build([{"input": "a b c"}], tokenizer)[0].text
+    tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert len(build([{"input": "a b c"}], tokenizer, max_len=tokens + 1)) == 1
+    with pytest.raises(ValueError, match=f"{tokens} tokens"):
+        build([{"input": "a b c"}], tokenizer, max_len=tokens)
+
+
+def test_nothing_left_is_an_error(tokenizer):
+    with pytest.raises(ValueError, match="All 1 prompts were skipped"):
+        build([{"input": None}], tokenizer, bad_rows="skip")
+
+
+def test_a_template_that_refuses_a_row(tokenizer):
+    strict = tiny_tokenizer()
+    strict.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(
+        ValueError, match=r"rows.json row 1: the chat template refuses .* roles must alternate"
+    ):
+        build([{"input": "x"}], strict)
+
+
+def make_sampler(size=10, **options):
+    prompts = PromptDataset([Prompt(prompt_id=i, text=f"prompt {i}") for i in range(size)])
+    return PromptSampler(prompts, **({"seed": 3} | options))
+
+
+def ids(batch):
+    return [(prompt.episode, prompt.prompt_id) for prompt in batch]
+
+
+def test_each_prompt_once_in_an_episode_and_the_last_batch_is_short():
+    sampler = make_sampler(num_episodes=2)
+    batches = [sampler.next_batch(4) for _ in range(7)]
+    assert [len(batch) for batch in batches] == [4, 4, 2, 4, 4, 2, 0]
+    assert sampler.next_batch(1) == []
+    episodes = [ids(chain(*batches[:3])), ids(chain(*batches[3:6]))]
+    assert sorted(episodes[0]) == [(0, i) for i in range(10)]
+    assert sorted(episodes[1]) == [(1, i) for i in range(10)]
+    assert [i for _, i in episodes[0]] != [i for _, i in episodes[1]]
+
+
+def test_a_batch_that_ends_with_the_episode_is_not_followed_by_an_empty_one():
+    sampler = make_sampler(num_episodes=2)
+    assert [len(sampler.next_batch(5)) for _ in range(5)] == [5, 5, 5, 5, 0]
+
+
+def test_the_order_depends_on_seed_and_episode_alone():
+    one, other = make_sampler(), make_sampler()
+    in_threes = ids(chain(*(one.next_batch(3) for _ in range(4))))
+    in_fives = ids(chain(*(other.next_batch(5) for _ in range(2))))
+    assert in_threes == in_fives
+    assert ids(make_sampler(seed=4).next_batch(10)) != ids(make_sampler().next_batch(10))
+    assert ids(make_sampler(shuffle=False).next_batch(3)) == [(0, 0), (0, 1), (0, 2)]
+
+
+@pytest.mark.parametrize("consumed", range(12))
+def test_a_resumed_sampler_continues_exactly(consumed):
+    whole = make_sampler(num_episodes=3)
+    for _ in range(consumed):
+        whole.next_batch(4)
+    state = json.loads(json.dumps(whole.state_dict()))
+    resumed = make_sampler(num_episodes=3)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == whole.state_dict()
+    for _ in range(12 - consumed):
+        assert ids(resumed.next_batch(4)) == ids(whole.next_batch(4))
+
+
+@pytest.mark.parametrize(("changes", "key"), [({"seed": 4}, "seed"), ({"size": 9}, "num_prompts")])
+def test_resuming_with_other_prompts_is_refused(changes, key):
+    state = make_sampler().state_dict()
+    with pytest.raises(ValueError, match=f"other prompts: {key} was"):
+        make_sampler(**changes).load_state_dict(state)
+
+
+def test_resuming_with_changed_texts_is_refused():
+    state = make_sampler().state_dict()
+    changed = PromptDataset([Prompt(prompt_id=i, text=f"Prompt {i}") for i in range(10)])
+    with pytest.raises(ValueError, match="fingerprint"):
+        PromptSampler(changed, seed=3).load_state_dict(state)

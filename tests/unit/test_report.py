@@ -1,0 +1,232 @@
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from openrlhf.observe.journal import write_journal
+from openrlhf.observe.report import (
+    _is_noisy,
+    _running_mean,
+    _thin,
+    _ticks,
+    samples_table,
+    write_report,
+)
+from openrlhf.observe.run_folder import RunFolder
+from openrlhf.observe.trackers import JsonlTracker
+from openrlhf.types import Outcome, Prompt, Trajectory
+
+HOSTILE = "\x1b[2J\x9b<script>alert(1)</script><img src=x onerror=alert(2)>\"'&[bold]\ud800"
+
+
+def trajectory(reward, prompt="What is 2+2?", **changes):
+    return Trajectory(
+        prompt=Prompt(prompt_id=0, text=prompt, label="4"),
+        sample_index=0,
+        token_ids=[1, 2, 3, 4],
+        action_mask=[False, False, True, True],
+        rollout_log_probs=[-0.5, -0.5],
+        weight_versions=[0, 0],
+        reward=reward,
+        **changes,
+    )
+
+
+FAILED = trajectory(None, outcome=Outcome.ENV_ERROR, error=HOSTILE)
+
+
+def make_run(path, num_steps=3, metrics=lambda step: {"rollout/reward_mean": step / 10}, config="a: 1\n"):
+    folder = RunFolder.create(path, config_yaml=config, argv=["openrlhf", "train"], resume=False)
+    tracker = JsonlTracker(folder.metrics_path)
+    for step in range(1, num_steps + 1):
+        tracker.log(step, metrics(step))
+    tracker.close()
+    return folder
+
+
+class Page(HTMLParser):
+    """Tags with attributes, the text, and a check that what is opened is closed."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.text, self.open = [], "", []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "line"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+    def named(self, name):
+        return [attrs for tag, attrs in self.tags if tag == name]
+
+
+def test_a_report_shows_the_run(tmp_path):
+    folder = make_run(
+        tmp_path / "my-run",
+        num_steps=4,
+        metrics=lambda step: {
+            "rollout/reward_mean": step / 10,
+            "eval/gsm8k_pass1": 0.625,
+            "actor/kl": math.nan if step == 2 else 0.125,
+            "timing/generate": 3.0,
+            "timing/step_total": 4.0,
+        },
+        config="actor: {model_name_or_path: tiny}\n",
+    )
+    decode = lambda ids: f"answer of {len(ids)} tokens"
+    write_journal(folder.rollouts_path, 1, [trajectory(0.25), trajectory(0.75), FAILED], decode=decode)
+    write_journal(folder.rollouts_path, 2, [trajectory(0.333)], decode=decode)
+    write_journal(folder.rollouts_path, 4, [trajectory(1.0, truncated=True)], decode=decode)
+    path = write_report(folder.path)
+    assert path == folder.path / "report.html"
+    page = Page(path.read_text())
+    for expected in (
+        "my-run", "4 steps · 1 to 4", "16s in steps", "gsm8k pass1", "0.625", "1 not finite", "75 %",
+        "step 3: 0.3", "answer of 2 tokens", "best · reward 0.75", "worst · reward 0.25", "failed · 2 tokens",
+        "best · reward 1 · 2 tokens · cut off", "ok 2, env_error 1", "model_name_or_path: tiny",
+        "openrlhf train",
+    ):  # fmt: skip
+        assert expected in page.text, expected
+    assert "0.333" not in page.text
+    assert len(page.named("svg")) == 3
+
+
+def test_a_curve_is_where_its_numbers_are(tmp_path):
+    folder = make_run(tmp_path, num_steps=3, metrics=lambda step: {"loss": {1: 0.0, 2: 1.0, 3: 0.5}[step]})
+    page = Page(write_report(folder.path).read_text())
+    (line,) = page.named("polyline")
+    points = [tuple(map(float, point.split(","))) for point in line["points"].split()]
+    (x1, y1), (x2, y2), (x3, y3) = points
+    assert x2 - x1 == pytest.approx(x3 - x2) and x1 < x2
+    assert y2 < y3 < y1 and y3 == pytest.approx((y1 + y2) / 2)
+
+
+def test_hostile_text_is_inert(tmp_path):
+    folder = make_run(tmp_path / "<b>run", metrics=lambda step: {HOSTILE: 1.0, f"eval/{HOSTILE}": step})
+    write_journal(
+        folder.rollouts_path, 1, [trajectory(1.0, prompt=HOSTILE), FAILED], decode=lambda _: HOSTILE
+    )
+    html = write_report(folder.path).read_text()
+    page = Page(html)
+    assert {"script", "img", "b"} & {tag for tag, _ in page.tags} == {"b"}  # Only the last value of a chart.
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", html)
+    assert not any(name.startswith("on") or name in ("src", "href") for _, a in page.tags for name in a)
+    assert "<script>alert(1)</script>" in page.text
+    (policy,) = [meta["content"] for meta in page.named("meta") if "http-equiv" in meta]
+    assert "default-src 'none'" in policy
+
+
+def test_a_large_run_stays_below_300_kb(tmp_path):
+    """More metrics than fit, long answers and a long configuration."""
+    noise = lambda step, k: math.sin(step * step * (k + 1))
+    folder = make_run(
+        tmp_path,
+        num_steps=1500,
+        metrics=lambda step: {f"rollout/reward_{k}": noise(step, k) for k in range(30)},
+        config="".join(f"key_{i}: value\n" for i in range(10_000)),
+    )
+    for step in (1, 1500):
+        rows = [trajectory(1.0, prompt='"' * 50_000), trajectory(0.0, prompt="日" * 50_000), FAILED]
+        write_journal(folder.rollouts_path, step, rows, decode=lambda _: '"<' * 50_000)
+    path = write_report(folder.path)
+    assert path.stat().st_size < 300_000
+    assert "Also in metrics.jsonl: rollout/reward_24" in Page(path.read_text()).text
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_that_has_just_begun(tmp_path, steps):
+    folder = make_run(tmp_path, num_steps=steps, metrics=lambda step: {"loss": 0.0, "kl": math.inf})
+    text = Page(write_report(folder.path).read_text()).text
+    assert ("no steps yet" in text) == (steps == 0)
+
+
+def test_a_report_while_the_last_line_is_being_written(tmp_path):
+    folder = make_run(tmp_path)
+    with open(folder.metrics_path, "a") as file:
+        file.write('{"step": 4, "rollout/rew')
+    assert "3 steps" in Page(write_report(folder.path).read_text()).text
+
+
+def test_a_folder_that_is_not_a_run_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"is not a run folder: it has no metrics\.jsonl"):
+        write_report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0, 1, [0, 0.5, 1]),
+        (0.12, 0.31, [0.1, 0.15, 0.2, 0.25, 0.3, 0.35]),
+        (-3, 40, [-20, 0, 20, 40]),
+        (5, 5, [2, 4, 6, 8]),
+        (0, 0, [-1, -0.5, 0, 0.5, 1]),
+        (1e-6, 1e-6, [5e-7, 1e-6, 1.5e-6]),
+    ],
+)
+def test_ticks_are_round_and_enclose(low, high, ticks):
+    assert _ticks(low, high) == pytest.approx(ticks)
+
+
+def test_thinning_keeps_spikes_order_and_the_limit():
+    curve = [(step, 100.0 if step == 777 else math.sin(step)) for step in range(10_000)]
+    thinned = _thin(curve)
+    assert (777, 100.0) in thinned and len(thinned) <= 160 and thinned == sorted(thinned)
+    assert min(v for _, v in thinned) == min(v for _, v in curve)
+
+
+def test_the_running_mean_does_not_lag():
+    line = [(step, 2.0 * step) for step in range(300)]
+    assert _running_mean(line)[100] == (100, pytest.approx(200))
+    assert not _is_noisy(line) and _is_noisy([(step, step % 2) for step in range(300)])
+    assert _running_mean([(0, 1.0), (1, 2.0), (2, 6.0)]) == [(0, 3.0), (1, 3.0), (2, 3.0)]
+
+
+def test_samples_as_plain_text():
+    stream = io.StringIO()
+    rollouts = [trajectory(r) for r in (0.0, 0.25, 0.5, 0.75, 1.0)] + [FAILED, FAILED]
+    samples_table(rollouts, lambda ids: f"{HOSTILE} {ids}", limit=3, stream=stream)
+    text = stream.getvalue()
+    assert re.findall(r"reward (\S+)  tokens 2", text) == ["1", "0.5", "0"]
+    assert "[3, 4]" in text and "What is 2+2?" in text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
+
+
+def test_samples_with_failures_only():
+    stream = io.StringIO()
+    samples_table([FAILED, FAILED], str, limit=1, stream=stream)
+    assert stream.getvalue().count("reward –") == 1 and "env_error" in stream.getvalue()
+
+
+def test_samples_on_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    samples_table([trajectory(1.0)], lambda ids: "[bold]not markup[/bold] \x1b[2J", stream=stream)
+    text = stream.getvalue()
+    assert "[bold]not markup[/bold] [2J" in text and "\x1b[2J" not in text and "prompt" in text
+
+
+def test_metrics_of_any_name_are_drawn_once(tmp_path):
+    names = ["a", "a/b/c", "loss", "x/loss", "eval/loss", "eval_x_pass1"]
+    folder = make_run(tmp_path, metrics=lambda step: dict.fromkeys(names, float(step)))
+    page = Page(write_report(folder.path).read_text())
+    assert sorted(svg["aria-label"] for svg in page.named("svg")) == sorted(names)
+    assert json.loads(folder.metrics_path.read_text().splitlines()[0])["a/b/c"] == 1

