@@ -36,7 +36,7 @@ def run_worker(tmp_path: Path) -> Callable[..., list[dict]]:
         out = tmp_path / f"{name}-{num_ranks}-{len(list(tmp_path.iterdir()))}"
         out.mkdir()
         spec = json.dumps({"out": str(out), **arguments})
-        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks), "--master_port", "0"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
         command = [sys.executable, *(launcher if num_ranks > 1 else []), str(WORKERS / f"{name}.py"), spec]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-4000:]
