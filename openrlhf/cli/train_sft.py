@@ -15,14 +15,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with short_errors():
         run(config, argv)
+        from openrlhf.engine.distributed import leave_distributed
+
+        leave_distributed()
 
 
 def run(config: SFTConfig, argv: Sequence[str] = ()) -> None:
-    """Train, and write the model to `ckpt.output_dir`. On every rank."""
+    """Train, and write the model to `ckpt.output_dir`. On every rank, which stays in its process group."""
     check(config)
-    from openrlhf.datasets.batches import Windows
     from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-    from openrlhf.engine.distributed import init_distributed, leave_distributed, seed_everything
+    from openrlhf.engine.distributed import init_distributed, seed_everything
     from openrlhf.models.loading import load_causal_lm, load_tokenizer
     from openrlhf.models.policy import PolicyModel
     from openrlhf.objectives.sft import SFTObjective
@@ -83,7 +85,6 @@ def run(config: SFTConfig, argv: Sequence[str] = ()) -> None:
     if engine.rank == 0:
         tokenizer.save_pretrained(config.ckpt.output_dir)
         print(f"model saved to {config.ckpt.output_dir}", flush=True)
-    leave_distributed()
 
 
 def check(config: SFTConfig) -> None:

@@ -81,6 +81,6 @@ def _change(rng: random.Random, count: int) -> tuple[str, int]:
 _NAMES = ("Tom", "Ana", "Ben", "Eva", "Sam", "Mia", "Leo", "Zoe", "Max", "Amy")
 _ITEMS = ("apples", "plums", "pears", "nuts", "cakes", "grapes", "figs", "limes")
 _VERBS = {"+": ("buys", "finds", "wins", "gets"), "-": ("loses", "sells", "drops", "eats")}
-_BEFORE = ("", "Q: ", "Count.\n")
-_BETWEEN = ("\n", " ", "\nA: ", "\nLet us see.\n")
+_BEFORE = ("Q 1: ",)
+_BETWEEN = ("\n\nSo:\n",)
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")

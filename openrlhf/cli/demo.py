@@ -1,0 +1,142 @@
+"""`openrlhf demo`: the whole system on this machine, in minutes, without a download.
+
+Three commands, printed before they run, so that each can be run and changed alone: a tiny model learns to write worked
+problems, then to answer in a chat, carefully or hastily; then RL with nothing but a verifier finds that thinking pays.
+"""
+
+import argparse
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32"
+PRETRAIN = "--data.max_len 256 --train.batch_size 8 --train.micro_batch_size 8 --train.max_epochs 1 --adam.lr 3e-3"
+CHAT = "--data.max_len 256 --train.batch_size 16 --train.micro_batch_size 16 --train.max_epochs 1 --adam.lr 1e-3"
+RL = (
+    "--algo.advantage.estimator group_norm --algo.kl.init_coef 0 "
+    "--rollout.batch_size 32 --rollout.n_samples_per_prompt 8 --rollout.max_new_tokens 48 --data.max_len 128 "
+    "--train.batch_size 256 --train.dynamic_batch_enable --train.max_tokens_per_gpu 8192 "
+    "--actor.adam.lr 3e-4 --actor.lr_scheduler constant --actor.num_gpus_per_node 1 --train.colocate_all "
+    "--ds.zero_stage 2 --ds.param_dtype fp32 --data.apply_chat_template --data.label_key label "
+    "--eval.n_samples_per_prompt 1 --eval.temperature 1.0"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="openrlhf demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of the data, the model and the sampling (default: 0)")
+    parser.add_argument("--steps", type=int, default=20, help="RL steps (default: 20)")
+    parser.add_argument("--folder", type=Path, default=Path("demo"), help="where everything goes (default: demo)")
+    options = parser.parse_args(argv)
+    run(options.folder / f"seed{options.seed}", options.seed, options.steps)
+
+
+def run(folder: Path, seed: int, steps: int) -> None:
+    # The models are so small that a second thread only costs; set before torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    started = time.monotonic()
+    seconds: dict[str, float] = {}
+    with _phase("prepare: problems, a tokenizer and a model without knowledge", seconds):
+        from openrlhf.tasks.prepare import prepare
+
+        files = prepare(folder / "task", seed=seed)
+    with _phase("pretrain: SFT on worked problems as plain text", seconds):
+        _sft(
+            f"--model.model_name_or_path {files.model} --model.pretrain_mode_enable --data.dataset {files.pretrain} "
+            f"--ckpt.output_dir {folder / 'base'} --train.seed {seed} {PRETRAIN} {SFT_FLAGS}"
+        )
+    with _phase("chat: SFT on careful and hasty answers", seconds):
+        _sft(
+            f"--model.model_name_or_path {folder / 'base'} --data.dataset {files.sft} --data.output_key output "
+            f"--data.apply_chat_template --ckpt.output_dir {folder / 'sft'} --train.seed {seed} {CHAT} {SFT_FLAGS}"
+        )
+    with _phase("rl: GRPO with a verifier", seconds):
+        _ppo(
+            f"--actor.model_name_or_path {folder / 'sft'} --data.prompt_dataset {files.prompts} "
+            f"--reward.remote_url {files.reward} --eval.dataset {files.eval} --eval.steps {steps} "
+            f"--train.max_steps {steps} --ckpt.output_dir {folder / 'policy'} "
+            f"--logger.run_dir {folder / 'run'} --train.seed {seed} {RL}"
+        )
+    _show_result(folder, steps)
+    phases = ", ".join(f"{name} {s:.0f} s" for name, s in seconds.items())
+    print(f"\n{time.monotonic() - started:.0f} s in all: {phases}")
+    print(f"trained model   {folder / 'policy'}   (AutoModelForCausalLM.from_pretrained loads it)")
+    print(f"curves, samples {folder / 'run' / 'report.html'}")
+
+
+@contextmanager
+def _phase(title: str, seconds: dict[str, float]):
+    print(f"\n== {title}", flush=True)
+    started = time.monotonic()
+    yield
+    seconds[title.partition(":")[0]] = time.monotonic() - started
+
+
+def _sft(flags: str) -> None:
+    from openrlhf.cli.train_sft import run
+    from openrlhf.config.commands import SFT
+    from openrlhf.config.parse import parse
+
+    print(f"$ openrlhf sft {flags}", flush=True)
+    argv = shlex.split(flags)
+    run(parse(SFT, argv).config, argv)
+
+
+def _ppo(flags: str) -> None:
+    from openrlhf.cli.train_ppo_ray import run
+    from openrlhf.config.commands import PPO
+    from openrlhf.config.parse import parse
+
+    print(f"$ openrlhf ppo {flags}", flush=True)
+    argv = shlex.split(flags)
+    run(parse(PPO, argv).config, argv)
+
+
+def _show_result(folder: Path, steps: int) -> None:
+    """Accuracy, length and share of thinking answers on held-out problems, and the same problems before and after."""
+    from rich.console import Console
+    from rich.table import Table
+    from transformers import AutoTokenizer
+
+    from openrlhf.observe.journal import journal_steps, read_journal
+    from openrlhf.observe.progress import clean_text
+    from openrlhf.types import Trajectory
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    evals = journal_steps(folder / "run" / "rollouts", "eval")
+    before, after = read_journal(evals[0]), read_journal(evals[steps])
+    console = Console()
+
+    def answer(t: Trajectory) -> str:
+        ids = [token for token, is_action in zip(t.token_ids, t.action_mask, strict=True) if is_action]
+        return clean_text(tokenizer.decode(ids, skip_special_tokens=True))
+
+    def mean(trajectories: list[Trajectory], read) -> float:
+        return sum(map(read, trajectories)) / len(trajectories)
+
+    figures = Table(title=f"{len(before)} held-out problems, sampled at temperature 1")
+    for column in ("", "before RL", f"after {steps} steps"):
+        figures.add_column(column, justify="right")
+    for name, read, form in (
+        ("accuracy", lambda t: t.reward, "{:.1%}"),
+        ("answers that think", lambda t: t.extra_logs["thinks"], "{:.1%}"),
+        ("tokens in an answer", lambda t: t.num_actions, "{:.1f}"),
+    ):
+        figures.add_row(name, form.format(mean(before, read)), form.format(mean(after, read)))
+    samples = Table(title="The same problems, before and after", show_lines=True)
+    for column in ("problem", "before", "after"):
+        samples.add_column(column)
+    for b, a in list(zip(before, after, strict=True))[:5]:
+        question = tokenizer.decode(b.token_ids[: b.action_mask.index(True)], skip_special_tokens=True)
+        question = question.removeprefix("user\n").removesuffix("\nassistant\n").strip()
+        marks = [f"{answer(t)} {'✓' if t.reward else '✗'}" for t in (b, a)]
+        samples.add_row(clean_text(question), *marks)
+    console.print(figures)
+    console.print(samples, markup=False)
+
+
+if __name__ == "__main__":
+    main()
