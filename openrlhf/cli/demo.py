@@ -128,7 +128,7 @@ def _show_result(folder: Path, steps: int) -> None:
         figures.add_row(name, form.format(mean(before, read)), form.format(mean(after, read)))
     samples = Table(title="The same problems, before and after", show_lines=True)
     for column in ("problem", "before", "after"):
-        samples.add_column(column)
+        samples.add_column(column, overflow="fold")
     for b, a in list(zip(before, after, strict=True))[:5]:
         question = tokenizer.decode(b.token_ids[: b.action_mask.index(True)], skip_special_tokens=True)
         question = question.removeprefix("user\n").removesuffix("\nassistant\n").strip()

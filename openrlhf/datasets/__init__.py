@@ -1,0 +1,3 @@
+"""From files and hubs to batches."""
+
+from openrlhf import device as device  # before anything that imports transformers

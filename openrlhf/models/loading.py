@@ -5,11 +5,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from openrlhf.models.attention import resolve_attention
-
-transformers_logging.disable_progress_bar()  # one bar for each rank says nothing
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """`--ds.param_dtype` in torch's words."""

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self, TextIO
@@ -30,11 +30,21 @@ from rich.text import Text
 
 from openrlhf.types import Metrics
 
-KEY_METRICS = (
-    "loss", "policy_loss", "reward_mean", "reward", "acc_mean", "kl", "ppo_kl", "entropy_loss",
-    "response_length_mean", "truncated_rate", "grad_norm", "actor_grad_norm", "lr",
-)  # fmt: skip
-"""Shown after each step: metrics whose name after the last "/" is one of these, and evaluations."""
+KEY_METRICS = {
+    "sft/loss": "loss",
+    "rollout/reward_mean": "reward",
+    "rollout/response_length_mean": "length",
+    "rollout/truncated_rate": "truncated",
+    "rollout/failed_ratio": "failed",
+    "policy/loss": "loss",
+    "policy/ppo_kl": "ppo_kl",
+    "policy/entropy": "entropy",
+    "kl/mean": "kl",
+    "mismatch/abs_diff_mean": "gap",
+    "grad_norm": "grad_norm",
+    "lr": "lr",
+}
+"""Metrics on the line of a step, and what they are called there. Evaluations are shown too."""
 
 EVALUATION_METRICS_SHOWN = 6
 ETA_STEPS = 50
@@ -48,7 +58,7 @@ class Progress:
         *,
         show: bool = True,
         stream: TextIO | None = None,
-        key_metrics: Sequence[str] = KEY_METRICS,
+        key_metrics: Mapping[str, str] = KEY_METRICS,
         plain_seconds: float = 10.0,
     ):
         self._stream = stream or sys.stdout
@@ -128,9 +138,8 @@ class Progress:
         self.close()
 
     def _chosen(self, metrics: Metrics) -> list[tuple[str, float]]:
-        """(short name, value) of what is worth a place on the line."""
-        last_parts = {name.rpartition("/")[2]: name for name in reversed(metrics) if not _is_evaluation(name)}
-        chosen = [(short, metrics[last_parts[short]]) for short in self._key_metrics if short in last_parts]
+        """(label, value) of what is worth a place on the line."""
+        chosen = [(label, metrics[name]) for name, label in self._key_metrics.items() if name in metrics]
         evaluation = [(name, value) for name, value in metrics.items() if _is_evaluation(name)]
         return chosen + evaluation[:EVALUATION_METRICS_SHOWN]
 

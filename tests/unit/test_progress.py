@@ -88,13 +88,13 @@ def test_a_log_file_has_one_line_per_step():
                     phase.advance(1, tokens_per_second=9012.0)
             with progress.phase("update"):
                 pass
-            progress.step(step, {"rollout/reward_mean": 0.5123, "actor/ppo_kl": 0.001, "x/other": 3})
+            progress.step(step, {"rollout/reward_mean": 0.5123, "policy/ppo_kl": 0.001, "x/other": 3})
     text = stream.getvalue()
     lines = text.splitlines()
     assert len(lines) == 1000 and len(text) < 2_000_000
     assert "\r" not in text and "\x1b" not in text
     assert re.fullmatch(
-        r"\d\d:\d\d:\d\d step 7/1000  reward_mean 0\.512  ppo_kl 0\.001"
+        r"\d\d:\d\d:\d\d step 7/1000  reward 0\.512  ppo_kl 0\.001"
         r"  generate \d+ms \+ update \d+ms  total \d+ms  eta \S+",
         lines[6],
     )
@@ -107,7 +107,7 @@ def test_evaluations_are_always_shown():
         progress.start()
         progress.step(3, {"eval/gsm8k_pass1": 0.75, "rollout/reward_mean": 0.5, "eval_math_pass1": 0.25})
     assert re.search(
-        r" step 3  reward_mean 0\.5  eval/gsm8k_pass1 0\.75  eval_math_pass1 0\.25  total \S+$",
+        r" step 3  reward 0\.5  eval/gsm8k_pass1 0\.75  eval_math_pass1 0\.25  total \S+$",
         stream.getvalue().strip(),
     )
 
@@ -171,7 +171,7 @@ def test_a_rank_that_does_not_show_prints_nothing(capsys):
     with Progress(show=False) as progress:
         progress.start(1)
         progress.message("hello")
-        progress.step(1, {"loss": 1.0})
+        progress.step(1, {"sft/loss": 1.0})
     assert capsys.readouterr() == ("", "")
 
 
@@ -233,7 +233,7 @@ def show_a_run(stream, seen=lambda: "128/256"):
                 while "128/256" not in seen() and time.monotonic() < deadline:
                     time.sleep(0.02)
             progress.message(HOSTILE)
-            progress.step(step, {"actor/loss": 0.25})
+            progress.step(step, {"policy/loss": 0.25})
 
 
 def on_a_terminal(show) -> str:

@@ -1,0 +1,6 @@
+"""A reward that a policy without any knowledge can raise: the share of digits in the answer."""
+
+
+def reward_func(queries, prompts, labels):
+    answers = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts)]
+    return {"rewards": [sum(c.isdigit() for c in answer) / max(1, len(answer)) for answer in answers]}

@@ -1,0 +1,176 @@
+"""The whole loop on Ray, vLLM and DeepSpeed, in every arrangement of ranks, engines and ZeRO stages."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openrlhf.cli.train_ppo_ray import run
+from openrlhf.config.commands import PPO
+from openrlhf.config.parse import parse
+from openrlhf.observe.journal import read_journal
+from openrlhf.observe.trackers import read_metrics
+from openrlhf.tasks.prepare import TaskFiles
+
+REWARD = Path(__file__).with_name("digits_reward.py")
+COMMON = (
+    "--data.apply_chat_template --data.label_key label --data.max_len 96 --rollout.max_new_tokens 12 "
+    "--rollout.batch_size 8 --rollout.n_samples_per_prompt 4 --train.batch_size 16 "
+    "--algo.advantage.estimator group_norm --ds.param_dtype fp32 --actor.lr_scheduler constant "
+    "--eval.n_samples_per_prompt 1 --eval.temperature 0 --train.max_steps 2 --eval.steps 2 "
+)
+ARRANGEMENTS = {
+    "zero 2, one rank, one engine, colocated": "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all",
+    "zero 3, two ranks, one engine": "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2",
+    "zero 2, two ranks, two engines, colocated": (
+        "--ds.zero_stage 2 --actor.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all "
+        "--train.dynamic_batch_enable --train.max_tokens_per_gpu 256"
+    ),
+    "zero 3, one rank, two engines": (
+        "--ds.zero_stage 3 --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 2 "
+        "--vllm.enable_prefix_caching --train.micro_batch_size 3"
+    ),
+}
+
+
+def train(task: TaskFiles, folder: Path, flags: str) -> dict[int, dict[str, float]]:
+    """The metrics of each step."""
+    argv = shlex.split(
+        f"--actor.model_name_or_path {task.model} --data.prompt_dataset {task.prompts} "
+        f"--reward.remote_url {REWARD} --eval.dataset {task.eval} "
+        f"--ckpt.output_dir {folder / 'policy'} --ckpt.path {folder / 'ckpt'} --logger.run_dir {folder / 'run'} {flags}"
+    )
+    run(parse(PPO, argv).config, argv)
+    return read_metrics(folder / "run" / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def first_run() -> dict:
+    """Metrics and samples of the first arrangement, which all others must reproduce."""
+    return {}
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement: str) -> None:
+    flags = f"{COMMON} --algo.kl.init_coef 0.01 --actor.adam.lr 1e-3 {ARRANGEMENTS[arrangement]}"
+    metrics = train(task, tmp_path, flags)
+    rollouts = tmp_path / "run" / "rollouts"
+    sampled = read_journal(rollouts / "step_000001.jsonl"), read_journal(rollouts / "step_000002.jsonl")
+
+    # Sampler and trainer agree, before the first update and after an update and a sync.
+    assert metrics[1]["mismatch/abs_diff_max"] < 1e-4
+    assert metrics[2]["mismatch/abs_diff_max"] < 1e-4
+    assert metrics[1]["kl/mean"] == pytest.approx(0, abs=1e-6)  # the policy still is the reference
+    assert metrics[2]["kl/mean"] != pytest.approx(0, abs=1e-6)
+    assert [{v for t in step for v in t.weight_versions} for step in sampled] == [{0}, {1}]
+    assert all(t.ok and t.num_actions <= 12 for step in sampled for t in step)
+
+    # Seeds have addresses: every arrangement samples the same tokens, and learns the same from them.
+    reference = first_run.setdefault("sampled", sampled)
+    assert [t.token_ids for t in sampled[0]] == [t.token_ids for t in reference[0]]
+    assert [t.reward for t in sampled[0]] == [t.reward for t in reference[0]]
+    assert [t.token_ids for t in sampled[1]] == [t.token_ids for t in reference[1]]
+    expected = first_run.setdefault("metrics", metrics)
+    for name in ("grad_norm", "policy/loss", "rollout/reward_mean", "kl/mean", "lr"):
+        for step in (1, 2):
+            assert metrics[step][name] == pytest.approx(expected[step][name], abs=2e-5), (name, step)
+
+    check_samplers_hold_the_trained_weights(tmp_path)
+
+
+def check_samplers_hold_the_trained_weights(folder: Path) -> None:
+    """Greedy answers and their log-probs after the last sync are those of the exported model."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(folder / "policy").chat_template
+    for t in read_journal(folder / "run" / "rollouts" / "eval_000002.jsonl"):
+        start = t.action_mask.index(True)
+        with torch.no_grad():
+            logits = model(torch.tensor([t.token_ids])).logits[0, start - 1 : -1]
+        answer = torch.tensor(t.token_ids[start:])
+        assert logits.argmax(-1).tolist() == answer.tolist()
+        log_probs = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0]
+        # at temperature 0 the sampler reports the untempered distribution
+        torch.testing.assert_close(log_probs, torch.tensor(t.rollout_log_probs), atol=1e-4, rtol=0)
+
+
+def test_first_update_starts_at_ratio_one(task: TaskFiles, tmp_path: Path) -> None:
+    """One optimizer step per rollout: nothing is clipped, and the policy has not moved from the old one."""
+    metrics = train(
+        task,
+        tmp_path,
+        f"{COMMON} --algo.kl.init_coef 0 --train.batch_size 32 --actor.num_gpus_per_node 1 --train.colocate_all "
+        "--actor.adam.lr 1e-3 --algo.advantage.is_correction_enable --actor.entropy_coef 0",
+    )
+    for step in (1, 2):
+        assert metrics[step]["policy/ppo_kl"] == pytest.approx(0, abs=1e-6)
+        assert metrics[step]["policy/clip_fraction"] == 0
+        assert metrics[step]["policy/is_weight_mean"] == pytest.approx(1, abs=1e-4)
+        assert metrics[step]["policy/entropy"] > 1
+
+
+def test_reward_rises_and_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
+    flags = (
+        f"{COMMON} --algo.kl.init_coef 0 --actor.num_gpus_per_node 1 --train.colocate_all --actor.adam.lr 3e-3 "
+        "--rollout.batch_size 16 --train.batch_size 64 --eval.steps -1 --train.num_episodes 4 "
+        "--ckpt.save_steps 5 --ckpt.max_num 1 "
+    )
+    whole = train(task, tmp_path / "whole", f"{flags} --train.max_steps 10")
+    assert whole[10]["rollout/reward_mean"] > whole[1]["rollout/reward_mean"] + 0.15
+    assert sorted(p.name for p in (tmp_path / "whole/ckpt/_actor").glob("global_step*")) == ["global_step10"]
+
+    train(task, tmp_path / "halves", f"{flags} --train.max_steps 5")
+    halves = train(task, tmp_path / "halves", f"{flags} --train.max_steps 10 --ckpt.load_enable")
+    assert list(halves) == list(range(1, 11))
+    for step in range(6, 11):
+        assert halves[step]["rollout/reward_mean"] == whole[step]["rollout/reward_mean"]
+        assert halves[step]["grad_norm"] == pytest.approx(whole[step]["grad_norm"], rel=1e-4)
+
+
+def test_failed_rewards_are_counted_and_not_trained_on(task: TaskFiles, tmp_path: Path) -> None:
+    reward = tmp_path / "flaky.py"
+    reward.write_text(
+        "import os, time, zlib\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    fate = zlib.crc32(queries[0].encode()) % 8\n"
+        "    if fate == 0: raise RuntimeError('no opinion')\n"
+        "    if fate == 1: time.sleep(60)\n"
+        "    if fate == 2: os._exit(7)\n"
+        "    if fate == 3: return {'rewards': [float('nan')]}\n"
+        "    return {'rewards': [len(queries[0]) % 5]}\n"
+    )
+    metrics = train(
+        task,
+        tmp_path,
+        f"{COMMON} --algo.kl.init_coef 0 --actor.num_gpus_per_node 1 --train.colocate_all --eval.steps -1 "
+        f"--train.max_steps 1 --reward.remote_url {reward} --reward.timeout 2 --reward.num_workers 2 "
+        "--reward.max_failed_ratio 0.9",
+    )
+    sampled = read_journal(tmp_path / "run" / "rollouts" / "step_000001.jsonl")
+    failed = [t for t in sampled if not t.ok]
+    assert 0 < len(failed) < len(sampled) == 32
+    assert metrics[1]["rollout/reward_error_count"] == len(failed)
+    assert all(t.reward is None and t.outcome == "reward_error" and t.num_actions > 0 for t in failed)
+    kinds = ("no opinion", "longer than", "died with exit code 7", "not finite")
+    assert all(any(kind in t.error for kind in kinds) for t in failed)
+    assert sum(any(kind in t.error for t in failed) for kind in kinds) >= 3
+    finished = [t for t in sampled if t.ok]
+    assert metrics[1]["rollout/reward_mean"] == pytest.approx(sum(t.reward for t in finished) / len(finished))
+    assert metrics[1]["num_tokens"] == pytest.approx(sum(t.num_actions for t in finished) / 2)  # two batches
+
+
+def test_run_folder_tells_what_happened(task: TaskFiles, tmp_path: Path) -> None:
+    train(
+        task,
+        tmp_path,
+        f"{COMMON} --algo.kl.init_coef 0 --actor.num_gpus_per_node 1 --train.colocate_all "
+        f"--logger.tensorboard_dir {tmp_path / 'tb'}",
+    )
+    folder = tmp_path / "run"
+    assert json.loads((folder / "env.json").read_text())
+    assert "--train.colocate_all" in (folder / "argv.txt").read_text()
+    assert "group_norm" in (folder / "config.yaml").read_text()
+    assert (folder / "report.html").stat().st_size > 1000
+    assert list((tmp_path / "tb").rglob("events.out.*"))
