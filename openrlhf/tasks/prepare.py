@@ -50,7 +50,7 @@ def prepare(
         model=tiny_chat_model(folder / "model", seed=seed),
         pretrain=_write(
             folder / "pretrain.jsonl",
-            ({"input": worked_problem(problem, rng)} for problem in problems[:num_pretrain]),
+            ({"input": worked_problem(problem)} for problem in problems[:num_pretrain]),
         ),
         sft=_write(
             folder / "sft.jsonl",

@@ -1,6 +1,5 @@
 """A tokenizer of 376 tokens and a Qwen3 of a quarter of a million weights, made on the spot: no download."""
 
-import random
 from pathlib import Path
 
 import torch
@@ -63,9 +62,8 @@ def tiny_tokenizer(vocab_size: int = 376) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    rng = random.Random(0)
     texts = [
-        f"{worked_problem(problem, rng)}\nsystem\nuser\nassistant" for problem in make_problems(1000, seed=0)
+        f"{worked_problem(problem)}\nsystem\nuser\nassistant" for problem in make_problems(1000, seed=0)
     ]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(word, normalized=False, special=False) for word in _WORDS])

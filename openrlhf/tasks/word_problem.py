@@ -53,10 +53,10 @@ def solution(problem: Problem, *, careful: bool) -> str:
     return f"<think>{thought}</think>\\boxed{{{problem.answer}}}"
 
 
-def worked_problem(problem: Problem, rng: random.Random) -> str:
-    """Question and careful answer as plain text, laid out in one of many ways: a model that has seen but one learns
-    at which distance from the answer the numbers stand, and forgets how to count when a chat template moves them."""
-    return rng.choice(_BEFORE) + problem.question + rng.choice(_BETWEEN) + solution(problem, careful=True)
+def worked_problem(problem: Problem) -> str:
+    """Question and careful answer as plain text, with as many tokens between them as the tiny model's chat template
+    puts there: what a small model learns about distances in plain text then holds in a chat."""
+    return f"{problem.question}\n\nSo:\n{solution(problem, careful=True)}"
 
 
 def boxed_answer(text: str) -> str | None:
@@ -81,6 +81,4 @@ def _change(rng: random.Random, count: int) -> tuple[str, int]:
 _NAMES = ("Tom", "Ana", "Ben", "Eva", "Sam", "Mia", "Leo", "Zoe", "Max", "Amy")
 _ITEMS = ("apples", "plums", "pears", "nuts", "cakes", "grapes", "figs", "limes")
 _VERBS = {"+": ("buys", "finds", "wins", "gets"), "-": ("loses", "sells", "drops", "eats")}
-_BEFORE = ("Q 1: ",)
-_BETWEEN = ("\n\nSo:\n",)
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
