@@ -11,15 +11,16 @@
     ExperienceRow  experiences laid end to end in one packed row: what one forward pass reads
 
 Shapes: B sequences, L tokens in a sequence, N tokens in a packed row (the sum of L), A actions.
-An action is a token that the policy chose and is trained on; in supervised learning, a token with loss. A (L,) or
-(N,) field speaks of the token at that index. A (A,) field has one entry for each True of the matching mask, in
-order: prompts, environment feedback and padding have no entry anywhere, so nothing can train on them.
+An action is a token that the policy chose and is trained on; in supervised learning, a token with loss. A
+(L,) or (N,) field speaks of the token at that index. A (A,) field has one entry for each True of the matching
+mask, in order: prompts, environment feedback and padding have no entry anywhere, so nothing can train on
+them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -152,8 +153,9 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class LossNorm:
-    """What a loss divides by: totals of one optimizer step over all its rows and ranks, known before the first
-    backward. So a loss does not change with the micro-batch size, packing, accumulation or number of ranks."""
+    """What a loss divides by: totals of one optimizer step over all its rows and ranks, known before the
+    first backward. So a loss does not change with the micro-batch size, packing, accumulation or number of
+    ranks."""
 
     num_tokens: float
     """Actions."""
@@ -163,7 +165,8 @@ class LossNorm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedRow:
-    """Sequences laid end to end without padding. Positions restart at each; attention never crosses a border."""
+    """Sequences laid end to end without padding. Positions restart at each; attention never crosses a
+    border."""
 
     token_ids: Tensor  # (N,) int64
     position_ids: Tensor  # (N,) int64
@@ -182,7 +185,8 @@ class PackedRow:
 
     @classmethod
     def empty(cls) -> Self:
-        """A row without actions: its loss is 0, and a rank that has run out of rows can still join a collective."""
+        """A row without actions: its loss is 0, and a rank that has run out of rows can still join a
+        collective."""
         two = torch.zeros(2, dtype=torch.int64)
         return cls(token_ids=two, position_ids=torch.arange(2), action_mask=two.bool(), lengths=(2,))
 
@@ -222,11 +226,11 @@ class ExperienceRow:
             old_log_probs=torch.cat([s.log_probs for s in scores]),
             advantages=torch.cat([e.credit.advantages for e in experiences]),
             returns=torch.cat([e.credit.returns for e in experiences]),
-            rollout_log_probs=torch.cat([e.sample.rollout_log_probs for e in experiences]),
+            rollout_log_probs=torch.cat([present(e.sample.rollout_log_probs) for e in experiences]),
             ref_log_probs=None
             if scores[0].ref_log_probs is None
-            else torch.cat([s.ref_log_probs for s in scores]),
-            values=None if scores[0].values is None else torch.cat([s.values for s in scores]),
+            else torch.cat([present(s.ref_log_probs) for s in scores]),
+            values=None if scores[0].values is None else torch.cat([present(s.values) for s in scores]),
         )
 
     def empty(self) -> Self:
@@ -249,9 +253,20 @@ class ExperienceRow:
         return replace(_to(self, device), row=self.row.to(device))
 
 
+ValueT = TypeVar("ValueT")
+
+
+def present(value: ValueT | None) -> ValueT:
+    """A field that may be None, where the configuration or the outcome says that it is not."""
+    assert value is not None
+    return value
+
+
 def _without_entries(record):
     """The record with every tensor emptied."""
-    return replace(record, **{f.name: v[:0] for f in fields(record) if (v := getattr(record, f.name)) is not None})
+    return replace(
+        record, **{f.name: v[:0] for f in fields(record) if (v := getattr(record, f.name)) is not None}
+    )
 
 
 def _to(record, device):

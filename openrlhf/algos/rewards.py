@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def overlong_penalty(
-    rewards: Tensor, num_actions: Tensor, *, max_new_tokens: int, buffer_len: int, factor: float
+    rewards: Tensor, num_actions: Tensor, *, max_new_tokens: int, buffer_len: float, factor: float
 ) -> Tensor:
     """Takes up to `factor` away, growing over the last `buffer_len` tokens before the limit.
     DAPO's soft overlong punishment, https://arxiv.org/abs/2503.14476, eq. 13"""

@@ -13,8 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32"
-PRETRAIN = "--data.max_len 256 --train.batch_size 8 --train.micro_batch_size 8 --train.max_epochs 1 --adam.lr 3e-3"
-CHAT = "--data.max_len 256 --train.batch_size 16 --train.micro_batch_size 16 --train.max_epochs 1 --adam.lr 1e-3"
+PRETRAIN = (
+    "--data.max_len 256 --train.batch_size 8 --train.micro_batch_size 8 --train.max_epochs 1 --adam.lr 3e-3"
+)
+CHAT = (
+    "--data.max_len 256 --train.batch_size 8 --train.micro_batch_size 8 --train.max_epochs 1 --adam.lr 1e-3"
+)
 RL = (
     "--algo.advantage.estimator group_norm --algo.kl.init_coef 0 "
     "--rollout.batch_size 32 --rollout.n_samples_per_prompt 8 --rollout.max_new_tokens 48 --data.max_len 128 "
@@ -26,10 +30,16 @@ RL = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="openrlhf demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="of the data, the model and the sampling (default: 0)")
-    parser.add_argument("--steps", type=int, default=20, help="RL steps (default: 20)")
-    parser.add_argument("--folder", type=Path, default=Path("demo"), help="where everything goes (default: demo)")
+    parser = argparse.ArgumentParser(
+        prog="openrlhf demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the data, the model and the sampling (default: 0)"
+    )
+    parser.add_argument("--steps", type=int, default=30, help="RL steps (default: 30)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("demo"), help="where everything goes (default: demo)"
+    )
     options = parser.parse_args(argv)
     run(options.folder / f"seed{options.seed}", options.seed, options.steps)
 
@@ -99,13 +109,13 @@ def _show_result(folder: Path, steps: int) -> None:
     """Accuracy, length and share of thinking answers on held-out problems, and the same problems before and after."""
     from rich.console import Console
     from rich.table import Table
-    from transformers import AutoTokenizer
 
+    from openrlhf.models.loading import load_tokenizer
     from openrlhf.observe.journal import journal_steps, read_journal
     from openrlhf.observe.progress import clean_text
     from openrlhf.types import Trajectory
 
-    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    tokenizer = load_tokenizer(str(folder / "policy"), flag="--folder")
     evals = journal_steps(folder / "run" / "rollouts", "eval")
     before, after = read_journal(evals[0]), read_journal(evals[steps])
     console = Console()
@@ -131,9 +141,7 @@ def _show_result(folder: Path, steps: int) -> None:
         samples.add_column(column, overflow="fold")
     for b, a in list(zip(before, after, strict=True))[:5]:
         question = tokenizer.decode(b.token_ids[: b.action_mask.index(True)], skip_special_tokens=True)
-        question = question.removeprefix("user\n").removesuffix("\nassistant\n").strip()
-        marks = [f"{answer(t)} {'✓' if t.reward else '✗'}" for t in (b, a)]
-        samples.add_row(clean_text(question), *marks)
+        samples.add_row(clean_text(question), *(f"{answer(t)} {'✓' if t.reward else '✗'}" for t in (b, a)))
     console.print(figures)
     console.print(samples, markup=False)
 

@@ -1,4 +1,5 @@
-"""What a user sees when a run cannot go on: the few lines that help. `OPENRLHF_DEBUG=1` shows the whole trace."""
+"""What a user sees when a run cannot go on: the few lines that help. `OPENRLHF_DEBUG=1` shows the whole
+trace."""
 
 import os
 import sys
@@ -18,7 +19,9 @@ def short_errors() -> Iterator[None]:
         sys.exit(130)
     except Exception as error:
         cause = getattr(error, "cause", None) or error  # of a Ray task: what the worker raised
-        if os.environ.get("OPENRLHF_DEBUG") or not isinstance(cause, ValueError | RuntimeError | FloatingPointError):
+        if os.environ.get("OPENRLHF_DEBUG") or not isinstance(
+            cause, ValueError | RuntimeError | FloatingPointError
+        ):
             raise
         if type(cause) not in (ValueError, RuntimeError, FloatingPointError):
             raise

@@ -1,4 +1,5 @@
-"""Reinforcement learning on a Ray cluster: `python -m openrlhf.cli.train_ppo_ray`, or under `ray job submit`."""
+"""Reinforcement learning on a Ray cluster: `python -m openrlhf.cli.train_ppo_ray`, or under `ray job
+submit`."""
 
 import sys
 from collections.abc import Sequence
@@ -65,6 +66,7 @@ def check(config: PPOConfig) -> None:
     from openrlhf.rollout.reward_function import check_reward_file
 
     check_model(config.actor.model_name_or_path, "--actor.model_name_or_path")
+    assert config.reward.function_path is not None  # config/checks.py knows no other source of rewards
     check_reward_file(config.reward.function_path, "--reward.remote_url")
     data, columns = config.data, _columns(config)
     check_columns(
@@ -77,7 +79,7 @@ def check(config: PPOConfig) -> None:
 
 
 def build_prompt_datasets(config: PPOConfig):
-    """(training prompts, evaluation prompts or an empty list, tokenizer)"""
+    """(training prompts, list of evaluation prompts, tokenizer)"""
     from openrlhf.datasets.prompts import build_prompts
     from openrlhf.datasets.sources import load_rows
     from openrlhf.models.loading import load_tokenizer
@@ -111,10 +113,13 @@ def build_prompt_datasets(config: PPOConfig):
             bad_rows=data.bad_rows,
         )
 
-    prompts = build(data.prompt_dataset, "--data.prompt_dataset", data.prompt_split, data.prompt_probs, data.max_samples)
+    prompts = build(
+        data.prompt_dataset, "--data.prompt_dataset", data.prompt_split, data.prompt_probs, data.max_samples
+    )
     if not evaluation.dataset:
         return prompts, [], tokenizer
-    return prompts, build(evaluation.dataset, "--eval.dataset", evaluation.split, None, evaluation.max_samples), tokenizer
+    held_out = build(evaluation.dataset, "--eval.dataset", evaluation.split, None, evaluation.max_samples)
+    return prompts, list(held_out), tokenizer
 
 
 def num_rl_steps(config: PPOConfig, num_prompts: int) -> int:
@@ -125,17 +130,14 @@ def num_rl_steps(config: PPOConfig, num_prompts: int) -> int:
 
 def num_optimizer_steps_of_run(config: PPOConfig, num_prompts: int) -> int:
     """What the learning rate schedule spans."""
-    from openrlhf.trainer.schedule import num_optimizer_steps
-
-    per_step = num_optimizer_steps(config.samples_per_step, config.train.batch_size, config.train.max_epochs)
-    return num_rl_steps(config, num_prompts) * per_step
+    return num_rl_steps(config, num_prompts) * config.updates_per_step
 
 
 def build_trainer(config, argv, rollout, policy, reference, prompts, eval_prompts, tokenizer):
     """The controller with everything it speaks to, at the step it resumes from."""
     from openrlhf.algos.kl import KLController
     from openrlhf.config.parse import to_yaml
-    from openrlhf.datasets.prompts import PromptSampler
+    from openrlhf.datasets.sampler import PromptSampler
     from openrlhf.observe.observer import Observer
     from openrlhf.observe.run_folder import RunFolder
     from openrlhf.trainer.checkpoints import CheckpointFolder

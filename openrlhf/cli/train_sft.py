@@ -132,10 +132,14 @@ def build_datasets(config: SFTConfig, tokenizer):
         )
 
     data, evaluation = config.data, config.eval
-    train_set = build(data.dataset, "--data.dataset", data.dataset_split, data.dataset_probs, data.max_samples)
+    train_set = build(
+        data.dataset, "--data.dataset", data.dataset_split, data.dataset_probs, data.max_samples
+    )
     if not evaluation.dataset:
         return train_set, None
-    return train_set, build(evaluation.dataset, "--eval.dataset", evaluation.split, None, evaluation.max_samples)
+    return train_set, build(
+        evaluation.dataset, "--eval.dataset", evaluation.split, None, evaluation.max_samples
+    )
 
 
 def _columns(config: SFTConfig) -> dict[str, str | None]:

@@ -1,4 +1,5 @@
-"""The engines' control plane for the trainer's rank 0, over Ray. See engine/weight_sync.py for the protocol."""
+"""The engines' control plane for the trainer's rank 0, over Ray. See engine/weight_sync.py for the
+protocol."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,7 +25,9 @@ class RayEngineClient:
             init_info if first is None else init_info | {"rank_offset": first + i * self.workers_per_engine}
             for i in range(len(self.engines))
         ]
-        ray.get([e.init_weight_transfer_engine.remote(info) for e, info in zip(self.engines, infos, strict=True)])
+        ray.get(
+            [e.init_weight_transfer_engine.remote(info) for e, info in zip(self.engines, infos, strict=True)]
+        )
 
     def start_weight_update(self) -> None:
         self._all(lambda engine: engine.start_weight_update.remote())
@@ -37,7 +40,9 @@ class RayEngineClient:
         self._all(lambda engine: engine.finish_weight_update.remote(version))
 
     def checksums(self) -> list[int]:
-        return [c for checksums in self._all(lambda engine: engine.loaded_checksums.remote()) for c in checksums]
+        return [
+            c for checksums in self._all(lambda engine: engine.loaded_checksums.remote()) for c in checksums
+        ]
 
     def _all(self, call: Callable[[ActorHandle], ray.ObjectRef]) -> list:
         return ray.get([call(engine) for engine in self.engines])

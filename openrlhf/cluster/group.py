@@ -1,7 +1,7 @@
 """Models of many ranks, as the trainer sees them: engine/interfaces.py over Ray actors."""
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -25,7 +25,7 @@ class Group(Generic[WorkerT]):
     def __init__(self, worker_class: type[WorkerT], config: PPOConfig, bundles: Bundles) -> None:
         """Creates the ranks' processes; `start` loads the model."""
         self.config = config
-        self.workers = [
+        self.workers: list[Any] = [  # actor handles, whose methods Ray does not type
             ray.remote(worker_class).options(**bundles.options(rank)).remote(config, rank, bundles.count)
             for rank in range(bundles.count)
         ]
@@ -39,11 +39,11 @@ class Group(Generic[WorkerT]):
         ]
 
         def in_order(results: list[list[Tensor]]) -> list[Tensor]:
-            outputs: list[Tensor] = [None] * len(samples)
+            outputs: dict[int, Tensor] = {}
             for share, tensors in zip(shares, results, strict=True):
                 for i, tensor in zip(share, tensors, strict=False):
                     outputs[i] = tensor
-            return outputs
+            return [outputs[i] for i in range(len(samples))]
 
         return Gathered(refs, in_order)
 
@@ -75,7 +75,8 @@ class PolicyGroup(Group[PolicyWorker]):
         return self.on_all(lambda worker: worker.start.remote(address, port, total_steps))
 
     def update(self, experiences: Sequence[Experience], kl_coef: float) -> Gathered[Metrics]:
-        """`train.max_epochs` passes in batches of `train.batch_size`; metrics are means over the optimizer steps."""
+        """`train.max_epochs` passes in batches of `train.batch_size`; metrics are means over the optimizer
+        steps."""
         train = self.config.train
         schedule = training_schedule(
             [e.sample.length for e in experiences],

@@ -2,6 +2,8 @@
 
 import math
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import ray
 
@@ -15,8 +17,16 @@ def start_ray() -> None:
     """Join the cluster that RAY_ADDRESS names or that runs on this machine, else start one here."""
     if ray.is_initialized():
         return
-    quiet = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    options = {"runtime_env": {"env_vars": quiet}, "log_to_driver": True, "logging_level": "ERROR"}
+    quiet = {
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    options: dict[str, Any] = {
+        "runtime_env": {"env_vars": quiet},
+        "log_to_driver": True,
+        "logging_level": "ERROR",
+    }
     if "RAY_ADDRESS" not in os.environ:
         import torch
 
@@ -30,14 +40,14 @@ def cluster_has_gpus() -> bool:
     return ray.cluster_resources().get("GPU", 0) > 0
 
 
-def resource_problems(config: PPOConfig, resources: dict[str, float]) -> list[str]:
+def resource_problems(config: PPOConfig, resources: Mapping[str, float]) -> list[str]:
     """One text for each flag that asks for more than the cluster has."""
     demands = _demands(config)
     gpus, cores = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
     if gpus == 0:
         return [
-            f"{flag} asks for {count} ranks; the cluster has no GPU and {cores} CPU cores, and a rank needs a core. "
-            f"Ask for at most {cores}."
+            f"{flag} asks for {count} ranks; the cluster has no GPU and {cores} CPU cores, and a rank needs "
+            f"a core. Ask for at most {cores}."
             for flag, count in demands
             if count > max(cores, 2)
         ]

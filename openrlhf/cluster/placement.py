@@ -1,4 +1,5 @@
-"""Who sits where. With GPUs a role holds bundles of a Ray placement group; without, everybody shares the cores."""
+"""Who sits where. With GPUs a role holds bundles of a Ray placement group; without, everybody shares the
+cores."""
 
 import math
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ class Bundles:
         return {"num_cpus": SHARE, "num_gpus": SHARE, "scheduling_strategy": strategy}
 
     def engine_options(self, index: int, tensor_parallel_size: int) -> tuple[dict, dict[str, str]]:
-        """Ray options and environment of the engine on the bundles from `index * tensor_parallel_size` on. An engine
-        drives all of its GPUs itself, so it claims none from Ray and is told which are its own."""
+        """Ray options and environment of the engine on the bundles from `index * tensor_parallel_size` on. An
+        engine drives all of its GPUs itself, so it claims none from Ray and is told which are its own."""
         if self.group is None:
             return {"num_cpus": 0}, {}
         bundles = range(index * tensor_parallel_size, (index + 1) * tensor_parallel_size)
@@ -37,8 +38,8 @@ class Bundles:
         nodes = {node for node, _ in places}
         if len(nodes) > 1:
             raise ValueError(
-                f"--vllm.tensor_parallel_size {tensor_parallel_size}: engine {index} would span {len(nodes)} nodes. "
-                f"Choose a size that divides the GPUs of a node."
+                f"--vllm.tensor_parallel_size {tensor_parallel_size}: engine {index} would span {len(nodes)} "
+                f"nodes. Choose a size that divides the GPUs of a node."
             )
         gpus = ",".join(str(gpu) for _, gpu in places)
         strategy = NodeAffinitySchedulingStrategy(nodes.pop(), soft=False)

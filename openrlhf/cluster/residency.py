@@ -1,8 +1,9 @@
-"""Who holds the GPU's memory when engines and trainers share it. Without sleep flags, or without GPUs, everyone stays.
+"""Who holds the GPU's memory when engines and trainers share it. Without sleep flags, or without GPUs,
+everyone stays.
 
-    generate   engines awake: weights and KV cache       trainer's optimizer state on the CPU
-    update     engines asleep                            trainer's optimizer state back (see cluster/worker.py)
-    sync       engines' weights awake, no KV cache yet   trainer's optimizer state on the CPU
+generate   engines awake: weights and KV cache       trainer's optimizer state on the CPU
+update     engines asleep                            trainer's optimizer state back (see cluster/worker.py)
+sync       engines' weights awake, no KV cache yet   trainer's optimizer state on the CPU
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -40,12 +41,16 @@ class EngineActor(VLLMEngine):
             use_fast=not config.data.disable_fast_tokenizer,
             chat_template=config.data.tokenizer_chat_template,
         )
+        reward_path = config.reward.function_path
+        assert reward_path is not None  # config/checks.py knows no other source of rewards
         self.reward = RewardFunction(
-            config.reward.function_path, timeout=config.reward.timeout, num_workers=config.reward.num_workers
+            reward_path, timeout=config.reward.timeout, num_workers=config.reward.num_workers
         )
         executor = SingleTurnAgentExecutor(self.reward)
         self.runner = EpisodeRunner(self, tokenizer, executor, stop_token_ids(path, tokenizer))
-        self.samplings = {s.purpose: s for s in (Sampling.for_training(config), Sampling.for_evaluation(config))}
+        self.samplings = {
+            s.purpose: s for s in (Sampling.for_training(config), Sampling.for_evaluation(config))
+        }
 
     async def run_group(self, prompt: Prompt, purpose: str) -> list[Trajectory]:
         """All samples of one prompt; `purpose` is train or eval."""
@@ -77,7 +82,11 @@ def transfer_backend(config: PPOConfig, on_gpu: bool) -> str:
     """Shared memory where trainer and engines share GPUs, else the network; without GPUs NCCL cannot run."""
     if not on_gpu:
         return "gloo"
-    return "ipc" if config.train.colocate_all and config.vllm.sync_backend == "nccl" else config.vllm.sync_backend
+    return (
+        "ipc"
+        if config.train.colocate_all and config.vllm.sync_backend == "nccl"
+        else config.vllm.sync_backend
+    )
 
 
 class RolloutGroup:
@@ -86,11 +95,13 @@ class RolloutGroup:
         self.config, self.on_gpu = config, on_gpu
         environment = engine_environment(engine_options(config, on_gpu))
         tensor_parallel_size = config.vllm.tensor_parallel_size
-        self.engines: list[ActorHandle] = []
+        self.engines: list[Any] = []  # actor handles, whose methods Ray does not type
         for i in range(config.num_engines):
             options, devices = bundles.engine_options(i, tensor_parallel_size)
             runtime_env = {"env_vars": environment | devices}
-            actor = ray.remote(EngineActor).options(**options, runtime_env=runtime_env, max_concurrency=MAX_CALLS)
+            actor = ray.remote(EngineActor).options(
+                **options, runtime_env=runtime_env, max_concurrency=MAX_CALLS
+            )
             self.engines.append(actor.remote(config, on_gpu))
         self.client = RayEngineClient(self.engines, tensor_parallel_size)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")

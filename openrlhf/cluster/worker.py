@@ -4,14 +4,15 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Generic, TypeVar
 
 import ray
 from torch import Tensor
 
 from openrlhf.algos.balance import pack_to_budget
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
 from openrlhf.device import DEVICE_TYPE
+from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
 from openrlhf.engine.distributed import free_port, init_distributed, release_cached_memory
 from openrlhf.engine.weight_sync import EngineClient, WeightSender
 from openrlhf.models.loading import load_causal_lm, load_tokenizer
@@ -19,9 +20,14 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.objectives.actor import ActorObjective
 from openrlhf.types import Experience, ExperienceRow, Metrics, PackedRow, Sample
 
+ModelT = TypeVar("ModelT", DeepSpeedEngine, FrozenModel)
 
-class ModelWorker:
+
+class ModelWorker(Generic[ModelT]):
     """One rank of a model: joins the others and answers forwards."""
+
+    model: ModelT
+    """Since `start`."""
 
     def __init__(self, config: PPOConfig, rank: int, world_size: int) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
@@ -48,17 +54,17 @@ class ModelWorker:
         rollout, train = self.config.rollout, self.config.train
         groups = row_groups(
             [s.length for s in samples],
-            max_tokens=rollout.max_tokens_per_gpu or train.max_tokens_per_gpu if train.dynamic_batch_enable else None,
+            max_tokens=self.config.rollout_tokens_per_gpu if train.dynamic_batch_enable else None,
             max_sequences=rollout.micro_batch_size,
         )
         rows = [PackedRow.of([samples[i] for i in group]) for group in groups]
         read = partial(_log_probs, temperature=rollout.temperature)
-        outputs: list[Tensor] = [None] * len(samples)
+        outputs: dict[int, Tensor] = {}
         for group, log_probs in zip(groups, self.model.forward(rows, read), strict=True):
             parts = log_probs.split([samples[i].num_actions for i in group])
             for i, part in zip(group, parts, strict=True):
                 outputs[i] = part
-        return outputs
+        return [outputs[i] for i in range(len(samples))]
 
     def build_model(self) -> PolicyModel:
         ds = self.config.ds
@@ -73,13 +79,13 @@ class ModelWorker:
         )
 
 
-class ReferenceWorker(ModelWorker):
+class ReferenceWorker(ModelWorker[FrozenModel]):
     def start(self, address: str, port: int) -> None:
         self.join(address, port)
         self.model = FrozenModel(self.build_model, ds=self.config.ds, offload=self.config.ref.offload)
 
 
-class PolicyWorker(ModelWorker):
+class PolicyWorker(ModelWorker[DeepSpeedEngine]):
     def start(self, address: str, port: int, total_steps: int) -> None:
         self.join(address, port)
         actor = self.config.actor
@@ -96,12 +102,14 @@ class PolicyWorker(ModelWorker):
     def update(
         self, experiences: Sequence[Experience], windows: Sequence[Sequence[int]], kl_coef: float
     ) -> list[Metrics]:
-        """One optimizer step for each window; a window lists the experiences that are this rank's share of a batch."""
+        """One optimizer step for each window; a window lists the experiences that are this rank's share of a
+        batch."""
         config = self.config
         objective = ActorObjective.from_config(config.actor, config.algo, config.rollout.temperature, kl_coef)
         with self._optimizer_present():
             return [
-                self.model.train_step(self._rows([experiences[i] for i in window]), objective) for window in windows
+                self.model.train_step(self._rows([experiences[i] for i in window]), objective)
+                for window in windows
             ]
 
     def open_weight_sync(
@@ -170,7 +178,9 @@ def row_groups(lengths: Sequence[int], *, max_tokens: int | None, max_sequences:
     """Which sequences share a row: as many as fit `max_tokens`, or `max_sequences` where that is None."""
     if max_tokens is not None:
         return pack_to_budget(lengths, max_tokens)
-    return [list(range(i, min(i + max_sequences, len(lengths)))) for i in range(0, len(lengths), max_sequences)]
+    return [
+        list(range(i, min(i + max_sequences, len(lengths)))) for i in range(0, len(lengths), max_sequences)
+    ]
 
 
 def _log_probs(model, row: PackedRow, temperature: float) -> Tensor:

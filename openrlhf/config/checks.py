@@ -398,7 +398,7 @@ def split_spec(spec: str) -> list[str]:
 def _dataset_path(item: str) -> str:
     """`path@data_dir`, unless the whole exists."""
     whole = os.path.expanduser(item)
-    path, at, data_dir = whole.partition("@")
+    path, at, data_dir = whole.rpartition("@")
     return os.path.join(path, data_dir) if at and not os.path.exists(whole) else whole
 
 

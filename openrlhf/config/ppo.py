@@ -224,7 +224,8 @@ class PromptDataConfig:
     disable_fast_tokenizer: bool = False
     """Use the slow tokenizer."""
     dataloader_num_workers: CountOrZero = 0
-    """Accepted for old commands: rows are tokenised before training starts, by the tokenizer's own threads."""
+    """Accepted for old commands: rows are tokenised before training starts, by the tokenizer's own
+    threads."""
     image_key: str = "images"
     """Column with images."""
     max_images_per_prompt: CountOrZero = 0

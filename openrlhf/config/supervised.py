@@ -49,7 +49,8 @@ class DataConfig:
     disable_fast_tokenizer: bool = False
     """Use the slow tokenizer."""
     dataloader_num_workers: CountOrZero = 0
-    """Accepted for old commands: rows are tokenised before training starts, by the tokenizer's own threads."""
+    """Accepted for old commands: rows are tokenised before training starts, by the tokenizer's own
+    threads."""
     bad_rows: BadRows = "error"
     """A row that cannot be used (missing column, wrong type, nothing to train on) stops the run, or is left
     out and counted."""

@@ -73,8 +73,9 @@ class Windows:
         return [mine + [[]] * (num_rows - len(mine)) for mine in rows]
 
     def _rows(self, mine: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        if self._max_tokens is None:
-            return [mine[i : i + self._micro_batch_size] for i in range(0, len(mine), self._micro_batch_size)]
+        if (size := self._micro_batch_size) is not None:
+            return [list(mine[i : i + size]) for i in range(0, len(mine), size)]
+        assert self._max_tokens is not None
         packed = pack_to_budget([lengths[i] for i in mine], self._max_tokens)
         return [[mine[i] for i in row] for row in packed]
 

@@ -1,41 +1,18 @@
-"""Prompts for RL and evaluation, and the order in which a run asks for them."""
+"""From rows to prompts for RL and evaluation."""
 
 import logging
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.bad_rows import Policy, bad_row_error, read_rows, value_of
-from openrlhf.datasets.order import epoch_order
+from openrlhf.datasets.sampler import PromptDataset
 from openrlhf.datasets.sources import Row, Rows
 from openrlhf.datasets.templates import check_templates, render_prompt
 from openrlhf.types import Prompt
 
 logger = logging.getLogger(__name__)
-
-
-class PromptDataset(Sequence[Prompt]):
-    """All prompts of a run. `skipped` rows were left out by `--data.bad_rows skip`."""
-
-    def __init__(self, prompts: Sequence[Prompt], skipped: int = 0):
-        self._prompts = tuple(prompts)
-        self.skipped = skipped
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __getitem__(self, i: int) -> Prompt:
-        return self._prompts[i]
-
-    def fingerprint(self) -> int:
-        """Changes when a prompt, or the order of the prompts, does."""
-        crc = 0
-        for prompt in self._prompts:
-            crc = zlib.crc32(prompt.text.encode(), crc)
-        return crc
 
 
 def build_prompts(
@@ -84,65 +61,6 @@ def build_prompts(
     if not prompts:
         raise ValueError(f"All {len(rows)} prompts were skipped. The first is {rows.origin(0)}.")
     return PromptDataset(prompts, skipped)
-
-
-class PromptSampler:
-    """Hands out prompts, each once in an episode, in an order that depends on the seed and the episode alone.
-
-    num_episodes None: for ever.
-    """
-
-    def __init__(
-        self, prompts: PromptDataset, *, seed: int, num_episodes: int | None = None, shuffle: bool = True
-    ):
-        self._prompts = prompts
-        self._seed = seed
-        self._num_episodes = num_episodes
-        self._shuffle = shuffle
-        self._start(episode=0, position=0)
-
-    @property
-    def episode(self) -> int:
-        """The episode of the next prompt."""
-        return self._episode
-
-    def next_batch(self, n: int) -> list[Prompt]:
-        """The next n prompts. The last batch of an episode holds what is left of it; after the last episode:
-        []."""
-        if self._episode == self._num_episodes:
-            return []
-        chosen = self._order[self._position : self._position + n]
-        batch = [replace(self._prompts[i], episode=self._episode) for i in chosen]
-        if self._position + n < len(self._order):
-            self._position += n
-        else:
-            self._start(self._episode + 1, position=0)
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "episode": self._episode,
-            "position": self._position,
-            "seed": self._seed,
-            "num_prompts": len(self._prompts),
-            "fingerprint": self._prompts.fingerprint(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue as the sampler that wrote `state` would have. ValueError when it read other prompts."""
-        here = self.state_dict()
-        for key in ("seed", "num_prompts", "fingerprint"):
-            if state[key] != here[key]:
-                raise ValueError(
-                    f"The checkpoint is of other prompts: {key} was {state[key]}, and is {here[key]}.\n"
-                    "Resume with the same --data.prompt_dataset, templates and seed, or start a new run."
-                )
-        self._start(state["episode"], state["position"])
-
-    def _start(self, episode: int, position: int) -> None:
-        self._episode = episode
-        self._position = position
-        self._order = epoch_order(len(self._prompts), seed=self._seed, epoch=episode, shuffle=self._shuffle)
 
 
 def _token_counts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:

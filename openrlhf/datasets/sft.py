@@ -20,7 +20,7 @@ from openrlhf.types import Sample
 logger = logging.getLogger(__name__)
 
 
-class SFTDataset(Sequence[Sample]):
+class SFTDataset:
     """Samples in flat arrays: 5 bytes for each token."""
 
     def __init__(self) -> None:
@@ -90,6 +90,7 @@ def build_sft_samples(
             return _pretrain_text(row, input_key)
         if apply_chat_template:
             return _chat_text(row, tokenizer, input_key, output_key, multiturn)
+        assert output_key is not None  # _check_keys
         return _plain_text(row, tokenizer, input_key, output_key, input_template)
 
     read_texts, skipped = read_rows(rows, read, bad_rows)

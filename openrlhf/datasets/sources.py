@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from openrlhf.config.checks import split_spec
 
 Row = dict[str, Any]
 
@@ -48,7 +50,7 @@ class Part:
         return f"{self.name} row {row + 1}" if self.lines is None else f"{self.name}:{self.lines[row]}"
 
 
-class Rows(Sequence[Row]):
+class Rows:
     """Rows of one or several parts in the order they are used."""
 
     def __init__(self, parts: Sequence[Part], index: np.ndarray):
@@ -71,6 +73,9 @@ class Rows(Sequence[Row]):
     def __getitem__(self, i: int) -> Row:
         part, row = self._index[i].tolist()
         return self._parts[part].rows[row]
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
 
     def origin(self, i: int) -> str:
         """Where row i stands: "train.jsonl:3" (line 3) or "train.parquet row 3", counted from 1."""
@@ -140,23 +145,6 @@ def check_columns(
             _check_columns_exist(part, required_columns)
 
 
-def split_spec(spec: str) -> list[str]:
-    """The items of a comma list; pieces that together are a path on disk are one item."""
-    pieces, items = spec.split(","), []
-    while pieces:
-        joined = (n for n in range(len(pieces), 1, -1) if _is_on_disk(",".join(pieces[:n]).strip()))
-        size = next(joined, 1)
-        items.append(",".join(pieces[:size]).strip())
-        pieces = pieces[size:]
-    return items
-
-
-def _is_on_disk(item: str) -> bool:
-    return Path(item).expanduser().exists() or (
-        "@" in item and Path(item.rpartition("@")[0]).expanduser().exists()
-    )
-
-
 def _load(item: str, split: str, flag: str) -> list[Part]:
     place = _find(item, flag)
     if place is None:
@@ -217,7 +205,7 @@ def _read_saved(place: Path, split: str, flag: str) -> Part:
     if isinstance(saved, datasets.Dataset):
         return Part.of_table(str(place), saved)
     if split not in saved:
-        raise _no_split(place, split, saved, flag)
+        raise _no_split(place, split, map(str, saved), flag)
     return Part.of_table(f"{place}/{split}", saved[split])
 
 
@@ -351,7 +339,9 @@ def _csv_lines(path: Path, flag: str) -> Iterator[tuple[int, Row]]:
         try:
             for row in reader:
                 if None in row or None in row.values():
-                    raise csv.Error(f"a row must have {len(reader.fieldnames)} values, as the header has")
+                    raise csv.Error(
+                        f"a row must have {len(reader.fieldnames or ())} values, as the header has"
+                    )
                 line = reader.line_num
                 yield line, row
         except (csv.Error, UnicodeDecodeError) as error:
@@ -419,10 +409,10 @@ def _check_columns_exist(part: Part, required: Mapping[str, str | None]) -> None
 
 def _check_one_type(parts: Sequence[Part], required: Mapping[str, str | None]) -> None:
     for flag, column in required.items():
+        if column is None:
+            continue
         first: tuple[str, str] | None = None
-        for origin, value in (
-            value for part in parts for value in _values(part, column) if column is not None
-        ):
+        for origin, value in (value for part in parts for value in _values(part, column)):
             found = kind(value)
             first = first or (found, origin)
             if found != first[0]:
@@ -439,7 +429,7 @@ def _values(part: Part, column: str) -> Iterator[tuple[str, Any]]:
             if row.get(column) is not None:
                 yield part.origin(i), row[column]
         return
-    column_alone = part.rows.select_columns([column])
+    column_alone = cast(Iterable[Row], part.rows.select_columns([column]))
     found = ((part.origin(i), row[column]) for i, row in enumerate(column_alone) if row[column] is not None)
     yield from islice(found, 1)
 

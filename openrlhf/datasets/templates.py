@@ -1,7 +1,7 @@
 """How rows become text: the one home of chat templates and input templates."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -71,8 +71,9 @@ def render_messages(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool
 ) -> str:
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except (TemplateError, TypeError) as error:  # roles out of order, content that the template cannot join
         raise BadRow(f"the chat template refuses the messages: {error}") from error
+    return cast(str, text)  # tokenize=False

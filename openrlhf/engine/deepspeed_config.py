@@ -1,12 +1,14 @@
 """The dictionary that DeepSpeed wants, from the `ds.*` flags."""
 
+from typing import Any
+
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.device import DEVICE_TYPE
 
 
 def training_config(ds: DeepSpeedConfig, *, max_norm: float) -> dict:
-    """For a model that is trained. Accumulation stays at 1: the engine drives the boundary itself, because the number
-    of micro-batches differs from step to step."""
+    """For a model that is trained. Accumulation stays at 1: the engine drives the boundary itself, because
+    the number of micro-batches differs from step to step."""
     zero = _zero_section(ds)
     if ds.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": DEVICE_TYPE == "cuda"}
@@ -18,7 +20,7 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float) -> dict:
 
 def inference_config(ds: DeepSpeedConfig, *, offload: bool) -> dict:
     """For a frozen model whose weights are sharded over the ranks, and kept on the CPU with `offload`."""
-    zero = {"stage": 3, "stage3_param_persistence_threshold": "auto"}
+    zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": "auto"}
     if offload:
         zero["offload_param"] = {"device": "cpu", "pin_memory": DEVICE_TYPE == "cuda"}
     return _common(ds, zero)

@@ -4,6 +4,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import deepspeed
 import torch
@@ -13,26 +14,28 @@ from transformers import get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
-from openrlhf.engine.deepspeed_config import inference_config, training_config
 from openrlhf.device import DEVICE_TYPE
+from openrlhf.engine.deepspeed_config import inference_config, training_config
 from openrlhf.engine.distributed import current_device
 from openrlhf.engine.interfaces import Objective, RowT
+from openrlhf.models.policy import PolicyModel
 from openrlhf.types import LossNorm, Metrics
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's older calls
+# DeepSpeed's older calls
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
 class DeepSpeedEngine:
     """One rank of a model in training, at any ZeRO stage. `init_distributed` comes first.
 
-    `build_model` returns a module whose `.model` is a Hugging Face model (see models/policy.py); it is called here so
-    that at stage 3 no rank ever holds the whole model.
+    `build_model` returns a module whose `.model` is a Hugging Face model (see models/policy.py); it is called
+    here so that at stage 3 no rank ever holds the whole model.
     """
 
     def __init__(
         self,
-        build_model: Callable[[], nn.Module],
+        build_model: Callable[[], PolicyModel],
         *,
         optim: OptimConfig,
         ds: DeepSpeedConfig,
@@ -42,7 +45,8 @@ class DeepSpeedEngine:
     ) -> None:
         """`total_steps`: optimizer steps of the whole run, which the learning rate schedule needs."""
         self.stage = ds.zero_stage
-        # DeepSpeed neither reports nor exposes the norm at stage 0 in float32, so there the engine clips by itself.
+        # DeepSpeed neither reports nor exposes the norm at stage 0 in float32, so there the engine clips by
+        # itself.
         self.clips_itself = self.stage == 0 and ds.param_dtype == "fp32"
         self.max_norm = optim.max_norm
         config = training_config(ds, max_norm=0.0 if self.clips_itself else optim.max_norm)
@@ -67,14 +71,15 @@ class DeepSpeedEngine:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     @property
-    def module(self) -> nn.Module:
-        return self.engine.module
+    def module(self) -> PolicyModel:
+        return cast(PolicyModel, self.engine.module)
 
     def train_step(self, window: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
         """One optimizer step over the rows that all ranks hold; `window` is this rank's, at least one row.
 
-        Returns the objective's metrics over all ranks, and `grad_norm` (before clipping), `lr` and `num_tokens` (those
-        with a loss). Raises FloatingPointError on every rank where one of them is not finite.
+        Returns the objective's metrics over all ranks, and `grad_norm` (before clipping), `lr` and
+        `num_tokens` (those with a loss). Raises FloatingPointError on every rank where one of them is not
+        finite.
         """
         rows, norm = self._agree(window)
         self.module.train()
@@ -90,14 +95,17 @@ class DeepSpeedEngine:
         grad_norm = self._clip() if self.clips_itself else None
         self.engine.step()
         if grad_norm is None:
-            grad_norm = float(self.engine.get_global_grad_norm())
+            found = self.engine.get_global_grad_norm()
+            assert found is not None  # but in the one case in which the engine clips itself
+            grad_norm = float(found)
         metrics = self._sum_over_ranks(shares) | {"grad_norm": grad_norm}
         _check_finite(metrics, self.engine.global_steps)
         return metrics | {"lr": lr, "num_tokens": norm.num_tokens}
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
-        """The objective's metrics over all rows of all ranks, as one batch; `rows` is this rank's, at least one."""
+        """The objective's metrics over all rows of all ranks, as one batch; `rows` is this rank's, at least
+        one."""
         rows, norm = self._agree(rows)
         self.module.eval()
         shares: dict[str, Tensor] = {}
@@ -114,8 +122,8 @@ class DeepSpeedEngine:
         return [read(self.engine, row.to(self.device)).cpu() for row in padded][: len(rows)]
 
     def weights(self, bucket_bytes: int = 256 << 20) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in full, by its Hugging Face name. All ranks must iterate together: at stage 3 each bucket
-        is a collective. A tensor is valid until the next one is asked for."""
+        """Every parameter in full, by its Hugging Face name. All ranks must iterate together: at stage 3 each
+        bucket is a collective. A tensor is valid until the next one is asked for."""
         bucket, size = [], 0
         for name, param in self.module.model.named_parameters():
             bucket.append((name, param))
@@ -140,19 +148,24 @@ class DeepSpeedEngine:
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
         path, client_state = self.engine.load_checkpoint(folder, tag=tag)
-        if path is None:
+        if path is None or client_state is None:
             raise ValueError(f"--ckpt.path {folder}: checkpoint {tag} could not be loaded from there")
         return client_state["openrlhf"]
 
     def export(self, folder: str) -> None:
-        """Collective. Rank 0 writes the model in Hugging Face format; every rank returns when it is on disk."""
+        """Collective. Rank 0 writes the model in Hugging Face format; every rank returns when it is on
+        disk."""
         state = {}
         for name, tensor in self.weights():
             if self.rank == 0:
                 state[name] = tensor.detach().cpu().clone()
         if self.rank == 0:
             model = self.module.model
-            state |= {name: b.cpu() for name, b in model.state_dict().items() if name not in state and _is_buffer(model, name)}
+            state |= {
+                name: b.cpu()
+                for name, b in model.state_dict().items()
+                if name not in state and _is_buffer(model, name)
+            }
             model.save_pretrained(folder, state_dict=state)
         dist.barrier()
 
@@ -166,8 +179,8 @@ class DeepSpeedEngine:
             self.engine.reload_states()
 
     def _agree(self, rows: Sequence[RowT]) -> tuple[list[RowT], LossNorm]:
-        """The same number of rows on every rank (collectives inside forward and backward count them), and the totals
-        that losses divide by."""
+        """The same number of rows on every rank (collectives inside forward and backward count them), and the
+        totals that losses divide by."""
         mine = torch.tensor(
             [len(rows), sum(r.num_tokens for r in rows), sum(r.num_sequences for r in rows)],
             dtype=torch.float64,
@@ -199,10 +212,10 @@ class DeepSpeedEngine:
 
 
 class FrozenModel:
-    """One rank of a model that only answers: the reference. Sharded at ZeRO stage 3 or when offloaded, else a copy on
-    every rank."""
+    """One rank of a model that only answers: the reference. Sharded at ZeRO stage 3 or when offloaded, else a
+    copy on every rank."""
 
-    def __init__(self, build_model: Callable[[], nn.Module], *, ds: DeepSpeedConfig, offload: bool) -> None:
+    def __init__(self, build_model: Callable[[], PolicyModel], *, ds: DeepSpeedConfig, offload: bool) -> None:
         self.device = current_device()
         self.sharded = ds.zero_stage == 3 or (offload and DEVICE_TYPE == "cuda")
         config = inference_config(ds, offload=offload)
@@ -255,7 +268,8 @@ def _check_finite(metrics: Metrics, step: int) -> None:
     bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
     if bad:
         raise FloatingPointError(
-            f"optimizer step {step}: {', '.join(f'{k} is {v}' for k, v in bad.items())}. Nothing was saved after it.\n"
+            f"optimizer step {step}: {', '.join(f'{k} is {v}' for k, v in bad.items())}. "
+            "Nothing was saved after it.\n"
             f"Lower the learning rate, or look at this step's rollouts and data in the run folder."
         )
 

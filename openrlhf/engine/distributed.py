@@ -15,11 +15,16 @@ BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 def current_device() -> torch.device:
     """This process's device, after `init_distributed`."""
-    return torch.device(DEVICE_TYPE, torch.cuda.current_device()) if DEVICE_TYPE == "cuda" else torch.device("cpu")
+    return (
+        torch.device(DEVICE_TYPE, torch.cuda.current_device())
+        if DEVICE_TYPE == "cuda"
+        else torch.device("cpu")
+    )
 
 
 def init_distributed(timeout_minutes: int = 60) -> None:
-    """Join the group of ranks that the environment describes: torchrun's, deepspeed's, Ray's, or a group of one."""
+    """Join the group of ranks that the environment describes: torchrun's, deepspeed's, Ray's, or a group of
+    one."""
     for name, value in _group_of_one().items():
         os.environ.setdefault(name, value)
     if DEVICE_TYPE == "cuda":
@@ -32,7 +37,8 @@ def init_distributed(timeout_minutes: int = 60) -> None:
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seed Python, NumPy and torch. `deterministic` also forbids kernels whose result may differ between runs."""
+    """Seed Python, NumPy and torch. `deterministic` also forbids kernels whose result may differ between
+    runs."""
     from transformers import enable_full_determinism, set_seed
 
     (enable_full_determinism if deterministic else set_seed)(seed)

@@ -1,7 +1,8 @@
 """What a trainer may ask of the machinery. The only lines that DeepSpeed, vLLM and Ray hide behind.
 
-Every verb of a group returns at once. Work on different devices overlaps until somebody asks for a result; models
-that share devices take turns, and moving them in and out is their own affair (see cluster/residency.py).
+Every verb of a group returns at once. Work on different devices overlaps until somebody asks for a result;
+models that share devices take turns, and moving them in and out is their own affair (see
+cluster/residency.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +38,8 @@ class Row(Protocol):
 RowT = TypeVar("RowT", bound=Row)
 
 Objective = Callable[[Callable, RowT, LossNorm], tuple[Tensor, dict[str, Tensor]]]
-"""(model, row, norm) -> (loss, metrics): the row's share of the step's loss and of each metric. The shares of all rows
-on all ranks add up to the value."""
+"""(model, row, norm) -> (loss, metrics): the row's share of the step's loss and of each metric. The shares of
+all rows on all ranks add up to the value."""
 
 
 class TrainEngine(Protocol):

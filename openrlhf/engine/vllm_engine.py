@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 CPU_KV_CACHE_GB = 0.25
-"""KV cache of an engine without a GPU, unless `--vllm.kv_cache_gb` says otherwise. vLLM's own unit is a whole GiB."""
+"""KV cache of an engine without a GPU, unless `--vllm.kv_cache_gb` says otherwise. vLLM's own unit is a whole
+GiB."""
 
 CPU_BATCHED_TOKENS = 4096
 """Tokens of one step of an engine without a GPU."""
@@ -71,9 +72,11 @@ class VLLMEngine:
     async def start(self) -> None:
         """Load the model."""
         from vllm.config import WeightTransferConfig
+        from vllm.config.model import ModelDType
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        dtypes: dict[str, ModelDType] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
         options = self.options
         kv_cache_gb = options.kv_cache_gb
         if kv_cache_gb is None and not options.on_gpu:
@@ -81,14 +84,15 @@ class VLLMEngine:
         self.llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=options.model,
-                dtype={"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[options.dtype],
+                dtype=dtypes[options.dtype],
                 max_model_len=options.max_len,
                 seed=options.seed,
                 tensor_parallel_size=options.tensor_parallel_size,
                 enable_prefix_caching=options.enable_prefix_caching,
                 # There are no graphs to capture on a CPU, and compiling there costs more than it gives back.
                 enforce_eager=options.enforce_eager or not options.on_gpu,
-                # A prompt computed in parts would rewind the random state of its request, which CPU generators cannot.
+                # A prompt computed in parts would rewind the random state of its request, which CPU
+                # generators cannot.
                 enable_chunked_prefill=None if options.on_gpu else False,
                 max_num_batched_tokens=None if options.on_gpu else max(options.max_len, CPU_BATCHED_TOKENS),
                 enable_sleep_mode=options.enable_sleep,
@@ -103,15 +107,20 @@ class VLLMEngine:
                 weight_transfer_config=WeightTransferConfig(backend=f"openrlhf_{options.transfer_backend}"),
             )
         )
+        await self._bounded(self.llm.update_weight_version("0"))  # vLLM's own name for it is no number
 
-    async def generate(self, prompt_token_ids: list[int], sampling_params, multi_modal_data: dict | None = None):
+    async def generate(
+        self, prompt_token_ids: list[int], sampling_params, multi_modal_data: dict | None = None
+    ):
         """One request; returns vLLM's RequestOutput. Raises vLLM's errors."""
-        prompt: dict[str, Any] = {"prompt_token_ids": prompt_token_ids}
+        from vllm.inputs import TokensPrompt
+
+        prompt = TokensPrompt(prompt_token_ids=prompt_token_ids)
         if multi_modal_data is not None:
             prompt["multi_modal_data"] = multi_modal_data
         output = None
-        async for output in self.llm.generate(prompt, sampling_params, request_id=uuid.uuid4().hex):
-            pass
+        async for latest in self.llm.generate(prompt, sampling_params, request_id=uuid.uuid4().hex):
+            output = latest
         return output
 
     async def init_weight_transfer_engine(self, init_info: dict) -> None:
@@ -119,11 +128,11 @@ class VLLMEngine:
 
         request = WeightTransferInitRequest(init_info=init_info)
         await self._bounded(self.llm.init_weight_transfer_engine(request))
-        await self._bounded(self.llm.update_weight_version("0"))
 
     async def start_weight_update(self) -> None:
-        """Between here and `finish_weight_update` the model has no weights: scheduling anything would kill the
-        engine, so it is paused first. Requests in flight are frozen, and start over from their tokens afterwards."""
+        """Between here and `finish_weight_update` the model has no weights: scheduling anything would kill
+        the engine, so it is paused first. Requests in flight are frozen, and start over from their tokens
+        afterwards."""
         await self._bounded(self.llm.pause_generation(mode="keep", clear_cache=True))
         await self._bounded(self.llm.start_weight_update())
 

@@ -1,10 +1,11 @@
 """The inference side of a weight sync: runs inside vLLM's workers, which import it as their extension.
 
-Importing this module registers our transfer backends: `openrlhf_gloo` for machines without a GPU, and vLLM's `nccl`
-and `ipc` with a checksum of what they load.
+Importing this module registers our transfer backends: `openrlhf_gloo` for machines without a GPU, and vLLM's
+`nccl` and `ipc` with a checksum of what they load.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,13 +27,19 @@ from openrlhf.engine.weight_sync import Checksum, TensorMeta, broadcast, gloo_gr
 class WorkerExtension:
     """Methods that an engine calls on all of its workers."""
 
+    weight_transfer_engine: "CheckedLoading"
+    """Of the worker that this is mixed into."""
+
     def loaded_checksum(self) -> int:
         """Of everything loaded since the last `start_weight_update`."""
         return self.weight_transfer_engine.checksum.value
 
 
-class CheckedLoading:
+class CheckedLoading(WeightTransferEngine):
     """Mixin for transfer engines: sums up what goes into `load_weights` during an update."""
+
+    model: Any
+    """One of vLLM's, which have `load_weights`."""
 
     checksum = Checksum()
 
@@ -68,6 +75,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
 class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     """Receives buckets over a private gloo group. For CPU workers."""
 
+    model: Any
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
 
@@ -88,8 +96,8 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        # On CPU a linear layer keeps a packed copy of its weight. A reload packs again only the layers that received
-        # weights, and a tied head receives none.
+        # On CPU a linear layer keeps a packed copy of its weight. A reload packs again only the layers that
+        # received weights, and a tied head receives none.
         for module in self.model.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.quant_method.process_weights_after_loading(module)

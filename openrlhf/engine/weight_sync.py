@@ -1,4 +1,5 @@
-"""The trainer's side of a weight sync. Speaks vLLM's weight-transfer protocol; imports vLLM only for its GPU backends.
+"""The trainer's side of a weight sync. Speaks vLLM's weight-transfer protocol; imports vLLM only for its GPU
+backends.
 
     client.start_weight_update()     engines pause; their weights are being replaced
     send                             names and shapes once, then the tensors in buckets
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from torch import Tensor
 
 BUCKET_BYTES = 64 << 20
 ALIGNMENT = 64
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the type that shows its bits."""
 TIMEOUT = datetime.timedelta(seconds=300)
 
 
@@ -60,13 +63,14 @@ class EngineClient(Protocol):
 
 
 class Checksum:
-    """Order-free sum over named tensors' bits. A tensor that is missing, doubled, renamed or changed shows."""
+    """Order-free sum over named tensors' bits. A tensor that is missing, doubled, renamed or changed
+    shows."""
 
     def __init__(self) -> None:
         self.value = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        bits = tensor.detach().contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+        bits = tensor.detach().contiguous().view(INTEGERS[tensor.element_size()])
         weighted = zlib.crc32(name.encode()) * (int(bits.sum(dtype=torch.int64)) + bits.numel())
         self.value = (self.value + weighted) % (1 << 61)
 
@@ -94,7 +98,15 @@ class WeightSender:
     """One trainer rank's end. Every rank calls `send`; rank 0 talks to the engines."""
 
     def __init__(
-        self, engine, client: EngineClient, *, backend: str, address: str, port: int, num_workers: int, rank: int
+        self,
+        engine,
+        client: EngineClient,
+        *,
+        backend: str,
+        address: str,
+        port: int,
+        num_workers: int,
+        rank: int,
     ) -> None:
         """`num_workers`: vLLM workers over all engines. `address`, `port`: where rank 0 can be reached."""
         self.source, self.client, self.rank = WeightSource(engine), client, rank
@@ -110,8 +122,8 @@ class WeightSender:
             for i, loaded in enumerate(self.client.checksums()):
                 if loaded != sent:
                     raise RuntimeError(
-                        f"weight sync {version}: inference worker {i} loaded other weights than the trainer sent "
-                        f"(checksum {loaded:#x}, expected {sent:#x})"
+                        f"weight sync {version}: inference worker {i} loaded other weights than the trainer "
+                        f"sent (checksum {loaded:#x}, expected {sent:#x})"
                     )
 
 
@@ -163,7 +175,8 @@ class Bucket:
 
 
 def plan_buckets(tensors: list[TensorMeta], capacity: int = BUCKET_BYTES) -> list[Bucket]:
-    """In order, each at most `capacity` bytes unless a single tensor is larger. Both sides compute the same plan."""
+    """In order, each at most `capacity` bytes unless a single tensor is larger. Both sides compute the same
+    plan."""
     buckets: list[list[TensorMeta]] = [[]]
     size = 0
     for t in tensors:
@@ -180,10 +193,11 @@ def gloo_group(address: str, port: int, rank: int, world_size: int):
     store = dist.TCPStore(
         address, port, world_size, is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT
     )
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know its options
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
     options._timeout = TIMEOUT
-    return dist.ProcessGroupGloo(store, rank, world_size, options)
+    return gloo(store, rank, world_size, options)
 
 
 def broadcast(group, tensor: Tensor) -> None:

@@ -1,10 +1,17 @@
 """From a name or path to a model and its tokenizer."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers import PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from openrlhf.models.attention import resolve_attention
 
@@ -34,9 +41,11 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer, with a pad token (the end-of-sequence token where it has none of its own)."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, use_fast=use_fast)
+        tokenizer = cast(Any, AutoTokenizer.from_pretrained(path, use_fast=use_fast))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{flag} {path}: no tokenizer could be loaded from there: {_first_line(error)}") from error
+        raise ValueError(
+            f"{flag} {path}: no tokenizer could be loaded from there: {_first_line(error)}"
+        ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template is not None:

@@ -1,6 +1,7 @@
-"""The policy: a Hugging Face causal language model that reads packed rows and answers with log-probs of actions."""
+"""The policy: a Hugging Face causal language model that reads packed rows and answers with log-probs of
+actions."""
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -18,7 +19,8 @@ class TokenScores(NamedTuple):
 class PolicyModel(nn.Module):
     """Wraps `model` without renaming or copying a parameter: `policy.model.save_pretrained` exports it.
 
-    The forward never holds all logits: the head runs on the hidden states that predict an action, a chunk at a time.
+    The forward never holds all logits: the head runs on the hidden states that predict an action, a chunk at
+    a time.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -26,11 +28,13 @@ class PolicyModel(nn.Module):
         self.model = model
         self.head_options = _head_options(model.config)
         # Only the class changes, so parameter names, ties and ZeRO-3's hooks on the module stay as they are.
-        model.get_output_embeddings().__class__ = LogProbHead
+        head_of(model).__class__ = LogProbHead
 
     def forward(self, row: PackedRow, temperature: float = 1.0, with_entropy: bool = False) -> TokenScores:
         """`temperature` divides the logits, as it does in sampling."""
-        packing = packing_kwargs(self.model.config._attn_implementation, row.lengths, row.token_ids.device)
+        attention = self.model.config._attn_implementation
+        assert attention is not None  # models/loading.py chose it
+        packing = packing_kwargs(attention, row.lengths, row.token_ids.device)
         hidden = self.model.base_model(
             input_ids=row.token_ids[None],
             position_ids=row.position_ids[None],
@@ -40,7 +44,7 @@ class PolicyModel(nn.Module):
         ).last_hidden_state[0]
         actions = row.action_mask.nonzero()[:, 0]
         scale, softcap = self.head_options
-        log_probs, entropy = self.model.get_output_embeddings()(
+        log_probs, entropy = head_of(self.model)(
             hidden[actions - 1],
             row.token_ids[actions],
             scale=scale / temperature,
@@ -51,17 +55,25 @@ class PolicyModel(nn.Module):
 
 
 class LogProbHead(nn.Linear):
-    """A language model head that can answer with log-probs instead of logits. It is called as a module so that
-    ZeRO-3 gathers its weight around the computation."""
+    """A language model head that can answer with log-probs instead of logits. It is called as a module so
+    that ZeRO-3 gathers its weight around the computation."""
+
+    @overload
+    def forward(self, input: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, input: Tensor, targets: Tensor, *, scale=1.0, softcap=None, with_entropy=False
+    ) -> tuple[Tensor, Tensor | None]: ...
 
     def forward(
-        self, hidden: Tensor, targets: Tensor | None = None, *, scale=1.0, softcap=None, with_entropy=False
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """`targets` (A,): log-probs and entropy (A,) of softmax(scale * head(hidden)). Without: logits."""
+        self, input: Tensor, targets: Tensor | None = None, *, scale=1.0, softcap=None, with_entropy=False
+    ):
+        """`targets` (A,): log-probs and entropy (A,) of softmax(scale * head(input)). Without: logits."""
         if targets is None:
-            return super().forward(hidden)
+            return super().forward(input)
         return linear_log_probs(
-            hidden,
+            input,
             self.weight,
             targets,
             scale=scale,
@@ -71,9 +83,15 @@ class LogProbHead(nn.Linear):
         )
 
 
+def head_of(model: PreTrainedModel) -> nn.Module:
+    head = model.get_output_embeddings()
+    assert head is not None  # a causal language model has one
+    return head
+
+
 def _head_options(config) -> tuple[float, float | None]:
-    """What the architecture does to its logits after the head: (factor, cap). Cohere multiplies, Granite divides,
-    Gemma caps by tanh."""
+    """What the architecture does to its logits after the head: (factor, cap). Cohere multiplies, Granite
+    divides, Gemma caps by tanh."""
     text_config = config.get_text_config()
     factor = getattr(text_config, "logit_scale", None) or 1.0
     divisor = getattr(text_config, "logits_scaling", None) or 1.0

@@ -12,7 +12,7 @@ from openrlhf.algos.policy_loss import clipped_loss, sequence_log_ratio, token_l
 from openrlhf.algos.reduce import sample_mean, token_mean
 from openrlhf.config.choices import ISCorrectionType, KLEstimator, PolicyLossType
 from openrlhf.config.ppo import ActorConfig, AlgoConfig
-from openrlhf.types import ExperienceRow, LossNorm
+from openrlhf.types import ExperienceRow, LossNorm, present
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ class ActorObjective:
 
         loss = metrics["policy/loss"] = kind.share(policy_loss, counts, norm)
         if self.kl_coef > 0:
-            kl = approx_kl(scores.log_probs, batch.ref_log_probs, self.kl_estimator)
+            kl = approx_kl(scores.log_probs, present(batch.ref_log_probs), self.kl_estimator)
             metrics["policy/kl_loss"] = kind.share(kl, counts, norm)
             loss = loss + self.kl_coef * metrics["policy/kl_loss"]
         if scores.entropy is not None:

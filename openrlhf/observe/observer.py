@@ -1,5 +1,5 @@
-"""Everything a run tells people, behind one object: progress on the screen, metrics, rollouts and a report in the
-run folder, and the team's trackers."""
+"""Everything a run tells people, behind one object: progress on the screen, metrics, rollouts and a report in
+the run folder, and the team's trackers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,14 +26,13 @@ class Observer:
         resume_step: int | None = None,
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
-        """`resume_step`: the step that was restored, None for a fresh run. `decode` turns token ids into text."""
+        """`resume_step`: the step that was restored, None for a fresh run. `decode` turns token ids into
+        text."""
         self.folder, self.logger, self.decode = folder, logger, decode
         if resume_step is not None:
             folder.rewind(resume_step)
         self.progress = Progress()
-        self.trackers = Trackers(
-            JsonlTracker(folder.metrics_path), _mirrors(folder, logger, resume_step)
-        )
+        self.trackers = Trackers(JsonlTracker(folder.metrics_path), _mirrors(folder, logger, resume_step))
 
     def start(self, total_steps: int, done: int = 0) -> None:
         self.progress.start(total_steps, done=done)

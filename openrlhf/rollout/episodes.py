@@ -1,4 +1,5 @@
-"""From a prompt to trajectories, inside an engine's process. The border at which a failed episode becomes data."""
+"""From a prompt to trajectories, inside an engine's process. The border at which a failed episode becomes
+data."""
 
 import asyncio
 from dataclasses import dataclass
@@ -51,6 +52,17 @@ class Sampling:
         )
 
 
+NO_EPISODE = {
+    "observation_tokens": [],
+    "action_ranges": [],
+    "rollout_log_probs": [],
+    "weight_versions": [],
+    "finish_reason": "abort",
+    "truncated": False,
+}
+"""What is known of an episode whose executor failed without telling."""
+
+
 class EpisodeRunner:
     def __init__(self, engine, tokenizer, executor: AgentExecutorBase, stop_token_ids: list[int]) -> None:
         self.engine, self.tokenizer, self.executor = engine, tokenizer, executor
@@ -72,7 +84,8 @@ class EpisodeRunner:
                 self.engine,
             )
         except RewardError as error:
-            return _trajectory(prompt, sample_index, seed, error.episode, Outcome.REWARD_ERROR, str(error))
+            episode = error.episode or NO_EPISODE
+            return _trajectory(prompt, sample_index, seed, episode, Outcome.REWARD_ERROR, str(error))
         outcome = Outcome.ABORTED if episode["finish_reason"] == "abort" else Outcome.OK
         return _trajectory(prompt, sample_index, seed, episode, outcome)
 
@@ -107,7 +120,9 @@ def _trajectory(
         sample_index=sample_index,
         token_ids=token_ids,
         action_mask=action_mask,
-        rollout_log_probs=[p for p, is_action in zip(episode["rollout_log_probs"], action_mask, strict=True) if is_action],
+        rollout_log_probs=[
+            p for p, is_action in zip(episode["rollout_log_probs"], action_mask, strict=True) if is_action
+        ],
         weight_versions=episode["weight_versions"],
         reward=episode["reward"] if ok else None,
         score=episode["scores"] if ok else None,

@@ -7,8 +7,8 @@ from typing import Protocol
 from openrlhf.types import Prompt, Trajectory
 
 SAMPLES_IN_FLIGHT = 512
-"""Samples that an engine holds at a time: enough to fill its batch, few enough that engines of different speed finish
-together."""
+"""Samples that an engine holds at a time: enough to fill its batch, few enough that engines of different
+speed finish together."""
 
 
 class Sampler(Protocol):
@@ -25,8 +25,8 @@ def generate(
     num_samples: int,
     on_finished: Callable[[list[Trajectory]], None] = lambda group: None,
 ) -> list[Trajectory]:
-    """Each prompt goes to the engine with the fewest unfinished samples. Results come in the order of `prompts`,
-    whatever the order of finishing; `on_finished` hears of each group as it finishes."""
+    """Each prompt goes to the engine with the fewest unfinished samples. Results come in the order of
+    `prompts`, whatever the order of finishing; `on_finished` hears of each group as it finishes."""
     limit = max(1, SAMPLES_IN_FLIGHT // num_samples)
     load = [0] * len(samplers)
     running: dict[Future, tuple[int, int]] = {}  # -> (index of the prompt, index of the sampler)

@@ -1,5 +1,5 @@
-"""Users' reward functions, in worker processes: one that hangs is killed, one that crashes is replaced, and either
-way, or when it raises or returns nonsense, only the samples in question fail."""
+"""Users' reward functions, in worker processes: one that hangs is killed, one that crashes is replaced, and
+either way, or when it raises or returns nonsense, only the samples in question fail."""
 
 import ast
 import asyncio
@@ -7,7 +7,7 @@ import importlib.util
 import math
 import multiprocessing
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,19 @@ def check_reward_file(path: str, flag: str) -> None:
     except SyntaxError as error:
         raise ValueError(f"{flag} {path}: line {error.lineno}: {error.msg}") from error
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    names |= {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    names |= {target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)}
+    names |= {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    names |= {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
     if "reward_func" not in names:
         found = f"it defines {', '.join(sorted(names))}" if names else "it defines no function"
         raise ValueError(
@@ -53,32 +64,46 @@ class RewardFunction:
         try:
             return (await asyncio.wrap_future(future))[0]
         except TimeoutError as error:
-            raise RewardError(f"{self.path}: reward_func took longer than --reward.timeout {self.timeout:g} s") from error
+            raise RewardError(
+                f"{self.path}: reward_func took longer than --reward.timeout {self.timeout:g} s"
+            ) from error
         except ProcessExpired as error:
-            raise RewardError(f"{self.path}: reward_func's process died with exit code {error.exitcode}") from error
+            raise RewardError(
+                f"{self.path}: reward_func's process died with exit code {error.exitcode}"
+            ) from error
 
     def close(self) -> None:
         self.pool.stop()
         self.pool.join()
 
 
-_reward_func = None
-"""The user's function, in a worker process."""
+_reward_func: Callable[[list[str], list[str], list[Any]], Any]
+"""The user's function, in a worker process, or what tells why there is none."""
 
 
 def _load(path: str) -> None:
     global _reward_func
-    spec = importlib.util.spec_from_file_location("reward_func", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    _reward_func = module.reward_func
+    try:
+        spec = importlib.util.spec_from_file_location("reward_func", path)
+        assert spec is not None and spec.loader is not None  # as of every .py file
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        _reward_func = module.reward_func
+    except (Exception, SystemExit):  # raised here it would break the pool, and only the log would say why
+        text = traceback.format_exc(limit=-3)
+
+        def _reward_func(queries, prompts, labels):
+            raise RewardError(f"{path} could not be imported:\n{text}")
 
 
 def _call(queries: list[str], prompts: list[str], labels: list[Any]) -> list[Reward]:
     try:
         answer = _reward_func(queries, prompts, labels)
-    except Exception:
-        # The user's own traceback is what helps; the exception itself may not survive the way between processes.
+    except RewardError:
+        raise
+    except (Exception, SystemExit):
+        # The user's own traceback is what helps; the exception itself may not survive the way between
+        # processes.
         raise RewardError(f"reward_func raised:\n{traceback.format_exc(limit=-3)}") from None
     return read_rewards(answer, len(queries))
 
@@ -92,15 +117,23 @@ def read_rewards(answer: Any, count: int) -> list[Reward]:
     if not isinstance(answer, dict):
         answer = {"rewards": answer}
     if "rewards" not in answer:
-        raise RewardError(f"reward_func returned a dict without 'rewards'; it has {', '.join(map(repr, answer)) or 'nothing'}")
+        raise RewardError(
+            "reward_func returned a dict without 'rewards'; "
+            f"it has {', '.join(map(repr, answer)) or 'nothing'}"
+        )
     rewards = _floats("rewards", answer["rewards"], count)
     scores = rewards if answer.get("scores") is None else _floats("scores", answer["scores"], count)
+    extra_logs = answer.get("extra_logs") or {}
+    if not isinstance(extra_logs, dict):
+        raise RewardError(f"reward_func returned extra_logs that are not a dict: {extra_logs!r}")
     logs = {
         name: _floats(f"extra_logs[{name!r}]", value, count, scalar_is_for_all=True)
-        for name, value in (answer.get("extra_logs") or {}).items()
+        for name, value in extra_logs.items()
     }
     return [
-        Reward(reward=rewards[i], score=scores[i], extra_logs={name: values[i] for name, values in logs.items()})
+        Reward(
+            reward=rewards[i], score=scores[i], extra_logs={name: values[i] for name, values in logs.items()}
+        )
         for i in range(count)
     ]
 
@@ -114,7 +147,7 @@ def _floats(name: str, value: Any, count: int, scalar_is_for_all: bool = False) 
         raise RewardError(f"reward_func returned {len(value)} {name} for {count} samples")
     try:
         floats = [float(v) for v in value]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RewardError(f"reward_func returned {name} that are not numbers: {error}") from error
     if not all(math.isfinite(f) for f in floats):
         raise RewardError(f"reward_func returned {name} that are not finite: {floats}")

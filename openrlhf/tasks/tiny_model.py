@@ -1,4 +1,4 @@
-"""A tokenizer of 376 tokens and a Qwen3 of a quarter of a million weights, made on the spot: no download."""
+"""A tokenizer of 368 tokens and a Qwen3 of a quarter of a million weights, made on the spot: no download."""
 
 from pathlib import Path
 
@@ -9,10 +9,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from openrlhf.tasks.word_problem import make_problems, worked_problem
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -20,7 +18,7 @@ def tiny_chat_model(
     folder: str | Path,
     *,
     seed: int = 0,
-    vocab_size: int = 376,
+    vocab_size: int = 368,
     hidden_size: int = 96,
     num_layers: int = 2,
     num_heads: int = 4,
@@ -44,8 +42,8 @@ def tiny_chat_model(
     return folder
 
 
-def tiny_tokenizer(vocab_size: int = 376) -> PreTrainedTokenizerFast:
-    """Byte-level BPE learned from word problems, one token for each digit, with a ChatML template. The same
+def tiny_tokenizer(vocab_size: int = 368) -> PreTrainedTokenizerFast:
+    """Byte-level BPE learned from word problems, one token for each digit, with a chat template. The same
     for every seed, so that models of different seeds can talk to each other."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -62,13 +60,11 @@ def tiny_tokenizer(vocab_size: int = 376) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = [
-        f"{worked_problem(problem)}\nsystem\nuser\nassistant" for problem in make_problems(1000, seed=0)
-    ]
+    texts = [worked_problem(problem) for problem in make_problems(1000, seed=0)]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(word, normalized=False, special=False) for word in _WORDS])
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|endoftext|>"
     )
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
@@ -106,5 +102,5 @@ def tiny_model(
         return Qwen3ForCausalLM(config)
 
 
-_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_SPECIAL = ["<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 _WORDS = ["<think>", "</think>", "\\boxed{"]

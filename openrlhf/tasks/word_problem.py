@@ -54,9 +54,9 @@ def solution(problem: Problem, *, careful: bool) -> str:
 
 
 def worked_problem(problem: Problem) -> str:
-    """Question and careful answer as plain text, with as many tokens between them as the tiny model's chat template
-    puts there: what a small model learns about distances in plain text then holds in a chat."""
-    return f"{problem.question}\n\nSo:\n{solution(problem, careful=True)}"
+    """Question and careful answer as plain text, with as many tokens between them as the tiny model's chat
+    template puts there: what a small model learns about distances in plain text then holds in a chat."""
+    return f"{problem.question}\n\n{solution(problem, careful=True)}"
 
 
 def boxed_answer(text: str) -> str | None:

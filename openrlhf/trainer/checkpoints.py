@@ -13,6 +13,7 @@ LATEST = "latest"
 
 METRIC = "metric.json"
 BEST = "best_"
+_TAG = re.compile(r"global_step\d+")  # `ckpt.save_hf` may put global_step{N}_hf beside them
 
 
 class CheckpointFolder:
@@ -47,11 +48,15 @@ class CheckpointFolder:
         self._rotate(tag)
 
     def _rotate(self, newest: str) -> None:
-        tags = [p.name for p in self.path.glob("global_step*") if p.is_dir() and p.name != newest]
+        tags = [
+            p.name for p in self.path.iterdir() if p.is_dir() and _TAG.fullmatch(p.name) and p.name != newest
+        ]
         # The worst metric goes first, then the oldest; one without a metric counts as worst.
         tags.sort(key=lambda tag: (_metric(self.path / tag), _step(tag)))
         kept_bytes = {tag: _size(self.path / tag) for tag in [*tags, newest]}
-        while tags and (len(tags) + 1 > self.ckpt.max_num or sum(kept_bytes.values()) > self.ckpt.max_mem * 1e9):
+        while tags and (
+            len(tags) + 1 > self.ckpt.max_num or sum(kept_bytes.values()) > self.ckpt.max_mem * 1e9
+        ):
             gone = tags.pop(0)
             del kept_bytes[gone]
             shutil.rmtree(self.path / gone)
@@ -63,7 +68,7 @@ def _metric(folder: Path) -> float:
 
 
 def _step(tag: str) -> int:
-    return int(re.search(r"\d+$", tag)[0])
+    return int(tag.removeprefix("global_step"))
 
 
 def _size(folder: Path) -> int:

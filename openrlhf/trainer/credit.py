@@ -20,7 +20,7 @@ from openrlhf.algos.kl import approx_kl
 from openrlhf.algos.reduce import mean, segment_sum, whiten
 from openrlhf.algos.rewards import clip, overlong_penalty, stop_properly_penalty
 from openrlhf.config.ppo import AlgoConfig, RewardConfig
-from openrlhf.types import Credit, Metrics, Sample, Scores, Trajectory
+from openrlhf.types import Credit, Metrics, Sample, Scores, Trajectory, present
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ def assign_credit(
         "kl/coef": kl_coef,
     }
     metrics |= mismatch_metrics(
-        torch.cat([s.log_probs for s in scores]), torch.cat([s.rollout_log_probs for s in samples])
+        torch.cat([s.log_probs for s in scores]), torch.cat([present(s.rollout_log_probs) for s in samples])
     )
     return CreditResult(credit=_split(advantages, returns, counts), metrics=metrics)
 
@@ -87,7 +87,7 @@ def _penalised_rewards(
     trajectories: Sequence[Trajectory], reward: RewardConfig, max_new_tokens: int
 ) -> Tensor:
     """(B,)"""
-    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
+    rewards = torch.tensor([present(t.reward) for t in trajectories], dtype=torch.float32)
     if reward.overlong_buffer_len is not None:
         rewards = overlong_penalty(
             rewards,
@@ -107,7 +107,7 @@ def _kl(scores: Sequence[Scores], algo: AlgoConfig) -> tuple[Tensor, Tensor]:
     log_probs = torch.cat([s.log_probs for s in scores])
     if scores[0].ref_log_probs is None:
         return torch.zeros_like(log_probs), torch.zeros_like(log_probs)
-    ref_log_probs = torch.cat([s.ref_log_probs for s in scores])
+    ref_log_probs = torch.cat([present(s.ref_log_probs) for s in scores])
     return approx_kl(log_probs, ref_log_probs, algo.kl.estimator), log_probs - ref_log_probs
 
 
@@ -118,7 +118,7 @@ def _advantages(
     estimator, advantage = ESTIMATORS[algo.advantage.estimator], algo.advantage
     rewards = _pad(per_action, counts)
     if estimator.needs_critic:
-        values = pad_sequence([s.values for s in scores], batch_first=True)
+        values = pad_sequence([present(s.values) for s in scores], batch_first=True)
         advantages, returns = gae(rewards, values, advantage.gamma, advantage.lambd)
         return _unpad(advantages, counts), _unpad(returns, counts)
     returns = _unpad(discounted_returns(rewards, advantage.gamma if estimator.discounts else 1.0), counts)
@@ -127,7 +127,7 @@ def _advantages(
 
 def _pad(x: Tensor, counts: Tensor) -> Tensor:
     """(A,) -> (B, T): sequences as rows of actions, 0 on the right."""
-    return pad_sequence(x.split(counts.tolist()), batch_first=True)
+    return pad_sequence(list(x.split(counts.tolist())), batch_first=True)
 
 
 def _unpad(x: Tensor, counts: Tensor) -> Tensor:

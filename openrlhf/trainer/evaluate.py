@@ -4,15 +4,15 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from openrlhf.types import Metrics, Trajectory
+from openrlhf.types import Metrics, Trajectory, present
 
 
 def evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """`eval/{source}_pass1`, `eval/{source}_pass{k}` and lengths, over all samples of the evaluation prompts.
 
-    pass1 is the mean score, pass{k} the expected best score of k samples, k being the samples of a prompt; both are
-    means over prompts, which are told apart by id. For scores of 0 and 1 that is the unbiased pass@k of
-    https://arxiv.org/abs/2107.03374. Failed samples count in `eval/failed_ratio` and nowhere else.
+    pass1 is the mean score, pass{k} the expected best score of k samples, k being the samples of a prompt;
+    both are means over prompts, which are told apart by id. For scores of 0 and 1 that is the unbiased pass@k
+    of https://arxiv.org/abs/2107.03374. Failed samples count in `eval/failed_ratio` and nowhere else.
     """
     by_source: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
     k = 0
@@ -25,7 +25,7 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
         finished = [group for group in finished if group]
         if not finished:
             continue
-        scores = [[t.score for t in group] for group in finished]
+        scores = [[present(t.score) for t in group] for group in finished]
         samples = [t for group in finished for t in group]
         metrics |= {
             f"eval/{source}_pass1": _mean([_mean(s) for s in scores]),

@@ -8,13 +8,13 @@ from statistics import fmean, pstdev
 from openrlhf.algos.kl import KLController
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import is_due
-from openrlhf.datasets.prompts import PromptSampler
+from openrlhf.datasets.sampler import PromptSampler
 from openrlhf.engine.interfaces import ModelGroup, Rollout, TrainableGroup
 from openrlhf.observe.observer import Observer
 from openrlhf.trainer.checkpoints import CheckpointFolder
 from openrlhf.trainer.credit import assign_credit
 from openrlhf.trainer.evaluate import evaluation_metrics
-from openrlhf.types import Experience, Metrics, Prompt, Sample, Scores, Trajectory
+from openrlhf.types import Experience, Metrics, Prompt, Sample, Scores, Trajectory, present
 
 
 @dataclass(kw_only=True)
@@ -42,7 +42,7 @@ class PPOTrainer:
     def fit(self) -> None:
         """Generate, score, credit, update, sync, evaluate, log, save."""
         self.rollout.load_weights(self.policy, self.step).result()
-        if self.step == 0 and self.config.eval.steps > 0:
+        if self.step == 0 and self.is_eval_due:
             self.observer.log_step(0, self.evaluate())
         while self.step < self.total_steps:
             prompts = self.prompts.next_batch(self.config.rollout.batch_size)
@@ -61,9 +61,11 @@ class PPOTrainer:
 
     @property
     def is_eval_due(self) -> bool:
-        """After every `eval.steps` steps, and after the last one."""
+        """Before the first step, after every `eval.steps` steps, and after the last one."""
         steps = self.config.eval.steps
-        return is_due(self.step, steps) or (steps > 0 and self.step == self.total_steps)
+        if not self.eval_prompts or steps <= 0:
+            return False
+        return is_due(self.step, steps) or self.step == self.total_steps
 
     def train_on(self, trajectories: list[Trajectory]) -> Metrics:
         """Score what was sampled, assign credit, update."""
@@ -78,10 +80,11 @@ class PPOTrainer:
             algo=self.config.algo,
             reward=self.config.reward,
             kl_coef=self.kl.coef,
-            max_new_tokens=self.config.rollout.max_new_tokens or self.config.data.max_len,
+            max_new_tokens=self.config.longest_response,
         )
         experiences = [
-            Experience(sample=s, scores=sc, credit=c) for s, sc, c in zip(samples, scores, result.credit, strict=True)
+            Experience(sample=s, scores=sc, credit=c)
+            for s, sc, c in zip(samples, scores, result.credit, strict=True)
         ]
         with self.observer.phase("update"):
             updated = self.policy.update(experiences, self.kl.coef).result()
@@ -144,13 +147,20 @@ class PPOTrainer:
         self.kl = replace(self.kl, coef=state["kl_coef"])
 
     def _keep_if_best(self, metrics: Metrics) -> None:
-        """A checkpoint of its own for the best evaluation so far. Only runs that save checkpoints have one."""
+        """A checkpoint of its own for the best evaluation so far. Only runs that save checkpoints have
+        one."""
         key = self.config.ckpt.best_metric_key
         if key == "none" or self.config.ckpt.save_steps <= 0:
             return
-        names = [f"eval/{key}" if f"eval/{key}" in metrics else key] if key else sorted(n for n in metrics if n.endswith("_pass1"))
+        names = (
+            [f"eval/{key}" if f"eval/{key}" in metrics else key]
+            if key
+            else sorted(n for n in metrics if n.endswith("_pass1"))
+        )
         if not names or names[0] not in metrics:
-            raise ValueError(f"--ckpt.best_metric_key {key}: no such metric; there are {', '.join(sorted(metrics))}")
+            raise ValueError(
+                f"--ckpt.best_metric_key {key}: no such metric; there are {', '.join(sorted(metrics))}"
+            )
         value = metrics[names[0]]
         if self.best_metric is None or value > self.best_metric:
             self.best_metric = value
@@ -158,13 +168,14 @@ class PPOTrainer:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """What was sampled, failures included; means are over samples that did not fail, of which there is one."""
+    """What was sampled, failures included; means are over samples that did not fail, of which there is
+    one."""
     finished = [t for t in trajectories if t.ok]
-    rewards = [t.reward for t in finished]
+    rewards = [present(t.reward) for t in finished]
     metrics = {
         "rollout/reward_mean": fmean(rewards),
         "rollout/reward_std": pstdev(rewards),
-        "rollout/score_mean": fmean(t.score for t in finished),
+        "rollout/score_mean": fmean(present(t.score) for t in finished),
         "rollout/response_length_mean": fmean(t.num_actions for t in finished),
         "rollout/total_length_mean": fmean(len(t.token_ids) for t in finished),
         "rollout/truncated_rate": fmean(t.truncated for t in finished),

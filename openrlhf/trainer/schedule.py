@@ -7,17 +7,11 @@ from openrlhf.algos.balance import partition
 from openrlhf.types import Metrics
 
 
-def num_optimizer_steps(num_samples: int, batch_size: int, epochs: int) -> int:
-    """Optimizer steps that a rollout of `num_samples` is meant to give. Samples that failed make batches smaller,
-    never fewer: the learning rate schedule counts steps."""
-    return max(1, num_samples // batch_size) * epochs
-
-
 def training_schedule(
     lengths: Sequence[int], *, batch_size: int, epochs: int, num_ranks: int, seed: tuple
 ) -> list[list[list[int]]]:
-    """[step][rank] -> indices of samples. Each epoch visits every sample once, in an order of its own; batches differ
-    by at most one sample, and a batch's ranks get about the same number of tokens."""
+    """[step][rank] -> indices of samples. Each epoch visits every sample once, in an order of its own;
+    batches differ by at most one sample, and a batch's ranks get about the same number of tokens."""
     rng = random.Random(repr(seed))
     steps = []
     num_batches = max(1, round(len(lengths) / batch_size))

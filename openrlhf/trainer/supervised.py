@@ -1,16 +1,27 @@
 """One loop for everything that learns from a fixed dataset. A task is a dataset and an objective."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, Protocol
 
 from openrlhf.config.sections import is_due
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.datasets.batches import Windows
 from openrlhf.engine.interfaces import Objective, RowT, TrainEngine
 from openrlhf.observe.observer import Observer
 from openrlhf.trainer.checkpoints import CheckpointFolder
 from openrlhf.types import Metrics
+
+
+class Windows(Protocol[RowT]):
+    """The optimizer steps of an epoch, as datasets/batches.py lays them out."""
+
+    def __len__(self) -> int:
+        """Steps of an epoch."""
+        ...
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Sequence[RowT]]:
+        """This rank's rows of each step from `start_step` on."""
+        ...
 
 
 @dataclass(kw_only=True)
@@ -20,7 +31,7 @@ class SupervisedTrainer(Generic[RowT]):
     config: SupervisedConfig
     engine: TrainEngine
     objective: Objective[RowT]
-    windows: Windows
+    windows: Windows[RowT]
     eval_rows: Sequence[RowT]
     """This rank's share of the evaluation set; empty without one."""
     checkpoints: CheckpointFolder

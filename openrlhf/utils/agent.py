@@ -1,7 +1,7 @@
 """The agent contract: what users' own files import, and the default agent.
 
-An executor turns a prompt into an episode. It is given the engine, asks it for tokens, and answers with the exact
-tokens that were sampled: nothing is ever tokenised twice.
+An executor turns a prompt into an episode. It is given the engine, asks it for tokens, and answers with the
+exact tokens that were sampled: nothing is ever tokenised twice.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +28,8 @@ class RewardError(Exception):
 
 
 class AgentExecutorBase(ABC):
-    """One object for each engine process. `execute` runs for many samples at a time, so it keeps no state of one."""
+    """One object for each engine process. `execute` runs for many samples at a time, so it keeps no state of
+    one."""
 
     @abstractmethod
     async def execute(
@@ -38,9 +39,9 @@ class AgentExecutorBase(ABC):
         `max_length` bounds prompt and actions together.
 
         Returns a dictionary with `prompt`, `label`, `observation_tokens` (list[int], the whole sequence),
-        `action_ranges` (list of [start, end) in it), `rollout_log_probs` (one float for each token, 0.0 where it is no
-        action), `reward`, `scores`, and optionally `truncated`, `extra_logs`, `finish_reason`, `weight_versions`
-        (one int for each action).
+        `action_ranges` (list of [start, end) in it), `rollout_log_probs` (one float for each token, 0.0 where
+        it is no action), `reward`, `scores`, and optionally `truncated`, `extra_logs`, `finish_reason`,
+        `weight_versions` (one int for each action).
         """
 
 
@@ -48,7 +49,8 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
     """One generation, then one call of the reward."""
 
     def __init__(self, reward: Callable[[str, str, Any], Awaitable[Reward]]) -> None:
-        """`reward(query, prompt, label)`: query is the prompt and the response as text, special tokens kept."""
+        """`reward(query, prompt, label)`: query is the prompt and the response as text, special tokens
+        kept."""
         self.reward = reward
 
     async def execute(
@@ -57,7 +59,9 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         prompt_ids = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"]
         room = max_length - len(prompt_ids)
         if room < 1:
-            raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room in --data.max_len {max_length}")
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room in --data.max_len {max_length}"
+            )
         sampling_params = sampling_params.clone()
         sampling_params.max_tokens = min(room, sampling_params.max_tokens or room)
         output = (await llm_engine.generate(prompt_ids, sampling_params)).outputs[0]

@@ -30,7 +30,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> TaskFiles:
 
 @pytest.fixture
 def run_worker(tmp_path: Path) -> Callable[..., list[dict]]:
-    """Run `workers/{name}.py` on some ranks with arguments as JSON; returns what it wrote, one dict for each rank."""
+    """Run `workers/{name}.py` on some ranks with arguments as JSON; returns what it wrote, one dict for each
+    rank."""
 
     def run(name: str, num_ranks: int, **arguments) -> list[dict]:
         out = tmp_path / f"{name}-{num_ranks}-{len(list(tmp_path.iterdir()))}"

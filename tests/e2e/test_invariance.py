@@ -1,4 +1,5 @@
-"""The gradient does not change with the layout: micro-batch size, packing, order, accumulation, ranks, ZeRO stage."""
+"""The gradient does not change with the layout: micro-batch size, packing, order, accumulation, ranks, ZeRO
+stage."""
 
 from collections.abc import Callable
 
@@ -26,5 +27,9 @@ def test_gradient_does_not_depend_on_layout(
         for parameter, gradient in gradients.items():
             assert reference[parameter].abs().max() > 0, (name, parameter)
             torch.testing.assert_close(
-                gradient, reference[parameter], atol=1e-6, rtol=1e-5, msg=lambda m, n=name, p=parameter: f"{n} {p}: {m}"
+                gradient,
+                reference[parameter],
+                atol=1e-6,
+                rtol=1e-5,
+                msg=lambda m, n=name, p=parameter: f"{n} {p}: {m}",
             )

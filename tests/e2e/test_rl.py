@@ -23,8 +23,12 @@ COMMON = (
     "--eval.n_samples_per_prompt 1 --eval.temperature 0 --train.max_steps 2 --eval.steps 2 "
 )
 ARRANGEMENTS = {
-    "zero 2, one rank, one engine, colocated": "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all",
-    "zero 3, two ranks, one engine": "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2",
+    "zero 2, one rank, one engine, colocated": (
+        "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all"
+    ),
+    "zero 3, two ranks, one engine": (
+        "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2"
+    ),
     "zero 2, two ranks, two engines, colocated": (
         "--ds.zero_stage 2 --actor.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all "
         "--train.dynamic_batch_enable --train.max_tokens_per_gpu 256"
@@ -41,7 +45,8 @@ def train(task: TaskFiles, folder: Path, flags: str) -> dict[int, dict[str, floa
     argv = shlex.split(
         f"--actor.model_name_or_path {task.model} --data.prompt_dataset {task.prompts} "
         f"--reward.remote_url {REWARD} --eval.dataset {task.eval} "
-        f"--ckpt.output_dir {folder / 'policy'} --ckpt.path {folder / 'ckpt'} --logger.run_dir {folder / 'run'} {flags}"
+        f"--ckpt.output_dir {folder / 'policy'} --ckpt.path {folder / 'ckpt'} "
+        f"--logger.run_dir {folder / 'run'} {flags}"
     )
     run(parse(PPO, argv).config, argv)
     return read_metrics(folder / "run" / "metrics.jsonl")
@@ -101,8 +106,9 @@ def test_first_update_starts_at_ratio_one(task: TaskFiles, tmp_path: Path) -> No
     metrics = train(
         task,
         tmp_path,
-        f"{COMMON} --algo.kl.init_coef 0 --train.batch_size 32 --actor.num_gpus_per_node 1 --train.colocate_all "
-        "--actor.adam.lr 1e-3 --algo.advantage.is_correction_enable --actor.entropy_coef 0",
+        f"{COMMON} --algo.kl.init_coef 0 --train.batch_size 32 --actor.num_gpus_per_node 1 "
+        "--train.colocate_all --actor.adam.lr 1e-3 --algo.advantage.is_correction_enable "
+        "--actor.entropy_coef 0",
     )
     for step in (1, 2):
         assert metrics[step]["policy/ppo_kl"] == pytest.approx(0, abs=1e-6)
@@ -113,9 +119,9 @@ def test_first_update_starts_at_ratio_one(task: TaskFiles, tmp_path: Path) -> No
 
 def test_reward_rises_and_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
     flags = (
-        f"{COMMON} --algo.kl.init_coef 0 --actor.num_gpus_per_node 1 --train.colocate_all --actor.adam.lr 3e-3 "
-        "--rollout.batch_size 16 --train.batch_size 64 --eval.steps -1 --train.num_episodes 4 "
-        "--ckpt.save_steps 5 --ckpt.max_num 1 "
+        f"{COMMON} --algo.kl.init_coef 0 --actor.num_gpus_per_node 1 --train.colocate_all "
+        "--actor.adam.lr 3e-3 --rollout.batch_size 16 --train.batch_size 64 --eval.steps -1 "
+        "--train.num_episodes 4 --ckpt.save_steps 5 --ckpt.max_num 1 "
     )
     whole = train(task, tmp_path / "whole", f"{flags} --train.max_steps 10")
     assert whole[10]["rollout/reward_mean"] > whole[1]["rollout/reward_mean"] + 0.15

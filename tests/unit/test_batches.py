@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.datasets.batches import Windows
@@ -36,6 +36,7 @@ layouts = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(layouts)
 def test_every_sample_once_in_an_epoch_and_ranks_in_step(layout):
     dataset = make_dataset(layout["lengths"])
@@ -66,6 +67,7 @@ def test_every_sample_once_in_an_epoch_and_ranks_in_step(layout):
     assert sorted(seen) == list(range(len(dataset)))
 
 
+@settings(deadline=None)
 @given(layouts, st.integers(0, 50))
 def test_an_epoch_resumes_at_a_step(layout, start):
     windows = Windows(

@@ -3,7 +3,8 @@ from itertools import chain
 
 import pytest
 
-from openrlhf.datasets.prompts import PromptDataset, PromptSampler, build_prompts
+from openrlhf.datasets.prompts import build_prompts
+from openrlhf.datasets.sampler import PromptDataset, PromptSampler
 from openrlhf.datasets.sources import Rows, load_rows
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Prompt
@@ -28,16 +29,14 @@ def build(rows, tokenizer, **changes):
 
 def test_a_text_is_one_user_message(tokenizer):
     prompts = build([{"input": "hi", "answer": 7}], tokenizer, label_key="answer")
-    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    text = "<|user|>hi<|end|><|assistant|>"
     assert list(prompts) == [Prompt(prompt_id=0, text=text, label=7)]
 
 
 def test_messages_are_used_as_they_are(tokenizer):
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     (prompt,) = build([{"input": messages, "datasource": "chat"}], tokenizer)
-    assert prompt.text == (
-        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert prompt.text == ("<|system|>be kind<|end|><|user|>hi<|end|><|assistant|>")
     assert (prompt.label, prompt.source) == ("", "chat")
 
 

@@ -5,7 +5,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from openrlhf.datasets.sources import check_columns, load_rows, split_spec
+from openrlhf.config.checks import split_spec
+from openrlhf.datasets.sources import check_columns, load_rows
 
 FLAG = "--data.dataset"
 ROWS = [{"input": "a", "label": "1"}, {"input": "b", "label": "2"}, {"input": "c", "label": "3"}]

@@ -11,7 +11,14 @@ from openrlhf.datasets.sft import build_sft_samples
 from openrlhf.datasets.sources import load_rows
 from openrlhf.tasks.prepare import REWARD_FILE, prepare
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
-from openrlhf.tasks.word_problem import boxed_answer, make_problem, make_problems, solution, thinks
+from openrlhf.tasks.word_problem import (
+    boxed_answer,
+    make_problem,
+    make_problems,
+    solution,
+    thinks,
+    worked_problem,
+)
 from openrlhf.tasks.word_problem_reward import reward_func
 
 
@@ -57,8 +64,8 @@ def test_problems_depend_on_the_seed_and_differ():
 @pytest.mark.parametrize(
     ("response", "reward", "thought", "boxed"),
     [
-        ("<think>1+1=2</think>\\boxed{2}<|im_end|>", 1.0, 1.0, 1.0),
-        ("<think></think>\\boxed{2}<|im_end|>", 1.0, 0.0, 1.0),
+        ("<think>1+1=2</think>\\boxed{2}<|end|>", 1.0, 1.0, 1.0),
+        ("<think></think>\\boxed{2}<|end|>", 1.0, 0.0, 1.0),
         ("\\boxed{2} no, \\boxed{3}", 0.0, 0.0, 1.0),
         ("\\boxed{02}", 0.0, 0.0, 1.0),
         ("\\boxed{2", 0.0, 0.0, 0.0),
@@ -118,14 +125,14 @@ def test_the_model_and_its_tokenizer_load_as_any_other(files):
     model = AutoModelForCausalLM.from_pretrained(files.model)
     assert model.config.model_type == "qwen3"
     assert model.dtype == torch.float32
-    assert model.config.vocab_size == len(tokenizer) == 376
+    assert model.config.vocab_size == len(tokenizer) == 368
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.chat_template == tiny_tokenizer().chat_template
     assert tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
-    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.eos_token == "<|end|>"
     assert tokenizer.pad_token == "<|endoftext|>"
     ids = tokenizer("hi", return_tensors="pt").input_ids
-    assert model(ids).logits.shape == (1, ids.shape[1], 376)
+    assert model(ids).logits.shape == (1, ids.shape[1], 368)
 
 
 def test_making_a_model_leaves_the_random_state_alone(tmp_path):
@@ -134,6 +141,17 @@ def test_making_a_model_leaves_the_random_state_alone(tmp_path):
     torch.manual_seed(7)
     tiny_chat_model(tmp_path, hidden_size=32, num_layers=1)
     assert torch.equal(torch.rand(1), expected)
+
+
+def test_the_numbers_are_as_far_from_the_answer_in_plain_text_as_in_a_chat():
+    tokenizer = tiny_tokenizer()
+    (problem,) = make_problems(1, seed=5)
+    answer = solution(problem, careful=True)
+    talk = [{"role": "user", "content": problem.question}, {"role": "assistant", "content": answer}]
+    chat = (
+        tokenizer.apply_chat_template(talk, tokenize=False).removeprefix("<|user|>").removesuffix("<|end|>")
+    )
+    assert len(tokenizer(chat)["input_ids"]) == len(tokenizer(worked_problem(problem))["input_ids"])
 
 
 def test_the_tokenizer_keeps_every_text_and_splits_digits():
@@ -163,7 +181,7 @@ def test_the_files_go_through_the_datasets(files):
     assert not sft.dropped
     assert not sft.truncated
     row = read(files.sft)[0]
-    assert tokenizer.decode(sft[0].token_ids[sft[0].action_mask]) == row["output"] + "<|im_end|>"
+    assert tokenizer.decode(sft[0].token_ids[sft[0].action_mask]) == row["output"] + "<|end|>"
     prompts = build_prompts(
         load_rows(str(files.prompts), flag="--data.prompt_dataset", required_columns=columns),
         tokenizer,

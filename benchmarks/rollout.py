@@ -1,0 +1,218 @@
+"""Sampled tokens per second of a rollout, two ways on the same model, prompts and seeds.
+
+ours   RolloutGroup.generate: from prompts to trajectories with rewards in the controller, through the Ray actor,
+       the agent and the reward process that train_ppo_ray uses
+bare   vLLM's AsyncLLM in a Ray actor, with the same engine arguments and token ids as input: one request for each
+       sample, all at once, log-probs of sampled tokens; it returns the tokens
+
+Every repeat runs both ways, and they must sample the same tokens. Trust the ratios, not the absolute figures.
+
+    python benchmarks/rollout.py --model tiny --prompts 32 --samples 8
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+
+from openrlhf.cluster.launch import cluster_has_gpus, start_ray
+from openrlhf.cluster.placement import Placement, place
+from openrlhf.cluster.rollout import RolloutGroup, engine_options
+from openrlhf.config.commands import PPO
+from openrlhf.config.parse import parse
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.engine.vllm_engine import VLLMEngine, engine_environment
+from openrlhf.models.loading import load_tokenizer, stop_token_ids
+from openrlhf.rollout.seeds import seed_at
+from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.tasks.word_problem import make_problems
+from openrlhf.types import Prompt
+
+MODELS = {
+    "tiny": {},
+    "small": {"hidden_size": 512, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "max_len": 4096},
+}
+"""Arguments of `tiny_chat_model`."""
+
+REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0] * len(queries)}\n"
+
+Way = Callable[[], list[list[int]]]
+"""Samples everything and returns the sampled tokens, prompt by prompt."""
+
+
+def main() -> None:
+    options = parse_options()
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    start_ray()
+    with tempfile.TemporaryDirectory() as folder:
+        config = build_config(options, Path(folder))
+        prompts = build_prompts(config, options.prompts)
+        on_gpu = cluster_has_gpus()
+        placement = place(config, on_gpu)
+        ways = {
+            "ours": ours(config, placement, on_gpu, prompts),
+            "bare": bare(config, placement, on_gpu, prompts),
+        }
+        answers = {name: way() for name, way in ways.items()}
+        if answers["ours"] != answers["bare"]:
+            sys.exit("the two ways sampled different tokens: they do not do the same work")
+        describe(options, answers["ours"])
+        report(measure(ways, options.repeats), sum(map(len, answers["ours"])))
+    ray.shutdown()
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="tiny, small, or a Hugging Face name or folder")
+    parser.add_argument("--repeats", type=int, default=7, help="ratios to take the median of")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--max_len", type=int, default=512, help="prompt and response together")
+    parser.add_argument("--threads", type=int, default=1, help="of each engine without a GPU")
+    parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
+    return parser.parse_args()
+
+
+def build_config(options: argparse.Namespace, folder: Path) -> PPOConfig:
+    model = options.model
+    if model in MODELS:
+        model = tiny_chat_model(folder / "model", **MODELS[model])
+    reward = folder / "reward.py"
+    reward.write_text(REWARD)
+    flags = {
+        "actor.model_name_or_path": model,
+        "actor.num_gpus_per_node": 1,
+        "algo.advantage.estimator": "group_norm",
+        "algo.kl.init_coef": 0,
+        "data.prompt_dataset": folder,  # not read: the prompts are made here
+        "data.max_len": options.max_len,
+        "ds.param_dtype": options.dtype,
+        "reward.remote_url": reward,
+        "rollout.batch_size": options.prompts,
+        "rollout.max_new_tokens": options.max_new_tokens,
+        "rollout.n_samples_per_prompt": options.samples,
+        "train.batch_size": options.prompts * options.samples,
+        "vllm.gpu_memory_utilization": 0.4,  # both ways' engines share a GPU
+        "vllm.num_engines": 1,
+    }
+    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return parse(PPO, [*argv, "--train.colocate_all"]).config
+
+
+def build_prompts(config: PPOConfig, count: int) -> list[Prompt]:
+    tokenizer = load_tokenizer(config.actor.model_name_or_path, flag="--model")
+    chat = lambda text: tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+    return [
+        Prompt(prompt_id=i, text=chat(problem.question), label=problem.answer)
+        for i, problem in enumerate(make_problems(count, seed=0))
+    ]
+
+
+def ours(config: PPOConfig, placement: Placement, on_gpu: bool, prompts: list[Prompt]) -> Way:
+    group = RolloutGroup(config, placement.engines, on_gpu)
+    group.start().result()
+    return lambda: [
+        [token for token, is_action in zip(t.token_ids, t.action_mask, strict=True) if is_action]
+        for t in group.generate(prompts).result()
+    ]
+
+
+def bare(config: PPOConfig, placement: Placement, on_gpu: bool, prompts: list[Prompt]) -> Way:
+    options, devices = placement.engines.engine_options(0, 1)
+    environment = engine_environment(engine_options(config, on_gpu)) | devices
+    engine = (
+        ray.remote(BareEngine)
+        .options(**options, runtime_env={"env_vars": environment}, max_concurrency=8)
+        .remote(engine_options(config, on_gpu))
+    )
+    path = config.actor.model_name_or_path
+    tokenizer = load_tokenizer(path, flag="--model")
+    requests = [
+        (
+            tokenizer(prompt.text, add_special_tokens=False)["input_ids"],
+            seed_at(config.train.seed, "train", prompt.episode, prompt.prompt_id, i),
+        )
+        for prompt in prompts
+        for i in range(config.rollout.n_samples_per_prompt)
+    ]
+    ray.get(engine.start.remote())
+    max_tokens, stop = config.rollout.max_new_tokens, stop_token_ids(path, tokenizer)
+    return lambda: ray.get(engine.sample.remote(requests, max_tokens, config.rollout.temperature, stop))
+
+
+class BareEngine(VLLMEngine):
+    """Started as ours is, so that the engine arguments are the same; then used without anything of ours."""
+
+    async def sample(
+        self, requests: list[tuple[list[int], int]], max_tokens: int, temperature: float, stop: list[int]
+    ) -> list[list[int]]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        async def one(token_ids: list[int], seed: int) -> list[int]:
+            params = SamplingParams(
+                temperature=temperature,
+                max_tokens=max_tokens,
+                seed=seed,
+                stop_token_ids=stop,
+                logprobs=0,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            prompt = {"prompt_token_ids": token_ids}
+            async for output in self.llm.generate(prompt, params, request_id=uuid.uuid4().hex):
+                answer = output
+            return list(answer.outputs[0].token_ids)
+
+        return await asyncio.gather(*(one(*request) for request in requests))
+
+
+def measure(ways: dict[str, Way], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each repeat. Both ways have run once before."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    for _ in range(repeats):
+        for name in names:
+            start = time.perf_counter()
+            ways[name]()
+            seconds[name].append(time.perf_counter() - start)
+        names.reverse()  # nobody is always the first
+    return seconds
+
+
+def describe(options: argparse.Namespace, answers: list[list[int]]) -> None:
+    import vllm
+
+    lengths = [len(answer) for answer in answers]
+    load = Path("/proc/loadavg").read_text().split()[0] if Path("/proc/loadavg").exists() else "?"
+    print(
+        f"{options.model}, {options.dtype}, {options.threads} threads, vllm {vllm.__version__}, load {load}\n"
+        f"{options.prompts} prompts x {options.samples} samples, {sum(lengths)} tokens sampled, "
+        f"{statistics.mean(lengths):.0f} on average, at most {max(lengths)}\n",
+        flush=True,
+    )
+
+
+def report(seconds: dict[str, list[float]], tokens: int) -> None:
+    for name, times in seconds.items():
+        print(f"{name:6}{tokens / statistics.median(times):10.0f} tokens/s")
+    ratios = [theirs / mine for theirs, mine in zip(seconds["bare"], seconds["ours"], strict=True)]
+    print(
+        f"ours / bare: {min(ratios):.3f} / {statistics.median(ratios):.3f} / {max(ratios):.3f} "
+        "(min / median / max of repeats)"
+    )
+
+
+if __name__ == "__main__":
+    main()

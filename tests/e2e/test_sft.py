@@ -1,0 +1,101 @@
+"""Supervised fine-tuning through its commands: every launcher, layout and resume gives the same model."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openrlhf.observe.trackers import read_metrics
+from openrlhf.tasks.prepare import TaskFiles
+
+BIN = Path(sys.executable).parent
+MODULE = "openrlhf.cli.train_sft"
+LAUNCHERS = {
+    "python": f"{sys.executable} -m {MODULE}",
+    "console": f"{BIN / 'openrlhf'} sft",
+    "torchrun": f"{BIN / 'torchrun'} --standalone --nproc_per_node 2 -m {MODULE}",
+    "deepspeed": f"{BIN / 'deepspeed'} --num_accelerators 2 --module {MODULE}",
+}
+LAYOUTS = {
+    "python": "--train.micro_batch_size 1 --ds.zero_stage 0",
+    "console": "--train.dynamic_batch_enable --train.max_tokens_per_gpu 200 --ds.zero_stage 2",
+    "torchrun": "--train.micro_batch_size 5 --ds.zero_stage 3",
+    "deepspeed": "--train.micro_batch_size 8 --ds.zero_stage 2",
+}
+STEPS = 10
+
+
+def sft(task: TaskFiles, folder: Path, launcher: str, flags: str) -> dict[int, dict[str, float]]:
+    """The metrics of each step."""
+    command = (
+        f"{LAUNCHERS[launcher]} --model.model_name_or_path {task.model} --data.dataset {task.sft} "
+        "--data.output_key output --data.apply_chat_template --data.max_samples 80 --data.max_len 128 "
+        "--train.batch_size 16 --train.max_epochs 2 --adam.lr 1e-3 --adam.eps 1e-3 --ds.param_dtype fp32 "
+        f"--eval.dataset {task.sft} --eval.max_samples 20 --ckpt.output_dir {folder / 'model'} "
+        f"--ckpt.path {folder / 'ckpt'} --logger.run_dir {folder / 'run'} {flags}"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return read_metrics(folder / "run" / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def reference(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    folder = tmp_path_factory.mktemp("reference")
+    return folder, sft(task, folder, "python", LAYOUTS["python"])
+
+
+@pytest.mark.parametrize("launcher", ["console", "torchrun", "deepspeed"])
+def test_launchers_and_layouts_agree(
+    task: TaskFiles, tmp_path: Path, reference: tuple[Path, dict], launcher: str
+) -> None:
+    folder, expected = reference
+    metrics = sft(task, tmp_path, launcher, LAYOUTS[launcher])
+    assert list(metrics) == list(expected) == list(range(1, STEPS + 1))
+    for step in metrics:
+        for name in ("sft/loss", "grad_norm", "lr", "num_tokens"):
+            assert metrics[step][name] == pytest.approx(expected[step][name], rel=1e-4), (step, name)
+    assert metrics[STEPS]["eval/sft/loss"] == pytest.approx(expected[STEPS]["eval/sft/loss"], rel=1e-4)
+    assert metrics[STEPS]["sft/loss"] < metrics[1]["sft/loss"] - 0.3
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(f / "model") for f in (tmp_path, folder))
+    for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
+
+
+def test_resume_continues_in_the_middle_of_an_epoch(
+    task: TaskFiles, tmp_path: Path, reference: tuple[Path, dict]
+) -> None:
+    """Saved after steps 3 and 6, killed, resumed at 6: the same losses as the run that went through."""
+    folder, expected = reference
+    flags = f"{LAYOUTS['python']} --ckpt.save_steps 3 --ckpt.max_num 1"
+    sft(task, tmp_path, "python", flags)
+    checkpoints = tmp_path / "ckpt"
+    assert (checkpoints / "latest").read_text() == "global_step9"
+    assert [p.name for p in checkpoints.glob("global_step*")] == ["global_step9"]
+    metrics = sft(task, tmp_path, "python", f"{flags} --ckpt.load_enable")
+    assert list(metrics) == list(range(1, STEPS + 1))
+    assert metrics[STEPS]["sft/loss"] == expected[STEPS]["sft/loss"]
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(f / "model") for f in (tmp_path, folder))
+    for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_progress_is_one_plain_line_a_step(task: TaskFiles, tmp_path: Path) -> None:
+    command = (
+        f"{LAUNCHERS['python']} --model.model_name_or_path {task.model} --data.dataset {task.pretrain} "
+        "--model.pretrain_mode_enable --data.max_samples 32 --train.batch_size 16 --train.max_epochs 1 "
+        f"--ds.param_dtype fp32 --ckpt.output_dir {tmp_path}"
+    )
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=300, check=True)
+    assert "\x1b" not in done.stdout and "\r" not in done.stdout
+    lines = [line for line in done.stdout.splitlines() if " step " in line]
+    assert len(lines) == 2 and all(re.search(r"step \d/2  loss \d", line) for line in lines)
+    assert "eta" in lines[0]

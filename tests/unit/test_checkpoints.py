@@ -1,0 +1,107 @@
+import shutil
+from pathlib import Path
+
+import pytest
+
+from openrlhf.config.sections import CkptConfig
+from openrlhf.trainer.checkpoints import CheckpointFolder
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a checkpoint of some size, complete it, and return the names that are left."""
+
+    def write(folder: CheckpointFolder, tag: str, metric: float | None = None, size: int = 1000) -> list[str]:
+        (tmp_path / tag).mkdir()
+        (tmp_path / tag / "weights").write_bytes(b"0" * size)
+        folder.completed(tag, metric)
+        return names(tmp_path)
+
+    return write
+
+
+def names(path: Path) -> list[str]:
+    return sorted(p.name for p in path.iterdir() if p.is_dir())
+
+
+def folder(path: Path, **options) -> CheckpointFolder:
+    return CheckpointFolder(str(path), CkptConfig(path=str(path), **options))
+
+
+def test_the_oldest_goes_first(tmp_path, write):
+    checkpoints = folder(tmp_path, max_num=2)
+    write(checkpoints, "global_step9")
+    write(checkpoints, "global_step10")
+    assert write(checkpoints, "global_step11") == ["global_step10", "global_step11"]
+    assert write(checkpoints, "global_step100") == ["global_step100", "global_step11"]
+
+
+def test_the_worst_metric_goes_first_then_the_oldest(tmp_path, write):
+    checkpoints = folder(tmp_path, max_num=3)
+    write(checkpoints, "global_step1", 0.9)
+    write(checkpoints, "global_step2", 0.2)
+    write(checkpoints, "global_step3", 0.2)
+    assert write(checkpoints, "global_step4", 0.1) == ["global_step1", "global_step3", "global_step4"]
+    assert write(checkpoints, "global_step5") == ["global_step1", "global_step3", "global_step5"]
+    # the new one stays whatever its metric; without one it is the next to go
+    assert write(checkpoints, "global_step6", 0.0) == ["global_step1", "global_step3", "global_step6"]
+
+
+def test_size_limit(tmp_path, write):
+    checkpoints = folder(tmp_path, max_num=10, max_mem=3.5e-6)  # GB: three and a half of 1000 bytes
+    for step in (1, 2, 3):
+        write(checkpoints, f"global_step{step}")
+    assert write(checkpoints, "global_step4") == ["global_step2", "global_step3", "global_step4"]
+    # one that is too large alone is kept alone
+    assert write(checkpoints, "global_step5", size=9000) == ["global_step5"]
+
+
+def test_latest_is_the_last_complete_one(tmp_path, write):
+    checkpoints = folder(tmp_path)
+    assert checkpoints.latest() is None
+    write(checkpoints, "global_step2")
+    (tmp_path / "global_step4").mkdir()  # killed while it was written
+    assert checkpoints.latest() == "global_step2"
+    shutil.rmtree(tmp_path / "global_step4")
+    write(checkpoints, "global_step4")
+    assert checkpoints.latest() == "global_step4"
+    assert folder(tmp_path).latest() == "global_step4"
+    assert (tmp_path / "latest").read_text() == "global_step4"
+
+
+def test_a_folder_that_does_not_exist_yet(tmp_path):
+    assert folder(tmp_path / "later").latest() is None
+
+
+def test_latest_names_something_that_is_gone(tmp_path, write):
+    checkpoints = folder(tmp_path)
+    write(checkpoints, "global_step2")
+    shutil.rmtree(tmp_path / "global_step2")
+    with pytest.raises(ValueError, match=r"--ckpt\.path") as error:
+        checkpoints.latest()
+    text = str(error.value)
+    assert str(tmp_path) in text and "names global_step2, which is not there" in text
+    assert "remove it to start over" in text and len(text.splitlines()) <= 3
+
+
+def test_the_best_is_kept_beside_the_others_and_is_not_resumed_from(tmp_path, write):
+    checkpoints = folder(tmp_path, max_num=1)
+    write(checkpoints, "global_step2")
+    assert write(checkpoints, "best_global_step3", 0.5) == ["best_global_step3", "global_step2"]
+    assert checkpoints.latest() == "global_step2"
+    assert write(checkpoints, "global_step4") == ["best_global_step3", "global_step4"]
+    assert write(checkpoints, "best_global_step6", 0.7) == ["best_global_step6", "global_step4"]
+
+
+def test_hugging_face_copies_are_not_touched(tmp_path, write):
+    """Supervised trainers put them beside their checkpoints."""
+    checkpoints = folder(tmp_path, max_num=1)
+    for step in (1, 2, 3):
+        write(checkpoints, f"global_step{step}")
+        (tmp_path / f"global_step{step}_hf").mkdir()
+    assert names(tmp_path) == [
+        "global_step1_hf",
+        "global_step2_hf",
+        "global_step3",
+        "global_step3_hf",
+    ]

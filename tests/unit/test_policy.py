@@ -1,0 +1,236 @@
+"""Packed rows against transformers' own forward of one sequence at a time."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from openrlhf.models.attention import PACKED, resolve_attention
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.policy import PolicyModel
+from openrlhf.types import PackedRow, Sample
+
+LENGTHS = (5, 23, 2, 11, 17)
+IMPLEMENTATIONS = ("auto", "sdpa", "eager")
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+NO_HEAD_DIM = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+CAPPED = {"sliding_window": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}
+MODELS = {
+    "qwen3, tied": hf.Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "llama, untied": hf.LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    "mistral, window of 8": hf.MistralConfig(**SHAPE, sliding_window=8, tie_word_embeddings=False),
+    "gemma2, capped logits": hf.Gemma2Config(**SHAPE, **CAPPED, attn_logit_softcapping=None),
+    "granite, divided logits": hf.GraniteConfig(**NO_HEAD_DIM, logits_scaling=3.0),
+    "cohere, multiplied logits": hf.CohereConfig(**NO_HEAD_DIM, logit_scale=0.4),
+}
+CAPPED_ATTENTION = hf.Gemma2Config(**SHAPE, **CAPPED, attn_logit_softcapping=1.5)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder with random weights for each model."""
+    made = {}
+    for i, (name, config) in enumerate([*MODELS.items(), ("gemma2, capped attention", CAPPED_ATTENTION)]):
+        torch.manual_seed(i)
+        made[name] = tmp_path_factory.mktemp(f"model{i}")
+        hf.AutoModelForCausalLM.from_config(copy.deepcopy(config)).save_pretrained(made[name])
+    return made
+
+
+def policy_of(folder: Path, attention: str = "auto") -> PolicyModel:
+    return PolicyModel(load_causal_lm(str(folder), flag="--model", dtype="fp32", attention=attention))
+
+
+def plain_model(folder: Path) -> hf.PreTrainedModel:
+    return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    random = torch.Generator().manual_seed(3)
+    made = []
+    for length in LENGTHS:
+        mask = torch.rand(length, generator=random) < 0.6
+        mask[0], mask[-1] = False, True
+        ids = torch.randint(3, SHAPE["vocab_size"], (length,), generator=random)
+        made.append(Sample(token_ids=ids, action_mask=mask))
+    return made
+
+
+def one_by_one(model: hf.PreTrainedModel, samples: list[Sample], temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy of all actions, from transformers' logits of each sequence alone."""
+    log_probs, entropies = [], []
+    for sample in samples:
+        logits = model(sample.token_ids[None], use_cache=False).logits[0] / temperature
+        actions = sample.action_mask.nonzero()[:, 0]
+        distribution = logits[actions - 1].log_softmax(-1)
+        log_probs.append(distribution.gather(-1, sample.token_ids[actions, None])[:, 0])
+        entropies.append(-(distribution.exp() * distribution).sum(-1))
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_equals_one_by_one(folders, samples, name, attention):
+    for temperature in (1.0, 0.6):
+        with torch.no_grad():
+            expected = one_by_one(plain_model(folders[name]), samples, temperature)
+            policy = policy_of(folders[name], attention)
+            found = policy(PackedRow.of(samples), temperature=temperature, with_entropy=True)
+        torch.testing.assert_close(found.log_probs, expected[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found.entropy, expected[1], atol=1e-5, rtol=1e-5)
+
+
+def test_the_reference_sees_what_could_go_wrong(folders, samples):
+    """A leak over a border, a forgotten window, cap or scale: each moves log-probs by more than 100
+    tolerances."""
+    glued = Sample(
+        token_ids=torch.cat([s.token_ids for s in samples]),
+        action_mask=torch.cat([s.action_mask for s in samples]),
+    )
+    changes = {
+        "qwen3, tied": {},
+        "mistral, window of 8": {"sliding_window": None},
+        "gemma2, capped logits": {"final_logit_softcapping": None},
+        "granite, divided logits": {"logits_scaling": 1.0},
+        "cohere, multiplied logits": {"logit_scale": 1.0},
+    }
+    for name, change in changes.items():
+        right = plain_model(folders[name])
+        wrong = hf.AutoModelForCausalLM.from_pretrained(
+            folders[name], dtype=torch.float32, attn_implementation="eager", **change
+        )
+        with torch.no_grad():
+            expected, _ = one_by_one(right, samples, 1.0)
+            found, _ = one_by_one(wrong, samples if change else [glued], 1.0)
+        assert (found - expected).abs().max() > 1e-3, name
+
+
+def test_capped_attention(folders, samples):
+    folder = folders["gemma2, capped attention"]
+    with torch.no_grad():
+        expected, _ = one_by_one(plain_model(folder), samples, 1.0)
+        found = policy_of(folder, "eager")(PackedRow.of(samples)).log_probs
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"caps attention scores.*\nUse --ds.attn_implementation eager"):
+        policy_of(folder, "auto")(PackedRow.of(samples))
+
+
+def test_entropy_only_where_it_is_asked_for(folders, samples):
+    assert policy_of(folders["llama, untied"])(PackedRow.of(samples)).entropy is None
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_the_sum_of_one_by_one(folders, samples, name, attention):
+    weights = torch.randn(sum(s.num_actions for s in samples), generator=torch.Generator().manual_seed(5))
+    plain = plain_model(folders[name])
+    log_probs, entropy = one_by_one(plain, samples, 0.8)
+    (weights * (log_probs + 0.1 * entropy)).sum().backward()
+    policy = policy_of(folders[name], attention)
+    found = policy(PackedRow.of(samples), temperature=0.8, with_entropy=True)
+    (weights * (found.log_probs + 0.1 * found.entropy)).sum().backward()
+    gradients = {n: p.grad for n, p in policy.model.named_parameters()}
+    for parameter, p in plain.named_parameters():
+        largest = float(p.grad.abs().max())
+        torch.testing.assert_close(gradients[parameter], p.grad, atol=1e-5 * max(1, largest), rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+def test_a_row_without_actions_gives_zero_gradients_everywhere(folders, attention):
+    policy = policy_of(folders["llama, untied"], attention)
+    scores = policy(PackedRow.empty(), with_entropy=True)
+    assert len(scores.log_probs) == len(scores.entropy) == 0
+    (scores.log_probs.sum() + scores.entropy.sum()).backward()
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_stays_what_it_was(folders, samples, name, tmp_path):
+    """Parameters keep their names, and what is saved is a plain model for everybody else."""
+    policy, plain = policy_of(folders[name]), plain_model(folders[name])
+    assert [n for n, _ in policy.model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    policy.model.save_pretrained(tmp_path)
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert type(again.get_output_embeddings()) is torch.nn.Linear
+    assert again.config._attn_implementation != PACKED
+    assert set(again.state_dict()) == set(plain.state_dict())
+    for key, tensor in plain.state_dict().items():
+        assert torch.equal(again.state_dict()[key], tensor)
+    ids = samples[1].token_ids[None]
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, plain(ids).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(policy.model(ids).logits, plain(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3, tied", "mistral, window of 8"])
+@pytest.mark.parametrize("num_padded", [0, 3])
+def test_generation_by_transformers(folders, samples, name, num_padded):
+    """Without lengths the packed implementation is plain attention, with a cache and with padding."""
+    ids = torch.stack([samples[3].token_ids, samples[4].token_ids[:11]])
+    ids[0, :num_padded] = 0
+    options = {
+        "attention_mask": (ids > 0).long(),
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "use_cache": True,
+    }
+    expected = plain_model(folders[name]).generate(ids, **options)
+    assert torch.equal(policy_of(folders[name]).model.generate(ids, **options), expected)
+
+
+def test_names_of_attention():
+    config = MODELS["llama, untied"]
+    assert resolve_attention("auto", config) == PACKED
+    assert resolve_attention("kernels-community/flash-attn", config) == "kernels-community/flash-attn"
+    for name in ("sdpa", "eager"):
+        assert resolve_attention(name, config) == name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the package may be all that is needed")
+@pytest.mark.parametrize(
+    ("name", "package"), [("flash_attention_2", "flash_attn"), ("flash_attention_3", "flash_attn_interface")]
+)
+def test_flash_attention_needs_its_package(name, package):
+    with pytest.raises(ValueError, match=r"--ds\.attn_implementation") as error:
+        resolve_attention(name, MODELS["llama, untied"])
+    assert f"{name} needs a CUDA device and the package {package}" in str(error.value)
+    assert "Use --ds.attn_implementation auto" in str(error.value)
+
+
+def test_unknown_attention():
+    with pytest.raises(ValueError, match=r"--ds\.attn_implementation paged is not known") as error:
+        resolve_attention("paged", MODELS["llama, untied"])
+    assert "Use auto, sdpa, eager, flash_attention_2, flash_attention_3" in str(error.value)
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+def test_layers_with_a_running_state_are_refused(attention):
+    config = hf.Qwen3NextConfig(num_hidden_layers=4)
+    assert "linear_attention" in config.layer_types
+    with pytest.raises(ValueError, match="layers of type linear_attention") as error:
+        resolve_attention(attention, config)
+    assert "Use a model whose layers are all full_attention or sliding_attention" in str(error.value)
+    assert len(str(error.value).splitlines()) <= 3
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match=rf"--model {tmp_path}: no model configuration .*\nGive a folder"):
+        load_causal_lm(str(tmp_path), flag="--model", dtype="fp32", attention="auto")

@@ -1,0 +1,334 @@
+"""The controller with groups that answer at once and remember what they were asked."""
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from openrlhf.algos.kl import KLController
+from openrlhf.config.ppo import (
+    AdvantageConfig,
+    AlgoConfig,
+    EvalConfig,
+    KLConfig,
+    PPOCkptConfig,
+    PPOConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from openrlhf.config.sections import LoggerConfig
+from openrlhf.datasets.sampler import PromptDataset, PromptSampler
+from openrlhf.observe.journal import journal_steps, read_journal
+from openrlhf.observe.observer import Observer
+from openrlhf.observe.run_folder import RunFolder
+from openrlhf.observe.trackers import read_metrics
+from openrlhf.trainer.checkpoints import CheckpointFolder
+from openrlhf.trainer.ppo import PPOTrainer
+from openrlhf.types import Experience, Outcome, Prompt, Sample, Trajectory
+
+PROMPTS = [Prompt(prompt_id=i, text=f"prompt {i}") for i in range(8)]
+EVAL_PROMPTS = [Prompt(prompt_id=i, text=f"held out {i}", source="math") for i in range(2)]
+LOG_PROB, REF_LOG_PROB = -1.0, -1.5
+
+
+class Done:
+    def __init__(self, value=None) -> None:
+        self.value = value
+
+    def result(self):
+        return self.value
+
+
+class Rollout:
+    """`reward(prompt, sample_index)` gives the reward, or None where it failed; `score(version)` is what the
+    policy gets in evaluation."""
+
+    def __init__(self, calls: list, reward=lambda prompt, i: float(i), score=lambda version: 0.5) -> None:
+        self.calls, self.reward, self.score = calls, reward, score
+        self.version = -1
+
+    def load_weights(self, policy, version: int) -> Done:
+        self.calls.append(f"load {version}")
+        self.version = version
+        return Done({})
+
+    def generate(self, prompts: Sequence[Prompt]) -> Done:
+        self.calls.append(f"generate {[p.prompt_id for p in prompts]}")
+        return Done([self.trajectory(p, i, self.reward(p, i)) for p in prompts for i in range(2)])
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> Done:
+        self.calls.append("evaluate")
+        return Done([self.trajectory(p, i, self.score(self.version)) for p in prompts for i in range(2)])
+
+    def trajectory(self, prompt: Prompt, i: int, reward: float | None) -> Trajectory:
+        return Trajectory(
+            prompt=prompt,
+            sample_index=i,
+            token_ids=[1, 2, 3, 4][: 3 + i],
+            action_mask=[False, True, True, True][: 3 + i],
+            rollout_log_probs=[LOG_PROB] * (2 + i),
+            weight_versions=[self.version] * (2 + i),
+            reward=reward,
+            score=reward,
+            outcome=Outcome.REWARD_ERROR if reward is None else Outcome.OK,
+            error="no opinion" if reward is None else "",
+        )
+
+
+class Model:
+    def __init__(self, calls: list, name: str, log_prob: float) -> None:
+        self.calls, self.name, self.log_prob = calls, name, log_prob
+
+    def forward(self, samples: Sequence[Sample]) -> Done:
+        self.calls.append(f"{self.name} {len(samples)}")
+        return Done([torch.full((s.num_actions,), self.log_prob) for s in samples])
+
+
+class Policy(Model):
+    def __init__(self, calls: list, folder: Path) -> None:
+        super().__init__(calls, "policy", LOG_PROB)
+        self.folder = folder
+        self.updates: list[tuple[list[Experience], float]] = []
+        self.saved: dict[str, dict] = {}
+
+    def update(self, experiences: Sequence[Experience], kl_coef: float) -> Done:
+        self.calls.append(f"update {len(experiences)}")
+        self.updates.append((list(experiences), kl_coef))
+        return Done({"policy/loss": 0.25})
+
+    def save_checkpoint(self, tag: str, state: dict) -> Done:
+        self.calls.append(f"save {tag}")
+        (self.folder / tag).mkdir(parents=True)
+        self.saved[tag] = copy.deepcopy(state)
+        return Done()
+
+    def load_checkpoint(self, tag: str) -> Done:
+        self.calls.append(f"resume {tag}")
+        return Done(self.saved[tag])
+
+    def export(self, folder: str) -> Done:
+        self.calls.append(f"export {Path(folder).name}")
+        return Done()
+
+
+def config_of(path: Path, **ckpt) -> PPOConfig:
+    return PPOConfig(
+        rollout=RolloutConfig(batch_size=2, n_samples_per_prompt=2),
+        train=TrainConfig(batch_size=4),
+        algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo"), kl=KLConfig(init_coef=0.1)),
+        eval=EvalConfig(dataset="held_out.jsonl", steps=2, n_samples_per_prompt=2),
+        reward=RewardConfig(max_failed_ratio=0.5),
+        ckpt=PPOCkptConfig(path=str(path / "ckpt"), **ckpt),
+    )
+
+
+def trainer_of(
+    path: Path,
+    config: PPOConfig,
+    *,
+    total_steps: int = 3,
+    eval_prompts: Sequence[Prompt] = EVAL_PROMPTS,
+    resume: str | None = None,
+    saved: dict | None = None,
+    **rollout,
+) -> PPOTrainer:
+    calls: list[str] = []
+    policy = Policy(calls, path / "ckpt")
+    policy.saved = saved or {}
+    trainer = PPOTrainer(
+        config=config,
+        rollout=Rollout(calls, **rollout),
+        policy=policy,
+        reference=Model(calls, "reference", REF_LOG_PROB) if config.uses_reference else None,
+        prompts=PromptSampler(PromptDataset(PROMPTS), seed=1, num_episodes=4),
+        eval_prompts=eval_prompts,
+        checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
+        kl=KLController(coef=config.algo.kl.init_coef, target=config.algo.kl.target),
+        total_steps=total_steps,
+    )
+    if resume:
+        trainer.resume(resume)
+    folder = RunFolder.create(path / "run", config_yaml="{}", argv=["test"], resume=resume is not None)
+    trainer.observer = Observer(folder, LoggerConfig(), resume_step=trainer.step if resume else None)
+    trainer.observer.start(total_steps, done=trainer.step)
+    return trainer
+
+
+def metrics_of(path: Path) -> dict[int, dict[str, float]]:
+    return read_metrics(path / "run" / "metrics.jsonl")
+
+
+def test_the_order_of_a_run(tmp_path):
+    trainer = trainer_of(tmp_path, config_of(tmp_path, save_steps=2, best_metric_key="none", save_hf=True))
+    trainer.fit()
+    trainer.observer.close()
+    ids = [p.prompt_id for p in PromptSampler(PromptDataset(PROMPTS), seed=1).next_batch(6)]
+    step = [["policy 4", "reference 4", "update 4"]] * 3
+    assert trainer.policy.calls == [
+        *["load 0", "evaluate"],
+        *[f"generate {ids[0:2]}", *step[0], "load 1"],
+        *[f"generate {ids[2:4]}", *step[1], "load 2", "evaluate"],
+        *["save global_step2", "export global_step2_hf"],
+        *[f"generate {ids[4:6]}", *step[2], "load 3", "evaluate"],
+    ]
+    assert trainer.step == 3
+    assert trainer.checkpoints.latest() == "global_step2"
+
+
+def test_what_a_run_writes(tmp_path):
+    trainer = trainer_of(tmp_path, config_of(tmp_path), score=lambda version: version / 4)
+    trainer.fit()
+    metrics = metrics_of(tmp_path)
+    assert list(metrics) == [0, 1, 2, 3]
+    assert [s for s in metrics if "eval/math_pass1" in metrics[s]] == [0, 2, 3]
+    assert [metrics[s]["eval/math_pass1"] for s in (0, 2, 3)] == [0, 0.5, 0.75]
+    first = metrics[1]
+    assert first["rollout/reward_mean"] == 0.5 and first["rollout/num_samples"] == 4
+    assert first["rollout/failed_ratio"] == 0
+    assert first["rollout/response_length_mean"] == 2.5
+    assert first["policy/loss"] == 0.25
+    assert first["kl/mean"] == pytest.approx(LOG_PROB - REF_LOG_PROB)
+    assert first["mismatch/abs_diff_max"] == 0
+    rollouts = tmp_path / "run" / "rollouts"
+    assert sorted(journal_steps(rollouts)) == [1, 2, 3]
+    assert sorted(journal_steps(rollouts, "eval")) == [0, 2, 3]
+    # step s samples with the weights of s - 1 updates
+    for s in (1, 2, 3):
+        sampled = read_journal(journal_steps(rollouts)[s])
+        assert {v for t in sampled for v in t.weight_versions} == {s - 1}
+
+
+def test_what_the_policy_learns_from(tmp_path):
+    """Rewards 0 and 1 of each prompt under RLOO, and a KL of 0.5 on every action with coefficient 0.1."""
+    trainer = trainer_of(tmp_path, config_of(tmp_path), total_steps=1)
+    trainer.fit()
+    ((experiences, kl_coef),) = trainer.policy.updates
+    assert kl_coef == 0.1
+    assert [e.sample.num_actions for e in experiences] == [2, 3, 2, 3]
+    losing, winning = experiences[:2]
+    assert_close(losing.credit.advantages, [-1 - 0.1, -1 - 0.05])
+    assert_close(winning.credit.advantages, [1 - 0.15, 1 - 0.1, 1 - 0.05])
+    assert_close(winning.scores.log_probs, [LOG_PROB] * 3)
+    assert_close(winning.scores.ref_log_probs, [REF_LOG_PROB] * 3)
+
+
+def test_without_a_reference(tmp_path):
+    config = config_of(tmp_path)
+    config = replace(config, algo=replace(config.algo, kl=KLConfig(init_coef=0.0)))
+    trainer = trainer_of(tmp_path, config, total_steps=1)
+    trainer.fit()
+    assert not any("reference" in call for call in trainer.policy.calls)
+    ((experiences, kl_coef),) = trainer.policy.updates
+    assert kl_coef == 0 and all(e.scores.ref_log_probs is None for e in experiences)
+
+
+def test_failed_samples_are_dropped_and_counted(tmp_path):
+    trainer = trainer_of(
+        tmp_path, config_of(tmp_path), total_steps=1, reward=lambda p, i: None if i else 1.0, eval_prompts=[]
+    )
+    trainer.fit()
+    assert trainer.policy.calls[2:] == ["policy 2", "reference 2", "update 2", "load 1"]
+    metrics = metrics_of(tmp_path)[1]
+    assert metrics["rollout/failed_ratio"] == 0.5
+    assert metrics["rollout/reward_error_count"] == 2
+    assert metrics["rollout/reward_mean"] == 1  # of those that have one
+    assert metrics["rollout/num_samples"] == 4
+    journal = read_journal(journal_steps(tmp_path / "run" / "rollouts")[1])
+    assert [t.outcome for t in journal] == [Outcome.OK, Outcome.REWARD_ERROR] * 2
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_too_many_failures_stop_the_run(tmp_path, ratio):
+    config = config_of(tmp_path)
+    config = replace(config, reward=replace(config.reward, max_failed_ratio=ratio))
+    failing = {0.5: lambda p, i: 1.0 if p.prompt_id == PROMPTS[0].prompt_id else None, 1.0: lambda p, i: None}
+    trainer = trainer_of(tmp_path, config, reward=failing[ratio])
+    text = rf"step \d+: [34] of 4 samples failed, more than --reward.max_failed_ratio {ratio:g} allows"
+    with pytest.raises(RuntimeError, match=text) as error:
+        trainer.fit()
+    assert re.search(r"allows\. [34] of them with:\nno opinion$", str(error.value))
+    assert not trainer.policy.updates
+
+
+def assert_close(found: Tensor, expected: list[float]) -> None:
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+@pytest.mark.parametrize(("eval_prompts", "steps"), [([], 2), (EVAL_PROMPTS, -1), (EVAL_PROMPTS, 0)])
+def test_without_evaluation(tmp_path, eval_prompts, steps):
+    config = config_of(tmp_path)
+    config = replace(config, eval=replace(config.eval, steps=steps))
+    trainer = trainer_of(tmp_path, config, eval_prompts=eval_prompts)
+    trainer.fit()
+    assert "evaluate" not in trainer.policy.calls
+    assert list(metrics_of(tmp_path)) == [1, 2, 3]
+
+
+def test_a_resumed_run_continues(tmp_path):
+    config = config_of(tmp_path, save_steps=2, best_metric_key="none")
+    config = replace(config, algo=replace(config.algo, kl=KLConfig(init_coef=0.1, target=0.01)))
+    whole = trainer_of(tmp_path / "whole", replace(config, ckpt=ckpt_in(tmp_path / "whole")), total_steps=5)
+    whole.fit()
+    first = trainer_of(tmp_path / "halves", replace(config, ckpt=ckpt_in(tmp_path / "halves")), total_steps=3)
+    first.fit()
+    tag = first.checkpoints.latest()
+    assert tag == "global_step2"
+    second = trainer_of(
+        tmp_path / "halves",
+        replace(config, ckpt=ckpt_in(tmp_path / "halves")),
+        total_steps=5,
+        resume=tag,
+        saved=first.policy.saved,
+    )
+    second.fit()
+    generated = [c for c in whole.policy.calls if c.startswith("generate")]
+    assert second.policy.calls[:2] == ["resume global_step2", "load 2"]
+    assert [c for c in second.policy.calls if c.startswith("generate")] == generated[2:]
+    assert [kl for _, kl in second.policy.updates] == [kl for _, kl in whole.policy.updates[2:]]
+    assert len({kl for _, kl in whole.policy.updates}) == 5  # the controller moves the coefficient
+    assert list(metrics_of(tmp_path / "halves")) == [0, 1, 2, 3, 4, 5]
+
+
+def ckpt_in(path: Path) -> PPOCkptConfig:
+    return PPOCkptConfig(path=str(path / "ckpt"), save_steps=2, best_metric_key="none")
+
+
+@pytest.mark.parametrize("key", ["", "math_pass1", "eval/math_pass1"])
+def test_the_best_evaluation_is_kept(tmp_path, key):
+    scores = {0: 0.1, 2: 0.7, 4: 0.4, 6: 0.7}
+    config = config_of(tmp_path, save_steps=3, best_metric_key=key)
+    trainer = trainer_of(tmp_path, config, total_steps=6, score=scores.get)
+    trainer.fit()
+    saved = [c.removeprefix("save ") for c in trainer.policy.calls if c.startswith("save")]
+    assert saved == ["best_global_step0", "best_global_step2", "global_step3", "global_step6"]
+    kept = sorted(p.name for p in (tmp_path / "ckpt").iterdir() if p.is_dir())
+    assert kept == ["best_global_step2", "global_step3", "global_step6"]
+    assert trainer.policy.saved["global_step3"]["best_metric"] == 0.7
+
+
+def test_a_best_metric_that_does_not_exist(tmp_path):
+    trainer = trainer_of(tmp_path, config_of(tmp_path, save_steps=1, best_metric_key="physics_pass1"))
+    text = "--ckpt.best_metric_key physics_pass1: no such metric; there are .*eval/math_pass1"
+    with pytest.raises(ValueError, match=text):
+        trainer.fit()
+
+
+def test_nothing_is_saved_unless_asked_for(tmp_path):
+    trainer = trainer_of(tmp_path, config_of(tmp_path))
+    trainer.fit()
+    assert not [c for c in trainer.policy.calls if re.match("save|export", c)]
+
+
+def test_copies_alone(tmp_path):
+    config = config_of(tmp_path, save_steps=1, save_hf=True, disable_ds=True, best_metric_key="none")
+    trainer = trainer_of(tmp_path, config, total_steps=2)
+    trainer.fit()
+    saved = [c for c in trainer.policy.calls if re.match("save|export", c)]
+    assert saved == ["export global_step1_hf", "export global_step2_hf"]
+    assert trainer.checkpoints.latest() is None

@@ -1,0 +1,167 @@
+import copy
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+
+from openrlhf.config.sections import CkptConfig, LoggerConfig
+from openrlhf.config.supervised import EvalConfig, SupervisedConfig, TrainConfig
+from openrlhf.datasets.batches import Windows
+from openrlhf.observe.observer import Observer
+from openrlhf.observe.run_folder import RunFolder
+from openrlhf.observe.trackers import read_metrics
+from openrlhf.trainer.checkpoints import CheckpointFolder
+from openrlhf.trainer.supervised import SupervisedTrainer
+from openrlhf.types import PackedRow, Sample
+
+
+class Numbers:
+    """Sample i is the token i, three times."""
+
+    lengths = (3,) * 10
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> Sample:
+        return Sample(token_ids=torch.full((3,), i), action_mask=torch.tensor([False, True, True]))
+
+
+class Engine:
+    """Remembers which samples were in which step."""
+
+    def __init__(self, disk: dict[str, dict]) -> None:
+        self.disk = disk
+        self.windows: list[list[int]] = []
+        self.evaluations: list[int] = []
+        self.exported: list[str] = []
+
+    def train_step(self, window, objective):
+        self.windows.append([int(i) for row in window for i in row.token_ids[::3]])
+        return {"sft/loss": float(len(self.windows))}
+
+    def evaluate(self, rows, objective):
+        self.evaluations.append(len(self.windows))
+        return {"sft/loss": 9.0}
+
+    def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
+        (Path(folder) / tag).mkdir(parents=True)
+        self.disk[tag] = copy.deepcopy(state)
+
+    def load_checkpoint(self, folder: str, tag: str) -> dict:
+        return self.disk[tag]
+
+    def export(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True)
+        self.exported.append(Path(folder).name)
+
+
+class Killed(Exception):
+    pass
+
+
+def trainer_of(path: Path, disk: dict, *, eval_steps=-1, eval_rows=(), kill_at: int | None = None, **ckpt):
+    config = SupervisedConfig(
+        train=TrainConfig(batch_size=4, micro_batch_size=2, max_epochs=3),
+        eval=EvalConfig(steps=eval_steps),
+        ckpt=CkptConfig(path=str(path / "ckpt"), **ckpt),
+    )
+    engine = Engine(disk)
+    trainer = SupervisedTrainer(
+        config=config,
+        engine=engine,
+        objective=lambda model, row, norm: None,
+        windows=Windows(Numbers(), batch_size=4, micro_batch_size=2, rank=0, world=1, seed=7),
+        eval_rows=eval_rows,
+        checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
+        observer=None,
+    )
+    tag = trainer.checkpoints.latest()
+    if tag:
+        trainer.resume(tag)
+    folder = RunFolder.create(path / "run", config_yaml="{}", argv=["test"], resume=tag is not None)
+    trainer.observer = Observer(folder, LoggerConfig(), resume_step=trainer.step if tag else None)
+    trainer.observer.start(9, done=trainer.step)
+    if kill_at is not None:
+        take_step = engine.train_step
+
+        def dying_step(window, objective):
+            if trainer.step == kill_at:
+                raise Killed
+            return take_step(window, objective)
+
+        engine.train_step = dying_step
+    return trainer
+
+
+def test_every_epoch_visits_everything_in_an_order_of_its_own(tmp_path):
+    trainer = trainer_of(tmp_path, {})
+    trainer.fit()
+    windows = trainer.engine.windows
+    assert [len(w) for w in windows] == [4, 4, 2] * 3
+    epochs = [list(chain(*windows[i : i + 3])) for i in (0, 3, 6)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert trainer.step == 9
+    assert list(read_metrics(tmp_path / "run" / "metrics.jsonl")) == list(range(1, 10))
+
+
+@pytest.mark.parametrize("kill_at", [1, 2, 3, 4, 5, 6, 8])
+def test_a_resumed_run_visits_exactly_what_was_left(tmp_path, kill_at):
+    """Killed before the step after `kill_at`, saved every 2 steps: also in the middle of an epoch of 3."""
+    whole = trainer_of(tmp_path / "whole", {})
+    whole.fit()
+    disk: dict[str, dict] = {}
+    first = trainer_of(tmp_path / "halves", disk, kill_at=kill_at, save_steps=2)
+    with pytest.raises(Killed):
+        first.fit()
+    second = trainer_of(tmp_path / "halves", disk, save_steps=2)
+    done = kill_at // 2 * 2
+    assert second.step == done
+    second.fit()
+    assert first.engine.windows[:done] + second.engine.windows == whole.engine.windows
+    assert second.step == 9
+    assert list(read_metrics(tmp_path / "halves" / "run" / "metrics.jsonl")) == list(range(1, 10))
+
+
+@pytest.mark.parametrize(("every", "steps"), [(-1, [3, 6, 9]), (2, [2, 4, 6, 8]), (0, [])])
+def test_when_it_evaluates(tmp_path, every, steps):
+    trainer = trainer_of(tmp_path, {}, eval_steps=every, eval_rows=[PackedRow.empty()])
+    trainer.fit()
+    assert trainer.engine.evaluations == steps
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [s for s in metrics if metrics[s].get("eval/sft/loss") == 9.0] == steps
+
+
+def test_without_evaluation_rows(tmp_path):
+    trainer = trainer_of(tmp_path, {}, eval_steps=1)
+    trainer.fit()
+    assert trainer.engine.evaluations == []
+
+
+def test_checkpoints_and_copies(tmp_path):
+    trainer = trainer_of(tmp_path, {}, save_steps=2, max_num=2, save_hf=True)
+    trainer.fit()
+    assert trainer.engine.exported == [f"global_step{s}_hf" for s in (2, 4, 6, 8)]
+    left = sorted(p.name for p in (tmp_path / "ckpt").iterdir() if p.is_dir())
+    copies = [f"global_step{s}_hf" for s in (2, 4, 6, 8)]
+    assert left == sorted(["global_step6", "global_step8", *copies])
+    assert trainer.checkpoints.latest() == "global_step8"
+
+
+def test_copies_alone(tmp_path):
+    trainer = trainer_of(tmp_path, {}, save_steps=4, save_hf=True, disable_ds=True)
+    trainer.fit()
+    assert trainer.engine.exported == ["global_step4_hf", "global_step8_hf"]
+    assert trainer.checkpoints.latest() is None
+
+
+def test_a_rank_without_an_observer_completes_nothing(tmp_path):
+    """Only rank 0 decides which checkpoints count."""
+    trainer = trainer_of(tmp_path, {}, save_steps=4)
+    trainer.observer = None
+    trainer.fit()
+    assert trainer.step == 9
+    assert sorted(trainer.engine.disk) == ["global_step4", "global_step8"]
+    assert trainer.checkpoints.latest() is None

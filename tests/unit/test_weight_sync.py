@@ -1,0 +1,240 @@
+import itertools
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from openrlhf.engine import weight_sync
+from openrlhf.engine.distributed import free_port
+from openrlhf.engine.weight_sync import (
+    ALIGNMENT,
+    Bucket,
+    Checksum,
+    TensorMeta,
+    WeightSender,
+    broadcast,
+    gloo_group,
+    plan_buckets,
+)
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8")
+METAS = st.lists(
+    st.builds(
+        TensorMeta,
+        name=st.text("abc.", min_size=1, max_size=5),
+        dtype=st.sampled_from(DTYPES),
+        shape=st.lists(st.integers(0, 7), max_size=3).map(tuple),
+    ),
+    max_size=30,
+)
+
+
+def tensor_of(meta: TensorMeta, seed: int = 0) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return (torch.randn(meta.shape, generator=random) * 50).abs().to(getattr(torch, meta.dtype))
+
+
+def test_bytes_of_a_tensor():
+    assert TensorMeta("a", "bfloat16", (3, 5)).num_bytes == 30
+    assert TensorMeta("a", "float32", ()).num_bytes == 4
+
+
+def test_buckets_by_hand():
+    tensors = [TensorMeta(n, "uint8", (size,)) for n, size in (("a", 64), ("b", 1), ("c", 65), ("d", 300))]
+    # 64 and 64 fill a bucket of 128; c takes 128 alone; d is larger than any bucket
+    assert [[t.name for t in b.tensors] for b in plan_buckets(tensors, 128)] == [["a", "b"], ["c"], ["d"]]
+    assert [b.num_bytes for b in plan_buckets(tensors, 128)] == [128, 128, 320]
+    assert plan_buckets([]) == []
+
+
+@given(METAS, st.integers(1, 2000))
+def test_buckets_keep_order_and_capacity(tensors, capacity):
+    buckets = plan_buckets(tensors, capacity)
+    assert [t for b in buckets for t in b.tensors] == tensors
+    assert all(b.tensors for b in buckets)
+    assert all(b.num_bytes <= capacity for b in buckets if len(b.tensors) > 1)
+    # none could have been joined with the next
+    for one, two in itertools.pairwise(buckets):
+        assert one.num_bytes + Bucket(two.tensors[:1]).num_bytes > capacity
+
+
+@given(METAS)
+def test_views_give_back_what_was_put_in(tensors):
+    bucket = Bucket(tuple(tensors))
+    buffer = torch.full((bucket.num_bytes,), 0xAB, dtype=torch.uint8)
+    sent = [tensor_of(meta, seed) for seed, meta in enumerate(tensors)]
+    for tensor, (_, view) in zip(sent, bucket.views(buffer), strict=True):
+        view.copy_(tensor)
+    for tensor, meta, (received, view) in zip(sent, tensors, bucket.views(buffer.clone()), strict=True):
+        assert received == meta
+        assert view.dtype == tensor.dtype and torch.equal(view, tensor)
+    assert bucket.num_bytes % ALIGNMENT == 0
+
+
+def checksum(*tensors: tuple[str, Tensor]) -> int:
+    total = Checksum()
+    for name, tensor in tensors:
+        total.add(name, tensor)
+    return total.value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8])
+def test_a_checksum_sees_every_fault(dtype):
+    a, b = (torch.arange(1, 8).to(dtype), torch.arange(3, 14).to(dtype))  # odd sizes
+    changed = a.clone()
+    changed[3] += 1
+    right = checksum(("a", a), ("b", b))
+    assert right == checksum(("b", b), ("a", a))  # order does not matter
+    assert right == checksum(
+        ("a", a.clone()), ("b", b.repeat_interleave(2)[::2])
+    )  # nor does the memory's layout
+    wrong = {
+        "missing": checksum(("a", a)),
+        "doubled": checksum(("a", a), ("b", b), ("b", b)),
+        "renamed": checksum(("a", a), ("c", b)),
+        "swapped": checksum(("a", b), ("b", a)),
+        "changed": checksum(("a", changed), ("b", b)),
+        "nothing": checksum(),
+    }
+    assert right not in wrong.values(), wrong
+
+
+def test_a_checksum_sees_a_missing_tensor_of_zeros():
+    zeros = torch.zeros(5, dtype=torch.bfloat16)
+    assert checksum(("a", zeros)) not in (checksum(), checksum(("a", zeros[:4])))
+
+
+@given(st.permutations(range(6)))
+def test_a_checksum_does_not_depend_on_the_order(order):
+    named = [(f"layer.{i}", tensor_of(TensorMeta("", "bfloat16", (i, 3)), i)) for i in range(6)]
+    assert checksum(*named) == checksum(*(named[i] for i in order))
+
+
+class Weights:
+    """The trainer's engine, as a sender sees it."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        yield from self.tensors.items()
+
+    def weight_metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        return [(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
+
+
+class Receivers:
+    """Inference workers in threads, and their control plane. They speak the protocol of vLLM's workers."""
+
+    version = 0
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.calls: list[str] = []
+        self.loaded: list[dict[str, Tensor]] = [{} for _ in range(count)]
+        self.damage = lambda name, tensor: tensor
+
+    def init_weight_transfer_engine(self, info: dict) -> None:
+        self.calls.append("init")
+        self.groups: dict[int, object] = {}
+
+        def join(i: int) -> None:
+            rank = info["rank_offset"] + i
+            self.groups[i] = gloo_group(info["master_address"], info["master_port"], rank, info["world_size"])
+
+        self._all(join)
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start")
+        self.loaded = [{} for _ in range(self.count)]
+
+    def update_weights(self, update_info: dict) -> None:
+        self.calls.append("update")
+        metas = [TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in update_info["tensors"]]
+
+        def receive(i: int) -> None:
+            for bucket in plan_buckets(metas, weight_sync.BUCKET_BYTES):
+                buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+                broadcast(self.groups[i], buffer)
+                for meta, view in bucket.views(buffer):
+                    self.loaded[i][meta.name] = self.damage(meta.name, view)
+
+        self._all(receive)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.calls.append(f"finish {self.version}")
+
+    def checksums(self) -> list[int]:
+        return [checksum(*loaded.items()) for loaded in self.loaded]
+
+    def _all(self, work) -> None:
+        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(self.count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def sender_of(weights: Weights, receivers: Receivers, rank: int = 0) -> WeightSender:
+    return WeightSender(
+        weights,
+        receivers,
+        backend="gloo",
+        address="127.0.0.1",
+        port=free_port(),
+        num_workers=receivers.count,
+        rank=rank,
+    )
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_gloo_delivers_exactly_the_tensors(num_workers):
+    weights = Weights(
+        {
+            "embed": torch.randn(100, 7).bfloat16(),
+            "norm": torch.ones(3),
+            "scalar": torch.tensor(2.5),
+            "strided": torch.randn(6, 4).t(),
+            "large": torch.randn(1 << 20, 20),  # 80 MB: more than a bucket
+            "last": torch.randn(5).half(),
+        }
+    )
+    receivers = Receivers(num_workers)
+    sender = sender_of(weights, receivers)
+    sender.send(1)
+    for loaded in receivers.loaded:
+        assert list(loaded) == list(weights.tensors)
+        for name, tensor in weights.tensors.items():
+            assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor), name
+    weights.tensors["norm"] += 1
+    sender.send(2)
+    assert all(torch.equal(loaded["norm"], torch.full((3,), 2.0)) for loaded in receivers.loaded)
+    update = ["start", "update"]
+    assert receivers.calls == ["init", *update, "finish 1", *update, "finish 2"]
+
+
+def test_an_engine_that_loads_something_else_is_an_error():
+    receivers = Receivers(2)
+    sender = sender_of(Weights({"a": torch.ones(3), "b": torch.ones(4)}), receivers)
+    receivers.damage = lambda name, tensor: tensor * 2 if name == "b" else tensor
+    with pytest.raises(RuntimeError, match="weight sync 7: inference worker 0 loaded other weights"):
+        sender.send(7)
+
+
+def test_other_ranks_only_join_the_gathers():
+    visited = []
+
+    class Gathering(Weights):
+        def weights(self, bucket_bytes):
+            for name, tensor in super().weights(bucket_bytes):
+                visited.append(name)
+                yield name, tensor
+
+    receivers = Receivers(1)
+    sender_of(Gathering({"a": torch.ones(3), "b": torch.ones(4)}), receivers, rank=1).send(1)
+    assert visited == ["a", "b"] and receivers.calls == []
