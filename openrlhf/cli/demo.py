@@ -1,7 +1,8 @@
 """`openrlhf demo`: the whole system on this machine, in minutes, without a download.
 
-Three commands, printed before they run, so that each can be run and changed alone: a tiny model learns to write worked
-problems, then to answer in a chat, carefully or hastily; then RL with nothing but a verifier finds that thinking pays.
+Three commands, printed before they run, so that each can be run and changed alone: a tiny model learns to
+write worked problems, then to answer in a chat, carefully or hastily; then RL with nothing but a verifier
+finds that thinking pays.
 """
 
 import argparse
@@ -23,7 +24,7 @@ RL = (
     "--algo.advantage.estimator group_norm --algo.kl.init_coef 0 "
     "--rollout.batch_size 32 --rollout.n_samples_per_prompt 8 --rollout.max_new_tokens 48 --data.max_len 128 "
     "--train.batch_size 256 --train.dynamic_batch_enable --train.max_tokens_per_gpu 8192 "
-    "--actor.adam.lr 3e-4 --actor.lr_scheduler constant --actor.num_gpus_per_node 1 --train.colocate_all "
+    "--actor.adam.lr 5e-4 --actor.lr_scheduler constant --actor.num_gpus_per_node 1 --train.colocate_all "
     "--ds.zero_stage 2 --ds.param_dtype fp32 --data.apply_chat_template --data.label_key label "
     "--eval.n_samples_per_prompt 1 --eval.temperature 1.0"
 )
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the data, the model and the sampling (default: 0)"
     )
-    parser.add_argument("--steps", type=int, default=30, help="RL steps (default: 30)")
+    parser.add_argument("--steps", type=int, default=40, help="RL steps (default: 40)")
     parser.add_argument(
         "--folder", type=Path, default=Path("demo"), help="where everything goes (default: demo)"
     )
@@ -55,13 +56,15 @@ def run(folder: Path, seed: int, steps: int) -> None:
         files = prepare(folder / "task", seed=seed)
     with _phase("pretrain: SFT on worked problems as plain text", seconds):
         _sft(
-            f"--model.model_name_or_path {files.model} --model.pretrain_mode_enable --data.dataset {files.pretrain} "
-            f"--ckpt.output_dir {folder / 'base'} --train.seed {seed} {PRETRAIN} {SFT_FLAGS}"
+            f"--model.model_name_or_path {files.model} --model.pretrain_mode_enable "
+            f"--data.dataset {files.pretrain} --ckpt.output_dir {folder / 'base'} --train.seed {seed} "
+            f"{PRETRAIN} {SFT_FLAGS}"
         )
     with _phase("chat: SFT on careful and hasty answers", seconds):
         _sft(
-            f"--model.model_name_or_path {folder / 'base'} --data.dataset {files.sft} --data.output_key output "
-            f"--data.apply_chat_template --ckpt.output_dir {folder / 'sft'} --train.seed {seed} {CHAT} {SFT_FLAGS}"
+            f"--model.model_name_or_path {folder / 'base'} --data.dataset {files.sft} "
+            f"--data.output_key output --data.apply_chat_template --ckpt.output_dir {folder / 'sft'} "
+            f"--train.seed {seed} {CHAT} {SFT_FLAGS}"
         )
     with _phase("rl: GRPO with a verifier", seconds):
         _ppo(
@@ -106,7 +109,7 @@ def _ppo(flags: str) -> None:
 
 
 def _show_result(folder: Path, steps: int) -> None:
-    """Accuracy, length and share of thinking answers on held-out problems, and the same problems before and after."""
+    """Accuracy, share of thinking answers and their length, and the same problems before and after."""
     from rich.console import Console
     from rich.table import Table
 
@@ -120,9 +123,12 @@ def _show_result(folder: Path, steps: int) -> None:
     before, after = read_journal(evals[0]), read_journal(evals[steps])
     console = Console()
 
+    def text(ids: list[int]) -> str:
+        return clean_text(str(tokenizer.decode(ids, skip_special_tokens=True)))
+
     def answer(t: Trajectory) -> str:
         ids = [token for token, is_action in zip(t.token_ids, t.action_mask, strict=True) if is_action]
-        return clean_text(tokenizer.decode(ids, skip_special_tokens=True))
+        return text(ids)
 
     def mean(trajectories: list[Trajectory], read) -> float:
         return sum(map(read, trajectories)) / len(trajectories)
@@ -140,8 +146,8 @@ def _show_result(folder: Path, steps: int) -> None:
     for column in ("problem", "before", "after"):
         samples.add_column(column, overflow="fold")
     for b, a in list(zip(before, after, strict=True))[:5]:
-        question = tokenizer.decode(b.token_ids[: b.action_mask.index(True)], skip_special_tokens=True)
-        samples.add_row(clean_text(question), *(f"{answer(t)} {'✓' if t.reward else '✗'}" for t in (b, a)))
+        question = text(b.token_ids[: b.action_mask.index(True)])
+        samples.add_row(question, *(f"{answer(t)} {'✓' if t.reward else '✗'}" for t in (b, a)))
     console.print(figures)
     console.print(samples, markup=False)
 

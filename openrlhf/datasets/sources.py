@@ -82,9 +82,6 @@ class Rows:
         part, row = self._index[i].tolist()
         return self._parts[part].origin(row)
 
-    def select(self, indices: Sequence[int] | range) -> "Rows":
-        return Rows(self._parts, self._index[np.asarray(indices, dtype=np.int64)])
-
 
 def load_rows(
     spec: str,

@@ -161,9 +161,6 @@ class VLLMEngine:
         if self.options.enable_sleep:
             await self._bounded(self.llm.wake_up(tags))
 
-    async def check_health(self) -> None:
-        await self._bounded(self.llm.check_health())
-
     def shutdown(self) -> None:
         self.llm.shutdown()
 

@@ -31,7 +31,7 @@ next."""
 
 
 class Packing(NamedTuple):
-    """Where the sequences of a row lie. Travels through the model to the attention as the keyword `packing`."""
+    """Where the sequences of a row lie. Travels through the model to the attention as `packing`."""
 
     lengths: tuple[int, ...]
     cumulative: Tensor  # (B + 1,) int32, on the row's device

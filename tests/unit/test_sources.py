@@ -258,9 +258,3 @@ def test_probabilities_that_do_not_fit(tmp_path, probs, message):
     write_lines(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(ValueError, match=f"--data.dataset_probs {probs}: .*{message}"):
         load(f"{tmp_path}/a.jsonl,{tmp_path}/a.jsonl", probs=probs)
-
-
-def test_select_keeps_origins(tmp_path):
-    rows = load(write_lines(tmp_path / "a.jsonl", ROWS)).select([2, 0])
-    assert [row["input"] for row in rows] == ["c", "a"]
-    assert rows.origin(0).endswith("a.jsonl:3")
