@@ -70,7 +70,9 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="tiny", help="tiny, small, or a Hugging Face name or folder")
     parser.add_argument("--repeats", type=int, default=7, help="ratios to take the median of")
     parser.add_argument("--prompts", type=int, default=32)

@@ -54,7 +54,13 @@ def main() -> None:
         options.batch_size * options.steps, vocab_size=model.config.vocab_size, max_len=options.tokens
     )
     windows = Windows(
-        samples, batch_size=options.batch_size, max_tokens=options.tokens, rank=0, world=1, seed=0, shuffle=False
+        samples,
+        batch_size=options.batch_size,
+        max_tokens=options.tokens,
+        rank=0,
+        world=1,
+        seed=0,
+        shuffle=False,
     )
     start = time.perf_counter()
     rows = list(windows.epoch(0))
@@ -78,7 +84,9 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="tiny", help="tiny, small, or a Hugging Face name or folder")
     parser.add_argument("--repeats", type=int, default=5, help="ratios to take the median of")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps in one repeat")
@@ -192,7 +200,12 @@ def packed_policy(model: PreTrainedModel) -> PolicyModel:
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     options = OptimConfig().adam
     return torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=options.betas, eps=options.eps, weight_decay=0.0, fused=True
+        model.parameters(),
+        lr=LEARNING_RATE,
+        betas=options.betas,
+        eps=options.eps,
+        weight_decay=0.0,
+        fused=True,
     )
 
 
@@ -237,7 +250,11 @@ def measure(
 def describe(options: argparse.Namespace, model: PreTrainedModel, samples, rows, batches) -> None:
     tokens = sum(samples.lengths)
     sizes = [
-        [b["input_ids"].numel() for step in batches for b in micro_batches(step, options.micro_batch_size, by)]
+        [
+            b["input_ids"].numel()
+            for step in batches
+            for b in micro_batches(step, options.micro_batch_size, by)
+        ]
         for by in (False, True)
     ]
     print(
@@ -252,7 +269,9 @@ def describe(options: argparse.Namespace, model: PreTrainedModel, samples, rows,
 
 
 def report(seconds: dict[str, list[float]], losses: dict[str, float], tokens: int) -> None:
-    print(f"{'':16}{'tokens/s':>10}{'loss':>9}   {'ours is faster by':>22}{'':4}(min / median / max of repeats)")
+    print(
+        f"{'':16}{'tokens/s':>10}{'loss':>9}   {'ours is faster by':>22}{'':4}(min / median / max of repeats)"
+    )
     for name, times in seconds.items():
         ratios = [theirs / mine for theirs, mine in zip(times, seconds["ours"], strict=True)]
         print(

@@ -90,8 +90,7 @@ class EpisodeRunner:
         return _trajectory(prompt, sample_index, seed, episode, outcome)
 
     def _sampling_params(self, sampling: Sampling, seed: int):
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         return SamplingParams(
             temperature=sampling.temperature,

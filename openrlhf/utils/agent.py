@@ -36,7 +36,7 @@ class AgentExecutorBase(ABC):
         self, prompt: str, label: Any, sampling_params, max_length: int, hf_tokenizer, llm_engine, images=None
     ) -> dict:
         """One episode. `llm_engine.generate(prompt_token_ids, sampling_params)` returns vLLM's RequestOutput;
-        `max_length` bounds prompt and actions together.
+        `sampling_params` is this episode's own; `max_length` bounds prompt and actions together.
 
         Returns a dictionary with `prompt`, `label`, `observation_tokens` (list[int], the whole sequence),
         `action_ranges` (list of [start, end) in it), `rollout_log_probs` (one float for each token, 0.0 where
@@ -62,7 +62,6 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
             raise ValueError(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room in --data.max_len {max_length}"
             )
-        sampling_params = sampling_params.clone()
         sampling_params.max_tokens = min(room, sampling_params.max_tokens or room)
         output = (await llm_engine.generate(prompt_ids, sampling_params)).outputs[0]
         response_ids = list(output.token_ids)

@@ -35,7 +35,7 @@ ARRANGEMENTS = {
     ),
     "zero 3, one rank, two engines": (
         "--ds.zero_stage 3 --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 2 "
-        "--vllm.enable_prefix_caching --train.micro_batch_size 3"
+        "--vllm.enable_prefix_caching --train.micro_batch_size 4"
     ),
 }
 
