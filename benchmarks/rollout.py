@@ -1,9 +1,9 @@
 """Sampled tokens per second of a rollout, two ways on the same model, prompts and seeds.
 
-ours   RolloutGroup.generate: from prompts to trajectories with rewards in the controller, through the Ray actor,
-       the agent and the reward process that train_ppo_ray uses
-bare   vLLM's AsyncLLM in a Ray actor, with the same engine arguments and token ids as input: one request for each
-       sample, all at once, log-probs of sampled tokens; it returns the tokens
+ours   RolloutGroup.generate: from prompts to trajectories with rewards in the controller, through the Ray
+       actor, the agent and the reward process that train_ppo_ray uses
+bare   vLLM's AsyncLLM in a Ray actor, with the same engine arguments and token ids as input: one request
+       for each sample, all at once, log-probs of sampled tokens; it returns the tokens
 
 Every repeat runs both ways, and they must sample the same tokens. Trust the ratios, not the absolute figures.
 

@@ -198,12 +198,12 @@ def packed_policy(model: PreTrainedModel) -> PolicyModel:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    options = OptimConfig().adam
+    adam = AdamConfig()
     return torch.optim.AdamW(
         model.parameters(),
         lr=LEARNING_RATE,
-        betas=options.betas,
-        eps=options.eps,
+        betas=adam.betas,
+        eps=adam.eps,
         weight_decay=0.0,
         fused=True,
     )
@@ -247,31 +247,36 @@ def measure(
     return seconds, losses
 
 
-def describe(options: argparse.Namespace, model: PreTrainedModel, samples, rows, batches) -> None:
-    tokens = sum(samples.lengths)
-    sizes = [
-        [
-            b["input_ids"].numel()
+def describe(
+    options: argparse.Namespace,
+    model: PreTrainedModel,
+    samples: LognormalSamples,
+    rows: Sequence[list[PackedRow]],
+    batches: Sequence[list[Sample]],
+) -> None:
+    tokens, load = sum(samples.lengths), Path("/proc/loadavg")
+    padding = [
+        sum(
+            batch["input_ids"].numel()
             for step in batches
-            for b in micro_batches(step, options.micro_batch_size, by)
-        ]
-        for by in (False, True)
+            for batch in micro_batches(step, options.micro_batch_size, is_sorted)
+        )
+        / tokens
+        for is_sorted in (False, True)
     ]
     print(
-        f"{options.model}: {model.num_parameters() / 1e6:.1f}M weights, vocabulary {model.config.vocab_size}; float32, "
-        f"{DEVICE_TYPE}, {options.threads} threads, ZeRO stage {options.zero_stage}, torch {torch.__version__}\n"
-        f"{len(batches)} steps of {options.batch_size} samples, {tokens} tokens, longest {max(samples.lengths)}; "
-        f"{sum(map(len, rows))} rows of at most {options.tokens} tokens\n"
-        f"padded to {sum(sizes[0]) / tokens:.2f} times the tokens, sorted {sum(sizes[1]) / tokens:.2f}; "
-        f"load {Path('/proc/loadavg').read_text().split()[0] if Path('/proc/loadavg').exists() else '?'}\n",
+        f"{options.model}: {model.num_parameters() / 1e6:.1f}M weights, vocabulary {model.config.vocab_size}\n"
+        f"float32, {DEVICE_TYPE}, {options.threads} threads, ZeRO stage {options.zero_stage}, "
+        f"torch {torch.__version__}, load {load.read_text().split()[0] if load.exists() else 'unknown'}\n"
+        f"{len(batches)} steps of {options.batch_size} samples, {tokens} tokens, longest {max(samples.lengths)}\n"
+        f"{sum(map(len, rows))} rows of at most {options.tokens} tokens; "
+        f"padded to {padding[0]:.2f} times the tokens, sorted {padding[1]:.2f}\n",
         flush=True,
     )
 
 
 def report(seconds: dict[str, list[float]], losses: dict[str, float], tokens: int) -> None:
-    print(
-        f"{'':16}{'tokens/s':>10}{'loss':>9}   {'ours is faster by':>22}{'':4}(min / median / max of repeats)"
-    )
+    print(f"{'':16}{'tokens/s':>10}{'loss':>9}   ours / this (min / median / max of repeats)")
     for name, times in seconds.items():
         ratios = [theirs / mine for theirs, mine in zip(times, seconds["ours"], strict=True)]
         print(

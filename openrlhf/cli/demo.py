@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the data, the model and the sampling (default: 0)"
     )
-    parser.add_argument("--steps", type=int, default=40, help="RL steps (default: 40)")
+    parser.add_argument("--steps", type=int, default=30, help="RL steps (default: 30)")
     parser.add_argument(
         "--folder", type=Path, default=Path("demo"), help="where everything goes (default: demo)"
     )
