@@ -15,7 +15,7 @@ from pathlib import Path
 
 SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32"
 PRETRAIN = (
-    "--data.max_len 256 --train.batch_size 8 --train.micro_batch_size 8 --train.max_epochs 1 --adam.lr 3e-3"
+    "--data.max_len 256 --train.batch_size 8 --train.micro_batch_size 8 --train.max_epochs 2 --adam.lr 3e-3"
 )
 CHAT = (
     "--data.max_len 256 --train.batch_size 8 --train.micro_batch_size 8 --train.max_epochs 1 --adam.lr 1e-3"
