@@ -74,13 +74,14 @@ class PolicyGroup(Group[PolicyWorker]):
         address, port = self.meeting_point()
         return self.on_all(lambda worker: worker.start.remote(address, port, total_steps))
 
-    def update(self, experiences: Sequence[Experience], kl_coef: float) -> Gathered[Metrics]:
-        """`train.max_epochs` passes in batches of `train.batch_size`; metrics are means over the optimizer
-        steps."""
+    def update(
+        self, experiences: Sequence[Experience], num_batches: int, kl_coef: float
+    ) -> Gathered[Metrics]:
+        """`train.max_epochs` passes of `num_batches` optimizer steps; metrics are means over the steps."""
         train = self.config.train
         schedule = training_schedule(
             [e.sample.length for e in experiences],
-            batch_size=train.batch_size,
+            num_batches=num_batches,
             epochs=train.max_epochs,
             num_ranks=len(self.workers),
             seed=(train.seed, self.num_updates),

@@ -79,8 +79,8 @@ class ModelGroup(Protocol):
 
 
 class TrainableGroup(ModelGroup, Protocol):
-    def update(self, experiences: Sequence[Experience], kl_coef: float) -> Pending[Metrics]:
-        """One or more passes over the experiences: as many optimizer steps as the configuration asks for."""
+    def update(self, experiences: Sequence[Experience], num_batches: int, kl_coef: float) -> Pending[Metrics]:
+        """`train.max_epochs` passes over the experiences, each of `num_batches` optimizer steps."""
         ...
 
     def save_checkpoint(self, tag: str, state: dict) -> Pending[None]: ...

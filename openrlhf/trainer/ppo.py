@@ -14,6 +14,7 @@ from openrlhf.observe.observer import Observer
 from openrlhf.trainer.checkpoints import CheckpointFolder
 from openrlhf.trainer.credit import assign_credit
 from openrlhf.trainer.evaluate import evaluation_metrics
+from openrlhf.trainer.schedule import num_batches
 from openrlhf.types import Experience, Metrics, Prompt, Sample, Scores, Trajectory, present
 
 
@@ -57,7 +58,7 @@ class PPOTrainer:
                 metrics |= self.evaluate()
             self.observer.log_step(self.step, metrics)
             if is_due(self.step, self.config.ckpt.save_steps):
-                self.save(f"global_step{self.step}")
+                self.save(f"global_step{self.step}", self._metric_of(metrics))
 
     @property
     def is_eval_due(self) -> bool:
@@ -69,6 +70,7 @@ class PPOTrainer:
 
     def train_on(self, trajectories: list[Trajectory]) -> Metrics:
         """Score what was sampled, assign credit, update."""
+        self.observer.log_rollouts(self.step + 1, trajectories)
         finished = self.check(trajectories)
         samples = [Sample.of(t) for t in finished]
         with self.observer.phase("score"):
@@ -87,9 +89,9 @@ class PPOTrainer:
             for s, sc, c in zip(samples, scores, result.credit, strict=True)
         ]
         with self.observer.phase("update"):
-            updated = self.policy.update(experiences, self.kl.coef).result()
+            batches = num_batches(len(trajectories), self.config.train.batch_size)
+            updated = self.policy.update(experiences, batches, self.kl.coef).result()
         metrics = rollout_metrics(trajectories) | result.metrics | updated
-        self.observer.log_rollouts(self.step + 1, trajectories)
         self.kl = self.kl.update(metrics["kl/mean"], len(finished))
         return metrics
 
@@ -149,22 +151,25 @@ class PPOTrainer:
     def _keep_if_best(self, metrics: Metrics) -> None:
         """A checkpoint of its own for the best evaluation so far. Only runs that save checkpoints have
         one."""
-        key = self.config.ckpt.best_metric_key
-        if key == "none" or self.config.ckpt.save_steps <= 0:
+        value = self._metric_of(metrics)
+        if value is None or self.config.ckpt.save_steps <= 0:
             return
-        names = (
-            [f"eval/{key}" if f"eval/{key}" in metrics else key]
-            if key
-            else sorted(n for n in metrics if n.endswith("_pass1"))
-        )
-        if not names or names[0] not in metrics:
-            raise ValueError(
-                f"--ckpt.best_metric_key {key}: no such metric; there are {', '.join(sorted(metrics))}"
-            )
-        value = metrics[names[0]]
         if self.best_metric is None or value > self.best_metric:
             self.best_metric = value
             self.save(f"best_global_step{self.step}", value)
+
+    def _metric_of(self, metrics: Metrics) -> float | None:
+        """What `ckpt.best_metric_key` names; None where it names nothing, or nothing was evaluated."""
+        key = self.config.ckpt.best_metric_key
+        evaluated = sorted(name for name in metrics if name.startswith("eval/"))
+        if key == "none" or not evaluated:
+            return None
+        if not key:
+            return next((metrics[name] for name in evaluated if name.endswith("_pass1")), None)
+        for name in (key, f"eval/{key}"):
+            if name in metrics:
+                return metrics[name]
+        raise ValueError(f"--ckpt.best_metric_key {key}: no such metric; there are {', '.join(evaluated)}")
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:

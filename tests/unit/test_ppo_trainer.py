@@ -97,7 +97,7 @@ class Policy(Model):
         self.updates: list[tuple[list[Experience], float]] = []
         self.saved: dict[str, dict] = {}
 
-    def update(self, experiences: Sequence[Experience], kl_coef: float) -> Done:
+    def update(self, experiences: Sequence[Experience], num_batches: int, kl_coef: float) -> Done:
         self.calls.append(f"update {len(experiences)}")
         self.updates.append((list(experiences), kl_coef))
         return Done({"policy/loss": 0.25})

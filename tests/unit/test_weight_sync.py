@@ -238,3 +238,17 @@ def test_other_ranks_only_join_the_gathers():
     receivers = Receivers(1)
     sender_of(Gathering({"a": torch.ones(3), "b": torch.ones(4)}), receivers, rank=1).send(1)
     assert visited == ["a", "b"] and receivers.calls == []
+
+
+def test_checksum_shows_elements_that_changed_places():
+    def checksum(tensor):
+        total = Checksum()
+        total.add("w", tensor)
+        return total.value
+
+    weight = torch.randn(64, 48)
+    assert checksum(weight) == checksum(weight.clone())
+    assert checksum(weight) != checksum(weight.T)
+    assert checksum(weight) != checksum(
+        weight[torch.randperm(64, generator=torch.Generator().manual_seed(0))]
+    )
