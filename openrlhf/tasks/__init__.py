@@ -1,3 +1,1 @@
 """Built-in verifiable tasks with a tiny model: what the demo and the tests train on."""
-
-from openrlhf import device as device  # before anything that imports transformers

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from openrlhf import device as device  # before anything that imports transformers
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tasks.word_problem import Problem, make_problems, solution, worked_problem
 
