@@ -49,6 +49,7 @@ class DeepSpeedEngine:
         # itself.
         self.clips_itself = self.stage == 0 and ds.param_dtype == "fp32"
         self.max_norm = optim.max_norm
+        self.scales_loss = ds.param_dtype == "fp16"
         config = training_config(ds, max_norm=0.0 if self.clips_itself else optim.max_norm)
         self._zero3_init = HfDeepSpeedConfig(config) if self.stage == 3 else None
         module = build_model()
@@ -98,9 +99,12 @@ class DeepSpeedEngine:
             found = self.engine.get_global_grad_norm()
             assert found is not None  # but in the one case in which the engine clips itself
             grad_norm = float(found)
-        metrics = self._sum_over_ranks(shares) | {"grad_norm": grad_norm}
-        _check_finite(metrics, self.engine.global_steps)
-        return metrics | {"lr": lr, "num_tokens": norm.num_tokens}
+        metrics = self._sum_over_ranks(shares)
+        # With fp16 an overflowing gradient is how DeepSpeed finds its loss scale: it skips that step.
+        _check_finite(
+            metrics if self.scales_loss else metrics | {"grad_norm": grad_norm}, self.engine.global_steps
+        )
+        return metrics | {"grad_norm": grad_norm, "lr": lr, "num_tokens": norm.num_tokens}
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
