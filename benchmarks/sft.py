@@ -236,14 +236,14 @@ def measure(
     """Seconds of each repeat, and the loss of the last step. The first steps warm up and are not counted."""
     losses = {name: step(0) for name, step in ways.items()}
     seconds = {name: [0.0] * repeats for name in ways}
-    names = list(ways)
+    names, rng = list(ways), random.Random(0)
     for repeat in range(repeats):
         for i in range(steps):
+            rng.shuffle(names)  # what ran before decides what is in the caches
             for name in names:
                 start = time.perf_counter()
                 losses[name] = ways[name](i)  # returns a number, so the device is done
                 seconds[name][repeat] += time.perf_counter() - start
-            names.append(names.pop(0))  # nobody is always the first
     return seconds, losses
 
 
@@ -265,10 +265,12 @@ def describe(
         for is_sorted in (False, True)
     ]
     print(
-        f"{options.model}: {model.num_parameters() / 1e6:.1f}M weights, vocabulary {model.config.vocab_size}\n"
+        f"{options.model}: {model.num_parameters() / 1e6:.1f}M weights, "
+        f"vocabulary {model.config.vocab_size}\n"
         f"float32, {DEVICE_TYPE}, {options.threads} threads, ZeRO stage {options.zero_stage}, "
         f"torch {torch.__version__}, load {load.read_text().split()[0] if load.exists() else 'unknown'}\n"
-        f"{len(batches)} steps of {options.batch_size} samples, {tokens} tokens, longest {max(samples.lengths)}\n"
+        f"{len(batches)} steps of {options.batch_size} samples, "
+        f"{tokens} tokens, longest {max(samples.lengths)}\n"
         f"{sum(map(len, rows))} rows of at most {options.tokens} tokens; "
         f"padded to {padding[0]:.2f} times the tokens, sorted {padding[1]:.2f}\n",
         flush=True,

@@ -66,7 +66,7 @@ def install(*what: str) -> None:
 
 def torch_is_cuda_build() -> bool:
     check = "import torch, sys; sys.exit(torch.version.cuda is not None)"
-    return subprocess.run([str(PYTHON), "-c", check]).returncode != 0
+    return subprocess.run([str(PYTHON), "-c", check], capture_output=True).returncode != 0
 
 
 def remove_broken_packages() -> None:
