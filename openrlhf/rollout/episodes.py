@@ -27,40 +27,25 @@ class Sampling:
 
     @classmethod
     def for_training(cls, config: PPOConfig) -> "Sampling":
-        return cls(
-            purpose="train",
-            num_samples=config.rollout.n_samples_per_prompt,
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            top_k=config.rollout.top_k,
-            max_new_tokens=config.rollout.max_new_tokens,
-            max_len=config.data.max_len,
-            run_seed=config.train.seed,
-        )
+        rollout = config.rollout
+        return cls._of(config, "train", rollout.n_samples_per_prompt, rollout.temperature)
 
     @classmethod
     def for_evaluation(cls, config: PPOConfig) -> "Sampling":
+        return cls._of(config, "eval", config.eval.n_samples_per_prompt, config.eval.temperature)
+
+    @classmethod
+    def _of(cls, config: PPOConfig, purpose: str, num_samples: int, temperature: float) -> "Sampling":
         return cls(
-            purpose="eval",
-            num_samples=config.eval.n_samples_per_prompt,
-            temperature=config.eval.temperature,
+            purpose=purpose,
+            num_samples=num_samples,
+            temperature=temperature,
             top_p=config.rollout.top_p,
             top_k=config.rollout.top_k,
             max_new_tokens=config.rollout.max_new_tokens,
             max_len=config.data.max_len,
             run_seed=config.train.seed,
         )
-
-
-NO_EPISODE = {
-    "observation_tokens": [],
-    "action_ranges": [],
-    "rollout_log_probs": [],
-    "weight_versions": [],
-    "finish_reason": "abort",
-    "truncated": False,
-}
-"""What is known of an episode whose executor failed without telling."""
 
 
 class EpisodeRunner:
