@@ -48,6 +48,17 @@ class Sampling:
         )
 
 
+NO_EPISODE = {
+    "observation_tokens": [],
+    "action_ranges": [],
+    "rollout_log_probs": [],
+    "weight_versions": [],
+    "finish_reason": "abort",
+    "truncated": False,
+}
+"""What is known of an episode whose executor failed without telling."""
+
+
 class EpisodeRunner:
     def __init__(self, engine, tokenizer, executor: AgentExecutorBase, stop_token_ids: list[int]) -> None:
         self.engine, self.tokenizer, self.executor = engine, tokenizer, executor
