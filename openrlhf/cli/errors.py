@@ -19,11 +19,8 @@ def short_errors() -> Iterator[None]:
         sys.exit(130)
     except Exception as error:
         cause = getattr(error, "cause", None) or error  # of a Ray task: what the worker raised
-        if os.environ.get("OPENRLHF_DEBUG") or not isinstance(
-            cause, ValueError | RuntimeError | FloatingPointError
-        ):
-            raise
-        if type(cause) not in (ValueError, RuntimeError, FloatingPointError):
+        written_for_people = type(cause) in (ValueError, RuntimeError, FloatingPointError)
+        if os.environ.get("OPENRLHF_DEBUG") or not written_for_people:
             raise
         print(f"error: {cause}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USAGE if isinstance(cause, ValueError) else EXIT_FAILURE)
