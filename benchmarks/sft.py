@@ -55,6 +55,7 @@ def main() -> None:
     )
     windows = Windows(
         samples,
+        PackedRow.of,
         batch_size=options.batch_size,
         max_tokens=options.tokens,
         rank=0,

@@ -208,6 +208,138 @@ class PackedRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two answers to one prompt. For a reward model an action is the last token, which carries the score; for
+    DPO the answer's tokens."""
+
+    chosen: Sample
+    rejected: Sample
+    margin: float = 0.0
+    """By how much the scores shall differ at least."""
+    ref_log_probs: Tensor | None = None  # (2,) of the chosen and the rejected answer, where known beforehand
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairRow:
+    row: PackedRow  # chosen, rejected, chosen, rejected, ...
+    margins: Tensor  # (P,) float32, P pairs
+    ref_log_probs: Tensor | None = None  # (2 P,) of each answer, None where they are not known beforehand
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> Self:
+        """`pairs` must not be empty, and must agree on whether reference log-probs are known."""
+        known = pairs[0].ref_log_probs is not None
+        return cls(
+            row=PackedRow.of([sample for pair in pairs for sample in (pair.chosen, pair.rejected)]),
+            margins=torch.tensor([pair.margin for pair in pairs], dtype=torch.float32),
+            ref_log_probs=torch.cat([present(pair.ref_log_probs) for pair in pairs]) if known else None,
+        )
+
+    def by_pair(self, x: Tensor) -> Tensor:
+        """(B,) one value for each sequence -> (P, 2): chosen, rejected."""
+        return x[: 2 * len(self.margins)].view(-1, 2)
+
+    def empty(self) -> Self:
+        return _empty(self)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.row.num_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        """Pairs."""
+        return len(self.margins)
+
+    def to(self, device: torch.device | str) -> Self:
+        return replace(_to(self, device), row=self.row.to(device))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """One answer that is good or bad, for KTO."""
+
+    sample: Sample
+    mismatched: Sample
+    """The same prompt with the answer to another one: what the KL between policy and reference is estimated
+    on."""
+    desirable: bool
+    ref_log_probs: Tensor | None = None  # (2,) of the answer and the mismatched one, where known beforehand
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgedRow:
+    row: PackedRow
+    mismatched: PackedRow
+    desirable: Tensor  # (B,) bool
+    ref_log_probs: Tensor | None = None  # (B,) None where they are not known beforehand
+    ref_mismatched: Tensor | None = None  # (B,) likewise
+
+    @classmethod
+    def of(cls, examples: Sequence[Judged]) -> Self:
+        """`examples` must not be empty, and must agree on whether reference log-probs are known."""
+        known = examples[0].ref_log_probs is not None
+        ref = torch.stack([present(e.ref_log_probs) for e in examples]) if known else None
+        return cls(
+            row=PackedRow.of([e.sample for e in examples]),
+            mismatched=PackedRow.of([e.mismatched for e in examples]),
+            desirable=torch.tensor([e.desirable for e in examples]),
+            ref_log_probs=None if ref is None else ref[:, 0],
+            ref_mismatched=None if ref is None else ref[:, 1],
+        )
+
+    def empty(self) -> Self:
+        return _empty(self)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.row.num_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.desirable)
+
+    def to(self, device: torch.device | str) -> Self:
+        return replace(_to(self, device), row=self.row.to(device), mismatched=self.mismatched.to(device))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """A solution whose steps are judged, for process reward models. Its actions are the placeholders at the
+    ends of steps; a prediction is read at the placeholder itself."""
+
+    sample: Sample
+    labels: Tensor  # (A,) int64 token ids, or float32 probabilities of the first reward token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepsRow:
+    row: PackedRow
+    labels: Tensor  # (A,) int64 or float32
+
+    @classmethod
+    def of(cls, solutions: Sequence[Steps]) -> Self:
+        """`solutions` must not be empty."""
+        return cls(
+            row=PackedRow.of([s.sample for s in solutions]), labels=torch.cat([s.labels for s in solutions])
+        )
+
+    def empty(self) -> Self:
+        return _empty(self)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.row.num_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        return self.row.num_sequences
+
+    def to(self, device: torch.device | str) -> Self:
+        return replace(_to(self, device), row=self.row.to(device))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExperienceRow:
     row: PackedRow
     old_log_probs: Tensor  # (A,)
@@ -235,11 +367,7 @@ class ExperienceRow:
 
     def empty(self) -> Self:
         """A row without actions and with the same optional fields."""
-        nothing = self.advantages.new_zeros(0)
-        present = {
-            f.name: nothing for f in fields(self) if f.name != "row" and getattr(self, f.name) is not None
-        }
-        return replace(self, row=PackedRow.empty(), **present)
+        return _empty(self)
 
     @property
     def num_tokens(self) -> int:
@@ -260,6 +388,16 @@ def present(value: ValueT | None) -> ValueT:
     """A field that may be None, where the configuration or the outcome says that it is not."""
     assert value is not None
     return value
+
+
+def _empty(row):
+    """The row without sequences to learn from, and with the same optional fields."""
+    nothing = {
+        f.name: PackedRow.empty() if isinstance(value, PackedRow) else value[:0]
+        for f in fields(row)
+        if (value := getattr(row, f.name)) is not None
+    }
+    return replace(row, **nothing)
 
 
 def _without_entries(record):

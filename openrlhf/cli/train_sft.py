@@ -150,10 +150,12 @@ def _windows(config: SFTConfig, dataset, *, batch_size: int, shuffle: bool):
     import torch.distributed as dist
 
     from openrlhf.datasets.batches import Windows
+    from openrlhf.types import PackedRow
 
     dynamic = config.train.dynamic_batch_enable
     return Windows(
         dataset,
+        PackedRow.of,
         batch_size=batch_size,
         micro_batch_size=None if dynamic else config.train.micro_batch_size,
         max_tokens=config.train.max_tokens_per_gpu if dynamic else None,

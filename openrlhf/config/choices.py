@@ -12,6 +12,8 @@ ParamDtype = Literal["bf16", "fp16", "fp32"]
 ExpertsImplementation = Literal["eager", "batched_mm", "grouped_mm", "deepgemm"]
 SyncBackend = Literal["nccl", "gloo"]
 BadRows = Literal["error", "skip"]
+PairLoss = Literal["sigmoid", "logexp"]
+DistillationLoss = Literal["forward_kl", "reverse_kl"]
 
 GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 """They compare the samples of one prompt, and credit every action with the whole outcome (gamma is 1)."""
@@ -69,3 +71,4 @@ PositiveOrZero = Annotated[float, Range(at_least=0)]
 Share = Annotated[float, Range(at_least=0, at_most=1)]
 PositiveShare = Annotated[float, Range(above=0, at_most=1)]
 Decay = Annotated[float, Range(at_least=0, below=1)]
+Smoothing = Annotated[float, Range(at_least=0, below=0.5)]

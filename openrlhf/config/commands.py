@@ -1,10 +1,26 @@
 """The commands that exist, as `parse` wants them."""
 
-from openrlhf.config.checks import ppo_problems, sft_problems
-from openrlhf.config.old_flags import PPO_OLD_FLAGS, SFT_OLD_FLAGS
+from openrlhf.config.old_flags import (
+    DPO_OLD_FLAGS,
+    KD_OLD_FLAGS,
+    KTO_OLD_FLAGS,
+    PPO_OLD_FLAGS,
+    PRM_OLD_FLAGS,
+    RM_OLD_FLAGS,
+    SFT_OLD_FLAGS,
+)
 from openrlhf.config.parse import Command
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.ppo_checks import ppo_problems
+from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
+from openrlhf.config.supervised_checks import (
+    dpo_problems,
+    kd_problems,
+    kto_problems,
+    prm_problems,
+    rm_problems,
+    sft_problems,
+)
 
 SFT = Command(
     name="sft",
@@ -13,6 +29,41 @@ SFT = Command(
     old_flags=SFT_OLD_FLAGS,
     problems=sft_problems,
 )
+RM = Command(
+    name="rm",
+    config_type=RMConfig,
+    summary="Reward model: learns from pairs of answers which one is better.",
+    old_flags=RM_OLD_FLAGS,
+    problems=rm_problems,
+)
+PRM = Command(
+    name="prm",
+    config_type=PRMConfig,
+    summary="Process reward model: learns to judge every step of a solution.",
+    old_flags=PRM_OLD_FLAGS,
+    problems=prm_problems,
+)
+DPO = Command(
+    name="dpo",
+    config_type=DPOConfig,
+    summary="Direct preference optimization (DPO, IPO, cDPO): trains a policy on pairs of answers.",
+    old_flags=DPO_OLD_FLAGS,
+    problems=dpo_problems,
+)
+KTO = Command(
+    name="kto",
+    config_type=KTOConfig,
+    summary="Kahneman-Tversky optimization: trains a policy on single answers that are good or bad.",
+    old_flags=KTO_OLD_FLAGS,
+    problems=kto_problems,
+)
+KD = Command(
+    name="kd",
+    config_type=KDConfig,
+    summary="Knowledge distillation: a student learns to answer as a teacher does.",
+    old_flags=KD_OLD_FLAGS,
+    problems=kd_problems,
+)
 PPO = Command(
     name="ppo",
     config_type=PPOConfig,
@@ -20,3 +71,6 @@ PPO = Command(
     old_flags=PPO_OLD_FLAGS,
     problems=ppo_problems,
 )
+
+COMMANDS = (SFT, RM, PRM, DPO, KTO, KD, PPO)
+"""In the order of the documentation."""

@@ -57,6 +57,11 @@ def _correction_type(words: Words, said: Said) -> Words:
     return ("seq-mask-tis",) if words == ("mis",) else words
 
 
+def _pair_loss(words: Words, said: Said) -> Words:
+    """Every word but sigmoid used to mean the other loss."""
+    return words if words == ("sigmoid",) else ("logexp",)
+
+
 def _clip_low(words: Words, said: Said) -> Words:
     return words + said.get("clip_eps_high", said.get("eps_clip", ("0.2",)))
 
@@ -90,10 +95,6 @@ _COMMON: dict[str, OldFlag] = {
     "eval_split": _renamed("eval.split"),
     "eval_steps": _renamed("eval.steps"),
     "max_samples": _renamed("data.max_samples"),
-    "input_key": _renamed("data.input_key"),
-    "input_template": _renamed("data.input_template"),
-    "apply_chat_template": _renamed("data.apply_chat_template"),
-    "tokenizer_chat_template": _renamed("data.tokenizer_chat_template"),
     "max_len": _renamed("data.max_len"),
     "disable_fast_tokenizer": _renamed("data.disable_fast_tokenizer"),
     "dataloader_num_workers": _renamed("data.dataloader_num_workers"),
@@ -146,134 +147,209 @@ _COMMON: dict[str, OldFlag] = {
     "perf": OldFlag(bare=True, ignored="timings are always logged"),
 }
 
-SFT_OLD_FLAGS: dict[str, OldFlag] = _COMMON | {
+_SUPERVISED: dict[str, OldFlag] = _COMMON | {
     "pretrain": _renamed("model.model_name_or_path"),
     "dataset": _renamed("data.dataset"),
     "dataset_probs": _renamed("data.dataset_probs"),
     "dataset_split": _renamed("data.dataset_split"),
     "train_split": OldFlag(ignored="--data.dataset_split chooses the split"),
-    "multiturn": _renamed("data.multiturn"),
-    "output_key": _renamed("data.output_key"),
     "learning_rate": _renamed("adam.lr"),
     "adam_betas": _renamed("adam.betas"),
     "l2": _renamed("adam.weight_decay"),
     "gradient_checkpointing": _renamed("model.gradient_checkpointing_enable"),
     "gradient_checkpointing_use_reentrant": _renamed("model.gradient_checkpointing_reentrant"),
     "aux_loss_coef": _renamed("model.aux_loss_coef"),
-    "pretrain_mode": _renamed("model.pretrain_mode_enable"),
 }
-
-PPO_OLD_FLAGS: dict[str, OldFlag] = _COMMON | {
-    # who runs where
-    "actor_num_nodes": _renamed("actor.num_nodes"),
-    "actor_num_gpus_per_node": _renamed("actor.num_gpus_per_node"),
-    "critic_num_nodes": _renamed("critic.num_nodes"),
-    "critic_num_gpus_per_node": _renamed("critic.num_gpus_per_node"),
-    "ref_num_nodes": _renamed("ref.num_nodes"),
-    "ref_num_gpus_per_node": _renamed("ref.num_gpus_per_node"),
-    "reward_num_nodes": _renamed("reward.num_nodes"),
-    "reward_num_gpus_per_node": _renamed("reward.num_gpus_per_node"),
-    "colocate_actor_ref": _renamed("train.colocate_actor_ref"),
-    "colocate_critic_reward": _renamed("train.colocate_critic_reward"),
-    "colocate_all_models": _renamed("train.colocate_all"),
-    "async_train": _renamed("train.async_enable"),
-    "async_queue_size": _renamed("train.async_queue_size"),
-    "partial_rollout": _renamed("train.partial_rollout_enable"),
-    # engines
-    "vllm_num_engines": _renamed("vllm.num_engines"),
-    "vllm_tensor_parallel_size": _renamed("vllm.tensor_parallel_size"),
-    "vllm_sync_backend": _renamed("vllm.sync_backend"),
-    "vllm_sync_with_ray": _renamed("vllm.sync_with_ray"),
-    "enable_prefix_caching": _renamed("vllm.enable_prefix_caching"),
-    "enforce_eager": _renamed("vllm.enforce_eager"),
-    "vllm_enable_sleep": _renamed("vllm.enable_sleep"),
-    "vllm_gpu_memory_utilization": _renamed("vllm.gpu_memory_utilization"),
-    "deepspeed_enable_sleep": _renamed("ds.enable_sleep"),
-    # sampling
-    "rollout_batch_size": _renamed("rollout.batch_size"),
-    "vllm_generate_batch_size": _renamed("rollout.vllm_generate_batch_size"),
-    "micro_rollout_batch_size": _renamed("rollout.micro_batch_size"),
-    "rollout_micro_batch_size": _renamed("rollout.micro_batch_size"),
-    "n_samples_per_prompt": _renamed("rollout.n_samples_per_prompt"),
-    "n_samples_per_prompts": _renamed("rollout.n_samples_per_prompt"),
-    "temperature": _renamed("rollout.temperature"),
-    "top_p": _renamed("rollout.top_p"),
-    "generate_max_len": _renamed("rollout.max_new_tokens"),
-    "max_new_tokens": _renamed("rollout.max_new_tokens"),
-    "prompt_max_len": OldFlag(to=("data.max_len", "rollout.max_new_tokens"), translate=_prompt_length),
-    "rollout_max_tokens_per_gpu": _renamed("rollout.max_tokens_per_gpu"),
-    # data
-    "prompt_data": _renamed("data.prompt_dataset"),
-    "prompt_data_probs": _renamed("data.prompt_probs"),
-    "prompt_split": _renamed("data.prompt_split"),
-    "label_key": _renamed("data.label_key"),
-    "pretrain_data": OldFlag(
-        removed="mixing pre-training data into RL (PPO-ptx) is gone; train it with train_sft"
-    ),
-    "ptx_coef": OldFlag(removed="mixing pre-training data into RL (PPO-ptx) is gone; remove the flag"),
-    # evaluation
-    "eval_temperature": _renamed("eval.temperature"),
-    "eval_n_samples_per_prompt": _renamed("eval.n_samples_per_prompt"),
-    # training
-    "num_episodes": _renamed("train.num_episodes"),
-    "enable_ema": _renamed("train.enable_ema"),
-    "ema_beta": _renamed("train.ema_beta"),
-    "agent_func_path": _renamed("train.agent_func_path"),
-    "max_steps": _renamed("train.max_turns"),
-    # algorithm
-    "advantage_estimator": _renamed("algo.advantage.estimator"),
-    "gamma": _renamed("algo.advantage.gamma"),
-    "lambd": _renamed("algo.advantage.lambd"),
-    "no_advantage_std_norm": _renamed("algo.advantage.no_std_norm"),
-    "enable_vllm_is_correction": _renamed("algo.advantage.is_correction_enable"),
-    "vllm_is_correction_type": _converted("algo.advantage.is_correction_type", _correction_type),
-    "use_icepop": _meaning("algo.advantage.is_correction_type", "icepop"),
-    "vllm_is_truncated_threshold": _converted("algo.advantage.is_correction_threshold", _high_only),
-    "init_kl_coef": _renamed("algo.kl.init_coef"),
-    "kl_target": _renamed("algo.kl.target"),
-    "kl_horizon": _renamed("algo.kl.horizon"),
-    "kl_estimator": _renamed("algo.kl.estimator"),
-    "use_kl_estimator_k3": _meaning("algo.kl.estimator", "k3"),
-    "use_kl_loss": _renamed("algo.kl.use_loss"),
-    "dynamic_filtering": _renamed("algo.dynamic_filtering_enable"),
-    "dynamic_filtering_reward_range": _renamed("algo.dynamic_filtering_range"),
-    # actor and critic
-    "pretrain": _renamed("actor.model_name_or_path"),
-    "eps_clip": _renamed("actor.eps_clip"),
-    "eps_clip_low_high": _renamed("actor.eps_clip_low_high"),
-    "clip_eps_low": _converted("actor.eps_clip_low_high", _clip_low),
-    "clip_eps_high": _converted("actor.eps_clip_low_high", _clip_high),
-    "dual_clip": _renamed("actor.dual_clip"),
-    "policy_loss_type": _renamed("actor.policy_loss_type"),
-    "entropy_loss_coef": _renamed("actor.entropy_coef"),
-    "aux_loss_coef": _renamed("actor.aux_loss_coef"),
-    "gradient_checkpointing": _renamed("actor.gradient_checkpointing_enable"),
-    "gradient_checkpointing_use_reentrant": _renamed("actor.gradient_checkpointing_reentrant"),
-    "actor_learning_rate": _renamed("actor.adam.lr"),
-    "critic_learning_rate": _renamed("critic.adam.lr"),
-    "adam_betas": _renamed("actor.adam.betas", "critic.adam.betas"),
-    "l2": _renamed("actor.adam.weight_decay", "critic.adam.weight_decay"),
-    "lr_scheduler": _renamed("actor.lr_scheduler", "critic.lr_scheduler"),
-    "lr_warmup_ratio": _renamed("actor.lr_warmup_ratio", "critic.lr_warmup_ratio"),
-    "min_lr_ratio": _renamed("actor.min_lr_ratio", "critic.min_lr_ratio"),
-    "max_norm": _renamed("actor.max_norm", "critic.max_norm"),
-    "critic_pretrain": _renamed("critic.model_name_or_path"),
-    "value_clip": _renamed("critic.value_clip"),
-    "freezing_actor_steps": _renamed("critic.freezing_steps"),
-    "save_value_network": _renamed("critic.save_value_network"),
+_TEMPLATES: dict[str, OldFlag] = {
+    "input_template": _renamed("data.input_template"),
+    "apply_chat_template": _renamed("data.apply_chat_template"),
+    "tokenizer_chat_template": _renamed("data.tokenizer_chat_template"),
+}
+_PAIRS: dict[str, OldFlag] = _TEMPLATES | {
+    "prompt_key": _renamed("data.prompt_key"),
+    "chosen_key": _renamed("data.chosen_key"),
+    "rejected_key": _renamed("data.rejected_key"),
+}
+_HEAD: dict[str, OldFlag] = {
     "value_head_prefix": _renamed("ds.value_head_prefix"),
     "value_prefix_head": _renamed("ds.value_head_prefix"),
     "head_prefix": _renamed("ds.value_head_prefix"),
-    # reward
-    "reward_pretrain": _renamed("reward.model_name_or_path"),
-    "remote_rm_url": _renamed("reward.remote_url"),
-    "normalize_reward": _renamed("reward.normalize_enable"),
-    "reward_clip_range": _converted("reward.clip_range", _symmetric),
-    "overlong_buffer_len": _renamed("reward.overlong_buffer_len"),
-    "overlong_penalty_factor": _renamed("reward.overlong_penalty_factor"),
-    "stop_properly_penalty_coef": _renamed("reward.stop_properly_penalty_coef"),
-    "ref_reward_offload": _renamed("ref.offload", "reward.offload"),
-    # the rest
-    "best_metric_key": _renamed("ckpt.best_metric_key"),
-    "actor_init_on_gpu": OldFlag(bare=True, ignored="models are always loaded where they train"),
 }
+
+SFT_OLD_FLAGS: dict[str, OldFlag] = (
+    _SUPERVISED
+    | _TEMPLATES
+    | {
+        "input_key": _renamed("data.input_key"),
+        "output_key": _renamed("data.output_key"),
+        "multiturn": _renamed("data.multiturn"),
+        "pretrain_mode": _renamed("model.pretrain_mode_enable"),
+    }
+)
+RM_OLD_FLAGS: dict[str, OldFlag] = (
+    _SUPERVISED
+    | _PAIRS
+    | _HEAD
+    | {
+        "loss": _converted("model.loss_type", _pair_loss),
+        "margin_loss": _renamed("model.margin_loss_enable"),
+        "compute_fp32_loss": _renamed("model.compute_fp32_loss_enable"),
+    }
+)
+DPO_OLD_FLAGS: dict[str, OldFlag] = (
+    _SUPERVISED
+    | _PAIRS
+    | {
+        "ref_pretrain": _renamed("ref.model_name_or_path"),
+        "ref_offload": _renamed("ref.offload"),
+        "beta": _renamed("model.beta"),
+        "ipo": _renamed("model.ipo_enable"),
+        "label_smoothing": _renamed("model.label_smoothing"),
+        "nll_loss_coef": _renamed("model.nll_loss_coef"),
+    }
+)
+KTO_OLD_FLAGS: dict[str, OldFlag] = (
+    _SUPERVISED
+    | _TEMPLATES
+    | {
+        "input_key": _renamed("data.input_key"),
+        "output_key": _renamed("data.output_key"),
+        "label_key": _renamed("data.label_key"),
+        "ref_offload": _renamed("ref.offload"),
+        "beta": _renamed("model.beta"),
+        "desirable_loss_weight": _renamed("model.desirable_loss_weight"),
+        "undesirable_loss_weight": _renamed("model.undesirable_loss_weight"),
+        "vanilla_loss": OldFlag(
+            bare=True, removed="the loss on pairs is gone; use train_dpo, or rows with a label"
+        ),
+    }
+)
+PRM_OLD_FLAGS: dict[str, OldFlag] = _SUPERVISED | {
+    "input_key": _renamed("data.input_key"),
+    "label_key": _renamed("data.label_key"),
+    "placeholder_token": _renamed("data.placeholder_token"),
+    "reward_tokens": _renamed("data.reward_tokens"),
+}
+KD_OLD_FLAGS: dict[str, OldFlag] = SFT_OLD_FLAGS | {
+    "teacher_model": _renamed("teacher.model_name_or_path"),
+    "teacher_offload": _renamed("teacher.offload"),
+    "kd_coef": _renamed("model.kd_coef"),
+}
+
+PPO_OLD_FLAGS: dict[str, OldFlag] = (
+    _COMMON
+    | _TEMPLATES
+    | _HEAD
+    | {
+        # who runs where
+        "actor_num_nodes": _renamed("actor.num_nodes"),
+        "actor_num_gpus_per_node": _renamed("actor.num_gpus_per_node"),
+        "critic_num_nodes": _renamed("critic.num_nodes"),
+        "critic_num_gpus_per_node": _renamed("critic.num_gpus_per_node"),
+        "ref_num_nodes": _renamed("ref.num_nodes"),
+        "ref_num_gpus_per_node": _renamed("ref.num_gpus_per_node"),
+        "reward_num_nodes": _renamed("reward.num_nodes"),
+        "reward_num_gpus_per_node": _renamed("reward.num_gpus_per_node"),
+        "colocate_actor_ref": _renamed("train.colocate_actor_ref"),
+        "colocate_critic_reward": _renamed("train.colocate_critic_reward"),
+        "colocate_all_models": _renamed("train.colocate_all"),
+        "async_train": _renamed("train.async_enable"),
+        "async_queue_size": _renamed("train.async_queue_size"),
+        "partial_rollout": _renamed("train.partial_rollout_enable"),
+        # engines
+        "vllm_num_engines": _renamed("vllm.num_engines"),
+        "vllm_tensor_parallel_size": _renamed("vllm.tensor_parallel_size"),
+        "vllm_sync_backend": _renamed("vllm.sync_backend"),
+        "vllm_sync_with_ray": _renamed("vllm.sync_with_ray"),
+        "enable_prefix_caching": _renamed("vllm.enable_prefix_caching"),
+        "enforce_eager": _renamed("vllm.enforce_eager"),
+        "vllm_enable_sleep": _renamed("vllm.enable_sleep"),
+        "vllm_gpu_memory_utilization": _renamed("vllm.gpu_memory_utilization"),
+        "deepspeed_enable_sleep": _renamed("ds.enable_sleep"),
+        # sampling
+        "rollout_batch_size": _renamed("rollout.batch_size"),
+        "vllm_generate_batch_size": _renamed("rollout.vllm_generate_batch_size"),
+        "micro_rollout_batch_size": _renamed("rollout.micro_batch_size"),
+        "rollout_micro_batch_size": _renamed("rollout.micro_batch_size"),
+        "n_samples_per_prompt": _renamed("rollout.n_samples_per_prompt"),
+        "n_samples_per_prompts": _renamed("rollout.n_samples_per_prompt"),
+        "temperature": _renamed("rollout.temperature"),
+        "top_p": _renamed("rollout.top_p"),
+        "generate_max_len": _renamed("rollout.max_new_tokens"),
+        "max_new_tokens": _renamed("rollout.max_new_tokens"),
+        "prompt_max_len": OldFlag(to=("data.max_len", "rollout.max_new_tokens"), translate=_prompt_length),
+        "rollout_max_tokens_per_gpu": _renamed("rollout.max_tokens_per_gpu"),
+        # data
+        "input_key": _renamed("data.input_key"),
+        "prompt_data": _renamed("data.prompt_dataset"),
+        "prompt_data_probs": _renamed("data.prompt_probs"),
+        "prompt_split": _renamed("data.prompt_split"),
+        "label_key": _renamed("data.label_key"),
+        "pretrain_data": OldFlag(
+            removed="mixing pre-training data into RL (PPO-ptx) is gone; train it with train_sft"
+        ),
+        "ptx_coef": OldFlag(removed="mixing pre-training data into RL (PPO-ptx) is gone; remove the flag"),
+        # evaluation
+        "eval_temperature": _renamed("eval.temperature"),
+        "eval_n_samples_per_prompt": _renamed("eval.n_samples_per_prompt"),
+        # training
+        "num_episodes": _renamed("train.num_episodes"),
+        "enable_ema": _renamed("train.enable_ema"),
+        "ema_beta": _renamed("train.ema_beta"),
+        "agent_func_path": _renamed("train.agent_func_path"),
+        "max_steps": _renamed("train.max_turns"),
+        # algorithm
+        "advantage_estimator": _renamed("algo.advantage.estimator"),
+        "gamma": _renamed("algo.advantage.gamma"),
+        "lambd": _renamed("algo.advantage.lambd"),
+        "no_advantage_std_norm": _renamed("algo.advantage.no_std_norm"),
+        "enable_vllm_is_correction": _renamed("algo.advantage.is_correction_enable"),
+        "vllm_is_correction_type": _converted("algo.advantage.is_correction_type", _correction_type),
+        "use_icepop": _meaning("algo.advantage.is_correction_type", "icepop"),
+        "vllm_is_truncated_threshold": _converted("algo.advantage.is_correction_threshold", _high_only),
+        "init_kl_coef": _renamed("algo.kl.init_coef"),
+        "kl_target": _renamed("algo.kl.target"),
+        "kl_horizon": _renamed("algo.kl.horizon"),
+        "kl_estimator": _renamed("algo.kl.estimator"),
+        "use_kl_estimator_k3": _meaning("algo.kl.estimator", "k3"),
+        "use_kl_loss": _renamed("algo.kl.use_loss"),
+        "dynamic_filtering": _renamed("algo.dynamic_filtering_enable"),
+        "dynamic_filtering_reward_range": _renamed("algo.dynamic_filtering_range"),
+        # actor and critic
+        "pretrain": _renamed("actor.model_name_or_path"),
+        "eps_clip": _renamed("actor.eps_clip"),
+        "eps_clip_low_high": _renamed("actor.eps_clip_low_high"),
+        "clip_eps_low": _converted("actor.eps_clip_low_high", _clip_low),
+        "clip_eps_high": _converted("actor.eps_clip_low_high", _clip_high),
+        "dual_clip": _renamed("actor.dual_clip"),
+        "policy_loss_type": _renamed("actor.policy_loss_type"),
+        "entropy_loss_coef": _renamed("actor.entropy_coef"),
+        "aux_loss_coef": _renamed("actor.aux_loss_coef"),
+        "gradient_checkpointing": _renamed("actor.gradient_checkpointing_enable"),
+        "gradient_checkpointing_use_reentrant": _renamed("actor.gradient_checkpointing_reentrant"),
+        "actor_learning_rate": _renamed("actor.adam.lr"),
+        "critic_learning_rate": _renamed("critic.adam.lr"),
+        "adam_betas": _renamed("actor.adam.betas", "critic.adam.betas"),
+        "l2": _renamed("actor.adam.weight_decay", "critic.adam.weight_decay"),
+        "lr_scheduler": _renamed("actor.lr_scheduler", "critic.lr_scheduler"),
+        "lr_warmup_ratio": _renamed("actor.lr_warmup_ratio", "critic.lr_warmup_ratio"),
+        "min_lr_ratio": _renamed("actor.min_lr_ratio", "critic.min_lr_ratio"),
+        "max_norm": _renamed("actor.max_norm", "critic.max_norm"),
+        "critic_pretrain": _renamed("critic.model_name_or_path"),
+        "value_clip": _renamed("critic.value_clip"),
+        "freezing_actor_steps": _renamed("critic.freezing_steps"),
+        "save_value_network": _renamed("critic.save_value_network"),
+        # reward
+        "reward_pretrain": _renamed("reward.model_name_or_path"),
+        "remote_rm_url": _renamed("reward.remote_url"),
+        "normalize_reward": _renamed("reward.normalize_enable"),
+        "reward_clip_range": _converted("reward.clip_range", _symmetric),
+        "overlong_buffer_len": _renamed("reward.overlong_buffer_len"),
+        "overlong_penalty_factor": _renamed("reward.overlong_penalty_factor"),
+        "stop_properly_penalty_coef": _renamed("reward.stop_properly_penalty_coef"),
+        "ref_reward_offload": _renamed("ref.offload", "reward.offload"),
+        # the rest
+        "best_metric_key": _renamed("ckpt.best_metric_key"),
+        "actor_init_on_gpu": OldFlag(bare=True, ignored="models are always loaded where they train"),
+    }
+)

@@ -23,9 +23,9 @@ from openrlhf.config.choices import (
 from openrlhf.config.sections import (
     AdamConfig,
     CkptConfig,
-    DeepSpeedConfig,
     LoggerConfig,
     OptimConfig,
+    ScorerDeepSpeedConfig,
     logger_for,
     run_dir,
 )
@@ -352,14 +352,6 @@ class AlgoConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PPODeepSpeedConfig(DeepSpeedConfig):
-    """Precision, sharding and kernels of the training models."""
-
-    value_head_prefix: str = "score"
-    """Name of the scalar head of critics and reward models; a model's config.json comes first."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PPOCkptConfig(CkptConfig):
     """What is written to disk, and when."""
 
@@ -386,7 +378,7 @@ class PPOConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    ds: PPODeepSpeedConfig = field(default_factory=PPODeepSpeedConfig)
+    ds: ScorerDeepSpeedConfig = field(default_factory=ScorerDeepSpeedConfig)
     ckpt: PPOCkptConfig = field(default_factory=PPOCkptConfig)
     logger: LoggerConfig = field(default_factory=lambda: logger_for("ppo", "openrlhf_train_ppo"))
     local_rank: int = -1

@@ -10,7 +10,7 @@ from openrlhf.config.parse import SECRETS, Command
 from openrlhf.config.sections import OptimConfig
 
 _ORDER = (
-    *("model", "actor", "critic", "ref", "reward", "data", "rollout", "vllm"),
+    *("model", "actor", "critic", "ref", "teacher", "reward", "data", "rollout", "vllm"),
     *("train", "algo", "eval", "optim", "ds", "ckpt", "logger", "other"),
 )
 """Sections as people need them."""
@@ -135,6 +135,6 @@ def _shown(field: Field, value: Any) -> str:
 
 
 if __name__ == "__main__":
-    from openrlhf.config.commands import PPO, SFT
+    from openrlhf.config.commands import COMMANDS
 
-    print(page(SFT, PPO), end="")
+    print(page(*COMMANDS), end="")

@@ -129,6 +129,15 @@ class DeepSpeedConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ScorerDeepSpeedConfig(DeepSpeedConfig):
+    """Precision, sharding and kernels of the training models."""
+
+    value_head_prefix: str = "score"
+    """Name of the scalar head in the saved model. Only a model whose head is called score loads with
+    AutoModelForSequenceClassification. A value in the model's config.json wins."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CkptConfig:
     """What is written to disk, and when."""
 
@@ -146,6 +155,9 @@ class CkptConfig:
     """Checkpoints to keep; the worst metric goes first, then the oldest."""
     max_mem: Positive = 1e8
     """Size of all kept checkpoints together, GB."""
+    push_to_hub: str | None = None
+    """Repository on the Hugging Face hub that the final model goes to, as `owner/name`; private where it does
+    not exist yet. Needs HF_TOKEN or `hf auth login`. None: nothing is uploaded."""
     load_enable: bool = False
     """Resume from the last checkpoint in `path`, if there is one."""
 

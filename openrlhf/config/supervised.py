@@ -1,13 +1,27 @@
-"""Everything that `train_sft` can be told, in sections that other supervised commands can take over."""
+"""Everything that the supervised commands can be told: SFT, reward models, process reward models, DPO, KTO,
+distillation."""
 
 from dataclasses import dataclass, field
 
-from openrlhf.config.choices import BadRows, Count, CountOrZero, PositiveOrZero, Steps
+from openrlhf.config.choices import (
+    BadRows,
+    Count,
+    CountOrZero,
+    DistillationLoss,
+    PairLoss,
+    Positive,
+    PositiveOrZero,
+    Share,
+    Smoothing,
+    Steps,
+)
 from openrlhf.config.sections import (
+    AdamConfig,
     CkptConfig,
     DeepSpeedConfig,
     LoggerConfig,
     OptimConfig,
+    ScorerDeepSpeedConfig,
     logger_for,
     run_dir,
 )
@@ -42,10 +56,6 @@ class DataConfig:
     """Rows to use, of each dataset and in total."""
     max_len: Count = 2048
     """Longest sequence, tokens; the rest is cut off."""
-    apply_chat_template: bool = False
-    """Format rows with the tokenizer's chat template."""
-    tokenizer_chat_template: str | None = None
-    """Jinja chat template in place of the tokenizer's own."""
     disable_fast_tokenizer: bool = False
     """Use the slow tokenizer."""
     dataloader_num_workers: CountOrZero = 0
@@ -54,6 +64,21 @@ class DataConfig:
     bad_rows: BadRows = "error"
     """A row that cannot be used (missing column, wrong type, nothing to train on) stops the run, or is left
     out and counted."""
+    cache_enable: bool = True
+    """Keep tokenised rows on disk, and read them from there when the files, the tokenizer and the data flags
+    are the same again."""
+    cache_dir: str | None = None
+    """Where they are kept. None: `$OPENRLHF_CACHE`, or `~/.cache/openrlhf`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemplateDataConfig(DataConfig):
+    """Where rows come from, and how they become tokens."""
+
+    apply_chat_template: bool = False
+    """Format rows with the tokenizer's chat template."""
+    tokenizer_chat_template: str | None = None
+    """Jinja chat template in place of the tokenizer's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +136,18 @@ class SupervisedConfig(OptimConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RefConfig:
+    """The frozen model that the trained one is compared with."""
+
+    model_name_or_path: str = ""
+    """Hugging Face name or folder. Empty: the model to train, as it is before training."""
+    offload: bool = False
+    """Keep its weights in CPU memory."""
+    precompute_enable: bool = False
+    """Compute its log-probs once before training, keep them in the data cache, and free its memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SFTModelConfig(ModelConfig):
     """The model that is trained."""
 
@@ -119,7 +156,7 @@ class SFTModelConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SFTDataConfig(DataConfig):
+class SFTDataConfig(TemplateDataConfig):
     """Where rows come from, and how they become tokens."""
 
     input_key: str = "input"
@@ -141,3 +178,187 @@ class SFTConfig(SupervisedConfig):
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     ckpt: CkptConfig = field(default_factory=lambda: CkptConfig(path="./ckpt/checkpoints_sft"))
     logger: LoggerConfig = field(default_factory=lambda: logger_for("sft", "openrlhf_train_sft"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RMModelConfig(ModelConfig):
+    """The model that is trained."""
+
+    loss_type: PairLoss = "sigmoid"
+    """-log sigmoid(chosen - rejected - margin), or logexp: log(1 + exp(rejected - chosen)), without a
+    margin."""
+    margin_loss_enable: bool = False
+    """Scores of a pair shall differ by at least its `margin` column."""
+    compute_fp32_loss_enable: bool = False
+    """Accepted for old commands: scores and losses are always float32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairDataConfig(TemplateDataConfig):
+    """Where rows come from, and how they become tokens."""
+
+    prompt_key: str | None = None
+    """Column with the prompt that both answers share. None: each answer holds the whole conversation."""
+    chosen_key: str = "chosen"
+    """Column with the better answer."""
+    rejected_key: str = "rejected"
+    """Column with the worse answer."""
+    input_template: str | None = None
+    """Text around the prompt, which replaces `{}`. Not read with apply_chat_template."""
+    max_len: Count = 512
+    """Longest sequence, tokens; the rest is cut off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RMConfig(SupervisedConfig):
+    """Reward model from pairs of answers."""
+
+    adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=9e-6))
+    model: RMModelConfig = field(default_factory=RMModelConfig)
+    data: PairDataConfig = field(default_factory=PairDataConfig)
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(max_epochs=1, micro_batch_size=1))
+    ds: ScorerDeepSpeedConfig = field(default_factory=ScorerDeepSpeedConfig)
+    ckpt: CkptConfig = field(default_factory=lambda: CkptConfig(path="./ckpt/checkpoints_rm"))
+    logger: LoggerConfig = field(default_factory=lambda: logger_for("rm", "openrlhf_train_rm"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DPOModelConfig(ModelConfig):
+    """The model that is trained."""
+
+    beta: Positive = 0.1
+    """Strength of the pull to the reference."""
+    ipo_enable: bool = False
+    """IPO: (margin - 1 / (2 beta))^2 in place of -log sigmoid(beta margin)."""
+    label_smoothing: Smoothing = 0.0
+    """cDPO: probability that a pair is labelled the wrong way round."""
+    nll_loss_coef: PositiveOrZero = 0.0
+    """Weight of the mean negative log-likelihood of chosen answers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DPOConfig(SupervisedConfig):
+    """DPO, IPO and cDPO: a policy from pairs of answers, without a reward model."""
+
+    adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=1e-5))
+    model: DPOModelConfig = field(default_factory=DPOModelConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    data: PairDataConfig = field(default_factory=PairDataConfig)
+    eval: EvalConfig = field(default_factory=lambda: EvalConfig(split="test"))
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(max_epochs=1))
+    ckpt: CkptConfig = field(default_factory=lambda: CkptConfig(path="./ckpt/checkpoints_dpo"))
+    logger: LoggerConfig = field(default_factory=lambda: logger_for("exp", "openrlhf_train_dpo"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KTOModelConfig(ModelConfig):
+    """The model that is trained."""
+
+    beta: Positive = 0.01
+    """Strength of the pull to the reference."""
+    desirable_loss_weight: PositiveOrZero = 1.0
+    """Weight of the loss of good answers."""
+    undesirable_loss_weight: PositiveOrZero = 1.0
+    """Weight of the loss of bad answers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KTODataConfig(TemplateDataConfig):
+    """Where rows come from, and how they become tokens."""
+
+    input_key: str = "input"
+    """Column with the prompt: text, or messages with apply_chat_template."""
+    output_key: str | None = None
+    """Column with the answer. None: the last message of input_key."""
+    label_key: str = "label"
+    """Column that says whether the answer is good: true or false, 1 or 0."""
+    input_template: str | None = "User: {}\nAssistant: "
+    """Text around the prompt, which replaces `{}`. Not read with apply_chat_template."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KTOConfig(SupervisedConfig):
+    """KTO: a policy from single answers that are good or bad."""
+
+    adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=1e-5))
+    model: KTOModelConfig = field(default_factory=KTOModelConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    data: KTODataConfig = field(default_factory=KTODataConfig)
+    eval: EvalConfig = field(default_factory=lambda: EvalConfig(split="test"))
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(max_epochs=1))
+    ckpt: CkptConfig = field(default_factory=lambda: CkptConfig(path="./ckpt/checkpoints_kto"))
+    logger: LoggerConfig = field(default_factory=lambda: logger_for("kto", "openrlhf_train_kto"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PRMDataConfig(DataConfig):
+    """Where rows come from, and how they become tokens."""
+
+    input_key: str = "input"
+    """Column with the whole text, a placeholder token at the end of each step."""
+    label_key: str = "label"
+    """Column with a list, one label for each placeholder: the token that a judge would write there, or the
+    probability of the first of data.reward_tokens."""
+    placeholder_token: str = ""
+    """The token that ends a step. Required."""
+    reward_tokens: tuple[str, ...] | None = None
+    """The tokens that labels may be: the probabilities of these alone add up to 1. None: any token. Labels
+    that are probabilities need two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PRMConfig(SupervisedConfig):
+    """Process reward model: judges every step of a solution."""
+
+    adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=1e-6))
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: PRMDataConfig = field(default_factory=PRMDataConfig)
+    eval: EvalConfig = field(default_factory=lambda: EvalConfig(split="test"))
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(max_epochs=1, micro_batch_size=1))
+    ckpt: CkptConfig = field(default_factory=lambda: CkptConfig(path="./ckpt/checkpoints_prm"))
+    logger: LoggerConfig = field(default_factory=lambda: logger_for("prm", "openrlhf_train_prm"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherConfig:
+    """The model that is imitated."""
+
+    model_name_or_path: str = ""
+    """Hugging Face name or folder of the teacher, which must have the student's vocabulary. Required."""
+    offload: bool = False
+    """Keep its weights in CPU memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KDModelConfig(SFTModelConfig):
+    """The model that is trained."""
+
+    kd_coef: Share = 0.4
+    """Weight of the teacher: the loss is (1 - kd_coef) of the data's and kd_coef of the teacher's."""
+    kd_temperature: Positive = 1.0
+    """Divides the logits of both; the loss is multiplied by its square, as its gradient shrinks by that."""
+    kd_loss_type: DistillationLoss = "forward_kl"
+    """KL(teacher || student), which covers all that the teacher does, or reverse_kl: KL(student || teacher),
+    which settles on a part of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KDDataConfig(SFTDataConfig):
+    """Where rows come from, and how they become tokens."""
+
+    output_key: str | None = "output"
+    """Column with the response. None: the last message of input_key, or with model.pretrain_mode_enable plain
+    text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KDConfig(SupervisedConfig):
+    """Knowledge distillation: a student imitates a teacher on given texts."""
+
+    model: KDModelConfig = field(default_factory=KDModelConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    data: KDDataConfig = field(default_factory=KDDataConfig)
+    eval: EvalConfig = field(default_factory=lambda: EvalConfig(split="test"))
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(max_epochs=1))
+    ckpt: CkptConfig = field(default_factory=lambda: CkptConfig(path="./ckpt/checkpoints_kd"))
+    logger: LoggerConfig = field(default_factory=lambda: logger_for("kd", "openrlhf_train_kd"))

@@ -1,36 +1,51 @@
 """From samples to the packed rows of one rank, one optimizer step at a time."""
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from openrlhf.algos.balance import estimated_cost, pack_to_budget, partition
 from openrlhf.datasets.order import epoch_order
-from openrlhf.types import PackedRow, Sample
+
+ItemT = TypeVar("ItemT", covariant=True)
 
 
-class SampleDataset(Protocol):
-    lengths: Sequence[int]
-    """Tokens of each sample."""
+class Row(Protocol):
+    def empty(self):
+        """A row of the same kind without anything to learn."""
+        ...
+
+
+RowT = TypeVar("RowT", bound=Row)
+
+
+class Dataset(Protocol[ItemT]):
+    """What a supervised run learns from: samples, pairs of them, or samples with labels."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each item."""
+        ...
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, i: int, /) -> Sample: ...
+    def __getitem__(self, i: int, /) -> ItemT: ...
 
 
-class Windows:
+class Windows(Generic[RowT]):
     """The optimizer steps of an epoch, as this rank sees them.
 
-    A step takes the next `batch_size` samples in the order of the epoch, the last step what is left. They are
-    dealt to `world` ranks so that each has about as much work, and laid into packed rows: of
-    `micro_batch_size` samples, or of as many as fit into `max_tokens` (a longer sample alone). Every rank
-    gets the same number of rows, where needed `PackedRow.empty()` ones, because ranks meet in collectives at
-    each row. Everything follows from the arguments, so ranks agree without talking.
+    A step takes the next `batch_size` items in the order of the epoch, the last step what is left. They are
+    dealt to `world` ranks so that each has about as much work, and laid by `collate` into packed rows: of
+    `micro_batch_size` items, or of as many as fit into `max_tokens` (a longer item alone). Every rank gets
+    the same number of rows, where needed empty ones, because ranks meet in collectives at each row.
+    Everything follows from the arguments, so ranks agree without talking.
     """
 
     def __init__(
         self,
-        dataset: SampleDataset,
+        dataset: Dataset[ItemT],
+        collate: Callable[[Sequence[ItemT]], RowT],
         *,
         batch_size: int,
         micro_batch_size: int | None = None,
@@ -44,6 +59,7 @@ class Windows:
         if (micro_batch_size is None) == (max_tokens is None):
             raise ValueError("Windows: give one of micro_batch_size and max_tokens.")
         self._dataset = dataset
+        self._collate = collate
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
         self._max_tokens = max_tokens
@@ -56,7 +72,7 @@ class Windows:
         """Steps of an epoch."""
         return math.ceil(len(self._dataset) / self._batch_size)
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[PackedRow]]:
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[RowT]]:
         """This rank's rows of each step from `start_step` on."""
         order = epoch_order(len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         for step in range(start_step, len(self)):
@@ -64,7 +80,7 @@ class Windows:
             yield [self._pack(row) for row in rows[self._rank]]
 
     def deal(self, batch: Sequence[int]) -> list[list[list[int]]]:
-        """The samples of each row of each rank; a row without samples is empty."""
+        """The items of each row of each rank; a row without items is empty."""
         lengths = [self._dataset.lengths[i] for i in batch]
         costs = [estimated_cost(length) for length in lengths]
         of_rank = partition(costs, self._world, equal_size=self._micro_batch_size is not None)
@@ -79,5 +95,6 @@ class Windows:
         packed = pack_to_budget([lengths[i] for i in mine], self._max_tokens)
         return [[mine[i] for i in row] for row in packed]
 
-    def _pack(self, row: Sequence[int]) -> PackedRow:
-        return PackedRow.of([self._dataset[i] for i in row]) if row else PackedRow.empty()
+    def _pack(self, items: Sequence[int]) -> RowT:
+        row = self._collate([self._dataset[i] for i in items or [0]])
+        return row if items else row.empty()

@@ -1,55 +1,20 @@
 """Rows as samples: which tokens a supervised run reads, and which of them it learns."""
 
 import logging
-from array import array
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.bad_rows import BadRow, Policy, read_rows, value_of
 from openrlhf.datasets.sources import Row, Rows
+from openrlhf.datasets.store import SampleStore
 from openrlhf.datasets.templates import Message, as_messages, check_templates, render_messages, render_prompt
-from openrlhf.types import Sample
 
 logger = logging.getLogger(__name__)
-
-
-class SFTDataset:
-    """Samples in flat arrays: 5 bytes for each token."""
-
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-        """Tokens of each sample."""
-        self.dropped: Counter[str] = Counter()
-        """Reason -> rows that gave no sample."""
-        self.truncated = 0
-        """Samples cut at max_len."""
-        self._token_ids = array("i")
-        self._action_mask = array("b")
-        self._starts = [0]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, i: int) -> Sample:
-        i = range(len(self))[i]
-        start, stop = self._starts[i], self._starts[i + 1]
-        return Sample(
-            token_ids=torch.from_numpy(np.array(self._token_ids[start:stop], dtype=np.int64)),
-            action_mask=torch.from_numpy(np.array(self._action_mask[start:stop], dtype=np.bool_)),
-        )
-
-    def append(self, token_ids: Sequence[int], action_mask: Sequence[bool]) -> None:
-        self._token_ids.extend(token_ids)
-        self._action_mask.extend(action_mask)
-        self._starts.append(len(self._token_ids))
-        self.lengths.append(len(token_ids))
 
 
 def build_sft_samples(
@@ -64,7 +29,7 @@ def build_sft_samples(
     pretrain: bool,
     max_len: int,
     bad_rows: Policy = "error",
-) -> SFTDataset:
+) -> SampleStore:
     """One sample of each row that has something to learn.
 
     pretrain           `input_key` is plain text; loss on every token but the first, no end-of-sequence token.
@@ -95,7 +60,7 @@ def build_sft_samples(
 
     read_texts, skipped = read_rows(rows, read, bad_rows)
     texts = list(read_texts.values())
-    dataset = SFTDataset()
+    dataset = SampleStore()
     dataset.dropped.update({"bad row": skipped} if skipped else {})
     for token_ids, action_mask in _encode(texts, tokenizer):
         if token_ids and not pretrain and action_mask[-1] and token_ids[-1] != tokenizer.eos_token_id:
@@ -275,5 +240,5 @@ def _reason_to_drop(action_mask: list[bool], max_len: int, pretrain: bool) -> st
     return ""
 
 
-def _counts(dataset: SFTDataset) -> str:
+def _counts(dataset: SampleStore) -> str:
     return ", ".join(f"{count} × {reason}" for reason, count in dataset.dropped.items())

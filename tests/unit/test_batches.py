@@ -4,12 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.datasets.batches import Windows
-from openrlhf.datasets.sft import SFTDataset
+from openrlhf.datasets.store import SampleStore
+from openrlhf.types import PackedRow
 
 
 def make_dataset(lengths):
     """Sample i consists of i's only, so that rows can be read back."""
-    dataset = SFTDataset()
+    dataset = SampleStore()
     for i, length in enumerate(lengths):
         dataset.append([i] * length, [False] + [True] * (length - 1))
     return dataset
@@ -43,6 +44,7 @@ def test_every_sample_once_in_an_epoch_and_ranks_in_step(layout):
     ranks = [
         Windows(
             dataset,
+            PackedRow.of,
             batch_size=layout["batch_size"],
             rank=rank,
             world=layout["world"],
@@ -72,6 +74,7 @@ def test_every_sample_once_in_an_epoch_and_ranks_in_step(layout):
 def test_an_epoch_resumes_at_a_step(layout, start):
     windows = Windows(
         make_dataset(layout["lengths"]),
+        PackedRow.of,
         batch_size=layout["batch_size"],
         rank=layout["world"] - 1,
         world=layout["world"],
@@ -85,7 +88,7 @@ def test_an_epoch_resumes_at_a_step(layout, start):
 
 def test_rows_hold_the_samples_token_by_token():
     windows = Windows(
-        make_dataset([3, 2]), batch_size=2, max_tokens=8, rank=0, world=1, seed=0, shuffle=False
+        make_dataset([3, 2]), PackedRow.of, batch_size=2, max_tokens=8, rank=0, world=1, seed=0, shuffle=False
     )
     ((row,),) = windows.epoch(0)
     assert row.token_ids.tolist() == [0, 0, 0, 1, 1]
@@ -97,7 +100,9 @@ def test_rows_hold_the_samples_token_by_token():
 
 def test_work_is_balanced():
     """Lengths 100, 1 … 1: one rank takes the long sample, the others share the rest."""
-    windows = Windows(make_dataset([100] + [2] * 50), batch_size=51, max_tokens=128, rank=0, world=2, seed=0)
+    windows = Windows(
+        make_dataset([100] + [2] * 50), PackedRow.of, batch_size=51, max_tokens=128, rank=0, world=2, seed=0
+    )
     tokens = [
         sum(windows._dataset.lengths[i] for row in rows for i in row) for rows in windows.deal(range(51))
     ]
@@ -105,7 +110,9 @@ def test_work_is_balanced():
 
 
 def test_the_order_changes_with_the_epoch():
-    windows = Windows(make_dataset([2] * 20), batch_size=20, micro_batch_size=20, rank=0, world=1, seed=0)
+    windows = Windows(
+        make_dataset([2] * 20), PackedRow.of, batch_size=20, micro_batch_size=20, rank=0, world=1, seed=0
+    )
     orders = [samples_of(next(windows.epoch(epoch))[0]) for epoch in (0, 1, 0)]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(20))
     assert orders[0] == orders[2]
@@ -114,4 +121,4 @@ def test_the_order_changes_with_the_epoch():
 def test_one_of_the_two_sizes():
     for sizes in ({}, {"micro_batch_size": 1, "max_tokens": 8}):
         with pytest.raises(ValueError, match="one of micro_batch_size and max_tokens"):
-            Windows(make_dataset([2]), batch_size=1, rank=0, world=1, seed=0, **sizes)
+            Windows(make_dataset([2]), PackedRow.of, batch_size=1, rank=0, world=1, seed=0, **sizes)

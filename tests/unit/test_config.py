@@ -13,13 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from openrlhf.config.checks import COMMON_UNREAD, NOT_YET, PPO_UNREAD, SFT_UNREAD
+from openrlhf.config.checks import COMMON_UNREAD
 from openrlhf.config.choices import GROUP_ESTIMATORS, WHITENING_ESTIMATORS, EstimatorName
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.fields import fields_of, to_words, values_of
 from openrlhf.config.parse import parse, suggest, to_yaml
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo_checks import PPO_NOT_YET, PPO_UNREAD
 from openrlhf.config.sections import is_due
+from openrlhf.config.supervised_checks import SUPERVISED_NOT_YET, SUPERVISED_UNREAD
 
 COMMANDS = [SFT, PPO]
 
@@ -658,6 +660,9 @@ def test_one_mistake_gives_one_problem_that_says_what_to_do(command, line, messa
     assert len(found[0].splitlines()) <= 3
 
 
+NOT_YET = PPO_NOT_YET | SUPERVISED_NOT_YET
+
+
 @pytest.mark.parametrize("key", NOT_YET)
 def test_a_feature_that_does_not_exist_yet_is_refused(key, say):
     for command in COMMANDS:
@@ -732,7 +737,7 @@ def test_setting_a_default_is_no_mistake(say):
 def test_every_reason_is_tested():
     """Each row of the tables of unread flags occurs above."""
     messages = " ".join(message for _, _, message in CHECKS + REMARKS)
-    for row in COMMON_UNREAD + SFT_UNREAD + PPO_UNREAD:
+    for row in COMMON_UNREAD + SUPERVISED_UNREAD + PPO_UNREAD:
         assert row.why[:20] in messages, row.why
 
 

@@ -72,7 +72,7 @@ def trainer_of(path: Path, disk: dict, *, eval_steps=-1, eval_rows=(), kill_at: 
         config=config,
         engine=engine,
         objective=lambda model, row, norm: None,
-        windows=Windows(Numbers(), batch_size=4, micro_batch_size=2, rank=0, world=1, seed=7),
+        windows=Windows(Numbers(), PackedRow.of, batch_size=4, micro_batch_size=2, rank=0, world=1, seed=7),
         eval_rows=eval_rows,
         checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
         observer=None,

@@ -1,0 +1,174 @@
+"""What is wrong between the flags of the supervised commands."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+
+from openrlhf.config.checks import (
+    COMMON_UNREAD,
+    Unread,
+    batches,
+    first_of_each,
+    local_datasets,
+    local_models,
+    not_yet,
+    optimizer,
+    outputs,
+    precision,
+    required,
+    template,
+    unread,
+)
+from openrlhf.config.parse import Explicit, Problem
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
+
+
+def sft_problems(config: SFTConfig, explicit: Explicit) -> list[Problem]:
+    return _supervised(config, explicit, template(config, explicit), _multiturn(config), _responses(config))
+
+
+def rm_problems(config: RMConfig, explicit: Explicit) -> list[Problem]:
+    return _supervised(config, explicit, template(config, explicit), unread(config, explicit, RM_UNREAD))
+
+
+def prm_problems(config: PRMConfig, explicit: Explicit) -> list[Problem]:
+    return _supervised(config, explicit, required(config, "data.placeholder_token"))
+
+
+def dpo_problems(config: DPOConfig, explicit: Explicit) -> list[Problem]:
+    return _supervised(
+        config,
+        explicit,
+        local_models(config, "ref.model_name_or_path"),
+        template(config, explicit),
+        unread(config, explicit, DPO_UNREAD),
+    )
+
+
+def kto_problems(config: KTOConfig, explicit: Explicit) -> list[Problem]:
+    return _supervised(
+        config,
+        explicit,
+        local_models(config, "ref.model_name_or_path"),
+        template(config, explicit),
+        _responses(config),
+    )
+
+
+def kd_problems(config: KDConfig, explicit: Explicit) -> list[Problem]:
+    return _supervised(
+        config,
+        explicit,
+        required(config, "teacher.model_name_or_path"),
+        local_models(config, "teacher.model_name_or_path"),
+        template(config, explicit),
+        _multiturn(config),
+        _responses(config),
+    )
+
+
+def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Problem]) -> list[Problem]:
+    """What is wrong with what all of these commands have, and with what one has of its own."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) // (
+        config.ds.ring_attn_size * config.ds.tensor_parallel_size
+    )
+    return first_of_each(
+        [
+            *not_yet(config, SUPERVISED_NOT_YET),
+            *required(config, "model.model_name_or_path", "data.dataset"),
+            *local_models(config, "model.model_name_or_path"),
+            *local_datasets(config, ("data.dataset", "data.dataset_probs"), ("eval.dataset", None)),
+            *chain.from_iterable(own),
+            *optimizer("", config),
+            *batches(config, max(ranks, 1), None, ""),
+            *precision(config),
+            *outputs(config.ckpt, config.logger),
+            *unread(config, explicit, COMMON_UNREAD + SUPERVISED_UNREAD),
+        ]
+    )
+
+
+SUPERVISED_NOT_YET: Mapping[str, str] = {
+    "optim": "Muon is",
+    "model.aux_loss_coef": "the MoE balance loss is",
+    "ds.lora.rank": "LoRA is",
+    "ds.load_in_4bit": "4-bit training is",
+    "ds.use_liger_kernel": "the Liger kernel is",
+    "ds.ring_attn_size": "ring attention is",
+    "ds.tensor_parallel_size": "tensor parallel training is",
+    "ds.deepcompile": "DeepCompile is",
+    "ds.use_universal_ckpt": "the universal checkpoint is",
+    "use_ms": "ModelScope is",
+}
+"""Flags whose feature does not exist yet: anything but the default is refused."""
+
+
+SUPERVISED_UNREAD = (
+    Unread(keys=("muon.",), when=lambda c: c.optim == "adam", why="the optimizer is adam"),
+    Unread(
+        keys=("min_lr_ratio",),
+        when=lambda c: not c.lr_scheduler.endswith("_with_min_lr"),
+        why="the schedule has no floor; lr_scheduler cosine_with_min_lr has one",
+    ),
+    Unread(
+        keys=("model.gradient_checkpointing_reentrant",),
+        when=lambda c: not c.model.gradient_checkpointing_enable,
+        why="model.gradient_checkpointing_enable is off",
+    ),
+    Unread(
+        keys=("data.cache_dir",),
+        when=lambda c: not c.data.cache_enable,
+        why="data.cache_enable is off",
+    ),
+    Unread(
+        keys=("ds.enable_sleep",), when=lambda c: True, why="supervised training shares its GPUs with nobody"
+    ),
+)
+
+RM_UNREAD = (
+    Unread(
+        keys=("model.margin_loss_enable",),
+        when=lambda c: c.model.loss_type == "logexp",
+        why="model.loss_type logexp has no margin",
+    ),
+)
+
+DPO_UNREAD = (
+    Unread(
+        keys=("model.label_smoothing",),
+        when=lambda c: c.model.ipo_enable,
+        why="model.ipo_enable has no label smoothing",
+    ),
+)
+
+
+def _multiturn(config: SFTConfig | KDConfig) -> Iterator[Problem]:
+    if not config.data.multiturn:
+        return
+    if not config.data.apply_chat_template:
+        yield Problem(key="data.multiturn", text="needs messages; add --data.apply_chat_template")
+    elif config.model.pretrain_mode_enable:
+        yield Problem(
+            key="data.multiturn",
+            text="contradicts model.pretrain_mode_enable, which trains on all tokens; remove one",
+        )
+
+
+def _responses(config: SFTConfig | KTOConfig | KDConfig) -> Iterator[Problem]:
+    if config.data.output_key is None and not config.data.apply_chat_template:
+        others = "use --data.apply_chat_template\n(the last message is the response)"
+        if not isinstance(config, KTOConfig):
+            if config.model.pretrain_mode_enable:
+                return
+            others += " or --model.pretrain_mode_enable (loss on all tokens)"
+        yield Problem(
+            key="data.output_key", text=f"nothing says what the response is: name its column, or {others}"
+        )
