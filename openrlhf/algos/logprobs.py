@@ -42,8 +42,8 @@ class _LinearLogProbs(torch.autograd.Function):
         log_z = hidden.new_empty(len(hidden), dtype=_accumulation_dtype(hidden))
         log_probs = torch.empty_like(log_z)
         entropy = torch.empty_like(log_z) if with_entropy else None
-        compute_logits = _Logits(weight, bias, scale, softcap)
-        for rows in _chunks(len(hidden), chunk):
+        compute_logits = HeadLogits(weight, bias, scale, softcap)
+        for rows in chunks(len(hidden), chunk):
             logits, _ = compute_logits(hidden[rows])
             log_z[rows] = logits.logsumexp(-1)
             log_probs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - log_z[rows]
@@ -70,8 +70,8 @@ class _LinearLogProbs(torch.autograd.Function):
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
 
-        compute_logits = _Logits(weight, bias, ctx.scale, ctx.softcap)
-        for rows in _chunks(len(hidden), ctx.chunk):
+        compute_logits = HeadLogits(weight, bias, ctx.scale, ctx.softcap)
+        for rows in chunks(len(hidden), ctx.chunk):
             logits, cap_slope = compute_logits(hidden[rows])
             all_log_probs = logits.sub_(log_z[rows, None])
             # d log p(y) / dz = onehot(y) - p,   dH / dz = -p * (log p + H)
@@ -99,7 +99,7 @@ class _LinearLogProbs(torch.autograd.Function):
         )
 
 
-class _Logits:
+class HeadLogits:
     """hidden (C, H) -> scaled logits (C, V) in at least float32 and, with a softcap, the slope of the cap."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> None:
@@ -127,5 +127,6 @@ def _accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _chunks(length: int, size: int) -> list[slice]:
+def chunks(length: int, size: int) -> list[slice]:
+    """range(length) in slices of at most `size`."""
     return [slice(start, start + size) for start in range(0, length, size)]

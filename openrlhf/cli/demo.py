@@ -89,13 +89,13 @@ def _phase(title: str, seconds: dict[str, float]):
 
 
 def _sft(flags: str) -> None:
-    from openrlhf.cli.train_sft import run
-    from openrlhf.config.commands import SFT
+    from openrlhf.cli.supervised import run
+    from openrlhf.cli.train_sft import SFTTask
     from openrlhf.config.parse import parse
 
     print(f"$ openrlhf sft {flags}", flush=True)
     argv = shlex.split(flags)
-    run(parse(SFT, argv).config, argv)
+    run(SFTTask(parse(SFTTask.command, argv).config), argv)
 
 
 def _ppo(flags: str) -> None:

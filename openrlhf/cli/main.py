@@ -8,6 +8,11 @@ from importlib import import_module, metadata
 COMMANDS = {
     "demo": ("demo", "train a tiny model on a built-in task, on this machine, in minutes"),
     "sft": ("train_sft", "supervised fine-tuning"),
+    "rm": ("train_rm", "reward model from pairs of answers"),
+    "prm": ("train_prm", "process reward model from judged steps"),
+    "dpo": ("train_dpo", "DPO, IPO and cDPO on pairs of answers"),
+    "kto": ("train_kto", "KTO on answers that are good or bad"),
+    "kd": ("train_kd", "distillation from a teacher"),
     "ppo": ("train_ppo_ray", "reinforcement learning with Ray, vLLM and DeepSpeed"),
 }
 """name -> module of `openrlhf.cli`, and what it does."""

@@ -81,7 +81,8 @@ class LoraConfig:
     dropout: Decay = 0.0
     """Dropout before the adapters."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Names of the modules that get an adapter, or all-linear."""
+    """Names of the linear layers that get an adapter; all-linear: every one but the head. Experts of MoE models
+    get none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +120,8 @@ class DeepSpeedConfig:
     use_liger_kernel: bool = False
     """Liger kernels."""
     load_in_4bit: bool = False
-    """QLoRA: base weights in NF4."""
+    """QLoRA: the linear layers of the model to train are frozen in NF4, with adapters (lora.rank) in
+    param_dtype. References and teachers are not quantised. Needs `pip install "openrlhf[qlora]"`."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     use_universal_ckpt: bool = False
     """Load a checkpoint in DeepSpeed's universal format, written by another number of ranks."""

@@ -38,7 +38,7 @@ class ModelConfig:
     gradient_checkpointing_reentrant: bool = False
     """The reentrant variant of gradient checkpointing."""
     aux_loss_coef: PositiveOrZero = 0.0
-    """Weight of the balance loss of MoE models."""
+    """Weight of the balance loss of MoE models, which rises where routers use experts unevenly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +120,8 @@ class TrainConfig:
 class SupervisedConfig(OptimConfig):
     """What every supervised command has."""
 
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     ds: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)

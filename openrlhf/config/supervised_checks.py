@@ -1,5 +1,6 @@
 """What is wrong between the flags of the supervised commands."""
 
+import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -90,6 +91,8 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
             *optimizer("", config),
             *batches(config, max(ranks, 1), None, ""),
             *precision(config),
+            *_four_bits(config),
+            *_balance(config),
             *outputs(config.ckpt, config.logger),
             *unread(config, explicit, COMMON_UNREAD + SUPERVISED_UNREAD),
         ]
@@ -98,9 +101,6 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
 
 SUPERVISED_NOT_YET: Mapping[str, str] = {
     "optim": "Muon is",
-    "model.aux_loss_coef": "the MoE balance loss is",
-    "ds.lora.rank": "LoRA is",
-    "ds.load_in_4bit": "4-bit training is",
     "ds.use_liger_kernel": "the Liger kernel is",
     "ds.ring_attn_size": "ring attention is",
     "ds.tensor_parallel_size": "tensor parallel training is",
@@ -148,6 +148,28 @@ DPO_UNREAD = (
         why="model.ipo_enable has no label smoothing",
     ),
 )
+
+
+def _four_bits(config: SupervisedConfig) -> Iterator[Problem]:
+    key, ds = "ds.load_in_4bit", config.ds
+    if not ds.load_in_4bit:
+        return
+    if ds.lora.rank == 0:
+        yield Problem(key=key, text="leaves nothing to train, 4-bit weights are frozen; add --ds.lora.rank 16")
+    elif ds.zero_stage == 3:
+        yield Problem(
+            key=key, text="gives wrong gradients where weights are sharded; use --ds.zero_stage 0, 1 or 2"
+        )
+    elif importlib.util.find_spec("bitsandbytes") is None:
+        yield Problem(key=key, text='needs the package bitsandbytes: pip install "openrlhf[qlora]"')
+
+
+def _balance(config: SupervisedConfig) -> Iterator[Problem]:
+    if config.model.aux_loss_coef > 0 and config.model.gradient_checkpointing_reentrant:
+        yield Problem(
+            key="model.gradient_checkpointing_reentrant",
+            text="hides the routers from the balance loss (model.aux_loss_coef); remove one",
+        )
 
 
 def _multiturn(config: SFTConfig | KDConfig) -> Iterator[Problem]:

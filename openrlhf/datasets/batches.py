@@ -2,16 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from openrlhf.algos.balance import estimated_cost, pack_to_budget, partition
 from openrlhf.datasets.order import epoch_order
 
-ItemT = TypeVar("ItemT", covariant=True)
-
 
 class Row(Protocol):
-    def empty(self):
+    def empty(self) -> Self:
         """A row of the same kind without anything to learn."""
         ...
 
@@ -19,7 +17,7 @@ class Row(Protocol):
 RowT = TypeVar("RowT", bound=Row)
 
 
-class Dataset(Protocol[ItemT]):
+class Dataset(Protocol):
     """What a supervised run learns from: samples, pairs of them, or samples with labels."""
 
     @property
@@ -29,7 +27,7 @@ class Dataset(Protocol[ItemT]):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, i: int, /) -> ItemT: ...
+    def __getitem__(self, i: int, /) -> Any: ...
 
 
 class Windows(Generic[RowT]):
@@ -44,8 +42,8 @@ class Windows(Generic[RowT]):
 
     def __init__(
         self,
-        dataset: Dataset[ItemT],
-        collate: Callable[[Sequence[ItemT]], RowT],
+        dataset: Dataset,
+        collate: Callable[[list], RowT],
         *,
         batch_size: int,
         micro_batch_size: int | None = None,
@@ -74,10 +72,14 @@ class Windows(Generic[RowT]):
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[RowT]]:
         """This rank's rows of each step from `start_step` on."""
+        for rows in self.items(epoch, start_step):
+            yield [self.pack(items) for items in rows]
+
+    def items(self, epoch: int, start_step: int = 0) -> Iterator[list[list[int]]]:
+        """The items of each of this rank's rows of each step from `start_step` on."""
         order = epoch_order(len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         for step in range(start_step, len(self)):
-            rows = self.deal(order[step * self._batch_size : (step + 1) * self._batch_size])
-            yield [self._pack(row) for row in rows[self._rank]]
+            yield self.deal(order[step * self._batch_size : (step + 1) * self._batch_size])[self._rank]
 
     def deal(self, batch: Sequence[int]) -> list[list[list[int]]]:
         """The items of each row of each rank; a row without items is empty."""
@@ -95,6 +97,25 @@ class Windows(Generic[RowT]):
         packed = pack_to_budget([lengths[i] for i in mine], self._max_tokens)
         return [[mine[i] for i in row] for row in packed]
 
-    def _pack(self, items: Sequence[int]) -> RowT:
+    def pack(self, items: Sequence[int]) -> RowT:
+        """A row of these items; without items an empty one."""
         row = self._collate([self._dataset[i] for i in items or [0]])
         return row if items else row.empty()
+
+
+class FirstItems:
+    """The first `count` items of a dataset."""
+
+    def __init__(self, dataset: Dataset, count: int) -> None:
+        self._dataset = dataset
+        self._count = min(count, len(dataset))
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self._dataset.lengths[: self._count]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, i: int, /) -> Any:
+        return self._dataset[range(self._count)[i]]

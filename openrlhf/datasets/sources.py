@@ -1,20 +1,27 @@
 """From a data flag to rows: files, folders and hub names, mixed, capped and checked.
 
+Rows are parsed when they are asked for, so that a set may be larger than memory: of a .jsonl file only the
+places of the lines are held, and tables are mapped from disk.
+
 A row keeps the types that its file gives it. The JSON reader of `datasets` turns every "1" of a column into a
 number when one row holds a number, and its JSON columns lose digits of floats; so JSON is read with the
 standard library and stays as Python values. CSV has no types: every value is text.
 """
 
+import codecs
 import csv
 import difflib
 import json
+import mmap
 import re
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, cast, overload
 
 import datasets
 import numpy as np
@@ -22,6 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from openrlhf.config.checks import split_spec
+from openrlhf.observe.tracked import tracked
 
 Row = dict[str, Any]
 
@@ -34,13 +42,17 @@ class Part:
     rows: Sequence[Row] | datasets.Dataset
     columns: tuple[str, ...]
     """Every column that some row has."""
-    lines: Sequence[int] | None = None
+    kinds: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Column -> kind of value -> the first row with one, in order of rows; for tables see `first_of_kinds`."""
+    lines: Sequence[int] | np.ndarray | None = None
     """Line of each row, where the format has lines."""
 
     @classmethod
     def of(cls, name: str, rows: Sequence[Row], lines: Sequence[int] | None = None) -> "Part":
-        columns = tuple(dict.fromkeys(column for row in rows for column in row))
-        return cls(name=name, rows=rows, columns=columns, lines=lines)
+        kinds: Kinds = {}
+        for i, row in enumerate(rows):
+            _note_kinds(kinds, row, i)
+        return cls(name=name, rows=rows, columns=tuple(kinds), kinds=kinds, lines=lines)
 
     @classmethod
     def of_table(cls, name: str, rows: datasets.Dataset) -> "Part":
@@ -48,6 +60,25 @@ class Part:
 
     def origin(self, row: int) -> str:
         return f"{self.name} row {row + 1}" if self.lines is None else f"{self.name}:{self.lines[row]}"
+
+    def first_of_kinds(self, column: str) -> Iterator[tuple[str, str]]:
+        """(kind, origin) of the first value of each kind in the column, leaving out null. A column of a table
+        has one type."""
+        if not isinstance(self.rows, datasets.Dataset):
+            kinds = self.kinds.get(column, {})
+            yield from ((found, self.origin(row)) for found, row in kinds.items() if found != kind(None))
+            return
+        column_alone = cast(Iterable[Row], self.rows.select_columns([column]))
+        values = ((i, row[column]) for i, row in enumerate(column_alone) if row[column] is not None)
+        yield from ((kind(value), self.origin(i)) for i, value in islice(values, 1))
+
+
+Kinds = dict[str, dict[str, int]]
+
+
+def _note_kinds(kinds: Kinds, row: Row, i: int) -> None:
+    for column, value in row.items():
+        kinds.setdefault(column, {}).setdefault(kind(value), i)
 
 
 class Rows:
@@ -232,20 +263,76 @@ def _split_in_name(path: Path, wanted: str) -> str | None:
 _SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 
 
-def _read_json_lines(path: Path, flag: str) -> Part:
-    lines, rows = [], []
-    for line, row in _json_lines(path, flag):
-        lines.append(line)
-        rows.append(row)
-    return Part.of(str(path), rows, lines)
+class JsonLines(Sequence[Row]):
+    """The rows of a .jsonl file, parsed anew each time. Can be pickled."""
+
+    def __init__(self, path: Path, starts: np.ndarray, lines: np.ndarray, flag: str):
+        """starts, lines: (rows,) byte at which the line of each row begins, and the number of that line."""
+        self._path = path
+        self._starts = starts
+        self._lines = lines
+        self._flag = flag
+        self._version = _version(path)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, i: int) -> Row: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Row]: ...
+    def __getitem__(self, i: int | slice) -> Row | list[Row]:
+        if isinstance(i, slice):
+            return [self[row] for row in range(len(self))[i]]
+        content = _content(self._path, self._version, self._flag)
+        start = int(self._starts[i])
+        end = content.find(b"\n", start)
+        raw = content[start : len(content) if end < 0 else end]
+        return _parse_line(raw, self._path, int(self._lines[i]), self._flag)
 
 
-def _json_lines(path: Path, flag: str) -> Iterator[tuple[int, Row]]:
+Version = tuple[int, ...]
+
+
+def _version(path: Path) -> Version:
+    """Differs once the file has been written to or replaced."""
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+@lru_cache(maxsize=64)  # a map keeps a file open, and a folder may have more files than a process may open
+def _content(path: Path, version: Version, flag: str) -> mmap.mmap:
+    if _version(path) != version:
+        raise ValueError(f"{flag} {path}: the file changed while it was being read. Start again.")
     with path.open("rb") as file:
-        for line, raw in enumerate(file, start=1):
-            text = _decode(raw, f"{flag} {path}:{line}").strip()
-            if text:
-                yield line, _row(_parse_json(text, f"{flag} {path}", line), f"{flag} {path}:{line}")
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _read_json_lines(path: Path, flag: str) -> Part:
+    starts, lines = array("q"), array("q")
+    kinds: Kinds = {}
+    for start, line, row in _json_lines(path, flag):
+        _note_kinds(kinds, row, len(starts))
+        starts.append(start)
+        lines.append(line)
+    numbers = np.array(lines, dtype=np.int64)
+    rows = JsonLines(path, np.array(starts, dtype=np.int64), numbers, flag)
+    return Part(name=str(path), rows=rows, columns=tuple(kinds), kinds=kinds, lines=numbers)
+
+
+def _json_lines(path: Path, flag: str) -> Iterator[tuple[int, int, Row]]:
+    """(byte at which the line begins, its number, row) of each line that is not blank."""
+    start = 0
+    with path.open("rb") as file:
+        for line, raw in enumerate(tracked(file, None, f"checking the lines of {path.name}"), start=1):
+            if _decode(raw, f"{flag} {path}:{line}").strip():
+                yield start, line, _parse_line(raw, path, line, flag)
+            start += len(raw)
+
+
+def _parse_line(raw: bytes, path: Path, line: int, flag: str) -> Row:
+    where = f"{flag} {path}:{line}"
+    return _row(_parse_json(_decode(raw, where).strip(), f"{flag} {path}", line), where)
 
 
 def _decode(raw: bytes, where: str) -> str:
@@ -297,11 +384,9 @@ def _row(value: Any, where: str) -> Row:
 
 def _read_json(path: Path, flag: str) -> Part:
     """A list of objects; or, as many files of this name are, one object in each line."""
-    text = _decode(path.read_bytes(), f"{flag} {path}").strip()
-    first, newline, _ = text.partition("\n")
-    if not text or (newline and first.startswith("{") and _is_json(first)):
+    if _has_a_row_in_each_line(path):
         return _read_json_lines(path, flag)
-    value = _parse_json(text, f"{flag} {path}", line=1)
+    value = _parse_json(_decode(path.read_bytes(), f"{flag} {path}").strip(), f"{flag} {path}", line=1)
     if not isinstance(value, list):
         keys = f" (keys: {', '.join(value)})" if isinstance(value, dict) else ""
         raise ValueError(
@@ -311,10 +396,18 @@ def _read_json(path: Path, flag: str) -> Part:
     return Part.of(str(path), [_row(row, f"{flag} {path} row {i}") for i, row in enumerate(value, start=1)])
 
 
-def _is_json(text: str) -> bool:
+def _has_a_row_in_each_line(path: Path) -> bool:
+    """As far as the first line tells; of an empty file too."""
+    with path.open("rb") as file:
+        lines = (line for raw in file if (line := raw.removeprefix(codecs.BOM_UTF8).strip()))
+        first, second = next(lines, b""), next(lines, b"")
+    return not first or (first.startswith(b"{") and bool(second) and _is_json(first))
+
+
+def _is_json(text: bytes) -> bool:
     try:
         json.loads(text)
-    except json.JSONDecodeError:
+    except ValueError:  # not JSON, or not UTF-8
         return False
     return True
 
@@ -346,7 +439,32 @@ def _csv_lines(path: Path, flag: str) -> Iterator[tuple[int, Row]]:
 
 
 def _read_parquet(path: Path, flag: str) -> Part:
-    return Part.of_table(str(path), datasets.Dataset(_read_table(pq.read_table, path, flag)))
+    """Parquet can only be decoded; what is large is decoded to disk, and mapped from there."""
+    metadata = _read_table(pq.read_metadata, path, flag)
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    read = _parquet_in_memory if size <= PARQUET_IN_MEMORY else _parquet_on_disk
+    return Part.of_table(str(path), datasets.Dataset(_read_table(read, path, flag)))
+
+
+PARQUET_IN_MEMORY = 64 * 2**20
+"""Bytes, decoded, up to which a file is held in memory."""
+
+
+def _parquet_in_memory(path: Path) -> pa.Table:
+    with pq.ParquetFile(path) as file:
+        return file.read()
+
+
+def _parquet_on_disk(path: Path) -> pa.Table:
+    """Mapped from an Arrow file that has lost its name: it takes disk for as long as the process needs it."""
+    with _unnamed_file() as sink, pq.ParquetFile(path) as file:
+        batches = tracked(
+            file.iter_batches(_BATCH), -(-file.metadata.num_rows // _BATCH), f"decoding {path.name}"
+        )
+        with pa.ipc.new_stream(sink.name, file.schema_arrow) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        return _arrow_table(Path(sink.name))
 
 
 def _read_arrow(path: Path, flag: str) -> Part:
@@ -388,7 +506,7 @@ def _peek(file: Path, split: str, flag: str) -> Part:
         schema = _read_table(pq.read_schema, file, flag)
         return Part(name=str(file), rows=[], columns=tuple(schema.names))
     if file.suffix == ".jsonl":
-        return Part.of(str(file), [row for _, row in islice(_json_lines(file, flag), 100)])
+        return Part.of(str(file), [row for _, _, row in islice(_json_lines(file, flag), 100)])
     if file.suffix == ".csv":
         return Part.of(str(file), [row for _, row in islice(_csv_lines(file, flag), 100)])
     return _READERS[file.suffix](file, flag)
@@ -409,26 +527,13 @@ def _check_one_type(parts: Sequence[Part], required: Mapping[str, str | None]) -
         if column is None:
             continue
         first: tuple[str, str] | None = None
-        for origin, value in (value for part in parts for value in _values(part, column)):
-            found = kind(value)
+        for found, origin in chain.from_iterable(part.first_of_kinds(column) for part in parts):
             first = first or (found, origin)
             if found != first[0]:
                 raise ValueError(
                     f"{flag} {column}: {found} at {origin}, but {first[0]} at {first[1]}.\n"
                     "Give the column one type; values are never converted."
                 )
-
-
-def _values(part: Part, column: str) -> Iterator[tuple[str, Any]]:
-    """(origin, value) of the rows that have one; of a table, whose columns have one type, the first."""
-    if not isinstance(part.rows, datasets.Dataset):
-        for i, row in enumerate(part.rows):
-            if row.get(column) is not None:
-                yield part.origin(i), row[column]
-        return
-    column_alone = cast(Iterable[Row], part.rows.select_columns([column]))
-    found = ((part.origin(i), row[column]) for i, row in enumerate(column_alone) if row[column] is not None)
-    yield from islice(found, 1)
 
 
 def kind(value: Any) -> str:

@@ -3,7 +3,7 @@
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import deepspeed
@@ -18,7 +18,8 @@ from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.deepspeed_config import inference_config, training_config
 from openrlhf.engine.distributed import current_device
 from openrlhf.engine.interfaces import Objective, RowT
-from openrlhf.models.policy import PolicyModel
+from openrlhf.models.backbone import RowModel
+from openrlhf.models.lora import has_adapters, save_adapter
 from openrlhf.types import LossNorm, Metrics
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -35,7 +36,7 @@ class DeepSpeedEngine:
 
     def __init__(
         self,
-        build_model: Callable[[], PolicyModel],
+        build_model: Callable[[], RowModel],
         *,
         optim: OptimConfig,
         ds: DeepSpeedConfig,
@@ -72,8 +73,8 @@ class DeepSpeedEngine:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     @property
-    def module(self) -> PolicyModel:
-        return cast(PolicyModel, self.engine.module)
+    def module(self) -> RowModel:
+        return cast(RowModel, self.engine.module)
 
     def train_step(self, window: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
         """One optimizer step over the rows that all ranks hold; `window` is this rank's, at least one row.
@@ -128,15 +129,7 @@ class DeepSpeedEngine:
     def weights(self, bucket_bytes: int = 256 << 20) -> Iterator[tuple[str, Tensor]]:
         """Every parameter in full, by its Hugging Face name. All ranks must iterate together: at stage 3 each
         bucket is a collective. A tensor is valid until the next one is asked for."""
-        bucket, size = [], 0
-        for name, param in self.module.model.named_parameters():
-            bucket.append((name, param))
-            size += full_numel(param) * param.element_size()
-            if size >= bucket_bytes:
-                yield from self._gathered(bucket)
-                bucket, size = [], 0
-        if bucket:
-            yield from self._gathered(bucket)
+        yield from self._in_full(self.module.model.named_parameters(), bucket_bytes)
 
     def weight_metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(name, dtype, full shape) of everything that `weights` yields, without a transfer."""
@@ -147,24 +140,33 @@ class DeepSpeedEngine:
 
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
         # DeepSpeed mixes client state with its own keys, so ours stays under one.
-        self.engine.save_checkpoint(folder, tag=tag, client_state={"openrlhf": state}, save_latest=False)
+        self.engine.save_checkpoint(
+            folder,
+            tag=tag,
+            client_state={"openrlhf": state},
+            save_latest=False,
+            exclude_frozen_parameters=True,  # they come from where the model was loaded
+        )
         dist.barrier()
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
-        path, client_state = self.engine.load_checkpoint(folder, tag=tag)
+        path, client_state = self.engine.load_checkpoint(folder, tag=tag, custom_load_fn=_load_trained)
         if path is None or client_state is None:
             raise ValueError(f"--ckpt.path {folder}: checkpoint {tag} could not be loaded from there")
         return client_state["openrlhf"]
 
     def export(self, folder: str) -> None:
-        """Collective. Rank 0 writes the model in Hugging Face format; every rank returns when it is on
-        disk."""
-        state = {}
-        for name, tensor in self.weights():
+        """Collective. Rank 0 writes the model in Hugging Face format, or its adapter alone where it has one;
+        every rank returns when it is on disk."""
+        model, state = self.module.model, {}
+        is_adapter = has_adapters(model)
+        exported = ((name, p) for name, p in model.named_parameters() if p.requires_grad or not is_adapter)
+        for name, tensor in self._in_full(exported):
             if self.rank == 0:
                 state[name] = tensor.detach().cpu().clone()
-        if self.rank == 0:
-            model = self.module.model
+        if self.rank == 0 and is_adapter:
+            save_adapter(model, state, folder)
+        elif self.rank == 0:
             state |= {
                 name: b.cpu()
                 for name, b in model.state_dict().items()
@@ -209,6 +211,19 @@ class DeepSpeedEngine:
         limit = self.max_norm if self.max_norm > 0 else math.inf
         return float(nn.utils.clip_grad_norm_(self.module.parameters(), limit))
 
+    def _in_full(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], bucket_bytes: int = 256 << 20
+    ) -> Iterator[tuple[str, Tensor]]:
+        bucket, size = [], 0
+        for name, param in parameters:
+            bucket.append((name, param))
+            size += full_numel(param) * param.element_size()
+            if size >= bucket_bytes:
+                yield from self._gathered(bucket)
+                bucket, size = [], 0
+        if bucket:
+            yield from self._gathered(bucket)
+
     def _gathered(self, bucket: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
         with deepspeed.zero.GatheredParameters([p for _, p in bucket], enabled=self.stage == 3):
             for name, param in bucket:
@@ -219,7 +234,7 @@ class FrozenModel:
     """One rank of a model that only answers: the reference. Sharded at ZeRO stage 3 or when offloaded, else a
     copy on every rank."""
 
-    def __init__(self, build_model: Callable[[], PolicyModel], *, ds: DeepSpeedConfig, offload: bool) -> None:
+    def __init__(self, build_model: Callable[[], RowModel], *, ds: DeepSpeedConfig, offload: bool) -> None:
         self.device = current_device()
         self.sharded = ds.zero_stage == 3 or (offload and DEVICE_TYPE == "cuda")
         config = inference_config(ds, offload=offload)
@@ -229,6 +244,20 @@ class FrozenModel:
             self.model, *_ = deepspeed.initialize(model=module, config=config)
         else:
             self.model = module.to(self.device)
+
+    @torch.no_grad()
+    def __call__(self, row, *args, **kwargs):
+        """What the model answers about one row. All ranks must ask together."""
+        return self.model(row, *args, **kwargs)
+
+    @property
+    def module(self) -> RowModel:
+        return cast(RowModel, self.model.module if self.sharded else self.model)
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """A parameter in full, to keep. Collective."""
+        with deepspeed.zero.GatheredParameters([parameter], enabled=self.sharded):
+            return parameter.detach().to(self.device, copy=self.sharded)
 
     @torch.no_grad()
     def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
@@ -276,6 +305,19 @@ def _check_finite(metrics: Metrics, step: int) -> None:
             "Nothing was saved after it.\n"
             f"Lower the learning rate, or look at this step's rollouts and data in the run folder."
         )
+
+
+def _load_trained(src: Mapping[str, Tensor], dst: nn.Module) -> None:
+    """What DeepSpeed does with a checkpoint's weights. Frozen ones are not in it."""
+    missing = [name for name, p in dst.named_parameters() if p.requires_grad and name not in src]
+    unknown = sorted(src.keys() - dst.state_dict().keys())
+    if missing or unknown:
+        what = f"it has no {missing[0]}" if missing else f"this one has no {unknown[0]}"
+        raise ValueError(
+            f"the checkpoint is of another model: {what}.\n"
+            "Resume with the model and the --ds.lora.* flags that it was saved with."
+        )
+    dst.load_state_dict(src, strict=False)
 
 
 def _is_buffer(model: nn.Module, name: str) -> bool:

@@ -8,6 +8,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -20,11 +21,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def load_causal_lm(
-    path: str, *, flag: str, dtype: str, attention: str, experts: str | None = None
+    path: str,
+    *,
+    flag: str,
+    dtype: str,
+    attention: str,
+    experts: str | None = None,
+    in_4bit: bool = False,
 ) -> PreTrainedModel:
-    """The model in `dtype` (bf16, fp16 or fp32) with an attention that keeps packed sequences apart."""
-    config = _load_config(path, flag)
-    options = {} if experts is None else {"experts_implementation": experts}
+    """The model in `dtype` (bf16, fp16 or fp32) with an attention that keeps packed sequences apart; with
+    `in_4bit` its linear layers but the head in NF4, for models that only carry adapters."""
+    config = load_config(path, flag)
+    options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
+    if in_4bit:
+        options["quantization_config"] = nf4(dtype)
     model = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
@@ -34,6 +44,16 @@ def load_causal_lm(
     )
     model.config.use_cache = False
     return model
+
+
+def nf4(dtype: str) -> BitsAndBytesConfig:
+    """QLoRA's 4-bit weights (https://arxiv.org/abs/2305.14314), with matrix products in `dtype`."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPES[dtype],
+    )
 
 
 def load_tokenizer(
@@ -65,12 +85,30 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted(ids - {None})
 
 
+def check_same_vocabulary(
+    own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, flag: str, path: str
+) -> None:
+    """Raise ValueError where a token means something else to the other model."""
+    if own.get_vocab() != other.get_vocab():
+        raise ValueError(
+            f"{flag} {path}: its tokenizer has {len(other)} tokens, not the same ones as that of "
+            f"{own.name_or_path} ({len(own)}).\nTheir probabilities cannot be compared token by token; "
+            "choose a model of the same family."
+        )
+
+
 def check_model(path: str, flag: str) -> None:
     """Raise ValueError, without loading weights, where `path` holds no causal language model."""
-    _load_config(path, flag)
+    load_config(path, flag)
 
 
-def _load_config(path: str, flag: str):
+def load_config(path: str, flag: str):
+    """The model's configuration. ValueError, without loading weights, where there is none."""
+    if (Path(path) / "adapter_config.json").exists():
+        raise ValueError(
+            f"{flag} {path}: holds a LoRA adapter, not a whole model. Merge it into its base first:\n"
+            f"openrlhf lora_combiner --model_path BASE --lora_path {path} --output_path MERGED"
+        )
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:

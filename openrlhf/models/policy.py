@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from openrlhf.algos.logprobs import linear_log_probs
-from openrlhf.models.attention import packing_kwargs
+from openrlhf.models.backbone import RowModel, hidden_states
 from openrlhf.types import PackedRow
 
 
@@ -16,32 +16,19 @@ class TokenScores(NamedTuple):
     entropy: Tensor | None  # (A,) float32, None where it was not asked for
 
 
-class PolicyModel(nn.Module):
-    """Wraps `model` without renaming or copying a parameter: `policy.model.save_pretrained` exports it.
-
-    The forward never holds all logits: the head runs on the hidden states that predict an action, a chunk at
-    a time.
-    """
+class PolicyModel(RowModel):
+    """Log-probs of the actions. The forward never holds all logits: the head runs on the hidden states that
+    predict an action, a chunk at a time."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-        self.head_options = _head_options(model.config)
+        super().__init__(model)
+        self.head_options = head_options(model.config)
         # Only the class changes, so parameter names, ties and ZeRO-3's hooks on the module stay as they are.
         head_of(model).__class__ = LogProbHead
 
     def forward(self, row: PackedRow, temperature: float = 1.0, with_entropy: bool = False) -> TokenScores:
         """`temperature` divides the logits, as it does in sampling."""
-        attention = self.model.config._attn_implementation
-        assert attention is not None  # models/loading.py chose it
-        packing = packing_kwargs(attention, row.lengths, row.token_ids.device)
-        hidden = self.model.base_model(
-            input_ids=row.token_ids[None],
-            position_ids=row.position_ids[None],
-            # A cache makes transformers take the row for one sequence: attention would leak without an error.
-            use_cache=False,
-            **packing,
-        ).last_hidden_state[0]
+        hidden = hidden_states(self.model, row)
         actions = row.action_mask.nonzero()[:, 0]
         scale, softcap = self.head_options
         log_probs, entropy = head_of(self.model)(
@@ -89,7 +76,7 @@ def head_of(model: PreTrainedModel) -> nn.Module:
     return head
 
 
-def _head_options(config) -> tuple[float, float | None]:
+def head_options(config) -> tuple[float, float | None]:
     """What the architecture does to its logits after the head: (factor, cap). Cohere multiplies, Granite
     divides, Gemma caps by tanh."""
     text_config = config.get_text_config()

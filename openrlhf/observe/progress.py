@@ -32,6 +32,17 @@ from openrlhf.types import Metrics
 
 KEY_METRICS = {
     "sft/loss": "loss",
+    "rm/loss": "loss",
+    "rm/accuracy": "accuracy",
+    "prm/loss": "loss",
+    "prm/accuracy": "accuracy",
+    "dpo/loss": "loss",
+    "dpo/accuracy": "accuracy",
+    "kto/loss": "loss",
+    "kto/accuracy": "accuracy",
+    "kto/kl": "kl",
+    "kd/loss": "loss",
+    "kd/kl": "kl",
     "rollout/reward_mean": "reward",
     "rollout/response_length_mean": "length",
     "rollout/truncated_rate": "truncated",

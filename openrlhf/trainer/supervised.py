@@ -1,6 +1,6 @@
 """One loop for everything that learns from a fixed dataset. A task is a dataset and an objective."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol
 
@@ -35,7 +35,11 @@ class SupervisedTrainer(Generic[RowT]):
     eval_rows: Sequence[RowT]
     """This rank's share of the evaluation set; empty without one."""
     checkpoints: CheckpointFolder
+    export: Callable[[str], None]
+    """Write model and tokenizer in Hugging Face format to a folder. Collective."""
     observer: Observer | None
+    prepare: Callable[[Sequence[RowT]], Objective[RowT]] | None = None
+    """For an objective that needs a figure of the whole batch first: rows -> the objective for them."""
     step: int = 0
     """Optimizer steps done."""
 
@@ -44,7 +48,7 @@ class SupervisedTrainer(Generic[RowT]):
         start_epoch, start_step = divmod(self.step, steps_per_epoch)
         for epoch in range(start_epoch, self.config.train.max_epochs):
             for window in self.windows.epoch(epoch, start_step if epoch == start_epoch else 0):
-                metrics = self.engine.train_step(window, self.objective)
+                metrics = self.engine.train_step(window, self._objective_for(window))
                 self.step += 1
                 if self.eval_rows and self._is_eval_due(steps_per_epoch):
                     metrics |= self.evaluate()
@@ -55,7 +59,7 @@ class SupervisedTrainer(Generic[RowT]):
 
     def evaluate(self) -> Metrics:
         """The objective's metrics over the whole evaluation set, as `eval/...`."""
-        metrics = self.engine.evaluate(self.eval_rows, self.objective)
+        metrics = self.engine.evaluate(self.eval_rows, self._objective_for(self.eval_rows))
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def save(self, tag: str) -> None:
@@ -65,10 +69,13 @@ class SupervisedTrainer(Generic[RowT]):
             if self.observer:
                 self.checkpoints.completed(tag)
         if self.config.ckpt.save_hf:
-            self.engine.export(f"{self.config.ckpt.path}/{tag}_hf")
+            self.export(f"{self.config.ckpt.path}/{tag}_hf")
 
     def resume(self, tag: str) -> None:
         self.step = self.engine.load_checkpoint(str(self.checkpoints.path), tag)["step"]
+
+    def _objective_for(self, rows: Sequence[RowT]) -> Objective[RowT]:
+        return self.prepare(rows) if self.prepare else self.objective
 
     def _is_eval_due(self, steps_per_epoch: int) -> bool:
         every = self.config.eval.steps

@@ -1,0 +1,277 @@
+"""What all supervised commands do: check, load, train, evaluate, save. A command adds a `Task`."""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+from openrlhf.config.parse import Command, parse, to_yaml
+from openrlhf.config.supervised import SupervisedConfig
+
+ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
+
+
+class Task(ABC, Generic[ConfigT]):
+    """What one supervised command learns from, and what it minimises. Nothing heavy is imported before it is
+    needed, so that `--help` answers at once."""
+
+    command: ClassVar[Command]
+    module: ClassVar[str]
+    """`python -m` of it."""
+
+    def __init__(self, config: ConfigT) -> None:
+        self.config = config
+
+    def check_models(self) -> None:
+        """Raise ValueError for a model that is not there, before anything is loaded."""
+        from openrlhf.models.loading import check_model
+
+        check_model(self.config.model.model_name_or_path, "--model.model_name_or_path")
+
+    @abstractmethod
+    def columns(self) -> Mapping[str, str | None]:
+        """Flag -> the column that it names."""
+
+    @abstractmethod
+    def build_dataset(self, rows, tokenizer) -> Any:
+        """What training visits, an item for each row that teaches something."""
+
+    @abstractmethod
+    def collate(self, items: list) -> Any:
+        """Items as one packed row."""
+
+    def load_model(self, tokenizer) -> Any:
+        """The module to train, not yet on its device. Called where the engine wants it."""
+        from openrlhf.models.policy import PolicyModel
+
+        return PolicyModel(self.load_causal_lm())
+
+    def load_causal_lm(self) -> Any:
+        path = self.config.model.model_name_or_path
+        return load_language_model(self.config, path, "--model.model_name_or_path")
+
+    @abstractmethod
+    def objective(self, run: "Run") -> Callable:
+        """What is minimised."""
+
+    def prepare(self, run: "Run", objective) -> Callable | None:
+        """For an objective that needs a figure of the whole batch first: rows -> the objective for them."""
+        return None
+
+    def finish(self, run: "Run") -> None:
+        """After the last step, before the model is saved."""
+
+
+class Run(Generic[ConfigT]):
+    """Everything that a supervised command builds, on one rank."""
+
+    def __init__(self, task: Task[ConfigT], argv: Sequence[str]) -> None:
+        from openrlhf.datasets.batches import Windows
+        from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
+        from openrlhf.engine.distributed import init_distributed, seed_everything
+        from openrlhf.models.loading import load_tokenizer
+
+        self.task, self.config, self.argv = task, task.config, argv
+        config = task.config
+        init_distributed()
+        seed_everything(config.train.seed, config.train.full_determinism_enable)
+        self.tokenizer = load_tokenizer(
+            config.model.model_name_or_path,
+            flag="--model.model_name_or_path",
+            use_fast=not config.data.disable_fast_tokenizer,
+            chat_template=getattr(config.data, "tokenizer_chat_template", None),
+        )
+        self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
+        self.windows: Windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
+        self.total_steps = len(self.windows) * config.train.max_epochs
+        self.engine = DeepSpeedEngine(
+            lambda: task.load_model(self.tokenizer),
+            optim=config,
+            ds=config.ds,
+            total_steps=self.total_steps,
+            gradient_checkpointing=config.model.gradient_checkpointing_enable,
+            reentrant=config.model.gradient_checkpointing_reentrant,
+        )
+
+    def lay_out(self, dataset, *, batch_size: int, shuffle: bool):
+        """The optimizer steps of an epoch, as this rank sees them."""
+        import torch.distributed as dist
+
+        from openrlhf.datasets.batches import Windows
+
+        train = self.config.train
+        return Windows(
+            dataset,
+            self.task.collate,
+            batch_size=batch_size,
+            micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
+            max_tokens=train.max_tokens_per_gpu if train.dynamic_batch_enable else None,
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+            seed=train.seed,
+            shuffle=shuffle,
+        )
+
+    def in_order(self, dataset):
+        """Batches that visit every item once."""
+        return self.lay_out(dataset, batch_size=self.config.train.batch_size, shuffle=False)
+
+    def attach(self, answers: Callable) -> None:
+        """Give both datasets the reference log-probs `answers(dataset)`."""
+        self.train_set = self.train_set.with_reference(answers(self.train_set).numpy())
+        if self.eval_set is not None:
+            self.eval_set = self.eval_set.with_reference(answers(self.eval_set).numpy())
+        self.windows = self.lay_out(self.train_set, batch_size=self.config.train.batch_size, shuffle=True)
+
+    def whole(self, dataset) -> list:
+        """This rank's rows of a dataset that is one batch."""
+        (rows,) = self.lay_out(dataset, batch_size=len(dataset), shuffle=False).epoch(0)
+        return rows
+
+    def train(self) -> None:
+        from openrlhf.trainer.checkpoints import CheckpointFolder
+        from openrlhf.trainer.supervised import SupervisedTrainer
+
+        config, engine = self.config, self.engine
+        objective = self.task.objective(self)
+        trainer = SupervisedTrainer(
+            config=config,
+            engine=engine,
+            objective=objective,
+            prepare=self.task.prepare(self, objective),
+            windows=self.windows,
+            eval_rows=[] if self.eval_set is None else self.whole(self.eval_set),
+            checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
+            export=self.export,
+            observer=None,
+        )
+        tag = trainer.checkpoints.latest() if config.ckpt.load_enable else None
+        if tag is not None:
+            trainer.resume(tag)
+        if engine.rank == 0:
+            trainer.observer = self._observer(resume_step=None if tag is None else trainer.step)
+            trainer.observer.start(self.total_steps, done=trainer.step)
+            trainer.observer.message(
+                f"{len(self.train_set)} samples, {sum(self.train_set.lengths)} tokens, "
+                f"{len(self.windows)} steps an epoch; run folder {config.run_dir}"
+            )
+        try:
+            trainer.fit()
+        finally:
+            if trainer.observer:
+                trainer.observer.close()
+        self.task.finish(self)
+        self.export(config.ckpt.output_dir)
+        if engine.rank == 0:
+            print(f"model saved to {config.ckpt.output_dir}", flush=True)
+
+    def export(self, folder: str) -> None:
+        """Model and tokenizer in Hugging Face format. On every rank."""
+        self.engine.export(folder)
+        if self.engine.rank == 0:
+            self.tokenizer.save_pretrained(folder)
+
+    def _observer(self, resume_step: int | None):
+        from openrlhf.observe.observer import Observer
+        from openrlhf.observe.run_folder import RunFolder
+
+        folder = RunFolder.create(
+            self.config.run_dir,
+            config_yaml=to_yaml(self.config),
+            argv=["python", "-m", self.task.module, *self.argv],
+            resume=resume_step is not None,
+        )
+        return Observer(folder, self.config.logger, resume_step=resume_step)
+
+
+def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
+    """The command line of a supervised command."""
+    argv = sys.argv[1:] if argv is None else argv
+    config = parse(task_type.command, argv).config
+    from openrlhf.cli.errors import short_errors
+
+    with short_errors():
+        run(task_type(config), argv)
+        from openrlhf.engine.distributed import leave_distributed
+
+        leave_distributed()
+
+
+def run(task: Task, argv: Sequence[str] = ()) -> None:
+    """Train, and write the model to `ckpt.output_dir`. On every rank, which stays in its process group."""
+    check_files(task)
+    Run(task, argv).train()
+
+
+def check_files(task: Task) -> None:
+    """Everything that can be wrong with models and files, before anything is loaded."""
+    from openrlhf.datasets.sources import check_columns
+
+    task.check_models()
+    columns, data, evaluation = task.columns(), task.config.data, task.config.eval
+    check_columns(data.dataset, flag="--data.dataset", required_columns=columns, split=data.dataset_split)
+    if evaluation.dataset:
+        check_columns(
+            evaluation.dataset, flag="--eval.dataset", required_columns=columns, split=evaluation.split
+        )
+
+
+def build_datasets(task: Task, tokenizer) -> tuple[Any, Any | None]:
+    """The training set, and the evaluation set or None."""
+    data, evaluation = task.config.data, task.config.eval
+    train_set = build_dataset(
+        task,
+        tokenizer,
+        data.dataset,
+        flag="--data.dataset",
+        split=data.dataset_split,
+        probs=data.dataset_probs,
+        max_samples=data.max_samples,
+    )
+    if not evaluation.dataset:
+        return train_set, None
+    return train_set, build_dataset(
+        task,
+        tokenizer,
+        evaluation.dataset,
+        flag="--eval.dataset",
+        split=evaluation.split,
+        max_samples=evaluation.max_samples,
+    )
+
+
+def build_dataset(
+    task: Task,
+    tokenizer,
+    spec: str,
+    *,
+    flag: str,
+    split: str,
+    probs: str | None = None,
+    max_samples: int | None = None,
+) -> Any:
+    from openrlhf.datasets.sources import load_rows
+
+    rows = load_rows(
+        spec,
+        flag=flag,
+        required_columns=task.columns(),
+        probs=probs,
+        split=split,
+        max_samples=max_samples,
+        seed=task.config.train.seed,
+    )
+    return task.build_dataset(rows, tokenizer)
+
+
+def load_language_model(config: SupervisedConfig, path: str, flag: str):
+    """A causal language model, with the precision and kernels of `ds.*`."""
+    from openrlhf.models.loading import load_causal_lm
+
+    return load_causal_lm(
+        path,
+        flag=flag,
+        dtype=config.ds.param_dtype,
+        attention=config.ds.attn_implementation,
+        experts=config.ds.experts_implementation,
+    )

@@ -1,0 +1,49 @@
+"""DPO, IPO and cDPO: `python -m openrlhf.cli.train_dpo`, or the same under torchrun or deepspeed."""
+
+from collections.abc import Mapping, Sequence
+
+from openrlhf.cli import supervised
+from openrlhf.cli.reference import check_reference, reference_of
+from openrlhf.cli.train_rm import build_pairs, pair_columns
+from openrlhf.config.commands import DPO
+from openrlhf.config.supervised import DPOConfig
+
+
+class DPOTask(supervised.Task[DPOConfig]):
+    command = DPO
+    module = "openrlhf.cli.train_dpo"
+
+    def check_models(self) -> None:
+        super().check_models()
+        check_reference(self.config.ref)
+
+    def columns(self) -> Mapping[str, str | None]:
+        return pair_columns(self.config)
+
+    def build_dataset(self, rows, tokenizer):
+        return build_pairs(self.config, rows, tokenizer, score_last_token=False)
+
+    def collate(self, items: list):
+        from openrlhf.types import PairRow
+
+        return PairRow.of(items)
+
+    def objective(self, run):
+        from openrlhf.objectives.dpo import DPOObjective, pair_log_probs
+
+        model = self.config.model
+        return DPOObjective(
+            beta=model.beta,
+            ipo=model.ipo_enable,
+            label_smoothing=model.label_smoothing,
+            nll_coef=model.nll_loss_coef,
+            reference=reference_of(run, self.config.ref, read=pair_log_probs),
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    supervised.main(DPOTask, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Knowledge distillation: `python -m openrlhf.cli.train_kd`, or the same under torchrun or deepspeed."""
+
+from collections.abc import Mapping, Sequence
+
+from openrlhf.cli import supervised
+from openrlhf.cli.train_sft import build_responses, response_columns
+from openrlhf.config.commands import KD
+from openrlhf.config.supervised import KDConfig
+
+TEACHER_FLAG = "--teacher.model_name_or_path"
+
+
+class DistillationTask(supervised.Task[KDConfig]):
+    command = KD
+    module = "openrlhf.cli.train_kd"
+
+    def check_models(self) -> None:
+        from openrlhf.models.loading import check_model
+
+        super().check_models()
+        check_model(self.config.teacher.model_name_or_path, TEACHER_FLAG)
+
+    def columns(self) -> Mapping[str, str | None]:
+        return response_columns(self.config)
+
+    def build_dataset(self, rows, tokenizer):
+        return build_responses(self.config, rows, tokenizer)
+
+    def collate(self, items: list):
+        from openrlhf.types import PackedRow
+
+        return PackedRow.of(items)
+
+    def load_model(self, tokenizer):
+        from openrlhf.models.student import StudentModel
+
+        return StudentModel(self.load_causal_lm())
+
+    def objective(self, run):
+        from openrlhf.engine.deepspeed_engine import FrozenModel
+        from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
+        from openrlhf.models.student import TeacherModel, linear_head
+        from openrlhf.objectives.kd import DistillationObjective
+
+        model, path = self.config.model, self.config.teacher.model_name_or_path
+        check_same_vocabulary(run.tokenizer, load_tokenizer(path, flag=TEACHER_FLAG), TEACHER_FLAG, path)
+        teacher = FrozenModel(
+            lambda: TeacherModel(supervised.load_language_model(self.config, path, TEACHER_FLAG)),
+            ds=self.config.ds,
+            offload=self.config.teacher.offload,
+        )
+        head = linear_head(teacher.module.model)
+        return DistillationObjective(
+            teacher=teacher,
+            teacher_head=head._replace(
+                weight=teacher.whole(head.weight),
+                bias=None if head.bias is None else teacher.whole(head.bias),
+            ),
+            coef=model.kd_coef,
+            temperature=model.kd_temperature,
+            kind=model.kd_loss_type,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    supervised.main(DistillationTask, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""KTO: `python -m openrlhf.cli.train_kto`, or the same under torchrun or deepspeed."""
+
+from collections.abc import Mapping, Sequence
+
+from openrlhf.cli import supervised
+from openrlhf.cli.reference import check_reference, reference_of
+from openrlhf.config.commands import KTO
+from openrlhf.config.supervised import KTOConfig
+
+
+class KTOTask(supervised.Task[KTOConfig]):
+    command = KTO
+    module = "openrlhf.cli.train_kto"
+
+    def check_models(self) -> None:
+        super().check_models()
+        check_reference(self.config.ref)
+
+    def columns(self) -> Mapping[str, str | None]:
+        data = self.config.data
+        return {
+            "--data.input_key": data.input_key,
+            "--data.output_key": data.output_key,
+            "--data.label_key": data.label_key,
+        }
+
+    def build_dataset(self, rows, tokenizer):
+        from openrlhf.datasets.judged import build_judged
+
+        data = self.config.data
+        return build_judged(
+            rows,
+            tokenizer,
+            input_key=data.input_key,
+            output_key=data.output_key,
+            label_key=data.label_key,
+            apply_chat_template=data.apply_chat_template,
+            input_template=data.input_template,
+            max_len=data.max_len,
+            seed=self.config.train.seed,
+            bad_rows=data.bad_rows,
+        )
+
+    def collate(self, items: list):
+        from openrlhf.types import JudgedRow
+
+        return JudgedRow.of(items)
+
+    def objective(self, run):
+        from openrlhf.objectives.kto import KTOObjective, judged_log_probs
+
+        model = self.config.model
+        return KTOObjective(
+            beta=model.beta,
+            desirable_weight=model.desirable_loss_weight,
+            undesirable_weight=model.undesirable_loss_weight,
+            reference=reference_of(run, self.config.ref, read=judged_log_probs),
+        )
+
+    def prepare(self, run, objective):
+        """The KL estimate is that of the whole batch, over all its rows and ranks: it does not depend on the
+        micro-batch size."""
+        from dataclasses import replace
+
+        from openrlhf.objectives.kto import MismatchedLogRatio
+
+        log_ratio = MismatchedLogRatio(reference=objective.reference)
+
+        def with_kl(rows):
+            return replace(objective, kl=max(0.0, run.engine.evaluate(rows, log_ratio)["log_ratio"]))
+
+        return with_kl
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    supervised.main(KTOTask, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Process reward models: `python -m openrlhf.cli.train_prm`, or the same under torchrun or deepspeed."""
+
+from collections.abc import Mapping, Sequence
+
+from openrlhf.cli import supervised
+from openrlhf.config.commands import PRM
+from openrlhf.config.supervised import PRMConfig
+
+
+class ProcessRewardTask(supervised.Task[PRMConfig]):
+    command = PRM
+    module = "openrlhf.cli.train_prm"
+
+    def columns(self) -> Mapping[str, str | None]:
+        return {
+            "--data.input_key": self.config.data.input_key,
+            "--data.label_key": self.config.data.label_key,
+        }
+
+    def build_dataset(self, rows, tokenizer):
+        from openrlhf.datasets.steps import build_steps
+
+        data = self.config.data
+        return build_steps(
+            rows,
+            tokenizer,
+            input_key=data.input_key,
+            label_key=data.label_key,
+            placeholder_token=data.placeholder_token,
+            reward_tokens=data.reward_tokens,
+            max_len=data.max_len,
+            bad_rows=data.bad_rows,
+        )
+
+    def collate(self, items: list):
+        from openrlhf.types import StepsRow
+
+        return StepsRow.of(items)
+
+    def load_model(self, tokenizer):
+        from openrlhf.models.judge import JudgeModel
+
+        return JudgeModel(self.load_causal_lm())
+
+    def objective(self, run):
+        from openrlhf.datasets.steps import single_token_id
+        from openrlhf.objectives.prm import ProcessObjective
+
+        tokens = self.config.data.reward_tokens
+        ids = None
+        if tokens is not None:
+            ids = tuple(single_token_id(run.tokenizer, token, "--data.reward_tokens") for token in tokens)
+        return ProcessObjective(reward_token_ids=ids)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    supervised.main(ProcessRewardTask, argv)
+
+
+if __name__ == "__main__":
+    main()

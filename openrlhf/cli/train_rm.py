@@ -1,0 +1,95 @@
+"""Reward models: `python -m openrlhf.cli.train_rm`, or the same under torchrun or deepspeed."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from openrlhf.cli import supervised
+from openrlhf.config.commands import RM
+from openrlhf.config.supervised import DPOConfig, RMConfig
+
+STATISTICS_SHARE = 0.01
+"""Of the training pairs, to tell mean and deviation of the scores where there is no evaluation set."""
+
+
+class RewardModelTask(supervised.Task[RMConfig]):
+    command = RM
+    module = "openrlhf.cli.train_rm"
+
+    def columns(self) -> Mapping[str, str | None]:
+        return pair_columns(self.config)
+
+    def build_dataset(self, rows, tokenizer):
+        margin_key = "margin" if self.config.model.margin_loss_enable else None
+        return build_pairs(self.config, rows, tokenizer, score_last_token=True, margin_key=margin_key)
+
+    def collate(self, items: list):
+        from openrlhf.types import PairRow
+
+        return PairRow.of(items)
+
+    def load_model(self, tokenizer):
+        from openrlhf.models.scorer import load_scorer
+
+        config = self.config
+        return load_scorer(
+            config.model.model_name_or_path,
+            flag="--model.model_name_or_path",
+            dtype=config.ds.param_dtype,
+            attention=config.ds.attn_implementation,
+            head_prefix=config.ds.value_head_prefix,
+            tokenizer=tokenizer,
+            experts=config.ds.experts_implementation,
+        )
+
+    def objective(self, run):
+        from openrlhf.objectives.rm import RewardObjective
+
+        return RewardObjective()
+
+    def finish(self, run) -> None:
+        """Write mean and deviation of the scores into the model's configuration: RL normalises by them."""
+        from openrlhf.datasets.batches import FirstItems
+        from openrlhf.objectives.rm import ScoreMoments
+
+        share = math.ceil(STATISTICS_SHARE * len(run.train_set))
+        pairs = run.eval_set or FirstItems(run.train_set, share)
+        moments = run.engine.evaluate(run.whole(pairs), ScoreMoments())
+        config = run.engine.module.model.config
+        config.mean = moments["mean"]
+        config.std = max(moments["square"] - moments["mean"] ** 2, 1e-16) ** 0.5
+
+
+def pair_columns(config: RMConfig | DPOConfig) -> dict[str, str | None]:
+    data = config.data
+    return {
+        "--data.prompt_key": data.prompt_key,
+        "--data.chosen_key": data.chosen_key,
+        "--data.rejected_key": data.rejected_key,
+    }
+
+
+def build_pairs(config: RMConfig | DPOConfig, rows, tokenizer, *, score_last_token: bool, margin_key=None):
+    from openrlhf.datasets.preference import build_pairs
+
+    data = config.data
+    return build_pairs(
+        rows,
+        tokenizer,
+        prompt_key=data.prompt_key,
+        chosen_key=data.chosen_key,
+        rejected_key=data.rejected_key,
+        apply_chat_template=data.apply_chat_template,
+        input_template=data.input_template,
+        max_len=data.max_len,
+        score_last_token=score_last_token,
+        margin_key=margin_key,
+        bad_rows=data.bad_rows,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    supervised.main(RewardModelTask, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Mixtures of experts: how evenly a model's routers use them."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+
+from openrlhf.models.loading import load_config
+
+
+@contextmanager
+def recorded_balance(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Inside, every forward pass of `model` appends its balance loss: (), of all tokens of its row.
+
+    E sum_e f_e p_e, with f_e the choices of expert e and p_e its mean probability, for each token of a row and
+    layer: top_k where the E experts are used evenly, more where they are not. The Switch Transformer's,
+    https://arxiv.org/abs/2101.03961, as transformers computes it for the architecture. Passes without a
+    gradient are left out where the context is entered with gradients.
+    """
+    losses: list[Tensor] = []
+    balance_loss = _balance_function(type(model))
+    assert balance_loss is not None  # check_experts
+    top_k = model.config.get_text_config().num_experts_per_tok
+    with_grad = torch.is_grad_enabled()
+
+    def ask(module, args, kwargs):
+        return args, kwargs | {"output_router_logits": True}
+
+    def record(module, args, output) -> None:
+        if torch.is_grad_enabled() == with_grad:
+            logits = output.router_logits
+            losses.append(balance_loss(logits, logits[0].shape[-1], top_k))
+
+    hooks = (
+        model.base_model.register_forward_pre_hook(ask, with_kwargs=True),
+        model.base_model.register_forward_hook(record),
+    )
+    try:
+        yield losses
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_experts(path: str, flag: str) -> None:
+    """Raise ValueError, without loading weights, where `path` is no model with a balance loss."""
+    config = load_config(path, flag)
+    model_type = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_type is None or _balance_function(model_type) is None:
+        raise ValueError(
+            f"--model.aux_loss_coef: {path} ({config.model_type}) has no experts, or none that this loss balances.\n"
+            "Leave it at 0."
+        )
+
+
+def _balance_function(model_type: type) -> Callable[..., Tensor] | None:
+    """transformers defines it beside each architecture that has one."""
+    return getattr(sys.modules[model_type.__module__], "load_balancing_loss_func", None)

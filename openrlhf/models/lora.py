@@ -1,0 +1,131 @@
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) by peft, inside the Hugging Face model itself.
+
+A linear layer W becomes W + (alpha / rank) B A, of which only A (rank, in) and B (out, rank) are trained. The
+model keeps its class and every other parameter its name. Adapters have the model's own dtype, because
+DeepSpeed casts a whole model to one; in half precision its optimizer keeps float32 masters of what is
+trained, so small updates are not lost.
+"""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import peft
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
+from openrlhf.models.scorer import CLASSIFIER_HEAD, head_name
+
+ALL_LINEAR = "all-linear"
+"""The `--ds.lora.target_modules` that stands for every linear layer but the head."""
+
+ADAPTER = "default"
+"""peft's name of the only adapter that a model has here."""
+
+STATISTICS_FILE = "reward_statistics.json"
+"""Beside the adapter of a reward model: mean and standard deviation of its scores, which a whole model has in
+its config.json. A config.json beside an adapter would make transformers take the folder for a whole model."""
+
+
+def prepare_for_training(model: PreTrainedModel, ds: DeepSpeedConfig) -> PreTrainedModel:
+    """What every model that is trained goes through once it is loaded: adapters where `ds.lora.rank` asks for
+    them. The head of a sequence classifier is then trained as a whole, every other weight is frozen."""
+    if ds.lora.rank > 0:
+        _add_adapters(model, ds.lora)
+    return model
+
+
+def has_adapters(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "peft_config", None))
+
+
+@contextmanager
+def disabled_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """The language model as it was before training. Only for forward passes without a gradient."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    assert layers and not torch.is_grad_enabled()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: str | Path) -> None:
+    """Write `weights`, the trained parameters by their names in `model`, as an adapter that peft and
+    transformers load. The head of a sequence classifier is called `score` there, as transformers calls it."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    head = None if _is_language_model(model) else head_name(model.config)
+    tensors = {f"base_model.model.{_name_on_disk(name, head)}": w.contiguous() for name, w in weights.items()}
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    model.peft_config[ADAPTER].save_pretrained(str(path))
+    statistics = {key: getattr(model.config, key) for key in ("mean", "std") if hasattr(model.config, key)}
+    if statistics:
+        (path / STATISTICS_FILE).write_text(json.dumps(statistics) + "\n", encoding="utf-8")
+
+
+def load_statistics(folder: str | Path) -> dict[str, float]:
+    """What `save_adapter` kept of a reward model's scores: `mean` and `std`, or nothing."""
+    path = Path(folder) / STATISTICS_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
+    is_language_model = _is_language_model(model)
+    head = (
+        next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
+        if (is_language_model)
+        else head_name(model.config)
+    )
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=_targets(model, lora.target_modules, head),
+        task_type=peft.TaskType.CAUSAL_LM if is_language_model else peft.TaskType.SEQ_CLS,
+    )
+    # A stream of its own: the adapters start the same however much randomness loading took at this ZeRO stage.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.initial_seed())
+        model.add_adapter(config, ADAPTER)
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data = param.data.to(model.dtype)
+    if not is_language_model:
+        config.modules_to_save = [CLASSIFIER_HEAD]
+        model.get_submodule(head).requires_grad_(True)
+
+
+def _targets(model: PreTrainedModel, wanted: tuple[str, ...], head: str) -> list[str]:
+    """Last names of the layers that get an adapter."""
+    linear = {n for n, module in model.named_modules() if isinstance(module, nn.Linear) and n != head}
+    last_names = sorted({name.rpartition(".")[2] for name in linear})
+    if wanted == (ALL_LINEAR,):
+        return last_names
+    for name in wanted:
+        if not any(known == name or known.endswith(f".{name}") for known in linear):
+            near = difflib.get_close_matches(name, last_names, n=3) or last_names
+            raise ValueError(
+                f"--ds.lora.target_modules {name}: the model has no linear layer of that name, the head aside.\n"
+                f"Use {ALL_LINEAR}, or names like {', '.join(near)}."
+            )
+    return list(wanted)
+
+
+def _is_language_model(model: PreTrainedModel) -> bool:
+    return model.get_output_embeddings() is not None
+
+
+def _name_on_disk(name: str, head: str | None) -> str:
+    if head is not None and name.startswith(f"{head}."):
+        return CLASSIFIER_HEAD + name.removeprefix(head)
+    return name.replace(f".{ADAPTER}.", ".")

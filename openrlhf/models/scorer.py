@@ -1,0 +1,82 @@
+"""Reward models: a Hugging Face sequence classifier with one label that reads packed rows."""
+
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from openrlhf.models.attention import resolve_attention
+from openrlhf.models.backbone import RowModel, hidden_states
+from openrlhf.models.loading import DTYPES, load_config
+from openrlhf.types import PackedRow
+
+CLASSIFIER_HEAD = "score"
+"""What transformers calls the head of its sequence classifiers."""
+
+
+class ScoreModel(RowModel):
+    """A scalar head gives every action a score."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.head_name = head_name(model.config)
+
+    def forward(self, row: PackedRow) -> Tensor:
+        """(A,) float32: the score that is read off each action itself."""
+        hidden = hidden_states(self.model, row)
+        head = getattr(self.model, self.head_name)
+        return head(hidden[row.action_mask])[:, 0].float()
+
+
+def load_scorer(
+    path: str,
+    *,
+    flag: str,
+    dtype: str,
+    attention: str,
+    head_prefix: str = CLASSIFIER_HEAD,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    experts: str | None = None,
+) -> ScoreModel:
+    """A reward model, or a language model with a new scalar head.
+
+    `head_prefix` names the head in the files that this model will be saved to; a `value_head_prefix` in the
+    model's config.json wins. `tokenizer` of a model that will be saved: it decides which token transformers
+    takes for padding.
+    """
+    config = load_config(path, flag)
+    name = getattr(config, "value_head_prefix", None) or head_prefix
+    config.num_labels = 1
+    config.value_head_prefix = name
+    if tokenizer is not None:
+        config.pad_token_id = padding_token_id(tokenizer)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        path,
+        config=config,
+        dtype=DTYPES[dtype],
+        attn_implementation=resolve_attention(attention, config),
+        key_mapping={rf"^{name}\.": f"{CLASSIFIER_HEAD}."} if name != CLASSIFIER_HEAD else None,
+        **({} if experts is None else {"experts_implementation": experts}),
+    )
+    model.config.use_cache = False
+    if name != CLASSIFIER_HEAD:
+        head = model.score
+        del model.score
+        setattr(model, name, head)
+    return ScoreModel(model)
+
+
+def head_name(config) -> str:
+    return getattr(config, "value_head_prefix", None) or CLASSIFIER_HEAD
+
+
+def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """A token that is not the end of a sequence. transformers reads a score off the last token that is not
+    padding, and would read the wrong one where the end-of-sequence token pads."""
+    candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
+    candidates += tokenizer.all_special_ids
+    usable = [token for token in candidates if token is not None and token != tokenizer.eos_token_id]
+    if not usable:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path} has no special token but the end-of-sequence one,"
+            "\nand transformers could not tell the last token of a text from padding. Add a pad token to it."
+        )
+    return usable[0]

@@ -1,0 +1,88 @@
+"""Distillation: a student that is compared with its teacher over the whole vocabulary, never holding all
+logits of either."""
+
+from typing import NamedTuple, cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from openrlhf.algos.distillation import Divergence, LinearHead, linear_divergence
+from openrlhf.algos.logprobs import linear_log_probs
+from openrlhf.models.backbone import RowModel, hidden_states
+from openrlhf.models.policy import head_of, head_options
+from openrlhf.types import PackedRow
+
+
+class Lesson(NamedTuple):
+    """What the teacher thinks of the actions of a row."""
+
+    hidden: Tensor  # (A, H) what its head reads to predict each action
+    head: LinearHead
+
+
+class TeacherModel(RowModel):
+    """Answers with hidden states, from which `StudentModel` makes the teacher's logits."""
+
+    def forward(self, row: PackedRow) -> Tensor:
+        """(A, H)"""
+        return hidden_states(self.model, row)[row.action_mask.nonzero()[:, 0] - 1]
+
+
+def linear_head(model: PreTrainedModel) -> LinearHead:
+    """The head of a causal language model, with what its architecture does to the logits."""
+    head, (scale, softcap) = cast(nn.Linear, head_of(model)), head_options(model.config)
+    return LinearHead(head.weight, head.bias, scale, softcap)
+
+
+class StudentScores(NamedTuple):
+    log_probs: Tensor  # (A,) float32
+    divergence: Tensor  # (A,) float32, between teacher and student
+
+
+class StudentModel(RowModel):
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.head_options = head_options(model.config)
+        head_of(model).__class__ = StudentHead  # ZeRO-3's hooks on the module stay
+
+    def forward(self, row: PackedRow, lesson: Lesson, temperature: float, kind: Divergence) -> StudentScores:
+        """`temperature` divides the logits of both in the divergence, and nothing in the log-probs."""
+        actions = row.action_mask.nonzero()[:, 0]
+        hidden = hidden_states(self.model, row)[actions - 1]
+        scale, softcap = self.head_options
+        return head_of(self.model)(
+            hidden,
+            row.token_ids[actions],
+            lesson,
+            scale=scale,
+            softcap=softcap,
+            temperature=temperature,
+            kind=kind,
+        )
+
+
+class StudentHead(nn.Linear):
+    """A language model head that can also answer with log-probs and divergences. It is called as a module so
+    that ZeRO-3 gathers its weight around the computation."""
+
+    # pyrefly: ignore[bad-override]  without a lesson it is a linear layer
+    def forward(
+        self,
+        input: Tensor,
+        targets: Tensor | None = None,
+        lesson: Lesson | None = None,
+        *,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        temperature: float = 1.0,
+        kind: Divergence = "forward_kl",
+    ):
+        if targets is None or lesson is None:
+            return super().forward(input)
+        log_probs, _ = linear_log_probs(
+            input, self.weight, targets, scale=scale, bias=self.bias, softcap=softcap
+        )
+        own = LinearHead(self.weight, self.bias, scale / temperature, softcap)
+        teacher = lesson.head._replace(scale=lesson.head.scale / temperature)
+        divergence = linear_divergence(input, own, lesson.hidden, teacher, kind=kind)
+        return StudentScores(log_probs, divergence)
