@@ -126,6 +126,7 @@ class Sample:
 class Scores:
     log_probs: Tensor  # (A,) under the policy before this step's update
     ref_log_probs: Tensor | None = None  # (A,) None without a reference model
+    teacher_log_probs: Tensor | None = None  # (A,) None without a teacher
     values: Tensor | None = None  # (A,) None without a critic
 
 

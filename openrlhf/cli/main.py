@@ -14,6 +14,9 @@ COMMANDS = {
     "kto": ("train_kto", "KTO on answers that are good or bad"),
     "kd": ("train_kd", "distillation from a teacher"),
     "ppo": ("train_ppo_ray", "reinforcement learning with Ray, vLLM and DeepSpeed"),
+    "batch_inference": ("batch_inference", "answers to a dataset's prompts, or rewards of its answers"),
+    "chat": ("interactive_chat", "talk to a model"),
+    "lora_combiner": ("lora_combiner", "merge a LoRA adapter into its base model"),
 }
 """name -> module of `openrlhf.cli`, and what it does."""
 
@@ -37,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _usage() -> str:
-    lines = [f"  openrlhf {name:<6} {summary}" for name, (_, summary) in COMMANDS.items()]
+    lines = [f"  openrlhf {name:<15} {summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: openrlhf COMMAND [--section.flag VALUE ...]",

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
+from openrlhf.cli.publish import publish
 from openrlhf.config.parse import Command, parse, to_yaml
 from openrlhf.config.supervised import SupervisedConfig
 
@@ -163,7 +164,12 @@ class Run(Generic[ConfigT]):
         self.task.finish(self)
         self.export(config.ckpt.output_dir)
         if engine.rank == 0:
-            print(f"model saved to {config.ckpt.output_dir}", flush=True)
+            publish(
+                config,
+                self.task.command,
+                base_model=config.model.model_name_or_path,
+                datasets=config.data.dataset,
+            )
 
     def export(self, folder: str) -> None:
         """Model and tokenizer in Hugging Face format. On every rank."""

@@ -4,9 +4,12 @@ submit`."""
 import sys
 from collections.abc import Sequence
 
+from openrlhf.cli.publish import publish
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import PPOConfig
+
+TEACHER_FLAG = "--teacher.model_name_or_path"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -23,7 +26,7 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     check(config)
     import ray
 
-    from openrlhf.cluster.group import PolicyGroup, ReferenceGroup
+    from openrlhf.cluster.group import FrozenGroup, PolicyGroup
     from openrlhf.cluster.launch import cluster_has_gpus, resource_problems, start_ray
     from openrlhf.cluster.placement import place
     from openrlhf.cluster.rollout import RolloutGroup
@@ -36,25 +39,39 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     placement = place(config, on_gpu)
     rollout = RolloutGroup(config, placement.engines, on_gpu)
     policy = PolicyGroup(config, placement.actor)
-    reference = ReferenceGroup(config, placement.reference) if placement.reference else None
+    reference = teacher = None
+    if placement.reference:
+        path = config.actor.model_name_or_path
+        reference = FrozenGroup(
+            config,
+            placement.reference,
+            path=path,
+            flag="--actor.model_name_or_path",
+            offload=config.ref.offload,
+        )
+    if placement.teacher and (path := config.teacher.model_name_or_path):
+        teacher = FrozenGroup(
+            config, placement.teacher, path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
+        )
     starting = [rollout.start()]
     if config.engines_sleep and on_gpu:
         starting.pop().result()  # engines size their cache by the memory that is free, so they come first
         rollout.residency.rest()
     starting.append(policy.start(num_optimizer_steps_of_run(config, len(prompts))))
-    if reference:
-        starting.append(reference.start())
+    starting += [model.start() for model in (reference, teacher) if model]
     for model in starting:
         model.result()
     rollout.connect(policy)
-    trainer = build_trainer(config, argv, rollout, policy, reference, prompts, eval_prompts, tokenizer)
+    trainer = build_trainer(
+        config, argv, rollout, policy, reference, teacher, prompts, eval_prompts, tokenizer
+    )
     rollout.on_finished = lambda group: trainer.observer.advance(len(group))
     try:
         trainer.fit()
         policy.export(config.ckpt.output_dir).result()
-        trainer.observer.message(f"model saved to {config.ckpt.output_dir}")
     finally:
         trainer.observer.close()
+    publish(config, PPO, base_model=config.actor.model_name_or_path, datasets=config.data.prompt_dataset)
     rollout.close()
     ray.shutdown()
 
@@ -66,8 +83,10 @@ def check(config: PPOConfig) -> None:
     from openrlhf.rollout.reward_function import check_reward_file
 
     check_model(config.actor.model_name_or_path, "--actor.model_name_or_path")
-    assert config.reward.function_path is not None  # config/checks.py knows no other source of rewards
-    check_reward_file(config.reward.function_path, "--reward.remote_url")
+    if config.teacher.model_name_or_path:
+        check_model(config.teacher.model_name_or_path, TEACHER_FLAG)
+    if config.reward.function_path:
+        check_reward_file(config.reward.function_path, "--reward.remote_url")
     data, columns = config.data, _columns(config)
     check_columns(
         data.prompt_dataset, flag="--data.prompt_dataset", required_columns=columns, split=data.prompt_split
@@ -82,7 +101,7 @@ def build_prompt_datasets(config: PPOConfig):
     """(training prompts, list of evaluation prompts, tokenizer)"""
     from openrlhf.datasets.prompts import build_prompts
     from openrlhf.datasets.sources import load_rows
-    from openrlhf.models.loading import load_tokenizer
+    from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
 
     data, evaluation = config.data, config.eval
     tokenizer = load_tokenizer(
@@ -113,6 +132,8 @@ def build_prompt_datasets(config: PPOConfig):
             bad_rows=data.bad_rows,
         )
 
+    if path := config.teacher.model_name_or_path:
+        check_same_vocabulary(tokenizer, load_tokenizer(path, flag=TEACHER_FLAG), TEACHER_FLAG, path)
     prompts = build(
         data.prompt_dataset, "--data.prompt_dataset", data.prompt_split, data.prompt_probs, data.max_samples
     )
@@ -133,7 +154,7 @@ def num_optimizer_steps_of_run(config: PPOConfig, num_prompts: int) -> int:
     return num_rl_steps(config, num_prompts) * config.updates_per_step
 
 
-def build_trainer(config, argv, rollout, policy, reference, prompts, eval_prompts, tokenizer):
+def build_trainer(config, argv, rollout, policy, reference, teacher, prompts, eval_prompts, tokenizer):
     """The controller with everything it speaks to, at the step it resumes from."""
     from openrlhf.algos.kl import KLController
     from openrlhf.config.parse import to_yaml
@@ -157,6 +178,7 @@ def build_trainer(config, argv, rollout, policy, reference, prompts, eval_prompt
         rollout=rollout,
         policy=policy,
         reference=reference,
+        teacher=teacher,
         prompts=PromptSampler(prompts, seed=config.train.seed, num_episodes=config.train.num_episodes),
         eval_prompts=eval_prompts,
         checkpoints=checkpoints,

@@ -11,7 +11,7 @@ from openrlhf.algos.balance import partition
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.pending import Gathered, first
 from openrlhf.cluster.placement import Bundles
-from openrlhf.cluster.worker import ModelWorker, PolicyWorker, ReferenceWorker
+from openrlhf.cluster.worker import FrozenWorker, ModelWorker, PolicyWorker
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.schedule import mean_metrics, training_schedule
 from openrlhf.types import Experience, Metrics, Sample
@@ -55,13 +55,16 @@ class Group(Generic[WorkerT]):
         return ray.get(self.workers[0].address.remote())
 
 
-class ReferenceGroup(Group[ReferenceWorker]):
-    def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
-        super().__init__(ReferenceWorker, config, bundles)
+class FrozenGroup(Group[FrozenWorker]):
+    """The reference model, or a teacher."""
+
+    def __init__(self, config: PPOConfig, bundles: Bundles, *, path: str, flag: str, offload: bool) -> None:
+        super().__init__(FrozenWorker, config, bundles)
+        self.model = (path, flag, offload)
 
     def start(self) -> Gathered[None]:
         address, port = self.meeting_point()
-        return self.on_all(lambda worker: worker.start.remote(address, port))
+        return self.on_all(lambda worker: worker.start.remote(address, port, *self.model))
 
 
 class PolicyGroup(Group[PolicyWorker]):

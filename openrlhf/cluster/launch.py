@@ -66,6 +66,8 @@ def _demands(config: PPOConfig) -> list[tuple[str, int]]:
     demands = [("--actor.num_nodes x --actor.num_gpus_per_node", config.actor.num_gpus)]
     if config.uses_reference and not config.ref_shares_actor:
         demands.append(("--ref.num_nodes x --ref.num_gpus_per_node", math.prod(config.ref_size)))
+    if config.uses_teacher and not config.train.colocate_all:
+        demands.append(("--teacher.num_nodes x --teacher.num_gpus_per_node", math.prod(config.teacher_size)))
     if not config.train.colocate_all:
         engine_gpus = config.num_engines * config.vllm.tensor_parallel_size
         demands.append(("--vllm.num_engines x --vllm.tensor_parallel_size", engine_gpus))

@@ -52,6 +52,8 @@ class Placement:
     actor: Bundles
     reference: Bundles | None
     """None without a reference model."""
+    teacher: Bundles | None
+    """None without a teacher."""
     engines: Bundles
 
 
@@ -62,8 +64,12 @@ def place(config: PPOConfig, on_gpu: bool) -> Placement:
     reference = None
     if config.uses_reference:
         reference = actor if config.ref_shares_actor else _reserve(math.prod(config.ref_size), on_gpu)
+    teacher = None
+    if config.uses_teacher:
+        shared = config.train.colocate_all
+        teacher = actor if shared else _reserve(math.prod(config.teacher_size), on_gpu)
     engines = actor if config.train.colocate_all and on_gpu else _reserve(engine_gpus, on_gpu)
-    return Placement(actor, reference, engines)
+    return Placement(actor, reference, teacher, engines)
 
 
 def _reserve(count: int, on_gpu: bool) -> Bundles:

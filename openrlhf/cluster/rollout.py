@@ -17,7 +17,7 @@ from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_enviro
 from openrlhf.models.loading import load_tokenizer, stop_token_ids
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.generator import generate
-from openrlhf.rollout.reward_function import RewardFunction
+from openrlhf.rollout.reward_function import NoReward, RewardFunction
 from openrlhf.types import Prompt, Trajectory
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
@@ -41,11 +41,11 @@ class EngineActor(VLLMEngine):
             use_fast=not config.data.disable_fast_tokenizer,
             chat_template=config.data.tokenizer_chat_template,
         )
-        reward_path = config.reward.function_path
-        assert reward_path is not None  # config/checks.py knows no other source of rewards
-        self.reward = RewardFunction(
-            reward_path, timeout=config.reward.timeout, num_workers=config.reward.num_workers
-        )
+        self.reward: RewardFunction | NoReward = NoReward()  # with a teacher, the checks of config/ saw to it
+        if reward_path := config.reward.function_path:
+            self.reward = RewardFunction(
+                reward_path, timeout=config.reward.timeout, num_workers=config.reward.num_workers
+            )
         executor = SingleTurnAgentExecutor(self.reward)
         self.runner = EpisodeRunner(self, tokenizer, executor, stop_token_ids(path, tokenizer))
         self.samplings = {

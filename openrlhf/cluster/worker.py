@@ -66,12 +66,12 @@ class ModelWorker(Generic[ModelT]):
                 outputs[i] = part
         return [outputs[i] for i in range(len(samples))]
 
-    def build_model(self) -> PolicyModel:
+    def build_model(self, path: str, flag: str) -> PolicyModel:
         ds = self.config.ds
         return PolicyModel(
             load_causal_lm(
-                self.config.actor.model_name_or_path,
-                flag="--actor.model_name_or_path",
+                path,
+                flag=flag,
                 dtype=ds.param_dtype,
                 attention=ds.attn_implementation,
                 experts=ds.experts_implementation,
@@ -79,10 +79,12 @@ class ModelWorker(Generic[ModelT]):
         )
 
 
-class ReferenceWorker(ModelWorker[FrozenModel]):
-    def start(self, address: str, port: int) -> None:
+class FrozenWorker(ModelWorker[FrozenModel]):
+    """The reference model, or a teacher."""
+
+    def start(self, address: str, port: int, path: str, flag: str, offload: bool) -> None:
         self.join(address, port)
-        self.model = FrozenModel(self.build_model, ds=self.config.ds, offload=self.config.ref.offload)
+        self.model = FrozenModel(partial(self.build_model, path, flag), ds=self.config.ds, offload=offload)
 
 
 class PolicyWorker(ModelWorker[DeepSpeedEngine]):
@@ -90,7 +92,7 @@ class PolicyWorker(ModelWorker[DeepSpeedEngine]):
         self.join(address, port)
         actor = self.config.actor
         self.model = DeepSpeedEngine(
-            self.build_model,
+            partial(self.build_model, actor.model_name_or_path, "--actor.model_name_or_path"),
             optim=actor,
             ds=self.config.ds,
             total_steps=total_steps,

@@ -32,6 +32,18 @@ class Unread:
         return any(key == own or (own.endswith(".") and key.startswith(own)) for own in self.keys)
 
 
+TEMPLATE_UNREAD = (
+    Unread(
+        keys=("data.tokenizer_chat_template",),
+        when=lambda c: not c.data.apply_chat_template,
+        why="data.apply_chat_template is off",
+    ),
+    Unread(
+        keys=("data.input_template",),
+        when=lambda c: c.data.apply_chat_template and c.data.input_template is not None,
+        why="data.apply_chat_template formats the rows",
+    ),
+)
 COMMON_UNREAD = (
     Unread(
         keys=("ds.lora.alpha", "ds.lora.dropout", "ds.lora.target_modules"),
@@ -55,16 +67,7 @@ COMMON_UNREAD = (
         why="train.dynamic_batch_enable fills rows by tokens",
         fatal=False,
     ),
-    Unread(
-        keys=("data.tokenizer_chat_template",),
-        when=lambda c: not c.data.apply_chat_template,
-        why="data.apply_chat_template is off",
-    ),
-    Unread(
-        keys=("data.input_template",),
-        when=lambda c: c.data.apply_chat_template and c.data.input_template is not None,
-        why="data.apply_chat_template formats the rows",
-    ),
+    *TEMPLATE_UNREAD,
     Unread(
         keys=("eval.",),
         when=lambda c: c.eval.dataset is None,

@@ -13,6 +13,9 @@ ExpertsImplementation = Literal["eager", "batched_mm", "grouped_mm", "deepgemm"]
 SyncBackend = Literal["nccl", "gloo"]
 BadRows = Literal["error", "skip"]
 PairLoss = Literal["sigmoid", "logexp"]
+InferenceTask = Literal["generate_vllm", "generate", "rm"]
+PostProcessor = Literal["rs", "csft", "iter_dpo"]
+ChatEngine = Literal["transformers", "vllm"]
 DistillationLoss = Literal["forward_kl", "reverse_kl"]
 
 GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")

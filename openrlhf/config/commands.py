@@ -1,9 +1,15 @@
 """The commands that exist, as `parse` wants them."""
 
+from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
+from openrlhf.config.inference_checks import batch_inference_problems, chat_problems
+from openrlhf.config.lora_combiner import LoraCombinerConfig, lora_combiner_problems
 from openrlhf.config.old_flags import (
+    BATCH_INFERENCE_OLD_FLAGS,
+    CHAT_OLD_FLAGS,
     DPO_OLD_FLAGS,
     KD_OLD_FLAGS,
     KTO_OLD_FLAGS,
+    LORA_COMBINER_OLD_FLAGS,
     PPO_OLD_FLAGS,
     PRM_OLD_FLAGS,
     RM_OLD_FLAGS,
@@ -71,6 +77,27 @@ PPO = Command(
     old_flags=PPO_OLD_FLAGS,
     problems=ppo_problems,
 )
+BATCH_INFERENCE = Command(
+    name="batch_inference",
+    config_type=BatchInferenceConfig,
+    summary="Batch inference: answers to the prompts of a dataset, or rewards of its answers, into one file.",
+    old_flags=BATCH_INFERENCE_OLD_FLAGS,
+    problems=batch_inference_problems,
+)
+CHAT = Command(
+    name="chat",
+    config_type=ChatConfig,
+    summary="Chat with a model, on a terminal or with lines from a pipe.",
+    old_flags=CHAT_OLD_FLAGS,
+    problems=chat_problems,
+)
+LORA_COMBINER = Command(
+    name="lora_combiner",
+    config_type=LoraCombinerConfig,
+    summary="Merge a LoRA adapter into its base model.",
+    old_flags=LORA_COMBINER_OLD_FLAGS,
+    problems=lora_combiner_problems,
+)
 
-COMMANDS = (SFT, RM, PRM, DPO, KTO, KD, PPO)
+COMMANDS = (SFT, RM, PRM, DPO, KTO, KD, PPO, BATCH_INFERENCE, CHAT, LORA_COMBINER)
 """In the order of the documentation."""

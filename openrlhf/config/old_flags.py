@@ -353,3 +353,47 @@ PPO_OLD_FLAGS: dict[str, OldFlag] = (
         "actor_init_on_gpu": OldFlag(bare=True, ignored="models are always loaded where they train"),
     }
 )
+
+_INFERENCE: dict[str, OldFlag] = _TEMPLATES | {
+    "pretrain": _renamed("model.model_name_or_path"),
+    "max_len": _renamed("data.max_len"),
+    "disable_fast_tokenizer": _renamed("data.disable_fast_tokenizer"),
+    "max_new_tokens": _renamed("rollout.max_new_tokens"),
+    "greedy_sampling": _renamed("rollout.greedy"),
+    "temperature": _renamed("rollout.temperature"),
+    "top_p": _renamed("rollout.top_p"),
+    "repetition_penalty": _renamed("rollout.repetition_penalty"),
+    "enable_csft": _renamed("csft.enable"),
+    "csft_prompt": _renamed("csft.prompt"),
+    "tp_size": _renamed("vllm.tensor_parallel_size"),
+    "seed": _renamed("train.seed"),
+    **{name: _COMMON[name] for name in ("param_dtype", "data_type", "bf16")},
+    **{name: _COMMON[name] for name in ("attn_implementation", "flash_attn")},
+}
+BATCH_INFERENCE_OLD_FLAGS: dict[str, OldFlag] = (
+    _INFERENCE
+    | _HEAD
+    | {
+        "eval_task": _renamed("task"),
+        "dataset": _renamed("data.dataset"),
+        "dataset_probs": _renamed("data.dataset_probs"),
+        "dataset_split": _renamed("data.dataset_split"),
+        "input_key": _renamed("data.input_key"),
+        "output_key": _renamed("data.output_key"),
+        "max_samples": _renamed("data.max_samples"),
+        "prompt_max_len": _renamed("data.prompt_max_len"),
+        "best_of_n": _renamed("rollout.n_samples_per_prompt"),
+        "rollout_batch_size": _renamed("rollout.batch_size"),
+        "normalize_reward": _renamed("reward.normalize_enable"),
+        "reward_template": _renamed("reward.template"),
+        "max_num_seqs": _renamed("vllm.max_num_seqs"),
+        "enable_prefix_caching": _renamed("vllm.enable_prefix_caching"),
+        "zero_stage": _renamed("ds.zero_stage"),
+        "micro_batch_size": _renamed("train.micro_batch_size"),
+        "full_determinism": _renamed("train.full_determinism_enable"),
+    }
+)
+CHAT_OLD_FLAGS: dict[str, OldFlag] = _INFERENCE | {"load_in_4bit": _renamed("ds.load_in_4bit")}
+LORA_COMBINER_OLD_FLAGS: dict[str, OldFlag] = {
+    name: _COMMON[name] for name in ("param_dtype", "data_type", "bf16")
+}

@@ -104,6 +104,24 @@ class RefConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PPOTeacherConfig:
+    """A model that is imitated (on-policy distillation): on every action of the policy's own samples, its
+    log-prob less the policy's is a reward."""
+
+    model_name_or_path: str | None = None
+    """Hugging Face name or folder of the teacher, which must have the policy's vocabulary. None: no
+    teacher."""
+    kd_coef: Positive = 1.0
+    """Weight of that reward. It may be the only one: without a reward source every sample's own is 0."""
+    num_nodes: CountOrZero = 1
+    """Nodes of the teacher's workers. On shared GPUs the actor's size holds; 0 says the same."""
+    num_gpus_per_node: CountOrZero = 8
+    """Workers on each node. On shared GPUs the actor's size holds."""
+    offload: bool = False
+    """Keep the weights in CPU memory while they are not used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RewardConfig:
     """Where rewards come from, and how they are shaped."""
 
@@ -371,6 +389,7 @@ class PPOConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     ref: RefConfig = field(default_factory=RefConfig)
+    teacher: PPOTeacherConfig = field(default_factory=PPOTeacherConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -407,6 +426,16 @@ class PPOConfig:
     def ref_size(self) -> tuple[int, int]:
         """Nodes and workers per node of the reference model."""
         size = self.actor if self.ref_shares_actor else self.ref
+        return size.num_nodes, size.num_gpus_per_node
+
+    @property
+    def uses_teacher(self) -> bool:
+        return self.teacher.model_name_or_path is not None
+
+    @property
+    def teacher_size(self) -> tuple[int, int]:
+        """Nodes and workers per node of the teacher."""
+        size = self.actor if self.train.colocate_all else self.teacher
         return size.num_nodes, size.num_gpus_per_node
 
     @property

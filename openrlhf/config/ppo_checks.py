@@ -31,7 +31,11 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_ppo_not_yet(config),
             *required(config, "actor.model_name_or_path", "data.prompt_dataset"),
             *local_models(
-                config, "actor.model_name_or_path", "critic.model_name_or_path", "reward.model_name_or_path"
+                config,
+                "actor.model_name_or_path",
+                "critic.model_name_or_path",
+                "reward.model_name_or_path",
+                "teacher.model_name_or_path",
             ),
             *local_datasets(config, ("data.prompt_dataset", "data.prompt_probs"), ("eval.dataset", None)),
             *template(config, explicit),
@@ -127,6 +131,9 @@ PPO_UNREAD = (
         fatal=False,
     ),
     Unread(
+        keys=("teacher.",), when=lambda c: not c.uses_teacher, why="there is no teacher.model_name_or_path"
+    ),
+    Unread(
         keys=("actor.eps_clip",),
         when=lambda c: c.actor.eps_clip_low_high is not None,
         why="actor.eps_clip_low_high sets both bounds",
@@ -220,10 +227,12 @@ def _ppo_not_yet(config: PPOConfig) -> Iterator[Problem]:
 
 def _reward_source(config: PPOConfig) -> Iterator[Problem]:
     key, reward = "reward.remote_url", config.reward
-    if not (reward.urls or reward.model_name_or_path or config.train.agent_func_path):
-        yield Problem(
-            key=key, text="nothing gives a reward; name a .py file with reward_func(queries, prompts, labels)"
-        )
+    has_source = reward.urls or reward.model_name_or_path or config.train.agent_func_path
+    remedy = "name a .py file with reward_func(queries, prompts, labels)"
+    if not has_source and not config.uses_teacher:
+        yield Problem(key=key, text=f"nothing gives a reward; {remedy}")
+    if not has_source and config.eval.dataset is not None:
+        yield Problem(key="eval.dataset", text=f"nothing scores its answers; {remedy}")
     for url in reward.urls:
         if not url.startswith(("http://", "https://")):
             yield from python_file(key, url, alone=len(reward.urls) == 1)
@@ -304,6 +313,7 @@ def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
         "ref": (config.uses_reference, config.ref_shares_actor),
         "critic": (config.uses_critic, config.train.colocate_all),
         "reward": (config.reward.model_name_or_path is not None, config.train.colocate_all),
+        "teacher": (config.uses_teacher, config.train.colocate_all),
     }
     values = values_of(config)
     for role, (runs, shares) in roles.items():

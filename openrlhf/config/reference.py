@@ -10,7 +10,7 @@ from openrlhf.config.parse import SECRETS, Command
 from openrlhf.config.sections import OptimConfig
 
 _ORDER = (
-    *("model", "actor", "critic", "ref", "teacher", "reward", "data", "rollout", "vllm"),
+    *("command", "model", "actor", "critic", "ref", "teacher", "reward", "data", "rollout", "csft", "vllm"),
     *("train", "algo", "eval", "optim", "ds", "ckpt", "logger", "other"),
 )
 """Sections as people need them."""
@@ -106,7 +106,9 @@ def _group(field: Field) -> str:
     top = field.key.partition(".")[0]
     if top in _ORDER and "." in field.key:
         return top
-    return "other" if top in ("local_rank", "use_ms") else "optim"
+    if top in ("local_rank", "use_ms"):
+        return "other"
+    return "optim" if field.key in fields_of(OptimConfig) else "command"
 
 
 def _old_names(command: Command) -> dict[str, list[str]]:

@@ -155,7 +155,9 @@ def _four_bits(config: SupervisedConfig) -> Iterator[Problem]:
     if not ds.load_in_4bit:
         return
     if ds.lora.rank == 0:
-        yield Problem(key=key, text="leaves nothing to train, 4-bit weights are frozen; add --ds.lora.rank 16")
+        yield Problem(
+            key=key, text="leaves nothing to train, 4-bit weights are frozen; add --ds.lora.rank 16"
+        )
     elif ds.zero_stage == 3:
         yield Problem(
             key=key, text="gives wrong gradients where weights are sharded; use --ds.zero_stage 0, 1 or 2"

@@ -108,6 +108,10 @@ class Rows:
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
 
+    def take(self, numbers: Sequence[int]) -> "Rows":
+        """The rows with these numbers, which may repeat."""
+        return Rows(self._parts, self._index[list(numbers)])
+
     def origin(self, i: int) -> str:
         """Where row i stands: "train.jsonl:3" (line 3) or "train.parquet row 3", counted from 1."""
         part, row = self._index[i].tolist()

@@ -54,6 +54,7 @@ class DeepSpeedEngine:
         config = training_config(ds, max_norm=0.0 if self.clips_itself else optim.max_norm)
         self._zero3_init = HfDeepSpeedConfig(config) if self.stage == 3 else None
         module = build_model()
+        module.register_state_dict_post_hook(_leave_out_frozen)
         if gradient_checkpointing:
             module.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         optimizer = _optimizer(module, optim, ds)
@@ -145,7 +146,7 @@ class DeepSpeedEngine:
             tag=tag,
             client_state={"openrlhf": state},
             save_latest=False,
-            exclude_frozen_parameters=True,  # they come from where the model was loaded
+            exclude_frozen_parameters=True,
         )
         dist.barrier()
 
@@ -305,6 +306,14 @@ def _check_finite(metrics: Metrics, step: int) -> None:
             "Nothing was saved after it.\n"
             f"Lower the learning rate, or look at this step's rollouts and data in the run folder."
         )
+
+
+def _leave_out_frozen(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+    """Frozen weights come from where the model was loaded: checkpoints are without them. DeepSpeed's
+    `exclude_frozen_parameters` alone keeps tied heads and the scales of 4-bit weights."""
+    trained = {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+    for name in state.keys() - trained - dict(module.named_buffers()).keys():
+        del state[name]
 
 
 def _load_trained(src: Mapping[str, Tensor], dst: nn.Module) -> None:

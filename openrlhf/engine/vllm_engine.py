@@ -40,6 +40,8 @@ class EngineOptions:
     """On GPUs only: vLLM refuses it elsewhere."""
     gpu_memory_utilization: float = 0.95
     kv_cache_gb: float | None = None
+    max_num_seqs: int | None = None
+    """Sequences in one step of the engine. None: as vLLM chooses."""
 
 
 def engine_environment(options: EngineOptions) -> dict[str, str]:
@@ -89,6 +91,7 @@ class VLLMEngine:
                 seed=options.seed,
                 tensor_parallel_size=options.tensor_parallel_size,
                 enable_prefix_caching=options.enable_prefix_caching,
+                max_num_seqs=options.max_num_seqs,
                 # There are no graphs to capture on a CPU, and compiling there costs more than it gives back.
                 enforce_eager=options.enforce_eager or not options.on_gpu,
                 # A prompt computed in parts would rewind the random state of its request, which CPU

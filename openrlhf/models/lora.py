@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) by peft, inside the Hugging Face model itself.
 
 A linear layer W becomes W + (alpha / rank) B A, of which only A (rank, in) and B (out, rank) are trained. The
-model keeps its class and every other parameter its name. Adapters have the model's own dtype, because
-DeepSpeed casts a whole model to one; in half precision its optimizer keeps float32 masters of what is
-trained, so small updates are not lost.
+model keeps its class, and every parameter outside of adapted layers its name. Adapters have the model's own
+dtype, because DeepSpeed casts a whole model to one; in half precision its optimizer keeps float32 masters of
+what is trained, so small updates are not lost.
 """
 
 import difflib
@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import peft
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
+from openrlhf.models.policy import head_of
 from openrlhf.models.scorer import CLASSIFIER_HEAD, head_name
 
 ALL_LINEAR = "all-linear"
@@ -36,6 +35,11 @@ its config.json. A config.json beside an adapter would make transformers take th
 def prepare_for_training(model: PreTrainedModel, ds: DeepSpeedConfig) -> PreTrainedModel:
     """What every model that is trained goes through once it is loaded: adapters where `ds.lora.rank` asks for
     them. The head of a sequence classifier is then trained as a whole, every other weight is frozen."""
+    if ds.load_in_4bit:
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                # On such CPUs an evaluation would repack the weights for good, with coarser scales.
+                module.support_avx512bf16_for_cpu = False
     if ds.lora.rank > 0:
         _add_adapters(model, ds.lora)
     return model
@@ -47,7 +51,9 @@ def has_adapters(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def disabled_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """The language model as it was before training. Only for forward passes without a gradient."""
+    """A language model as it was before training. Only for forward passes without a gradient."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # peft takes seconds, and most runs have no adapters
+
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     assert layers and not torch.is_grad_enabled()
     for layer in layers:
@@ -64,8 +70,7 @@ def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: 
     transformers load. The head of a sequence classifier is called `score` there, as transformers calls it."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    head = None if _is_language_model(model) else head_name(model.config)
-    tensors = {f"base_model.model.{_name_on_disk(name, head)}": w.contiguous() for name, w in weights.items()}
+    tensors = {_name_on_disk(model, name): weight.contiguous() for name, weight in weights.items()}
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     model.peft_config[ADAPTER].save_pretrained(str(path))
     statistics = {key: getattr(model.config, key) for key in ("mean", "std") if hasattr(model.config, key)}
@@ -80,34 +85,34 @@ def load_statistics(folder: str | Path) -> dict[str, float]:
 
 
 def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
-    is_language_model = _is_language_model(model)
-    head = (
-        next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
-        if (is_language_model)
-        else head_name(model.config)
-    )
+    import peft
+
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=_targets(model, lora.target_modules, head),
-        task_type=peft.TaskType.CAUSAL_LM if is_language_model else peft.TaskType.SEQ_CLS,
+        target_modules=_targets(model, lora.target_modules),
+        task_type=peft.TaskType.SEQ_CLS if _is_classifier(model) else peft.TaskType.CAUSAL_LM,
     )
-    # A stream of its own: the adapters start the same however much randomness loading took at this ZeRO stage.
+    # A stream of its own: adapters start the same however much randomness loading took at this ZeRO stage.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch.initial_seed())
         model.add_adapter(config, ADAPTER)
     for param in model.parameters():
         if param.requires_grad:
             param.data = param.data.to(model.dtype)
-    if not is_language_model:
+    if _is_classifier(model):
+        # Only now: peft would wrap the head, and train a copy of it.
         config.modules_to_save = [CLASSIFIER_HEAD]
-        model.get_submodule(head).requires_grad_(True)
+        _head(model).requires_grad_(True)
 
 
-def _targets(model: PreTrainedModel, wanted: tuple[str, ...], head: str) -> list[str]:
-    """Last names of the layers that get an adapter."""
-    linear = {n for n, module in model.named_modules() if isinstance(module, nn.Linear) and n != head}
+def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
+    """Names, or ends of names, of the layers that get an adapter."""
+    head = _head(model)
+    linear = [
+        n for n, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    ]
     last_names = sorted({name.rpartition(".")[2] for name in linear})
     if wanted == (ALL_LINEAR,):
         return last_names
@@ -115,17 +120,23 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...], head: str) -> list
         if not any(known == name or known.endswith(f".{name}") for known in linear):
             near = difflib.get_close_matches(name, last_names, n=3) or last_names
             raise ValueError(
-                f"--ds.lora.target_modules {name}: the model has no linear layer of that name, the head aside.\n"
+                f"--ds.lora.target_modules {name}: no linear layer but the head has that name.\n"
                 f"Use {ALL_LINEAR}, or names like {', '.join(near)}."
             )
     return list(wanted)
 
 
-def _is_language_model(model: PreTrainedModel) -> bool:
-    return model.get_output_embeddings() is not None
+def _is_classifier(model: PreTrainedModel) -> bool:
+    return model.get_output_embeddings() is None
 
 
-def _name_on_disk(name: str, head: str | None) -> str:
-    if head is not None and name.startswith(f"{head}."):
-        return CLASSIFIER_HEAD + name.removeprefix(head)
-    return name.replace(f".{ADAPTER}.", ".")
+def _head(model: PreTrainedModel) -> nn.Module:
+    return model.get_submodule(head_name(model.config)) if _is_classifier(model) else head_of(model)
+
+
+def _name_on_disk(model: PreTrainedModel, name: str) -> str:
+    """peft's name of a parameter."""
+    own_head = f"{head_name(model.config)}."
+    if _is_classifier(model) and name.startswith(own_head):
+        name = f"{CLASSIFIER_HEAD}.{name.removeprefix(own_head)}"
+    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"

@@ -85,7 +85,8 @@ class Progress:
         self._last_line = time.monotonic()
 
     def start(self, total_steps: int | None = None, *, done: int = 0) -> None:
-        """Begin counting time. `done` steps were made before a resume. None: the number is not known."""
+        """Begin counting time. `done` steps were made before a resume. None: the number is not known.
+        0: there are no steps, only phases."""
         self._clock = StepClock(total=total_steps, done=done)
         if not self._show:
             return
@@ -291,7 +292,10 @@ class _TerminalBars(Bars):
             refresh_per_second=4,
         )
         self._task_ids: dict[Phase, TaskID] = {}
-        self._run = self.add_task("step", total=total_steps, completed=done, note="", phase=None)
+        has_steps = total_steps != 0
+        self._run = self.add_task(
+            "step", total=total_steps, completed=done, note="", phase=None, visible=has_steps
+        )
         self.start()
 
     def add_phase(self, phase: Phase) -> None:

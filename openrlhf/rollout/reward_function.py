@@ -44,6 +44,16 @@ def check_reward_file(path: str, flag: str) -> None:
         )
 
 
+class NoReward:
+    """Every sample's own reward is 0: a teacher judges its tokens."""
+
+    async def __call__(self, query: str, prompt: str, label: Any) -> Reward:
+        return Reward(reward=0.0, score=0.0)
+
+    def close(self) -> None:
+        pass
+
+
 class RewardFunction:
     """`reward_func` of a file, called for one sample at a time."""
 

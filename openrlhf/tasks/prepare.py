@@ -5,10 +5,21 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from openrlhf import device as device  # before anything that imports transformers
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.tasks.word_problem import Problem, make_problems, solution, worked_problem
+from openrlhf.tasks.word_problem import (
+    Problem,
+    answer_of,
+    make_problems,
+    mistaken_steps,
+    solution,
+    worked_problem,
+)
+
+PLACEHOLDER = "#"
+"""A token of the tiny tokenizer that no problem has."""
 
 REWARD_FILE = Path(__file__).with_name("word_problem_reward.py")
 
@@ -25,6 +36,19 @@ class TaskFiles:
     """`input`, `label`: a problem and its number."""
     eval: Path
     """As `prompts`; none of these problems is in another file."""
+    pairs: Path
+    """`prompt`, `chosen`, `rejected`: a right answer, and one that guesses or miscalculates."""
+    pairs_eval: Path
+    """As `pairs`, of the problems of `eval`."""
+    judged: Path
+    """`input`, `output`, `label`: an answer, and whether it is right."""
+    judged_eval: Path
+    """As `judged`, of the problems of `eval`."""
+    steps: Path
+    """`input`, `label`: a problem and its steps, each followed by `PLACEHOLDER`, and + or - for each: a step
+    after a mistake is wrong too."""
+    steps_eval: Path
+    """As `steps`, of the problems of `eval`."""
     reward: Path = REWARD_FILE
     """For --reward.remote_url."""
 
@@ -36,6 +60,7 @@ def prepare(
     num_pretrain: int = 20_000,
     num_sft: int = 3_200,
     num_prompts: int = 2_048,
+    num_judged: int = 2_048,
     num_eval: int = 256,
     careful_share: float = 0.4,
 ) -> TaskFiles:
@@ -45,7 +70,9 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     held_out = make_problems(num_eval, seed=_EVAL_SEED)
     questions = frozenset(problem.question for problem in held_out)
-    problems = make_problems(max(num_pretrain, num_sft, num_prompts), seed=seed, exclude=questions)
+    problems = make_problems(
+        max(num_pretrain, num_sft, num_prompts, num_judged), seed=seed, exclude=questions
+    )
     rng = random.Random(f"prepare/{seed}")
     return TaskFiles(
         model=tiny_chat_model(folder / "model", seed=seed),
@@ -59,7 +86,49 @@ def prepare(
         ),
         prompts=_write(folder / "prompts.jsonl", map(labelled, problems[:num_prompts])),
         eval=_write(folder / "eval.jsonl", map(labelled, held_out)),
+        **_judged_files(folder, problems[:num_judged], seed=seed),
+        **_judged_files(folder, held_out, seed=_EVAL_SEED, suffix="_eval"),
     )
+
+
+def _judged_files(folder: Path, problems: list[Problem], *, seed: int, suffix: str = "") -> dict[str, Path]:
+    rng = random.Random(f"judged/{seed}")
+    rows = {
+        "pairs": [pair(problem, rng) for problem in problems],
+        "judged": [judged(problem, rng) for problem in problems],
+        "steps": [judged_steps(problem, rng) for problem in problems],
+    }
+    return {f"{name}{suffix}": _write(folder / f"{name}{suffix}.jsonl", some) for name, some in rows.items()}
+
+
+def pair(problem: Problem, rng: random.Random) -> dict[str, str]:
+    return {
+        "prompt": problem.question,
+        "chosen": solution(problem, careful=True),
+        "rejected": wrong_answer(problem, rng),
+    }
+
+
+def judged(problem: Problem, rng: random.Random) -> dict[str, Any]:
+    right = rng.random() < 0.5
+    answer = solution(problem, careful=True) if right else wrong_answer(problem, rng)
+    return {"input": problem.question, "output": answer, "label": right}
+
+
+def wrong_answer(problem: Problem, rng: random.Random) -> str:
+    """A guess, or a careful answer with a mistake in it."""
+    steps, _ = mistaken_steps(problem, rng)
+    if rng.random() < 0.5:
+        return answer_of(steps)
+    return f"<think></think>\\boxed{{{steps[-1].partition('=')[2]}}}"
+
+
+def judged_steps(problem: Problem, rng: random.Random) -> dict[str, Any]:
+    steps, first_wrong = problem.steps, len(problem.steps)
+    if rng.random() < 0.5:
+        steps, first_wrong = mistaken_steps(problem, rng)
+    text = f"{problem.question}\n\n" + " ".join(f"{step}{PLACEHOLDER}" for step in steps)
+    return {"input": text, "label": ["+" if i < first_wrong else "-" for i in range(len(steps))]}
 
 
 def demonstration(problem: Problem, *, careful: bool) -> dict[str, str]:
@@ -70,7 +139,7 @@ def labelled(problem: Problem) -> dict[str, str]:
     return {"input": problem.question, "label": problem.answer}
 
 
-def _write(path: Path, rows: Iterable[dict[str, str]]) -> Path:
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -10,6 +10,7 @@ and is rewarded for the boxed number alone, discovers that thinking pays: length
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -49,8 +50,27 @@ def make_problems(count: int, *, seed: int, exclude: frozenset[str] = frozenset(
 
 
 def solution(problem: Problem, *, careful: bool) -> str:
-    thought = "; ".join(problem.steps) if careful else ""
-    return f"<think>{thought}</think>\\boxed{{{problem.answer}}}"
+    return answer_of(problem.steps) if careful else f"<think></think>\\boxed{{{problem.answer}}}"
+
+
+def mistaken_steps(problem: Problem, rng: random.Random) -> tuple[tuple[str, ...], int]:
+    """The problem's steps with one sum that is off by 1 to 3 and carried on, and the index of that step."""
+    wrong = rng.randrange(len(problem.steps))
+    lowest = min(int(step.partition("=")[2]) for step in problem.steps[wrong:])
+    off = rng.choice([off for off in (-3, -2, -1, 1, 2, 3) if lowest + off >= 0])
+    steps = list(problem.steps)
+    for i in range(wrong, len(steps)):
+        calculation, _, result = steps[i].partition("=")
+        sign = "+" if "+" in calculation else "-"
+        start, _, number = calculation.partition(sign)
+        steps[i] = f"{int(start) + (off if i > wrong else 0)}{sign}{number}={int(result) + off}"
+    return tuple(steps), wrong
+
+
+def answer_of(steps: Sequence[str]) -> str:
+    """What a careful answer concludes from its steps."""
+    thought, result = "; ".join(steps), steps[-1].partition("=")[2]
+    return f"<think>{thought}</think>\\boxed{{{result}}}"
 
 
 def worked_problem(problem: Problem) -> str:

@@ -41,14 +41,18 @@ def assign_credit(
     reward: RewardConfig,
     kl_coef: float,
     max_new_tokens: int,
+    teacher_coef: float = 0.0,
 ) -> CreditResult:
     """Three views of the same samples, at least one: the whole rollout, each with a reward. Failed samples
     are not among them, so groups differ in size; a sample alone in its group is compared with nothing and
     earns 0.
 
-    penalties -> group shaping -> clip -> KL on every action -> returns or GAE -> whitening over all actions
+    penalties -> group shaping -> clip -> KL and teacher on every action -> returns or GAE -> whitening over
+    all actions
 
     `kl_coef` is the controller's, `max_new_tokens` the limit that the overlong penalty looks at.
+    `teacher_coef` is the weight of log p_teacher - log p as a reward, where there is a teacher: on-policy
+    distillation, minus a sample of KL(policy || teacher). https://arxiv.org/abs/2306.13649
     """
     estimator = ESTIMATORS[algo.advantage.estimator]
     counts = torch.tensor([len(s.log_probs) for s in scores])
@@ -58,6 +62,8 @@ def assign_credit(
     clipped = clip(shaped, *reward.clip_range)
     kl, log_ratio = _kl(scores, algo)
     per_action = token_rewards(clipped, kl, counts, 0.0 if algo.kl.use_loss else kl_coef)
+    to_teacher = _log_ratio_to_teacher(scores)
+    per_action = per_action - teacher_coef * to_teacher
     advantages, returns = _advantages(per_action, scores, counts, algo)
     if estimator.whiten:
         advantages = whiten(advantages, scale=not algo.advantage.no_std_norm)
@@ -70,6 +76,8 @@ def assign_credit(
         "kl/log_ratio_mean": float(mean(log_ratio)),
         "kl/coef": kl_coef,
     }
+    if scores[0].teacher_log_probs is not None:
+        metrics["teacher/kl_mean"] = float(mean(to_teacher))
     metrics |= mismatch_metrics(
         torch.cat([s.log_probs for s in scores]), torch.cat([present(s.rollout_log_probs) for s in samples])
     )
@@ -109,6 +117,14 @@ def _kl(scores: Sequence[Scores], algo: AlgoConfig) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(log_probs), torch.zeros_like(log_probs)
     ref_log_probs = torch.cat([present(s.ref_log_probs) for s in scores])
     return approx_kl(log_probs, ref_log_probs, algo.kl.estimator), log_probs - ref_log_probs
+
+
+def _log_ratio_to_teacher(scores: Sequence[Scores]) -> Tensor:
+    """(A,) log p - log p_teacher, 0 without a teacher."""
+    log_probs = torch.cat([s.log_probs for s in scores])
+    if scores[0].teacher_log_probs is None:
+        return torch.zeros_like(log_probs)
+    return log_probs - torch.cat([present(s.teacher_log_probs) for s in scores])
 
 
 def _advantages(

@@ -27,6 +27,8 @@ class PPOTrainer:
     policy: TrainableGroup
     reference: ModelGroup | None
     """None where the KL coefficient needs no reference."""
+    teacher: ModelGroup | None = None
+    """None without on-policy distillation."""
     prompts: PromptSampler
     eval_prompts: Sequence[Prompt]
     """Empty without evaluation."""
@@ -83,6 +85,7 @@ class PPOTrainer:
             reward=self.config.reward,
             kl_coef=self.kl.coef,
             max_new_tokens=self.config.longest_response,
+            teacher_coef=self.config.teacher.kd_coef,
         )
         experiences = [
             Experience(sample=s, scores=sc, credit=c)
@@ -98,9 +101,14 @@ class PPOTrainer:
     def score(self, samples: list[Sample]) -> list[Scores]:
         """Ask every model what it thinks of the samples."""
         log_probs = self.policy.forward(samples)
-        ref_log_probs = self.reference.forward(samples).result() if self.reference else [None] * len(samples)
-        pairs = zip(log_probs.result(), ref_log_probs, strict=True)
-        return [Scores(log_probs=p, ref_log_probs=r) for p, r in pairs]
+        others = [
+            model.forward(samples).result() if model else [None] * len(samples)
+            for model in (self.reference, self.teacher)
+        ]
+        return [
+            Scores(log_probs=p, ref_log_probs=r, teacher_log_probs=t)
+            for p, r, t in zip(log_probs.result(), *others, strict=True)
+        ]
 
     def check(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Those that can be trained on. Raises RuntimeError where too many failed."""

@@ -178,3 +178,22 @@ def test_credit_carries_nothing_but_itself():
     credit, _ = assign([trajectory(1.0, 2), trajectory(0.0, 30)], estimator="group_norm")
     for one, size in zip(credit, (2, 30), strict=True):
         assert one.advantages.untyped_storage().nbytes() == one.returns.untyped_storage().nbytes() == 4 * size
+
+
+@pytest.mark.parametrize(("gamma", "returns"), [(1.0, [-1.0, -2.0]), (0.0, [1.0, -2.0])])
+def test_a_teacher_rewards_every_action(gamma, returns):
+    """2 (log p_teacher - log p): 2 (-0.5 + 1) = 1 and 2 (-2 + 1) = -2; without discount the first action
+    also earns what the second does."""
+    log_probs = torch.full((2,), -1.0)
+    result = assign_credit(
+        [Sample(token_ids=torch.arange(3), action_mask=torch.arange(3) > 0, rollout_log_probs=log_probs)],
+        [Scores(log_probs=log_probs, teacher_log_probs=torch.tensor([-0.5, -2.0]))],
+        [trajectory(0.0, 2)],
+        algo=AlgoConfig(advantage=AdvantageConfig(estimator="reinforce", gamma=gamma)),
+        reward=RewardConfig(),
+        kl_coef=0.0,
+        max_new_tokens=4,
+        teacher_coef=2.0,
+    )
+    assert result.credit[0].returns.tolist() == returns
+    assert result.metrics["teacher/kl_mean"] == 0.25  # the mean of -0.5 and 1

@@ -1,0 +1,420 @@
+"""Answers to the prompts of a dataset, or rewards of its answers: `python -m openrlhf.cli.batch_inference`,
+tasks generate and rm also under torchrun or deepspeed."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from openrlhf.config.commands import BATCH_INFERENCE
+from openrlhf.config.inference import BatchInferenceConfig
+from openrlhf.config.parse import parse
+
+MODEL_FLAG = "--model.model_name_or_path"
+
+ONLY_SPEED = (
+    *("local_rank", "output_path", "train.micro_batch_size", "data.dataset"),
+    *("vllm.tensor_parallel_size", "vllm.max_num_seqs", "vllm.enable_prefix_caching", "vllm.enforce_eager"),
+    *("vllm.gpu_memory_utilization", "vllm.kv_cache_gb"),
+)
+"""Flags that may change when a stopped run is continued. The rows of the dataset may not: see `origin`."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(BATCH_INFERENCE, sys.argv[1:] if argv is None else argv).config
+    from openrlhf.cli.errors import short_errors
+
+    with short_errors():
+        run(config)
+        if config.task != "generate_vllm":
+            from openrlhf.engine.distributed import leave_distributed
+
+            leave_distributed()
+
+
+def run(config: BatchInferenceConfig) -> None:
+    """Write `output_path`. On every rank, which stays in its process group."""
+    check(config)
+    from openrlhf.datasets.result_file import ResultFile, check_origin, finished, write_origin
+    from openrlhf.models.loading import load_tokenizer
+    from openrlhf.observe.progress import Progress
+
+    tokenizer = load_tokenizer(
+        config.model.model_name_or_path,
+        flag=MODEL_FLAG,
+        use_fast=not config.data.disable_fast_tokenizer,
+        chat_template=config.data.tokenizer_chat_template,
+    )
+    work, made_from = build_work(config, tokenizer)
+    check_origin(config.raw_path, config.meta_path, made_from)
+    done = finished(config.raw_path)
+    pending = [item for item in work if item.key not in done]
+    rank, world = _join_ranks(config)  # all have read what is there before one of them writes
+    mine = pending[rank::world]
+    with Progress(show=rank == 0) as progress:
+        progress.start(0)
+        if done:
+            progress.message(f"{len(done)} of {len(work)} rows are in {config.raw_path} already")
+        if rank == 0:
+            write_origin(config.meta_path, made_from)
+        counter = _Counter()
+        try:
+            if pending:
+                with (
+                    ResultFile(config.raw_path, rank) as results,
+                    progress.phase(_phase_name(config, rank, world), total=len(mine)) as phase,
+                ):
+                    _DO[config.task or ""](config, tokenizer, mine, _Recorder(results, phase, counter))
+            with progress.phase("other ranks"):
+                num_tokens = _sum_over_ranks(config, counter.num_tokens)
+            if rank == 0:
+                _finish(config, progress, len(work), num_tokens, counter.elapsed)
+        except KeyboardInterrupt:
+            progress.message(f"stopped; what is there is in {config.raw_path}: the same command continues")
+            raise
+
+
+def check(config: BatchInferenceConfig) -> None:
+    """Everything that can be wrong with files, before anything is loaded."""
+    from openrlhf.datasets.sources import check_columns
+    from openrlhf.models.loading import load_config
+
+    model_config = load_config(config.model.model_name_or_path, MODEL_FLAG)
+    check_columns(
+        config.data.dataset,
+        flag="--data.dataset",
+        required_columns=_columns(config),
+        split=config.data.dataset_split,
+    )
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    longest = _longest(config)
+    if limit and longest > limit:
+        what = "--data.max_len" if config.task == "rm" else "--data.prompt_max_len + --rollout.max_new_tokens"
+        raise ValueError(
+            f"{what} {longest}: {config.model.model_name_or_path} reads at most {limit} tokens."
+            "\nMake it smaller."
+        )
+
+
+def build_work(config: BatchInferenceConfig, tokenizer) -> tuple[list[Any], dict[str, Any]]:
+    """What is to be done, each with its `key`; and what the rows will have been made from."""
+    from openrlhf.datasets.inference import build_answers, build_questions, fingerprint, iteration
+    from openrlhf.datasets.sources import load_rows
+    from openrlhf.rollout.batch_inference import requests_for
+
+    data, rollout = config.data, config.rollout
+    rows = load_rows(
+        data.dataset,
+        flag="--data.dataset",
+        required_columns=_columns(config),
+        probs=data.dataset_probs,
+        split=data.dataset_split,
+        max_samples=data.max_samples,
+        seed=config.train.seed,
+    )
+    templates = {
+        "input_key": data.input_key,
+        "apply_chat_template": data.apply_chat_template,
+        "input_template": data.input_template,
+        "bad_rows": data.bad_rows,
+    }
+    if config.task == "rm":
+        answers = build_answers(
+            rows, tokenizer, output_key=data.output_key, max_len=data.max_len, **templates
+        )
+        return answers, origin(config, fingerprint(answers))
+    questions = build_questions(
+        rows,
+        iteration(len(rows), config.iter, rollout.batch_size),
+        tokenizer,
+        suffix=config.csft.prompt if config.csft.enable else None,
+        max_len=data.prompt_max_len,
+        **templates,
+    )
+    requests = requests_for(questions, num_samples=rollout.n_samples_per_prompt, run_seed=config.train.seed)
+    return requests, origin(config, fingerprint(questions))
+
+
+def origin(config: BatchInferenceConfig, rows: str) -> dict[str, Any]:
+    """Everything that decides what is written: flags, rows, and the files of the weights."""
+    from pathlib import Path
+
+    from openrlhf.config.fields import values_of
+
+    flags = {key: value for key, value in values_of(config).items() if key not in ONLY_SPEED}
+    folder = Path(config.model.model_name_or_path)
+    files = sorted(file for ending in ("safetensors", "bin") for file in folder.glob(f"*.{ending}"))
+    weights = {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in files}
+    return flags | {"rows of the dataset": rows, "weights": weights}
+
+
+class _Counter:
+    """Tokens of this run, and its time from the first result's request on."""
+
+    def __init__(self) -> None:
+        self.num_tokens = self.num_rows = 0
+        self.started = time.monotonic()
+
+    def start(self) -> None:
+        """The model has been loaded."""
+        self.started = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+
+class _Recorder:
+    """Writes rows as they finish, and shows it."""
+
+    def __init__(self, results, phase, counter: _Counter) -> None:
+        self.results, self.phase, self.counter = results, phase, counter
+
+    def __call__(self, rows: Sequence[dict], num_tokens: int) -> None:
+        from openrlhf.observe.progress import format_duration
+
+        counter = self.counter
+        self.results.append(rows)
+        counter.num_rows += len(rows)
+        counter.num_tokens += num_tokens
+        left = (self.phase.total - counter.num_rows) * counter.elapsed / counter.num_rows
+        figures = {"tok/s": counter.num_tokens / max(counter.elapsed, 1e-9)}
+        self.phase.advance(len(rows), **figures, eta=format_duration(left))
+
+
+def _generate_vllm(config: BatchInferenceConfig, tokenizer, requests: list, record: _Recorder) -> None:
+    import asyncio
+
+    from openrlhf.device import DEVICE_TYPE
+    from openrlhf.engine.vllm_engine import VLLMEngine, engine_environment
+    from openrlhf.rollout.batch_inference import answer_with_vllm
+
+    on_gpu = DEVICE_TYPE == "cuda"
+    options = _engine_options(config, on_gpu)
+    os.environ.update(engine_environment(options))
+
+    async def answer() -> None:
+        engine = VLLMEngine(options)
+        await engine.start()
+        record.counter.start()
+        try:
+            await answer_with_vllm(
+                engine,
+                requests,
+                _decoding(config, tokenizer),
+                _answer_writer(tokenizer, record),
+                concurrency=config.vllm.max_num_seqs,
+            )
+        finally:
+            engine.shutdown()
+
+    asyncio.run(answer())
+
+
+def _engine_options(config: BatchInferenceConfig, on_gpu: bool):
+    import torch
+
+    from openrlhf.engine.vllm_engine import EngineOptions
+
+    vllm = config.vllm
+    return EngineOptions(
+        model=config.model.model_name_or_path,
+        dtype=config.ds.param_dtype,
+        max_len=_longest(config),
+        seed=config.train.seed,
+        transfer_backend="nccl" if on_gpu else "gloo",
+        on_gpu=on_gpu,
+        tensor_parallel_size=vllm.tensor_parallel_size or (torch.cuda.device_count() if on_gpu else 1),
+        enable_prefix_caching=vllm.enable_prefix_caching,
+        enforce_eager=vllm.enforce_eager,
+        gpu_memory_utilization=vllm.gpu_memory_utilization,
+        kv_cache_gb=vllm.kv_cache_gb,
+        max_num_seqs=vllm.max_num_seqs,
+    )
+
+
+def _generate(config: BatchInferenceConfig, tokenizer, requests: list, record: _Recorder) -> None:
+    from openrlhf.engine.distributed import current_device
+    from openrlhf.models.loading import load_causal_lm
+    from openrlhf.rollout.batch_inference import answer_with_transformers
+
+    model = load_causal_lm(
+        config.model.model_name_or_path,
+        flag=MODEL_FLAG,
+        dtype=config.ds.param_dtype,
+        attention=config.ds.attn_implementation,
+    )
+    model.to(current_device()).eval()
+    record.counter.start()
+    answer_with_transformers(
+        model,
+        requests,
+        _decoding(config, tokenizer),
+        _answer_writer(tokenizer, record),
+        batch_size=config.train.micro_batch_size,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _score(config: BatchInferenceConfig, tokenizer, answers: list, record: _Recorder) -> None:
+    from openrlhf.engine.distributed import current_device
+    from openrlhf.models.scorer import load_scorer
+    from openrlhf.rollout.batch_inference import score
+
+    model = load_scorer(
+        config.model.model_name_or_path,
+        flag=MODEL_FLAG,
+        dtype=config.ds.param_dtype,
+        attention=config.ds.attn_implementation,
+        head_prefix=config.ds.value_head_prefix,
+    )
+    model.to(current_device()).eval()
+    mean, std = _statistics(config, model.model.config)
+    record.counter.start()
+
+    def write(batch: Sequence, scores: list[float]) -> None:
+        rows = [
+            {
+                "input": answer.input,
+                "output": answer.output,
+                "reward": (value - mean) / std,
+                "prompt_id": answer.prompt_id,
+                "sample_index": 0,
+            }
+            for answer, value in zip(batch, scores, strict=True)
+        ]
+        record(rows, sum(answer.sample.length for answer in batch))
+
+    score(model, answers, write, batch_size=config.train.micro_batch_size, device=current_device())
+
+
+_DO = {"generate_vllm": _generate_vllm, "generate": _generate, "rm": _score}
+
+
+def _statistics(config: BatchInferenceConfig, model_config) -> tuple[float, float]:
+    """What is subtracted from scores, and what they are divided by. csft takes z-scores at the end."""
+    if not config.reward.normalize_enable or config.post_processor == "csft":
+        return 0.0, 1.0
+    mean, std = getattr(model_config, "mean", None), getattr(model_config, "std", None)
+    if mean is None or std is None:
+        raise ValueError(
+            f"--reward.normalize_enable: {config.model.model_name_or_path}/config.json has no mean and std.\n"
+            "train_rm writes them; without them remove the flag."
+        )
+    return float(mean), float(std)
+
+
+def _answer_writer(tokenizer, record: _Recorder):
+    def write(requests: Sequence, answers: Sequence) -> None:
+        rows = [
+            {
+                "input": request.question.input,
+                "output": tokenizer.decode(answer.token_ids, skip_special_tokens=True),
+                "finish_reason": answer.finish_reason,
+                "prompt_id": request.question.prompt_id,
+                "sample_index": request.sample_index,
+            }
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+        record(rows, sum(len(answer.token_ids) for answer in answers))
+
+    return write
+
+
+def _finish(config: BatchInferenceConfig, progress, num_wanted: int, num_tokens: int, elapsed: float) -> None:
+    """Bring the ranks' rows together, post-process, and say what there is."""
+    from openrlhf.datasets.result_file import merge, write_rows
+    from openrlhf.observe.progress import format_duration, format_number
+
+    rows = merge(config.raw_path)
+    if len(rows) != num_wanted:
+        raise RuntimeError(
+            f"{config.raw_path}: {len(rows)} rows, and {num_wanted} were asked for. Is another run writing it?"
+        )
+    facts = [f"{len(rows)} rows"]
+    cut = sum(row.get("finish_reason") == "length" for row in rows)
+    facts += [f"{cut} cut at rollout.max_new_tokens {config.rollout.max_new_tokens}"] if cut else []
+    if config.post_processor:
+        processed, remark = _post_process(config, rows)
+        write_rows(config.output_path, processed)
+        facts.append(f"{config.post_processor}: {len(processed)} rows{remark}")
+    if num_tokens:
+        speed = format_number(num_tokens / max(elapsed, 1e-9))
+        facts.append(f"{num_tokens} tokens in {format_duration(elapsed)}, {speed} tok/s")
+    progress.message(f"{'; '.join(facts)}; {config.output_path}")
+
+
+def _post_process(config: BatchInferenceConfig, rows: list[dict]) -> tuple[list[dict], str]:
+    """Rows, and a remark on them."""
+    from openrlhf.datasets.post_process import best_and_worst, keep_best, write_rewards
+
+    if config.post_processor == "rs":
+        return keep_best(rows), ""
+    if config.post_processor == "csft":
+        return write_rewards(rows, config.reward.template, normalize=config.reward.normalize_enable), ""
+    pairs, dropped = best_and_worst(rows)
+    return pairs, f" ({dropped} inputs dropped: all their rewards are equal)" if dropped else ""
+
+
+def _decoding(config: BatchInferenceConfig, tokenizer):
+    from openrlhf.models.generation import Decoding
+    from openrlhf.models.loading import stop_token_ids
+
+    rollout = config.rollout
+    return Decoding(
+        max_new_tokens=rollout.max_new_tokens,
+        stop_token_ids=tuple(stop_token_ids(config.model.model_name_or_path, tokenizer)),
+        greedy=rollout.greedy,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        repetition_penalty=rollout.repetition_penalty,
+    )
+
+
+def _longest(config: BatchInferenceConfig) -> int:
+    if config.task == "rm":
+        return config.data.max_len
+    return config.data.prompt_max_len + config.rollout.max_new_tokens
+
+
+def _columns(config: BatchInferenceConfig) -> dict[str, str | None]:
+    columns: dict[str, str | None] = {"--data.input_key": config.data.input_key}
+    return columns | ({"--data.output_key": config.data.output_key} if config.task == "rm" else {})
+
+
+def _phase_name(config: BatchInferenceConfig, rank: int, world: int) -> str:
+    verb = "score" if config.task == "rm" else "generate"
+    return verb if world == 1 else f"{verb} (rank {rank} of {world})"
+
+
+def _join_ranks(config: BatchInferenceConfig) -> tuple[int, int]:
+    """(rank, ranks), once all are there. vLLM starts its own processes."""
+    if config.task == "generate_vllm":
+        return 0, 1
+    import torch.distributed as dist
+
+    from openrlhf.engine.distributed import init_distributed, seed_everything
+
+    init_distributed(timeout_minutes=7 * 24 * 60)  # ranks with less to do wait at the end
+    seed_everything(config.train.seed, config.train.full_determinism_enable)
+    dist.barrier()
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _sum_over_ranks(config: BatchInferenceConfig, number: int) -> int:
+    """Also waits until all ranks have written what they had to."""
+    if config.task == "generate_vllm":
+        return number
+    import torch
+    import torch.distributed as dist
+
+    from openrlhf.engine.distributed import current_device
+
+    total = torch.tensor(number, device=current_device())
+    dist.all_reduce(total)
+    return int(total)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Merge a LoRA adapter into its base model: `openrlhf lora_combiner`."""
+
+import re
+import sys
+from collections.abc import Sequence
+
+from openrlhf.config.commands import LORA_COMBINER
+from openrlhf.config.lora_combiner import LoraCombinerConfig
+from openrlhf.config.parse import parse
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(LORA_COMBINER, sys.argv[1:] if argv is None else argv).config
+    from openrlhf.cli.errors import short_errors
+
+    with short_errors():
+        run(config)
+
+
+def run(config: LoraCombinerConfig) -> None:
+    """Write W + (alpha / rank) B A for every adapted layer, and all else as it is in the base."""
+    from openrlhf.models.loading import load_config, load_tokenizer
+    from openrlhf.models.lora import load_statistics
+    from openrlhf.models.scorer import padding_token_id
+
+    load_config(config.model_path, "--model_path")
+    trained_on = _check_adapter(config)
+    model = _merge(config, trained_on)
+    tokenizer_path, flag = _tokenizer_home(config)
+    tokenizer = load_tokenizer(tokenizer_path, flag=flag)
+    if config.is_rm:
+        model.config.pad_token_id = padding_token_id(tokenizer)
+        for name, value in load_statistics(config.lora_path).items():
+            setattr(model.config, name, value)
+    model.save_pretrained(config.output_path)
+    tokenizer.save_pretrained(config.output_path)
+    print(f"merged model saved to {config.output_path}", flush=True)
+
+
+def _check_adapter(config: LoraCombinerConfig) -> str:
+    """The name of the base that the adapter was trained on. ValueError where there is no adapter, or one of
+    another kind."""
+    from peft import PeftConfig
+
+    try:
+        adapter = PeftConfig.from_pretrained(config.lora_path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--lora_path {config.lora_path}: holds no adapter: there is no adapter_config.json"
+        ) from error
+    if (adapter.task_type == "SEQ_CLS") != config.is_rm:
+        kind, remedy = ("language", "remove") if config.is_rm else ("reward", "add")
+        raise ValueError(
+            f"--lora_path {config.lora_path}: is the adapter of a {kind} model; {remedy} --is_rm"
+        )
+    return str(adapter.base_model_name_or_path)
+
+
+def _merge(config: LoraCombinerConfig, trained_on: str):
+    from peft import PeftModel, load_peft_weights
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from openrlhf.models.loading import DTYPES
+
+    auto, options = AutoModelForCausalLM, {}
+    if config.is_rm:
+        # The adapter brings the head, under the name that transformers gives it.
+        auto, options = AutoModelForSequenceClassification, {"num_labels": 1, "value_head_prefix": "score"}
+    base = auto.from_pretrained(config.model_path, dtype=DTYPES[config.ds.param_dtype], **options)
+    try:
+        model = PeftModel.from_pretrained(base, config.lora_path)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{_of_another_base(config, trained_on)}\n{str(error).strip().splitlines()[-1].strip()}"
+        ) from error
+    has = {re.sub(r"(\.modules_to_save)?\.default(?=\.|$)", "", name) for name, _ in model.named_parameters()}
+    unknown = sorted(load_peft_weights(config.lora_path, device="cpu").keys() - has)
+    if unknown:
+        raise ValueError(f"{_of_another_base(config, trained_on)}\nThe base has no place for {unknown[0]}.")
+    return model.merge_and_unload()
+
+
+def _of_another_base(config: LoraCombinerConfig, trained_on: str) -> str:
+    return (
+        f"--lora_path {config.lora_path}: this adapter does not fit --model_path {config.model_path}.\n"
+        f"It was trained on {trained_on}."
+    )
+
+
+def _tokenizer_home(config: LoraCombinerConfig) -> tuple[str, str]:
+    """Where the tokenizer is, and the flag that says so: beside the adapter, else beside the base."""
+    from transformers.utils import cached_file
+
+    beside = cached_file(
+        config.lora_path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False
+    )
+    return (config.lora_path, "--lora_path") if beside else (config.model_path, "--model_path")
+
+
+if __name__ == "__main__":
+    main()

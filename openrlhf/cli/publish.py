@@ -1,0 +1,24 @@
+"""What every training command does with the model it saved."""
+
+from openrlhf.config.parse import Command
+
+
+def publish(config, command: Command, *, base_model: str, datasets: str) -> None:
+    """The last words about a saved model: its card, and with `ckpt.push_to_hub` the upload."""
+    from pathlib import Path
+
+    from openrlhf.observe.model_card import push_to_hub, write_model_card
+    from openrlhf.observe.run_folder import RunFolder
+
+    folder = config.ckpt.output_dir
+    write_model_card(
+        folder,
+        RunFolder(Path(config.run_dir)),
+        command=command.name,
+        method=command.summary,
+        base_model=base_model,
+        datasets=datasets.split(","),
+    )
+    print(f"model saved to {folder}", flush=True)
+    if config.ckpt.push_to_hub:
+        print(f"model uploaded to {push_to_hub(folder, config.ckpt.push_to_hub)}", flush=True)

@@ -1,0 +1,177 @@
+"""What is wrong between the flags of `batch_inference` and `interactive_chat`."""
+
+import os
+from collections.abc import Iterator, Mapping
+
+from openrlhf.config.checks import (
+    TEMPLATE_UNREAD,
+    Unread,
+    first_of_each,
+    local_datasets,
+    local_models,
+    missing,
+    not_yet,
+    required,
+    template,
+    unread,
+)
+from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
+from openrlhf.config.parse import Explicit, Problem
+
+
+def batch_inference_problems(config: BatchInferenceConfig, explicit: Explicit) -> list[Problem]:
+    return first_of_each(
+        [
+            *not_yet(config, BATCH_INFERENCE_NOT_YET),
+            *required(config, "task", "model.model_name_or_path", "data.dataset", "output_path"),
+            *local_models(config, "model.model_name_or_path"),
+            *local_datasets(config, ("data.dataset", "data.dataset_probs")),
+            *template(config, explicit),
+            *_output(config),
+            *_processing(config),
+            *_answers(config),
+            *_flash_attention(config),
+            *unread(config, explicit, TEMPLATE_UNREAD + SAMPLING_UNREAD + BATCH_INFERENCE_UNREAD),
+        ]
+    )
+
+
+def chat_problems(config: ChatConfig, explicit: Explicit) -> list[Problem]:
+    return first_of_each(
+        [
+            *not_yet(config, CHAT_NOT_YET),
+            *required(config, "model.model_name_or_path"),
+            *local_models(config, "model.model_name_or_path"),
+            *template(config, explicit),
+            *_initial_prompt(config),
+            *_room(config),
+            *_flash_attention(config),
+            *unread(config, explicit, TEMPLATE_UNREAD + SAMPLING_UNREAD + CHAT_UNREAD),
+        ]
+    )
+
+
+BATCH_INFERENCE_NOT_YET: Mapping[str, str] = {
+    "ds.zero_stage": "sharding the weights in inference is",
+    "use_ms": "ModelScope is",
+}
+CHAT_NOT_YET: Mapping[str, str] = {"ds.load_in_4bit": "4-bit inference is", "use_ms": "ModelScope is"}
+"""Flags whose feature does not exist yet: anything but the default is refused."""
+
+SAMPLING_UNREAD = (
+    Unread(
+        keys=("rollout.temperature", "rollout.top_p"),
+        when=lambda c: c.rollout.greedy,
+        why="rollout.greedy takes the most likely token",
+    ),
+    Unread(keys=("csft.prompt",), when=lambda c: not c.csft.enable, why="csft.enable is off"),
+)
+BATCH_INFERENCE_UNREAD = (
+    Unread(
+        keys=("rollout.", "csft.", "iter", "data.prompt_max_len"),
+        when=lambda c: c.task == "rm",
+        why="task rm samples nothing",
+    ),
+    Unread(
+        keys=("reward.", "data.output_key", "data.max_len", "ds.value_head_prefix"),
+        when=lambda c: c.task != "rm",
+        why="only task rm scores answers",
+    ),
+    Unread(
+        keys=("reward.template",),
+        when=lambda c: c.post_processor != "csft",
+        why="only post_processor csft writes rewards into inputs",
+    ),
+    Unread(keys=("rollout.batch_size",), when=lambda c: c.iter is None, why="there is no iter"),
+    Unread(
+        keys=("vllm.",),
+        when=lambda c: c.task != "generate_vllm",
+        why="only task generate_vllm starts an engine",
+        fatal=False,
+    ),
+    Unread(
+        keys=("train.micro_batch_size", "ds.attn_implementation", "train.full_determinism_enable"),
+        when=lambda c: c.task == "generate_vllm",
+        why="vLLM makes its own batches and chooses its own kernels",
+        fatal=False,
+    ),
+)
+CHAT_UNREAD = (
+    Unread(
+        keys=("vllm.",),
+        when=lambda c: c.engine != "vllm",
+        why="engine is transformers",
+        fatal=False,
+    ),
+    Unread(
+        keys=("ds.attn_implementation",),
+        when=lambda c: c.engine == "vllm",
+        why="vLLM chooses its own kernels",
+        fatal=False,
+    ),
+)
+
+
+def _output(config: BatchInferenceConfig) -> Iterator[Problem]:
+    path = config.output_path
+    if not path:
+        return
+    if os.path.isdir(path):
+        yield Problem(key="output_path", text="is a folder; name a .jsonl file")
+    elif not path.endswith(".jsonl"):
+        yield Problem(
+            key="output_path", text="must end in .jsonl: by its ending the commands that read it know it"
+        )
+    elif os.path.abspath(path) in map(os.path.abspath, config.data.dataset.split(",")):
+        yield Problem(key="output_path", text="is the dataset that is read; name another file")
+
+
+def _processing(config: BatchInferenceConfig) -> Iterator[Problem]:
+    if config.post_processor and config.task in ("generate", "generate_vllm"):
+        yield Problem(
+            key="post_processor",
+            text=f"works on rewards, and task {config.task} gives none; use it with --task rm on its output",
+        )
+    if config.post_processor == "csft":
+        for place in ("{input}", "{reward}"):
+            if place not in config.reward.template:
+                yield Problem(key="reward.template", text=f"has no {place}")
+
+
+def _answers(config: BatchInferenceConfig) -> Iterator[Problem]:
+    rollout, ranks = config.rollout, os.environ.get("WORLD_SIZE", "1")
+    if config.task == "rm":
+        return
+    if rollout.greedy and rollout.n_samples_per_prompt > 1:
+        yield Problem(
+            key="rollout.n_samples_per_prompt",
+            text="rollout.greedy gives the same answer every time; remove one of the two",
+        )
+    if config.task == "generate_vllm" and ranks != "1":
+        yield Problem(
+            key="task",
+            text=f"is one process, but the launcher started {ranks}; start it with python.\n"
+            "vllm.tensor_parallel_size says how many GPUs it takes",
+        )
+
+
+def _initial_prompt(config: ChatConfig) -> Iterator[Problem]:
+    if config.ta_prompt is not None and not os.path.isfile(config.ta_prompt):
+        yield Problem(key="ta_prompt", text=missing(config.ta_prompt, config.ta_prompt))
+
+
+def _room(config: ChatConfig) -> Iterator[Problem]:
+    new = config.rollout.max_new_tokens
+    if new is not None and new >= config.data.max_len:
+        yield Problem(
+            key="rollout.max_new_tokens",
+            text=f"leaves no room for a prompt in data.max_len {config.data.max_len}",
+        )
+
+
+def _flash_attention(config: BatchInferenceConfig | ChatConfig) -> Iterator[Problem]:
+    if config.ds.param_dtype == "fp32" and "flash_attention" in config.ds.attn_implementation:
+        yield Problem(
+            key="ds.attn_implementation",
+            text="flash attention has no float32; use auto, or ds.param_dtype bf16",
+        )

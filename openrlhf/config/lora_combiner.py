@@ -1,0 +1,50 @@
+"""Everything that `lora_combiner` can be told, and what is wrong between its flags."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from openrlhf.config.checks import first_of_each, local_models, required
+from openrlhf.config.choices import ParamDtype
+from openrlhf.config.parse import Explicit, Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeDeepSpeedConfig:
+    """Precision."""
+
+    param_dtype: ParamDtype = "bf16"
+    """Type of the merged weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraCombinerConfig:
+    """Merge a LoRA adapter into its base model."""
+
+    model_path: str = ""
+    """Hugging Face name or folder of the base that the adapter was trained on. Required."""
+    lora_path: str = ""
+    """Folder or Hugging Face name of the adapter. Required."""
+    output_path: str = ""
+    """Folder that the merged model and its tokenizer go to. Required."""
+    is_rm: bool = False
+    """The adapter is that of a reward model."""
+    ds: MergeDeepSpeedConfig = field(default_factory=MergeDeepSpeedConfig)
+
+
+def lora_combiner_problems(config: LoraCombinerConfig, explicit: Explicit) -> list[Problem]:
+    return first_of_each(
+        [
+            *required(config, "model_path", "lora_path", "output_path"),
+            *local_models(config, "model_path", "lora_path"),
+            *_output(config),
+        ]
+    )
+
+
+def _output(config: LoraCombinerConfig) -> Iterator[Problem]:
+    if os.path.isfile(config.output_path):
+        yield Problem(key="output_path", text="is a file; name a folder")
+    for key in ("model_path", "lora_path"):
+        if os.path.realpath(config.output_path) == os.path.realpath(getattr(config, key)):
+            yield Problem(key="output_path", text=f"would overwrite {key}; name another folder")

@@ -1,0 +1,172 @@
+"""From rows to what batch inference works on: questions to answer, and answers to score."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.datasets.bad_rows import BadRow, Policy, bad_row_error, read_rows, value_of
+from openrlhf.datasets.sft import _encode, _Text
+from openrlhf.datasets.sources import Row, Rows
+from openrlhf.datasets.templates import as_messages, check_templates, render_messages, render_prompt
+from openrlhf.types import Sample
+
+logger = logging.getLogger(__name__)
+
+Input = str | list[dict[str, Any]]
+"""A prompt as it stands in the dataset, so that a later run can put it into a template of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    prompt_id: int
+    input: Input
+    token_ids: list[int]
+    """The prompt with its template."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    prompt_id: int
+    input: Input
+    output: Input
+    sample: Sample
+    """Prompt and answer; its one action is the last token, which carries the score."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(prompt_id, sample_index)"""
+        return self.prompt_id, 0
+
+
+def iteration(num_rows: int, iter: int | None, batch_size: int) -> range:
+    """Numbers of the prompts of an iteration. Number n is row n modulo `num_rows`, so iterations go around
+    the dataset; None: every row once."""
+    return range(num_rows) if iter is None else range(iter * batch_size, (iter + 1) * batch_size)
+
+
+def build_questions(
+    rows: Rows,
+    numbers: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_key: str,
+    apply_chat_template: bool,
+    input_template: str | None,
+    suffix: str | None,
+    max_len: int,
+    bad_rows: Policy = "error",
+) -> list[Question]:
+    """The questions with these numbers, which become their ids (see `iteration`).
+
+    suffix: appended to each prompt before its template. A row is bad when its prompt is missing or null, when
+    the chat template refuses it, or when it has no token or more than max_len.
+    """
+    check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
+    chosen = rows.take([number % len(rows) for number in numbers])
+
+    def read(row: Row) -> tuple[Input, str]:
+        value = value_of(row, input_key, str, list)
+        asked = value if suffix is None else with_suffix(value, suffix)
+        text = render_prompt(
+            asked, tokenizer, apply_chat_template=apply_chat_template, input_template=input_template
+        )
+        return value, text
+
+    prompts, skipped = read_rows(chosen, read, bad_rows)
+    encoded = encode_prompts([text for _, text in prompts.values()], tokenizer)
+    questions = []
+    for (i, (value, _)), token_ids in zip(prompts.items(), encoded, strict=True):
+        if 0 < len(token_ids) <= max_len:
+            questions.append(Question(prompt_id=numbers[i], input=value, token_ids=token_ids))
+            continue
+        reason = f"the prompt has {len(token_ids)} tokens; --data.prompt_max_len allows 1 to {max_len}."
+        if bad_rows == "error":
+            raise bad_row_error(chosen.origin(i), reason)
+        skipped += 1
+    _check_left(len(questions), skipped, chosen)
+    return questions
+
+
+def build_answers(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_key: str,
+    output_key: str,
+    apply_chat_template: bool,
+    input_template: str | None,
+    max_len: int,
+    bad_rows: Policy = "error",
+) -> list[Answer]:
+    """Every row as a reward model reads it: prompt and answer in their template, with an end-of-sequence
+    token where the answer does not end with one. A text of more than max_len tokens is cut there."""
+    check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
+
+    def read(row: Row) -> tuple[Input, Input, _Text]:
+        value, output = value_of(row, input_key, str, list), value_of(row, output_key, str, list)
+        if apply_chat_template:
+            messages = as_messages(value)
+            start = len(render_messages(messages, tokenizer, add_generation_prompt=True))
+            messages = messages + as_messages(output, role="assistant")
+            text = render_messages(messages, tokenizer, add_generation_prompt=False).rstrip("\n")
+        elif isinstance(output, str):
+            prompt = render_prompt(value, tokenizer, apply_chat_template=False, input_template=input_template)
+            start, text = len(prompt), prompt + output.rstrip("\n")
+        else:
+            raise BadRow(f"column {output_key!r} holds messages, which need --data.apply_chat_template.")
+        return value, output, _Text(text=text, spans=((start, len(text)),) if start < len(text) else ())
+
+    read_texts, skipped = read_rows(rows, read, bad_rows)
+    _check_left(len(read_texts), skipped, rows)
+    encoded = _encode([text for _, _, text in read_texts.values()], tokenizer)
+    return [
+        Answer(prompt_id=i, input=value, output=output, sample=_scored(token_ids, tokenizer, max_len))
+        for (i, (value, output, _)), (token_ids, _) in zip(read_texts.items(), encoded, strict=True)
+    ]
+
+
+def with_suffix(value: Input, suffix: str) -> Input:
+    """The prompt, or its last message, with a space, `suffix` without spaces around it, and a space behind
+    it: what `--reward.template` makes of a prompt."""
+    if isinstance(value, str):
+        return f"{value} {suffix.strip()} "
+    *others, last = as_messages(value)
+    if not isinstance(last.get("content"), str):
+        raise BadRow("the last message is not text, so nothing can be appended to it.")
+    return [*others, last | {"content": with_suffix(last["content"], suffix)}]
+
+
+def encode_prompts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    encoded: list[list[int]] = []
+    for start in range(0, len(texts), 1000):  # the tokenizer works on one list of texts in parallel
+        encoded += tokenizer(texts[start : start + 1000], add_special_tokens=False)["input_ids"]
+    return encoded
+
+
+def fingerprint(items: Iterable[Question | Answer]) -> str:
+    """Changes when a prompt, an answer, a template or a number does."""
+    digest = hashlib.blake2b(digest_size=16)
+    for item in items:
+        token_ids = item.token_ids if isinstance(item, Question) else item.sample.token_ids.tolist()
+        digest.update(json.dumps([item.prompt_id, item.input, token_ids]).encode())
+    return digest.hexdigest()
+
+
+def _scored(token_ids: list[int], tokenizer: PreTrainedTokenizerBase, max_len: int) -> Sample:
+    if not token_ids or token_ids[-1] != tokenizer.eos_token_id:
+        token_ids = [*token_ids, tokenizer.eos_token_id]
+    ids = torch.tensor(token_ids[:max_len])
+    return Sample(token_ids=ids, action_mask=torch.arange(len(ids)) == len(ids) - 1)
+
+
+def _check_left(left: int, skipped: int, rows: Rows) -> None:
+    if skipped:
+        logger.warning("%d of %d rows were skipped", skipped, len(rows))
+    if not left:
+        raise ValueError(f"All {len(rows)} rows were skipped. The first is {rows.origin(0)}.")

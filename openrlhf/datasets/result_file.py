@@ -1,0 +1,127 @@
+"""The file that batch inference writes: it grows row by row, outlives a kill, and ends up complete and in
+order.
+
+Rank 0 appends to the file itself, rank N to `FILE.rankN.jsonl`. `merge` brings them together.
+"""
+
+import glob
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+Row = dict[str, Any]
+Key = tuple[int, int]
+"""(prompt_id, sample_index)"""
+
+
+class ResultFile:
+    """What one rank appends to."""
+
+    def __init__(self, path: str | Path, rank: int = 0) -> None:
+        """Drops a half-written last line, which a killed run leaves."""
+        self._path = _of_rank(Path(path), rank)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("ab")
+        self._file.truncate(_whole_lines(self._path))
+
+    def append(self, rows: Iterable[Row]) -> None:
+        """On disk, as far as this process is concerned, when the call returns."""
+        self._file.write("".join(_line(row) for row in rows).encode())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def key_of(row: Row) -> Key:
+    return row["prompt_id"], row["sample_index"]
+
+
+def finished(path: str | Path) -> dict[Key, Row]:
+    """The rows of all ranks so far. ValueError where a line is none of ours."""
+    rows: dict[Key, Row] = {}
+    for file in _files(Path(path)):
+        whole = file.read_bytes()[: _whole_lines(file)]
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                row = json.loads(line)
+                rows[key_of(row)] = row
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f"{file}:{number}: not a row that batch_inference wrote. Remove the line, or the file."
+                ) from error
+    return rows
+
+
+def merge(path: str | Path) -> list[Row]:
+    """One sorted file of the rows of all ranks, and nothing beside it. Returns the rows."""
+    path = Path(path)
+    rows = [row for _, row in sorted(finished(path).items())]
+    write_rows(path, rows)
+    for file in _files(path)[1:]:
+        file.unlink()
+    return rows
+
+
+def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
+    """All of them or, when the process is killed, the file as it was."""
+    new = Path(f"{path}.new")
+    new.write_text("".join(map(_line, rows)), encoding="utf-8")
+    os.replace(new, path)
+
+
+def check_origin(path: str | Path, meta_path: str | Path, origin: Mapping[str, Any]) -> None:
+    """ValueError where the file at `path` was made from something else. `origin`: name -> value, of plain
+    JSON values, for everything that decides about rows."""
+    if not Path(meta_path).exists():
+        if _files(Path(path)):
+            raise ValueError(
+                f"--output_path {path}: the file exists, and {meta_path}, which would tell what it was made\n"
+                "from, does not. Name another file, or remove it."
+            )
+        return
+    before = json.loads(Path(meta_path).read_text())
+    now = json.loads(json.dumps(origin))
+    changed = [
+        f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
+        for name in before | now
+        if before.get(name) != now.get(name)
+    ]
+    if changed:
+        more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
+        raise ValueError(
+            f"--output_path {path}: it was made with other flags or rows: {'; '.join(changed[:3])}{more}.\n"
+            f"Repeat that command to continue it, name another file, or remove it and {meta_path}."
+        )
+
+
+def write_origin(meta_path: str | Path, origin: Mapping[str, Any]) -> None:
+    Path(meta_path).parent.mkdir(parents=True, exist_ok=True)
+    Path(meta_path).write_text(json.dumps(origin, indent=1) + "\n")
+
+
+def _of_rank(path: Path, rank: int) -> Path:
+    return path if rank == 0 else path.with_name(f"{path.name}.rank{rank}.jsonl")
+
+
+def _files(path: Path) -> list[Path]:
+    """Of all ranks, that of rank 0 first."""
+    others = sorted(path.parent.glob(f"{glob.escape(path.name)}.rank*.jsonl"))
+    return ([path] if path.exists() else []) + others
+
+
+def _whole_lines(path: Path) -> int:
+    """Bytes up to the end of the last line that was written whole."""
+    return path.read_bytes().rfind(b"\n") + 1
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"

@@ -1,0 +1,98 @@
+"""One model with adapters at several ZeRO stages: gradients, what is exported, and what a resumed run does."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+
+from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
+from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
+from openrlhf.engine.distributed import init_distributed, leave_distributed, seed_everything
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.lora import disabled_adapters, prepare_for_training
+from openrlhf.models.policy import PolicyModel
+from openrlhf.objectives.sft import SFTObjective
+from openrlhf.types import PackedRow, Sample
+
+
+def build_engine(spec: dict, case: dict) -> DeepSpeedEngine:
+    ds = DeepSpeedConfig(
+        zero_stage=case["stage"],
+        param_dtype=case.get("dtype", "fp32"),
+        load_in_4bit=case.get("in_4bit", False),
+        lora=LoraConfig(rank=4, alpha=8, dropout=case.get("dropout", 0.0)),
+    )
+
+    def build() -> PolicyModel:
+        model = load_causal_lm(
+            spec["model"],
+            flag="--model",
+            dtype=ds.param_dtype,
+            attention="auto",
+            in_4bit=ds.load_in_4bit,
+        )
+        prepare_for_training(model, ds)
+        random = torch.Generator().manual_seed(5)
+        for name, param in model.named_parameters():
+            if "lora_B" in name:  # zeros would hide the gradients of A
+                param.data.copy_(0.1 * torch.randn(param.shape, generator=random))
+        return PolicyModel(model)
+
+    seed_everything(7, deterministic=False)
+    return DeepSpeedEngine(
+        build,
+        optim=OptimConfig(adam=AdamConfig(lr=1e-2, eps=1e-3), lr_warmup_ratio=0.0, max_norm=0.0),
+        ds=ds,
+        total_steps=100,
+        gradient_checkpointing=case.get("checkpointing", False),
+        reentrant=case.get("reentrant", False),
+    )
+
+
+def log_probs(engine: DeepSpeedEngine, rows: list[PackedRow]) -> torch.Tensor:
+    return torch.cat(engine.forward(rows, lambda model, row: model(row).log_probs))
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    init_distributed()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    samples = [Sample(token_ids=ids, action_mask=mask) for ids, mask in torch.load(spec["samples"])]
+    everything = [PackedRow.of(samples)]
+    rows = [PackedRow.of([sample]) for sample in samples[rank::world]]
+    report = {}
+    for number, case in enumerate(spec["cases"]):
+        folder = Path(spec["out"], str(number))
+        found: dict[str, torch.Tensor] = {}
+        engine = build_engine(spec, case)
+        with torch.no_grad(), disabled_adapters(engine.module.model):
+            found["base log-probs"] = log_probs(engine, everything)
+
+        def look(engine=engine, found=found) -> None:
+            for name, param in engine.module.model.named_parameters():
+                if param.requires_grad:
+                    found[f"gradient {name}"] = safe_get_full_grad(param).clone()
+
+        take_step = engine.engine.step
+        engine.engine.step = lambda look=look, take_step=take_step: (look(), take_step())
+        losses = [engine.train_step(rows, SFTObjective())["sft/loss"]]
+        engine.engine.step = take_step
+        found["log-probs"] = log_probs(engine, everything)
+        engine.export(str(folder / "adapter"))
+        engine.save_checkpoint(str(folder / "ckpt"), "one", {"step": 1})
+        losses.append(engine.train_step(rows, SFTObjective())["sft/loss"])
+        resumed = build_engine(spec, case)
+        assert resumed.load_checkpoint(str(folder / "ckpt"), "one") == {"step": 1}
+        again = resumed.train_step(rows, SFTObjective())["sft/loss"]
+        if rank == 0:
+            torch.save(found, folder / "found.pt")
+        report[number] = {"losses": losses, "again": again, "folder": str(folder)}
+    Path(f"{spec['out']}/rank{rank}.json").write_text(json.dumps(report))
+    leave_distributed()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The card of a trained model, and what happens when the hub refuses it."""
+
+import pytest
+from huggingface_hub import ModelCard
+
+from openrlhf.observe import model_card
+from openrlhf.observe.model_card import push_to_hub, write_model_card
+from openrlhf.observe.run_folder import RunFolder
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder.create(
+        tmp_path / "run", config_yaml="adam:\n  lr: 0.1\n", argv=["openrlhf", "sft"], resume=False
+    )
+    folder.metrics_path.write_text(
+        '{"step": 1, "sft/loss": 2.5, "timing/step": 9.0}\n'
+        '{"step": 2, "sft/loss": 1.5}\n{"step": 2, "eval/sft/loss": 1.25}\n'
+    )
+    return folder
+
+
+def write(tmp_path, run, **changes):
+    told = {"base_model": "org/base", "datasets": ["org/rows"], "command": "sft", "method": "Fine-tuning."}
+    (tmp_path / "model").mkdir()
+    return write_model_card(tmp_path / "model", run, **told | changes)
+
+
+def test_a_card_tells_how_the_model_was_made(tmp_path, run):
+    card = ModelCard.load(write(tmp_path, run))
+    assert card.data.base_model == "org/base" and card.data.datasets == ["org/rows"]
+    assert card.data.library_name == "transformers" and card.data.tags == ["openrlhf", "sft"]
+    assert "| sft/loss | 1.5 | 2 |" in card.text and "| eval/sft/loss | 1.25 | 2 |" in card.text
+    assert "timing" not in card.text
+    assert "lr: 0.1" in card.text and "torch: " in card.text and "openrlhf sft" in card.text
+
+
+def test_local_paths_are_no_links(tmp_path, run):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("{}\n")
+    card = ModelCard.load(write(tmp_path, run, base_model=str(tmp_path), datasets=[str(data)]))
+    assert card.data.base_model is None and card.data.datasets is None
+
+
+def test_a_refused_upload_says_where_the_model_is(tmp_path, monkeypatch):
+    class Refusing:
+        def create_repo(self, *args, **kwargs):
+            raise OSError("no token")
+
+    monkeypatch.setattr(model_card, "HfApi", Refusing)
+    with pytest.raises(ValueError) as error:
+        push_to_hub(tmp_path, "me/model")
+    assert "--ckpt.push_to_hub me/model" in str(error.value) and "no token" in str(error.value)
+    assert f"hf upload me/model {tmp_path}" in str(error.value)
+
+
+def test_checkpoints_and_logs_are_not_uploaded(tmp_path, monkeypatch):
+    sent = {}
+
+    class Hub:
+        def create_repo(self, repository, *, private, exist_ok):
+            assert private and exist_ok
+            return f"https://hub/{repository}"
+
+        def upload_folder(self, **arguments):
+            sent.update(arguments)
+
+    monkeypatch.setattr(model_card, "HfApi", Hub)
+    assert push_to_hub(tmp_path, "me/model") == "https://hub/me/model"
+    assert sent["folder_path"] == str(tmp_path) and sent["repo_id"] == "me/model"
+    assert set(sent["ignore_patterns"]) == {"checkpoints_*/**", "runs/**"}
