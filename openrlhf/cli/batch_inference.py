@@ -3,13 +3,19 @@ tasks generate and rm also under torchrun or deepspeed."""
 
 import os
 import sys
-import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.commands import BATCH_INFERENCE
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.parse import parse
+
+if TYPE_CHECKING:
+    from openrlhf.rollout.batch_inference import Recorder
+
+Work = Callable[[Sequence[Any], "Recorder"], None]
+"""Does what is to be done, and records the results."""
 
 MODEL_FLAG = "--model.model_name_or_path"
 
@@ -39,6 +45,7 @@ def run(config: BatchInferenceConfig) -> None:
     from openrlhf.datasets.result_file import ResultFile, check_origin, finished, write_origin
     from openrlhf.models.loading import load_tokenizer
     from openrlhf.observe.progress import Progress
+    from openrlhf.rollout.batch_inference import Recorder
 
     tokenizer = load_tokenizer(
         config.model.model_name_or_path,
@@ -58,20 +65,21 @@ def run(config: BatchInferenceConfig) -> None:
             progress.message(f"{len(done)} of {len(work)} rows are in {config.raw_path} already")
         if rank == 0:
             write_origin(config.meta_path, made_from)
-        counter = _Counter()
+        recorder = Recorder()
         try:
             if pending:
-                with (
-                    ResultFile(config.raw_path, rank) as results,
-                    progress.phase(_phase_name(config, rank, world), total=len(mine)) as phase,
-                ):
-                    _DO[config.task or ""](config, tokenizer, mine, _Recorder(results, phase, counter))
+                with ExitStack() as stack:
+                    with progress.phase("load model"):
+                        do = stack.enter_context(LOADERS[config.task or ""](config, tokenizer))
+                    results = stack.enter_context(ResultFile(config.raw_path, rank))
+                    phase = stack.enter_context(progress.phase(_phase_name(config, rank, world), len(mine)))
+                    do(mine, recorder.begin(results, phase))
             with progress.phase("other ranks"):
-                num_tokens = _sum_over_ranks(config, counter.num_tokens)
+                num_tokens = _sum_over_ranks(config, recorder.num_tokens)
             if rank == 0:
-                _finish(config, progress, len(work), num_tokens, counter.elapsed)
+                _finish(config, progress, len(work), num_tokens, recorder.elapsed)
         except KeyboardInterrupt:
-            progress.message(f"stopped; what is there is in {config.raw_path}: the same command continues")
+            progress.message(f"stopped; the same command continues from what is in {config.raw_path}")
             raise
 
 
@@ -149,70 +157,31 @@ def origin(config: BatchInferenceConfig, rows: str) -> dict[str, Any]:
     return flags | {"rows of the dataset": rows, "weights": weights}
 
 
-class _Counter:
-    """Tokens of this run, and its time from the first result's request on."""
-
-    def __init__(self) -> None:
-        self.num_tokens = self.num_rows = 0
-        self.started = time.monotonic()
-
-    def start(self) -> None:
-        """The model has been loaded."""
-        self.started = time.monotonic()
-
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self.started
-
-
-class _Recorder:
-    """Writes rows as they finish, and shows it."""
-
-    def __init__(self, results, phase, counter: _Counter) -> None:
-        self.results, self.phase, self.counter = results, phase, counter
-
-    def __call__(self, rows: Sequence[dict], num_tokens: int) -> None:
-        from openrlhf.observe.progress import format_duration
-
-        counter = self.counter
-        self.results.append(rows)
-        counter.num_rows += len(rows)
-        counter.num_tokens += num_tokens
-        left = (self.phase.total - counter.num_rows) * counter.elapsed / counter.num_rows
-        figures = {"tok/s": counter.num_tokens / max(counter.elapsed, 1e-9)}
-        self.phase.advance(len(rows), **figures, eta=format_duration(left))
-
-
-def _generate_vllm(config: BatchInferenceConfig, tokenizer, requests: list, record: _Recorder) -> None:
+@contextmanager
+def _vllm(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
     import asyncio
 
     from openrlhf.device import DEVICE_TYPE
     from openrlhf.engine.vllm_engine import VLLMEngine, engine_environment
     from openrlhf.rollout.batch_inference import answer_with_vllm
 
-    on_gpu = DEVICE_TYPE == "cuda"
-    options = _engine_options(config, on_gpu)
+    options = _engine_options(config, on_gpu=DEVICE_TYPE == "cuda")
     os.environ.update(engine_environment(options))
-
-    async def answer() -> None:
-        engine = VLLMEngine(options)
-        await engine.start()
-        record.counter.start()
+    engine = VLLMEngine(options)
+    decoding, concurrency = _decoding(config, tokenizer), config.vllm.max_num_seqs
+    with asyncio.Runner() as runner:
+        runner.run(engine.start())
         try:
-            await answer_with_vllm(
-                engine,
-                requests,
-                _decoding(config, tokenizer),
-                _answer_writer(tokenizer, record),
-                concurrency=config.vllm.max_num_seqs,
+            yield lambda requests, recorder: runner.run(
+                answer_with_vllm(
+                    engine, requests, decoding, recorder.answers(tokenizer), concurrency=concurrency
+                )
             )
         finally:
             engine.shutdown()
 
-    asyncio.run(answer())
 
-
-def _engine_options(config: BatchInferenceConfig, on_gpu: bool):
+def _engine_options(config: BatchInferenceConfig, *, on_gpu: bool):
     import torch
 
     from openrlhf.engine.vllm_engine import EngineOptions
@@ -234,30 +203,31 @@ def _engine_options(config: BatchInferenceConfig, on_gpu: bool):
     )
 
 
-def _generate(config: BatchInferenceConfig, tokenizer, requests: list, record: _Recorder) -> None:
+@contextmanager
+def _transformers(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
     from openrlhf.engine.distributed import current_device
     from openrlhf.models.loading import load_causal_lm
     from openrlhf.rollout.batch_inference import answer_with_transformers
 
-    model = load_causal_lm(
+    model: Any = load_causal_lm(
         config.model.model_name_or_path,
         flag=MODEL_FLAG,
         dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
     )
     model.to(current_device()).eval()
-    record.counter.start()
-    answer_with_transformers(
+    yield lambda requests, recorder: answer_with_transformers(
         model,
         requests,
         _decoding(config, tokenizer),
-        _answer_writer(tokenizer, record),
+        recorder.answers(tokenizer),
         batch_size=config.train.micro_batch_size,
         pad_token_id=tokenizer.pad_token_id,
     )
 
 
-def _score(config: BatchInferenceConfig, tokenizer, answers: list, record: _Recorder) -> None:
+@contextmanager
+def _scorer(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
     from openrlhf.engine.distributed import current_device
     from openrlhf.models.scorer import load_scorer
     from openrlhf.rollout.batch_inference import score
@@ -268,28 +238,21 @@ def _score(config: BatchInferenceConfig, tokenizer, answers: list, record: _Reco
         dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
         head_prefix=config.ds.value_head_prefix,
+        trained=True,
     )
     model.to(current_device()).eval()
     mean, std = _statistics(config, model.model.config)
-    record.counter.start()
-
-    def write(batch: Sequence, scores: list[float]) -> None:
-        rows = [
-            {
-                "input": answer.input,
-                "output": answer.output,
-                "reward": (value - mean) / std,
-                "prompt_id": answer.prompt_id,
-                "sample_index": 0,
-            }
-            for answer, value in zip(batch, scores, strict=True)
-        ]
-        record(rows, sum(answer.sample.length for answer in batch))
-
-    score(model, answers, write, batch_size=config.train.micro_batch_size, device=current_device())
+    yield lambda answers, recorder: score(
+        model,
+        answers,
+        recorder.scores(mean, std),
+        batch_size=config.train.micro_batch_size,
+        device=current_device(),
+    )
 
 
-_DO = {"generate_vllm": _generate_vllm, "generate": _generate, "rm": _score}
+LOADERS = {"generate_vllm": _vllm, "generate": _transformers, "rm": _scorer}
+"""task -> context in which a model is ready to work."""
 
 
 def _statistics(config: BatchInferenceConfig, model_config) -> tuple[float, float]:
@@ -305,23 +268,6 @@ def _statistics(config: BatchInferenceConfig, model_config) -> tuple[float, floa
     return float(mean), float(std)
 
 
-def _answer_writer(tokenizer, record: _Recorder):
-    def write(requests: Sequence, answers: Sequence) -> None:
-        rows = [
-            {
-                "input": request.question.input,
-                "output": tokenizer.decode(answer.token_ids, skip_special_tokens=True),
-                "finish_reason": answer.finish_reason,
-                "prompt_id": request.question.prompt_id,
-                "sample_index": request.sample_index,
-            }
-            for request, answer in zip(requests, answers, strict=True)
-        ]
-        record(rows, sum(len(answer.token_ids) for answer in answers))
-
-    return write
-
-
 def _finish(config: BatchInferenceConfig, progress, num_wanted: int, num_tokens: int, elapsed: float) -> None:
     """Bring the ranks' rows together, post-process, and say what there is."""
     from openrlhf.datasets.result_file import merge, write_rows
@@ -330,7 +276,7 @@ def _finish(config: BatchInferenceConfig, progress, num_wanted: int, num_tokens:
     rows = merge(config.raw_path)
     if len(rows) != num_wanted:
         raise RuntimeError(
-            f"{config.raw_path}: {len(rows)} rows, and {num_wanted} were asked for. Is another run writing it?"
+            f"{config.raw_path}: {len(rows)} rows instead of {num_wanted}. Is another run writing it?"
         )
     facts = [f"{len(rows)} rows"]
     cut = sum(row.get("finish_reason") == "length" for row in rows)

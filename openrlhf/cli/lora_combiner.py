@@ -29,7 +29,7 @@ def run(config: LoraCombinerConfig) -> None:
     tokenizer_path, flag = _tokenizer_home(config)
     tokenizer = load_tokenizer(tokenizer_path, flag=flag)
     if config.is_rm:
-        model.config.pad_token_id = padding_token_id(tokenizer)
+        tokenizer.pad_token_id = model.config.pad_token_id = padding_token_id(tokenizer)
         for name, value in load_statistics(config.lora_path).items():
             setattr(model.config, name, value)
     model.save_pretrained(config.output_path)
@@ -61,12 +61,16 @@ def _merge(config: LoraCombinerConfig, trained_on: str):
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from openrlhf.models.loading import DTYPES
+    from openrlhf.models.scorer import CLASSIFIER_HEAD
 
-    auto, options = AutoModelForCausalLM, {}
+    dtype = DTYPES[config.ds.param_dtype]
     if config.is_rm:
-        # The adapter brings the head, under the name that transformers gives it.
-        auto, options = AutoModelForSequenceClassification, {"num_labels": 1, "value_head_prefix": "score"}
-    base = auto.from_pretrained(config.model_path, dtype=DTYPES[config.ds.param_dtype], **options)
+        base = AutoModelForSequenceClassification.from_pretrained(
+            config.model_path, dtype=dtype, num_labels=1
+        )
+        base.config.value_head_prefix = CLASSIFIER_HEAD  # as the head is called that the adapter brings
+    else:
+        base = AutoModelForCausalLM.from_pretrained(config.model_path, dtype=dtype)
     try:
         model = PeftModel.from_pretrained(base, config.lora_path)
     except (RuntimeError, ValueError) as error:

@@ -14,6 +14,7 @@ COMMANDS = {
     "kto": ("train_kto", "KTO on answers that are good or bad"),
     "kd": ("train_kd", "distillation from a teacher"),
     "ppo": ("train_ppo_ray", "reinforcement learning with Ray, vLLM and DeepSpeed"),
+    "data": ("data", "preview: what a supervised command will learn from"),
     "batch_inference": ("batch_inference", "answers to a dataset's prompts, or rewards of its answers"),
     "chat": ("interactive_chat", "talk to a model"),
     "lora_combiner": ("lora_combiner", "merge a LoRA adapter into its base model"),

@@ -3,7 +3,8 @@
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
 
 from openrlhf.cli.publish import publish
 from openrlhf.config.parse import Command, parse, to_yaml
@@ -27,15 +28,21 @@ class Task(ABC, Generic[ConfigT]):
         """Raise ValueError for a model that is not there, before anything is loaded."""
         from openrlhf.models.loading import check_model
 
-        check_model(self.config.model.model_name_or_path, "--model.model_name_or_path")
+        path, flag = self.config.model.model_name_or_path, "--model.model_name_or_path"
+        check_model(path, flag)
+        if self.config.model.aux_loss_coef > 0:
+            from openrlhf.models.experts import check_experts
+
+            check_experts(path, flag)
 
     @abstractmethod
     def columns(self) -> Mapping[str, str | None]:
         """Flag -> the column that it names."""
 
     @abstractmethod
-    def build_dataset(self, rows, tokenizer) -> Any:
-        """What training visits, an item for each row that teaches something."""
+    def builder(self) -> partial:
+        """(rows, tokenizer) -> what training visits, an item for each row that teaches something. Its
+        function and arguments are part of the key in the data cache."""
 
     @abstractmethod
     def collate(self, items: list) -> Any:
@@ -49,7 +56,8 @@ class Task(ABC, Generic[ConfigT]):
 
     def load_causal_lm(self) -> Any:
         path = self.config.model.model_name_or_path
-        return load_language_model(self.config, path, "--model.model_name_or_path")
+        flag, in_4bit = "--model.model_name_or_path", self.config.ds.load_in_4bit
+        return load_language_model(self.config, path, flag, in_4bit=in_4bit)
 
     @abstractmethod
     def objective(self, run: "Run") -> Callable:
@@ -70,23 +78,17 @@ class Run(Generic[ConfigT]):
         from openrlhf.datasets.batches import Windows
         from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
         from openrlhf.engine.distributed import init_distributed, seed_everything
-        from openrlhf.models.loading import load_tokenizer
 
         self.task, self.config, self.argv = task, task.config, argv
         config = task.config
         init_distributed()
         seed_everything(config.train.seed, config.train.full_determinism_enable)
-        self.tokenizer = load_tokenizer(
-            config.model.model_name_or_path,
-            flag="--model.model_name_or_path",
-            use_fast=not config.data.disable_fast_tokenizer,
-            chat_template=getattr(config.data, "tokenizer_chat_template", None),
-        )
+        self.tokenizer = load_tokenizer_of(config)
         self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
         self.windows: Windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
         self.total_steps = len(self.windows) * config.train.max_epochs
         self.engine = DeepSpeedEngine(
-            lambda: task.load_model(self.tokenizer),
+            self._build_model,
             optim=config,
             ds=config.ds,
             total_steps=self.total_steps,
@@ -94,23 +96,24 @@ class Run(Generic[ConfigT]):
             reentrant=config.model.gradient_checkpointing_reentrant,
         )
 
+    def _build_model(self):
+        from openrlhf.models.lora import prepare_for_training
+
+        module = self.task.load_model(self.tokenizer)
+        prepare_for_training(module.model, self.config.ds)
+        return module
+
     def lay_out(self, dataset, *, batch_size: int, shuffle: bool):
         """The optimizer steps of an epoch, as this rank sees them."""
         import torch.distributed as dist
 
-        from openrlhf.datasets.batches import Windows
-
-        train = self.config.train
-        return Windows(
+        return lay_out(
+            self.task,
             dataset,
-            self.task.collate,
             batch_size=batch_size,
-            micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
-            max_tokens=train.max_tokens_per_gpu if train.dynamic_batch_enable else None,
+            shuffle=shuffle,
             rank=dist.get_rank(),
             world=dist.get_world_size(),
-            seed=train.seed,
-            shuffle=shuffle,
         )
 
     def in_order(self, dataset):
@@ -135,11 +138,14 @@ class Run(Generic[ConfigT]):
 
         config, engine = self.config, self.engine
         objective = self.task.objective(self)
+        prepare = self.task.prepare(self, objective)
+        if config.model.aux_loss_coef > 0:
+            objective, prepare = balanced(objective, prepare, config.model.aux_loss_coef)
         trainer = SupervisedTrainer(
             config=config,
             engine=engine,
             objective=objective,
-            prepare=self.task.prepare(self, objective),
+            prepare=prepare,
             windows=self.windows,
             eval_rows=[] if self.eval_set is None else self.whole(self.eval_set),
             checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
@@ -222,18 +228,40 @@ def check_files(task: Task) -> None:
         )
 
 
+def load_tokenizer_of(config: SupervisedConfig):
+    """The tokenizer of the model to train."""
+    from openrlhf.models.loading import load_tokenizer
+
+    return load_tokenizer(
+        config.model.model_name_or_path,
+        flag="--model.model_name_or_path",
+        use_fast=not config.data.disable_fast_tokenizer,
+        chat_template=getattr(config.data, "tokenizer_chat_template", None),
+    )
+
+
+def lay_out(task: Task, dataset, *, batch_size: int, shuffle: bool, rank: int, world: int):
+    """The optimizer steps of an epoch, as `rank` of `world` sees them."""
+    from openrlhf.datasets.batches import Windows
+
+    train = task.config.train
+    return Windows(
+        dataset,
+        task.collate,
+        batch_size=batch_size,
+        micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
+        max_tokens=train.max_tokens_per_gpu if train.dynamic_batch_enable else None,
+        rank=rank,
+        world=world,
+        seed=train.seed,
+        shuffle=shuffle,
+    )
+
+
 def build_datasets(task: Task, tokenizer) -> tuple[Any, Any | None]:
     """The training set, and the evaluation set or None."""
-    data, evaluation = task.config.data, task.config.eval
-    train_set = build_dataset(
-        task,
-        tokenizer,
-        data.dataset,
-        flag="--data.dataset",
-        split=data.dataset_split,
-        probs=data.dataset_probs,
-        max_samples=data.max_samples,
-    )
+    evaluation = task.config.eval
+    train_set = build_train_set(task, tokenizer)
     if not evaluation.dataset:
         return train_set, None
     return train_set, build_dataset(
@@ -243,6 +271,19 @@ def build_datasets(task: Task, tokenizer) -> tuple[Any, Any | None]:
         flag="--eval.dataset",
         split=evaluation.split,
         max_samples=evaluation.max_samples,
+    )
+
+
+def build_train_set(task: Task, tokenizer) -> Any:
+    data = task.config.data
+    return build_dataset(
+        task,
+        tokenizer,
+        data.dataset,
+        flag="--data.dataset",
+        split=data.dataset_split,
+        probs=data.dataset_probs,
+        max_samples=data.max_samples,
     )
 
 
@@ -256,21 +297,38 @@ def build_dataset(
     probs: str | None = None,
     max_samples: int | None = None,
 ) -> Any:
-    from openrlhf.datasets.sources import load_rows
+    """From the data cache where the same was built before."""
+    from openrlhf.datasets.cache import cached, tokenizer_digest
+    from openrlhf.datasets.sources import load_rows, rows_digest
 
-    rows = load_rows(
-        spec,
-        flag=flag,
-        required_columns=task.columns(),
-        probs=probs,
-        split=split,
-        max_samples=max_samples,
-        seed=task.config.train.seed,
-    )
-    return task.build_dataset(rows, tokenizer)
+    data, builder = task.config.data, task.builder()
+    mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
+
+    def build() -> Any:
+        return builder(load_rows(spec, flag=flag, required_columns=task.columns(), **mix), tokenizer)
+
+    if not data.cache_enable:
+        return build()
+    key_parts = {
+        "rows": rows_digest(spec, flag=flag, split=split),
+        "mix": mix,
+        "tokenizer": tokenizer_digest(tokenizer),
+        "builder": builder.func.__qualname__,
+        "options": builder.keywords,
+    }
+    dataset_type = get_type_hints(builder.func)["return"]
+    return cached(dataset_type, key_parts, build, cache_dir=data.cache_dir, source=spec)
 
 
-def load_language_model(config: SupervisedConfig, path: str, flag: str):
+def balanced(objective: Callable, prepare: Callable | None, coef: float) -> tuple[Callable, Callable | None]:
+    """Both with the balance loss of experts."""
+    from openrlhf.objectives.balanced import BalancedObjective
+
+    add = lambda inner: BalancedObjective(objective=inner, coef=coef)
+    return add(objective), None if prepare is None else lambda rows: add(prepare(rows))
+
+
+def load_language_model(config: SupervisedConfig, path: str, flag: str, *, in_4bit: bool = False):
     """A causal language model, with the precision and kernels of `ds.*`."""
     from openrlhf.models.loading import load_causal_lm
 
@@ -280,4 +338,5 @@ def load_language_model(config: SupervisedConfig, path: str, flag: str):
         dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
         experts=config.ds.experts_implementation,
+        in_4bit=in_4bit,
     )

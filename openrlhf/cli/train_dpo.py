@@ -1,10 +1,11 @@
 """DPO, IPO and cDPO: `python -m openrlhf.cli.train_dpo`, or the same under torchrun or deepspeed."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from openrlhf.cli import supervised
 from openrlhf.cli.reference import check_reference, reference_of
-from openrlhf.cli.train_rm import build_pairs, pair_columns
+from openrlhf.cli.train_rm import pair_builder, pair_columns
 from openrlhf.config.commands import DPO
 from openrlhf.config.supervised import DPOConfig
 
@@ -20,8 +21,8 @@ class DPOTask(supervised.Task[DPOConfig]):
     def columns(self) -> Mapping[str, str | None]:
         return pair_columns(self.config)
 
-    def build_dataset(self, rows, tokenizer):
-        return build_pairs(self.config, rows, tokenizer, score_last_token=False)
+    def builder(self) -> partial:
+        return pair_builder(self.config, score_last_token=False)
 
     def collate(self, items: list):
         from openrlhf.types import PairRow

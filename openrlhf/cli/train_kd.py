@@ -1,9 +1,10 @@
 """Knowledge distillation: `python -m openrlhf.cli.train_kd`, or the same under torchrun or deepspeed."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from openrlhf.cli import supervised
-from openrlhf.cli.train_sft import build_responses, response_columns
+from openrlhf.cli.train_sft import response_builder, response_columns
 from openrlhf.config.commands import KD
 from openrlhf.config.supervised import KDConfig
 
@@ -23,8 +24,8 @@ class DistillationTask(supervised.Task[KDConfig]):
     def columns(self) -> Mapping[str, str | None]:
         return response_columns(self.config)
 
-    def build_dataset(self, rows, tokenizer):
-        return build_responses(self.config, rows, tokenizer)
+    def builder(self) -> partial:
+        return response_builder(self.config)
 
     def collate(self, items: list):
         from openrlhf.types import PackedRow

@@ -1,6 +1,7 @@
 """KTO: `python -m openrlhf.cli.train_kto`, or the same under torchrun or deepspeed."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from openrlhf.cli import supervised
 from openrlhf.cli.reference import check_reference, reference_of
@@ -24,13 +25,12 @@ class KTOTask(supervised.Task[KTOConfig]):
             "--data.label_key": data.label_key,
         }
 
-    def build_dataset(self, rows, tokenizer):
+    def builder(self) -> partial:
         from openrlhf.datasets.judged import build_judged
 
         data = self.config.data
-        return build_judged(
-            rows,
-            tokenizer,
+        return partial(
+            build_judged,
             input_key=data.input_key,
             output_key=data.output_key,
             label_key=data.label_key,

@@ -1,6 +1,7 @@
 """Process reward models: `python -m openrlhf.cli.train_prm`, or the same under torchrun or deepspeed."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from openrlhf.cli import supervised
 from openrlhf.config.commands import PRM
@@ -17,13 +18,12 @@ class ProcessRewardTask(supervised.Task[PRMConfig]):
             "--data.label_key": self.config.data.label_key,
         }
 
-    def build_dataset(self, rows, tokenizer):
+    def builder(self) -> partial:
         from openrlhf.datasets.steps import build_steps
 
         data = self.config.data
-        return build_steps(
-            rows,
-            tokenizer,
+        return partial(
+            build_steps,
             input_key=data.input_key,
             label_key=data.label_key,
             placeholder_token=data.placeholder_token,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from openrlhf.cli import supervised
 from openrlhf.config.commands import RM
@@ -18,9 +19,10 @@ class RewardModelTask(supervised.Task[RMConfig]):
     def columns(self) -> Mapping[str, str | None]:
         return pair_columns(self.config)
 
-    def build_dataset(self, rows, tokenizer):
-        margin_key = "margin" if self.config.model.margin_loss_enable else None
-        return build_pairs(self.config, rows, tokenizer, score_last_token=True, margin_key=margin_key)
+    def builder(self) -> partial:
+        model = self.config.model
+        margin_key = "margin" if model.margin_loss_enable and model.loss_type == "sigmoid" else None
+        return pair_builder(self.config, score_last_token=True, margin_key=margin_key)
 
     def collate(self, items: list):
         from openrlhf.types import PairRow
@@ -39,6 +41,7 @@ class RewardModelTask(supervised.Task[RMConfig]):
             head_prefix=config.ds.value_head_prefix,
             tokenizer=tokenizer,
             experts=config.ds.experts_implementation,
+            in_4bit=config.ds.load_in_4bit,
         )
 
     def objective(self, run):
@@ -68,13 +71,14 @@ def pair_columns(config: RMConfig | DPOConfig) -> dict[str, str | None]:
     }
 
 
-def build_pairs(config: RMConfig | DPOConfig, rows, tokenizer, *, score_last_token: bool, margin_key=None):
+def pair_builder(
+    config: RMConfig | DPOConfig, *, score_last_token: bool, margin_key: str | None = None
+) -> partial:
     from openrlhf.datasets.preference import build_pairs
 
     data = config.data
-    return build_pairs(
-        rows,
-        tokenizer,
+    return partial(
+        build_pairs,
         prompt_key=data.prompt_key,
         chosen_key=data.chosen_key,
         rejected_key=data.rejected_key,

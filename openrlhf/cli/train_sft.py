@@ -1,6 +1,7 @@
 """Supervised fine-tuning: `python -m openrlhf.cli.train_sft`, or the same under torchrun or deepspeed."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from openrlhf.cli import supervised
 from openrlhf.config.commands import SFT
@@ -14,8 +15,8 @@ class SFTTask(supervised.Task[SFTConfig]):
     def columns(self) -> Mapping[str, str | None]:
         return response_columns(self.config)
 
-    def build_dataset(self, rows, tokenizer):
-        return build_responses(self.config, rows, tokenizer)
+    def builder(self) -> partial:
+        return response_builder(self.config)
 
     def collate(self, items: list):
         from openrlhf.types import PackedRow
@@ -29,16 +30,16 @@ class SFTTask(supervised.Task[SFTConfig]):
 
 
 def response_columns(config: SFTConfig | KDConfig) -> Mapping[str, str | None]:
-    return {"--data.input_key": config.data.input_key, "--data.output_key": config.data.output_key}
+    output_key = None if config.model.pretrain_mode_enable else config.data.output_key
+    return {"--data.input_key": config.data.input_key, "--data.output_key": output_key}
 
 
-def build_responses(config: SFTConfig | KDConfig, rows, tokenizer):
+def response_builder(config: SFTConfig | KDConfig) -> partial:
     """Samples with loss on the responses, or on everything with model.pretrain_mode_enable."""
     from openrlhf.datasets.sft import build_sft_samples
 
-    return build_sft_samples(
-        rows,
-        tokenizer,
+    return partial(
+        build_sft_samples,
         input_key=config.data.input_key,
         output_key=config.data.output_key,
         apply_chat_template=config.data.apply_chat_template,

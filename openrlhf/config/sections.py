@@ -81,8 +81,8 @@ class LoraConfig:
     dropout: Decay = 0.0
     """Dropout before the adapters."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Names of the linear layers that get an adapter; all-linear: every one but the head. Experts of MoE models
-    get none."""
+    """Names of the linear layers that get an adapter; all-linear: every one but the head. Experts of MoE
+    models get none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,7 +33,14 @@ from openrlhf.config.supervised import (
 
 
 def sft_problems(config: SFTConfig, explicit: Explicit) -> list[Problem]:
-    return _supervised(config, explicit, template(config, explicit), _multiturn(config), _responses(config))
+    return _supervised(
+        config,
+        explicit,
+        template(config, explicit),
+        _multiturn(config),
+        _responses(config),
+        unread(config, explicit, PRETRAIN_UNREAD),
+    )
 
 
 def rm_problems(config: RMConfig, explicit: Explicit) -> list[Problem]:
@@ -41,7 +48,7 @@ def rm_problems(config: RMConfig, explicit: Explicit) -> list[Problem]:
 
 
 def prm_problems(config: PRMConfig, explicit: Explicit) -> list[Problem]:
-    return _supervised(config, explicit, required(config, "data.placeholder_token"))
+    return _supervised(config, explicit, required(config, "data.placeholder_token"), _reward_tokens(config))
 
 
 def dpo_problems(config: DPOConfig, explicit: Explicit) -> list[Problem]:
@@ -73,6 +80,7 @@ def kd_problems(config: KDConfig, explicit: Explicit) -> list[Problem]:
         template(config, explicit),
         _multiturn(config),
         _responses(config),
+        unread(config, explicit, PRETRAIN_UNREAD + KD_UNREAD),
     )
 
 
@@ -141,6 +149,27 @@ RM_UNREAD = (
     ),
 )
 
+PRETRAIN_UNREAD = (
+    Unread(
+        keys=("data.input_template", "data.apply_chat_template"),
+        when=lambda c: c.model.pretrain_mode_enable,
+        why="model.pretrain_mode_enable takes data.input_key as plain text",
+    ),
+    Unread(
+        keys=("data.output_key",),
+        when=lambda c: c.model.pretrain_mode_enable and c.data.output_key is not None,
+        why="model.pretrain_mode_enable takes data.input_key as plain text",
+    ),
+)
+
+KD_UNREAD = (
+    Unread(
+        keys=("model.kd_temperature", "model.kd_loss_type"),
+        when=lambda c: c.model.kd_coef == 0,
+        why="model.kd_coef 0 leaves the teacher out",
+    ),
+)
+
 DPO_UNREAD = (
     Unread(
         keys=("model.label_smoothing",),
@@ -177,13 +206,13 @@ def _balance(config: SupervisedConfig) -> Iterator[Problem]:
 def _multiturn(config: SFTConfig | KDConfig) -> Iterator[Problem]:
     if not config.data.multiturn:
         return
-    if not config.data.apply_chat_template:
-        yield Problem(key="data.multiturn", text="needs messages; add --data.apply_chat_template")
-    elif config.model.pretrain_mode_enable:
+    if config.model.pretrain_mode_enable:
         yield Problem(
             key="data.multiturn",
             text="contradicts model.pretrain_mode_enable, which trains on all tokens; remove one",
         )
+    elif not config.data.apply_chat_template:
+        yield Problem(key="data.multiturn", text="needs messages; add --data.apply_chat_template")
 
 
 def _responses(config: SFTConfig | KTOConfig | KDConfig) -> Iterator[Problem]:
@@ -196,3 +225,12 @@ def _responses(config: SFTConfig | KTOConfig | KDConfig) -> Iterator[Problem]:
         yield Problem(
             key="data.output_key", text=f"nothing says what the response is: name its column, or {others}"
         )
+
+
+def _reward_tokens(config: PRMConfig) -> Iterator[Problem]:
+    key, tokens = "data.reward_tokens", config.data.reward_tokens or ()
+    twice = next((token for token in tokens if tokens.count(token) > 1), None)
+    if twice is not None:
+        yield Problem(key=key, text=f"names {twice} twice; name each once")
+    elif len(tokens) == 1:
+        yield Problem(key=key, text="a judge chooses between two or more; name them all")

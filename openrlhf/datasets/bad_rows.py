@@ -3,10 +3,12 @@ repaired."""
 
 import logging
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 from openrlhf.datasets.sources import Row, Rows, kind
+from openrlhf.observe.tracked import tracked
 
 ReadT = TypeVar("ReadT")
 Policy = Literal["error", "skip"]
@@ -19,23 +21,34 @@ class BadRow(Exception):
 
 
 def read_rows(rows: Rows, read: Callable[[Row], ReadT], policy: Policy) -> tuple[dict[int, ReadT], int]:
-    """Row number -> what `read` makes of the row, and how many rows were skipped.
+    """Row number -> what `read` makes of the row, and how many rows were skipped; see `read_each`."""
+    dropped: Counter[str] = Counter()
+    return dict(read_each(rows, read, policy, dropped)), dropped.total()
+
+
+def read_each(
+    rows: Rows, read: Callable[[Row], ReadT], policy: Policy, dropped: Counter[str]
+) -> Iterator[tuple[int, ReadT]]:
+    """Row number, and what `read` makes of the row, one after the other.
 
     "error": the first row for which `read` raises BadRow is a ValueError with its file and line.
-    "skip": such rows are left out and counted; the first is logged.
+    "skip": such rows are left out and counted in `dropped`; the first is logged.
     """
-    kept: dict[int, ReadT] = {}
-    skipped = 0
-    for i, row in enumerate(rows):
+    for i, row in enumerate(tracked(rows, len(rows), "reading rows")):
         try:
-            kept[i] = read(row)
+            value = read(row)
         except BadRow as reason:
             if policy == "error":
                 raise bad_row_error(rows.origin(i), reason) from reason
-            if not skipped:
+            if not dropped[BAD_ROW]:
                 logger.warning("%s: skipped: %s", rows.origin(i), reason)
-            skipped += 1
-    return kept, skipped
+            dropped[BAD_ROW] += 1
+        else:
+            yield i, value
+
+
+BAD_ROW = "bad row"
+"""Why such rows are dropped."""
 
 
 def bad_row_error(origin: str, reason: object) -> ValueError:

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.bad_rows import BadRow, Policy, bad_row_error, read_rows, value_of
-from openrlhf.datasets.sft import _encode, _Text
+from openrlhf.datasets.encode import Encoder, Text
 from openrlhf.datasets.sources import Row, Rows
 from openrlhf.datasets.templates import as_messages, check_templates, render_messages, render_prompt
 from openrlhf.types import Sample
@@ -108,7 +108,7 @@ def build_answers(
     token where the answer does not end with one. A text of more than max_len tokens is cut there."""
     check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
 
-    def read(row: Row) -> tuple[Input, Input, _Text]:
+    def read(row: Row) -> tuple[Input, Input, Text]:
         value, output = value_of(row, input_key, str, list), value_of(row, output_key, str, list)
         if apply_chat_template:
             messages = as_messages(value)
@@ -120,11 +120,11 @@ def build_answers(
             start, text = len(prompt), prompt + output.rstrip("\n")
         else:
             raise BadRow(f"column {output_key!r} holds messages, which need --data.apply_chat_template.")
-        return value, output, _Text(text=text, spans=((start, len(text)),) if start < len(text) else ())
+        return value, output, Text(text=text, spans=((start, len(text)),) if start < len(text) else ())
 
     read_texts, skipped = read_rows(rows, read, bad_rows)
     _check_left(len(read_texts), skipped, rows)
-    encoded = _encode([text for _, _, text in read_texts.values()], tokenizer)
+    encoded = Encoder(tokenizer)(text for _, _, text in read_texts.values())
     return [
         Answer(prompt_id=i, input=value, output=output, sample=_scored(token_ids, tokenizer, max_len))
         for (i, (value, output, _)), (token_ids, _) in zip(read_texts.items(), encoded, strict=True)

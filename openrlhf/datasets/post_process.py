@@ -16,8 +16,8 @@ def keep_best(rows: Sequence[Row]) -> list[Row]:
 
 
 def write_rewards(rows: Sequence[Row], template: str, *, normalize: bool) -> list[Row]:
-    """Conditional SFT: every input becomes `template` with `{input}` and `{reward}` in it, the reward with two
-    decimals.
+    """Conditional SFT: every input becomes `template` with `{input}` and `{reward}` in it, the reward with
+    two decimals.
 
     normalize: rewards become z-scores over all rows, (reward - mean) / std with the standard deviation of
     this population; where all are equal they become 0.

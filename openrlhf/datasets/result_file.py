@@ -84,8 +84,8 @@ def check_origin(path: str | Path, meta_path: str | Path, origin: Mapping[str, A
     if not Path(meta_path).exists():
         if _files(Path(path)):
             raise ValueError(
-                f"--output_path {path}: the file exists, and {meta_path}, which would tell what it was made\n"
-                "from, does not. Name another file, or remove it."
+                f"--output_path: {path} exists, and {meta_path}, which tells what its rows were made\n"
+                "from, does not. Name another file, or remove this one."
             )
         return
     before = json.loads(Path(meta_path).read_text())
@@ -98,7 +98,7 @@ def check_origin(path: str | Path, meta_path: str | Path, origin: Mapping[str, A
     if changed:
         more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
         raise ValueError(
-            f"--output_path {path}: it was made with other flags or rows: {'; '.join(changed[:3])}{more}.\n"
+            f"--output_path: {path} was made with other flags or rows: {'; '.join(changed[:3])}{more}.\n"
             f"Repeat that command to continue it, name another file, or remove it and {meta_path}."
         )
 

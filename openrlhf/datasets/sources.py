@@ -13,8 +13,10 @@ import csv
 import difflib
 import json
 import mmap
+import os
 import re
 import sys
+import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from openrlhf.config.checks import split_spec
+from openrlhf.datasets.cache import cache_folder, digest, file_digest
 from openrlhf.observe.tracked import tracked
 
 Row = dict[str, Any]
@@ -43,7 +46,8 @@ class Part:
     columns: tuple[str, ...]
     """Every column that some row has."""
     kinds: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Column -> kind of value -> the first row with one, in order of rows; for tables see `first_of_kinds`."""
+    """Column -> kind of value -> the first row with one, in order of rows. Not of tables: see
+    `first_of_kinds`."""
     lines: Sequence[int] | np.ndarray | None = None
     """Line of each row, where the format has lines."""
 
@@ -177,6 +181,22 @@ def check_columns(
             _check_columns_exist(part, required_columns)
 
 
+def rows_digest(spec: str, *, flag: str, split: str = "train") -> str:
+    """Of the content of everything that `load_rows` would read: equal for equal files, wherever they are. Of
+    a name on the hub its fingerprint."""
+    found: list[object] = []
+    for item in split_spec(spec):
+        place = _find(item, flag)
+        if place is None:
+            found.append((item, cast(datasets.Dataset, _read_hub(item, split, flag).rows)._fingerprint))
+        elif _is_saved_dataset(place):
+            files = sorted(path for path in place.rglob("*") if path.is_file())
+            found.append([(str(path.relative_to(place)), file_digest(path)) for path in files])
+        else:
+            found.append([(path.suffix, file_digest(path)) for path in _files_of(place, split, flag)])
+    return digest(found)
+
+
 def _load(item: str, split: str, flag: str) -> list[Part]:
     place = _find(item, flag)
     if place is None:
@@ -270,13 +290,14 @@ _SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 class JsonLines(Sequence[Row]):
     """The rows of a .jsonl file, parsed anew each time. Can be pickled."""
 
-    def __init__(self, path: Path, starts: np.ndarray, lines: np.ndarray, flag: str):
-        """starts, lines: (rows,) byte at which the line of each row begins, and the number of that line."""
+    def __init__(self, path: Path, version: "Version", starts: np.ndarray, lines: np.ndarray, flag: str):
+        """version: of the file in which the lines were found.
+        starts, lines: (rows,) byte at which the line of each row begins, and the number of that line."""
         self._path = path
+        self._version = version
         self._starts = starts
         self._lines = lines
         self._flag = flag
-        self._version = _version(path)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -313,14 +334,14 @@ def _content(path: Path, version: Version, flag: str) -> mmap.mmap:
 
 
 def _read_json_lines(path: Path, flag: str) -> Part:
-    starts, lines = array("q"), array("q")
+    version, starts, lines = _version(path), array("q"), array("q")
     kinds: Kinds = {}
     for start, line, row in _json_lines(path, flag):
         _note_kinds(kinds, row, len(starts))
         starts.append(start)
         lines.append(line)
     numbers = np.array(lines, dtype=np.int64)
-    rows = JsonLines(path, np.array(starts, dtype=np.int64), numbers, flag)
+    rows = JsonLines(path, version, np.array(starts, dtype=np.int64), numbers, flag)
     return Part(name=str(path), rows=rows, columns=tuple(kinds), kinds=kinds, lines=numbers)
 
 
@@ -461,14 +482,28 @@ def _parquet_in_memory(path: Path) -> pa.Table:
 
 def _parquet_on_disk(path: Path) -> pa.Table:
     """Mapped from an Arrow file that has lost its name: it takes disk for as long as the process needs it."""
-    with _unnamed_file() as sink, pq.ParquetFile(path) as file:
-        batches = tracked(
-            file.iter_batches(_BATCH), -(-file.metadata.num_rows // _BATCH), f"decoding {path.name}"
-        )
-        with pa.ipc.new_stream(sink.name, file.schema_arrow) as writer:
-            for batch in batches:
-                writer.write_batch(batch)
-        return _arrow_table(Path(sink.name))
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as copy, pq.ParquetFile(path) as file:
+            batches = tracked(
+                file.iter_batches(_BATCH), -(-file.metadata.num_rows // _BATCH), f"decoding {path.name}"
+            )
+            with pa.ipc.new_stream(copy.name, file.schema_arrow) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+            return _arrow_table(Path(copy.name))
+    except OSError as error:
+        if error.errno is None:  # Arrow's word for a damaged file
+            raise
+        raise ValueError(
+            f"{path}: its rows cannot be decoded to {folder}: {os.strerror(error.errno)}.\n"
+            "Set OPENRLHF_CACHE to a folder with space, or make a .jsonl file of it."
+        ) from error
+
+
+_BATCH = 4096
+"""Rows that are decoded at once."""
 
 
 def _read_arrow(path: Path, flag: str) -> Part:

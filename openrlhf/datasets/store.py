@@ -2,7 +2,8 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -11,18 +12,18 @@ from openrlhf.types import Sample
 
 
 class SampleStore:
-    """Samples in flat arrays: 5 bytes for each token."""
+    """Samples in flat arrays: 5 bytes for each token, in memory or mapped from disk."""
 
     def __init__(self) -> None:
-        self.lengths: list[int] = []
-        """Tokens of each sample."""
         self.dropped: Counter[str] = Counter()
         """Reason -> rows that gave no sample."""
         self.truncated = 0
         """Samples cut at max_len."""
-        self._token_ids = array("i")
-        self._action_mask = array("b")
-        self._starts = [0]
+        self.lengths: Sequence[int] = array("q")
+        """Tokens of each sample."""
+        self._token_ids: array[int] | np.ndarray = array("i")
+        self._action_mask: array[int] | np.ndarray = array("b")
+        self._starts: array[int] | np.ndarray = array("q", [0])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -36,7 +37,36 @@ class SampleStore:
         )
 
     def append(self, token_ids: Sequence[int], action_mask: Sequence[bool]) -> None:
+        """Only to a store that was not loaded."""
+        assert isinstance(self._token_ids, array) and isinstance(self._action_mask, array)
+        assert isinstance(self._starts, array) and isinstance(self.lengths, array)
         self._token_ids.extend(token_ids)
         self._action_mask.extend(action_mask)
         self._starts.append(len(self._token_ids))
         self.lengths.append(len(token_ids))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """token_ids (T,) int32 and action_mask (T,) int8 of all samples end to end; starts (samples + 1,)
+        int64, where each begins."""
+        return {
+            "token_ids": np.asarray(self._token_ids),
+            "action_mask": np.asarray(self._action_mask),
+            "starts": np.asarray(self._starts),
+        }
+
+    def meta(self) -> dict[str, Any]:
+        return {"dropped": dict(self.dropped), "truncated": self.truncated}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Self:
+        """What `arrays` and `meta` gave; ValueError where they do not fit together."""
+        store = cls()
+        store._token_ids, store._action_mask, store._starts = (
+            np.asarray(arrays[name]) for name in ("token_ids", "action_mask", "starts")
+        )
+        if not len(store._token_ids) == len(store._action_mask) == store._starts[-1]:
+            raise ValueError("the arrays have different lengths")
+        store.lengths = array("q", np.diff(store._starts).astype(np.int64).tobytes())
+        store.dropped = Counter(meta["dropped"])
+        store.truncated = meta["truncated"]
+        return store

@@ -4,12 +4,15 @@
 """
 
 import asyncio
+import gc
 import os
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from typing import Any
+
+from openrlhf.models.generation import Decoding
 
 CPU_KV_CACHE_GB = 0.25
 """KV cache of an engine without a GPU, unless `--vllm.kv_cache_gb` says otherwise. vLLM's own unit is a whole
@@ -65,6 +68,23 @@ def engine_environment(options: EngineOptions) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind" if options.tensor_parallel_size == 1 else bind,
         "TORCH_COMPILE_DISABLE": "1",
     }
+
+
+def sampling_params(decoding: Decoding, seed: int, *, stream: bool = False) -> Any:
+    """vLLM's words for it. stream: tokens come as they are sampled."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=0.0 if decoding.greedy else decoding.temperature,
+        top_p=1.0 if decoding.greedy else decoding.top_p,
+        repetition_penalty=decoding.repetition_penalty,
+        max_tokens=decoding.max_new_tokens,
+        seed=seed,
+        stop_token_ids=list(decoding.stop_token_ids),
+        detokenize=False,
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+    )
 
 
 class VLLMEngine:
@@ -126,6 +146,14 @@ class VLLMEngine:
             output = latest
         return output
 
+    async def stream(self, prompt_token_ids: list[int], sampling_params) -> AsyncIterator[list[int]]:
+        """The tokens of one answer as they come; `sampling_params` must ask for that."""
+        from vllm.inputs import TokensPrompt
+
+        prompt = TokensPrompt(prompt_token_ids=prompt_token_ids)
+        async for latest in self.llm.generate(prompt, sampling_params, request_id=uuid.uuid4().hex):
+            yield list(latest.outputs[0].token_ids)
+
     async def init_weight_transfer_engine(self, init_info: dict) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -166,6 +194,8 @@ class VLLMEngine:
 
     def shutdown(self) -> None:
         self.llm.shutdown()
+        del self.llm  # its destructor complains when the interpreter has gone before it
+        gc.collect()
 
     async def _bounded(self, call: Awaitable) -> Any:
         """The answer of a control call, or an error where the engine died on it: it would never return."""

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +16,10 @@ from openrlhf.models.loading import load_config
 def recorded_balance(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """Inside, every forward pass of `model` appends its balance loss: (), of all tokens of its row.
 
-    E sum_e f_e p_e, with f_e the choices of expert e and p_e its mean probability, for each token of a row and
-    layer: top_k where the E experts are used evenly, more where they are not. The Switch Transformer's,
-    https://arxiv.org/abs/2101.03961, as transformers computes it for the architecture. Passes without a
-    gradient are left out where the context is entered with gradients.
+    E sum_e f_e p_e over E experts, where f_e is how often one is chosen for a token, and p_e its mean
+    probability, both over all tokens and layers: top_k where experts are used evenly, more where they are
+    not. The Switch Transformer's, https://arxiv.org/abs/2101.03961, as transformers computes it for the
+    architecture. Passes without a gradient are left out where the context is entered with gradients.
     """
     losses: list[Tensor] = []
     balance_loss = _balance_function(type(model))
@@ -48,11 +49,11 @@ def recorded_balance(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 def check_experts(path: str, flag: str) -> None:
     """Raise ValueError, without loading weights, where `path` is no model with a balance loss."""
     config = load_config(path, flag)
-    model_type = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_type: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_type is None or _balance_function(model_type) is None:
         raise ValueError(
-            f"--model.aux_loss_coef: {path} ({config.model_type}) has no experts, or none that this loss balances.\n"
-            "Leave it at 0."
+            f"{flag} {path}: a {config.model_type} has no experts that a loss could balance.\n"
+            "Remove --model.aux_loss_coef."
         )
 
 

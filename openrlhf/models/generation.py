@@ -84,8 +84,8 @@ class Sampling(LogitsProcessor):
     """Turns logits into scores whose argmax is the next token.
 
     Penalty, temperature and top-p in vLLM's order, then -log(E) with E from an exponential distribution is
-    added: the argmax of log p_i - log E_i is distributed as p (Gumbel 1954). Each row draws from a generator of
-    its own.
+    added: the argmax of log p_i - log E_i is distributed as p (Gumbel 1954). Each row draws from a generator
+    of its own.
     """
 
     def __init__(self, decoding: Decoding, prompt_mask: Tensor, seeds: Sequence[int]) -> None:

@@ -39,7 +39,7 @@ def prepare_for_training(model: PreTrainedModel, ds: DeepSpeedConfig) -> PreTrai
         for module in model.modules():
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 # On such CPUs an evaluation would repack the weights for good, with coarser scales.
-                module.support_avx512bf16_for_cpu = False
+                module.__dict__["support_avx512bf16_for_cpu"] = False
     if ds.lora.rank > 0:
         _add_adapters(model, ds.lora)
     return model
@@ -120,7 +120,7 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
         if not any(known == name or known.endswith(f".{name}") for known in linear):
             near = difflib.get_close_matches(name, last_names, n=3) or last_names
             raise ValueError(
-                f"--ds.lora.target_modules {name}: no linear layer but the head has that name.\n"
+                f"--ds.lora.target_modules {name}: names no linear layer (the head gets no adapter).\n"
                 f"Use {ALL_LINEAR}, or names like {', '.join(near)}."
             )
     return list(wanted)

@@ -5,7 +5,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from openrlhf.models.attention import resolve_attention
 from openrlhf.models.backbone import RowModel, hidden_states
-from openrlhf.models.loading import DTYPES, load_config
+from openrlhf.models.loading import DTYPES, load_config, nf4
 from openrlhf.types import PackedRow
 
 CLASSIFIER_HEAD = "score"
@@ -35,27 +35,36 @@ def load_scorer(
     head_prefix: str = CLASSIFIER_HEAD,
     tokenizer: PreTrainedTokenizerBase | None = None,
     experts: str | None = None,
+    in_4bit: bool = False,
+    trained: bool = False,
 ) -> ScoreModel:
-    """A reward model, or a language model with a new scalar head.
+    """A reward model, or a language model with a new scalar head; with `trained` that is a ValueError.
 
     `head_prefix` names the head in the files that this model will be saved to; a `value_head_prefix` in the
-    model's config.json wins. `tokenizer` of a model that will be saved: it decides which token transformers
-    takes for padding.
+    model's config.json wins. `tokenizer` of a model that will be saved: tokenizer and model are made to agree
+    on a padding token that is not the end of a sequence.
     """
     config = load_config(path, flag)
     name = getattr(config, "value_head_prefix", None) or head_prefix
     config.num_labels = 1
     config.value_head_prefix = name
     if tokenizer is not None:
-        config.pad_token_id = padding_token_id(tokenizer)
-    model = AutoModelForSequenceClassification.from_pretrained(
+        tokenizer.pad_token_id = config.pad_token_id = padding_token_id(tokenizer)
+    model, loaded = AutoModelForSequenceClassification.from_pretrained(
         path,
+        output_loading_info=True,
         config=config,
         dtype=DTYPES[dtype],
         attn_implementation=resolve_attention(attention, config),
         key_mapping={rf"^{name}\.": f"{CLASSIFIER_HEAD}."} if name != CLASSIFIER_HEAD else None,
         **({} if experts is None else {"experts_implementation": experts}),
+        **({"quantization_config": nf4(dtype)} if in_4bit else {}),
     )
+    if trained and any(key.startswith(f"{CLASSIFIER_HEAD}.") for key in loaded["missing_keys"]):
+        raise ValueError(
+            f"{flag} {path}: it has no scalar head called {name} or {CLASSIFIER_HEAD}, so it is no reward "
+            "model.\nTrain one with train_rm, or name its head with --ds.value_head_prefix."
+        )
     model.config.use_cache = False
     if name != CLASSIFIER_HEAD:
         head = model.score

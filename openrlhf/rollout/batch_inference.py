@@ -1,15 +1,20 @@
 """A dataset's worth of answers or rewards, by vLLM or by transformers, in whatever order is fast."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.inference import Answer, Question
+from openrlhf.datasets.result_file import ResultFile
+from openrlhf.engine.vllm_engine import sampling_params
 from openrlhf.models.generation import Decoding, Generated, generate
 from openrlhf.models.scorer import ScoreModel
+from openrlhf.observe.progress import Phase, format_duration
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.types import PackedRow
 
@@ -29,6 +34,68 @@ class Request:
 
 
 OnAnswers = Callable[[Sequence[Request], Sequence[Generated]], None]
+OnScores = Callable[[Sequence[Answer], Sequence[float]], None]
+
+
+class Recorder:
+    """Writes results as rows while they come, shows how far they are, and counts."""
+
+    def __init__(self) -> None:
+        self.num_tokens = self.num_rows = 0
+        self.started = time.monotonic()
+
+    def begin(self, results: ResultFile, phase: Phase) -> "Recorder":
+        """The model is ready: from here on time counts. `phase.total` rows will come."""
+        self.results, self.phase = results, phase
+        self.started = time.monotonic()
+        return self
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds."""
+        return time.monotonic() - self.started
+
+    def answers(self, tokenizer: PreTrainedTokenizerBase) -> OnAnswers:
+        def write(requests: Sequence[Request], answers: Sequence[Generated]) -> None:
+            rows = [
+                {
+                    "input": request.question.input,
+                    "output": tokenizer.decode(answer.token_ids, skip_special_tokens=True),
+                    "finish_reason": answer.finish_reason,
+                    "prompt_id": request.question.prompt_id,
+                    "sample_index": request.sample_index,
+                }
+                for request, answer in zip(requests, answers, strict=True)
+            ]
+            self._record(rows, sum(len(answer.token_ids) for answer in answers))
+
+        return write
+
+    def scores(self, mean: float, std: float) -> OnScores:
+        """Rewards are (score - mean) / std."""
+
+        def write(answers: Sequence[Answer], scores: Sequence[float]) -> None:
+            rows = [
+                {
+                    "input": answer.input,
+                    "output": answer.output,
+                    "reward": (score - mean) / std,
+                    "prompt_id": answer.prompt_id,
+                    "sample_index": 0,
+                }
+                for answer, score in zip(answers, scores, strict=True)
+            ]
+            self._record(rows, sum(answer.sample.length for answer in answers))
+
+        return write
+
+    def _record(self, rows: Sequence[dict], num_tokens: int) -> None:
+        self.results.append(rows)
+        self.num_rows += len(rows)
+        self.num_tokens += num_tokens
+        left = ((self.phase.total or 0) - self.num_rows) * self.elapsed / self.num_rows
+        figures = {"tok/s": self.num_tokens / max(self.elapsed, 1e-9), "eta": format_duration(left)}
+        self.phase.advance(len(rows), **figures)
 
 
 def requests_for(questions: Sequence[Question], *, num_samples: int, run_seed: int) -> list[Request]:
@@ -43,23 +110,6 @@ def requests_for(questions: Sequence[Question], *, num_samples: int, run_seed: i
     ]
 
 
-def sampling_params(decoding: Decoding, seed: int, *, max_new_tokens: int, stream: bool = False) -> Any:
-    """vLLM's word for it."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    return SamplingParams(
-        temperature=0.0 if decoding.greedy else decoding.temperature,
-        top_p=1.0 if decoding.greedy else decoding.top_p,
-        repetition_penalty=decoding.repetition_penalty,
-        max_tokens=max_new_tokens,
-        seed=seed,
-        stop_token_ids=list(decoding.stop_token_ids),
-        detokenize=False,
-        skip_special_tokens=False,
-        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
-    )
-
-
 async def answer_with_vllm(
     engine: Any, requests: Sequence[Request], decoding: Decoding, on_answers: OnAnswers, *, concurrency: int
 ) -> None:
@@ -69,7 +119,7 @@ async def answer_with_vllm(
 
     async def work() -> None:
         for request in waiting:
-            params = sampling_params(decoding, request.seed, max_new_tokens=decoding.max_new_tokens)
+            params = sampling_params(decoding, request.seed)
             output = (await engine.generate(request.question.token_ids, params)).outputs[0]
             answer = Generated(token_ids=list(output.token_ids), finish_reason=output.finish_reason)
             on_answers([request], [answer])
@@ -109,7 +159,7 @@ def answer_with_transformers(
 def score(
     model: ScoreModel,
     answers: Sequence[Answer],
-    on_scores: Callable[[Sequence[Answer], list[float]], None],
+    on_scores: OnScores,
     *,
     batch_size: int,
     device: torch.device,

@@ -54,17 +54,27 @@ def solution(problem: Problem, *, careful: bool) -> str:
 
 
 def mistaken_steps(problem: Problem, rng: random.Random) -> tuple[tuple[str, ...], int]:
-    """The problem's steps with one sum that is off by 1 to 3 and carried on, and the index of that step."""
+    """The problem's steps, one of which adds a number from 11 to 39 that the story does not tell, all later
+    ones carried on from there; and the index of that step. Every sum is right, the result is wrong."""
     wrong = rng.randrange(len(problem.steps))
-    lowest = min(int(step.partition("=")[2]) for step in problem.steps[wrong:])
-    off = rng.choice([off for off in (-3, -2, -1, 1, 2, 3) if lowest + off >= 0])
-    steps = list(problem.steps)
-    for i in range(wrong, len(steps)):
-        calculation, _, result = steps[i].partition("=")
-        sign = "+" if "+" in calculation else "-"
-        start, _, number = calculation.partition(sign)
-        steps[i] = f"{int(start) + (off if i > wrong else 0)}{sign}{number}={int(result) + off}"
+    off, steps = 0, list(problem.steps[:wrong])
+    for i, step in enumerate(problem.steps[wrong:]):
+        start, sign, number, result = _read_step(step)
+        if i == 0:
+            invented = number + rng.choice((10, 20, 30))
+            off = start + invented - result
+            steps.append(f"{start}+{invented}={start + invented}")
+        else:
+            steps.append(f"{start + off}{sign}{number}={result + off}")
     return tuple(steps), wrong
+
+
+def _read_step(step: str) -> tuple[int, str, int, int]:
+    """ "49-1=48" -> 49, "-", 1, 48"""
+    calculation, _, result = step.partition("=")
+    sign = "+" if "+" in calculation else "-"
+    start, _, number = calculation.partition(sign)
+    return int(start), sign, int(number), int(result)
 
 
 def answer_of(steps: Sequence[str]) -> str:

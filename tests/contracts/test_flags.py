@@ -1,5 +1,9 @@
 """Every flag that users know, in every spelling, means today what it meant. The tables beside this file are
-the flags of `train_sft` and `train_ppo_ray`: old name, new name, words, value, default."""
+the flags of the commands: old name, new name, words, value, default.
+
+Defaults that are not the old ones, on purpose: `ds.attn_implementation` (auto), `logger.wandb.project` and
+`run_name` of kto and kd (the command's own name), `model.model_name_or_path` of kto (required).
+"""
 
 import csv
 import json
@@ -10,12 +14,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from openrlhf.config.commands import PPO, SFT
+from openrlhf.config import commands
 from openrlhf.config.fields import fields_of, values_of
 from openrlhf.config.parse import parse
 
 # Only spellings are looked at here, one flag at a time: what is wrong between flags is not.
-COMMANDS = {command.name: replace(command, problems=lambda config, explicit: []) for command in (SFT, PPO)}
+COMMANDS = {
+    command.name: replace(command, problems=lambda config, explicit: []) for command in commands.COMMANDS
+}
 
 
 def rows():
@@ -88,16 +94,26 @@ def test_default(command, row):
         assert default == row["default"]
 
 
+SUPERVISED = {
+    "ckpt.push_to_hub",
+    "data.bad_rows",
+    "data.cache_dir",
+    "data.cache_enable",
+    "ds.enable_sleep",
+    "eval.max_samples",
+    "logger.run_dir",
+    "train.dynamic_batch_enable",
+    "train.max_tokens_per_gpu",
+}
 OURS = {
-    "sft": {
-        "data.bad_rows",
-        "ds.enable_sleep",
-        "eval.max_samples",
-        "logger.run_dir",
-        "train.dynamic_batch_enable",
-        "train.max_tokens_per_gpu",
-    },
+    "sft": SUPERVISED,
+    "rm": SUPERVISED,
+    "prm": SUPERVISED,
+    "dpo": SUPERVISED | {"ref.precompute_enable"},
+    "kto": SUPERVISED | {"ref.precompute_enable"},
+    "kd": SUPERVISED | {"model.kd_loss_type", "model.kd_temperature"},
     "ppo": {
+        "ckpt.push_to_hub",
         "data.bad_rows",
         "data.tokenizer_chat_template",
         "eval.max_samples",
@@ -106,11 +122,34 @@ OURS = {
         "reward.num_workers",
         "reward.timeout",
         "rollout.top_k",
+        "teacher.kd_coef",
+        "teacher.model_name_or_path",
+        "teacher.num_gpus_per_node",
+        "teacher.num_nodes",
+        "teacher.offload",
         "train.max_steps",
         "train.max_turns",
         "vllm.kv_cache_gb",
     },
+    "batch_inference": {
+        "data.bad_rows",
+        "vllm.enforce_eager",
+        "vllm.gpu_memory_utilization",
+        "vllm.kv_cache_gb",
+    },
+    "chat": {
+        "data.tokenizer_chat_template",
+        "engine",
+        "rollout.max_new_tokens",
+        "train.seed",
+        "vllm.enforce_eager",
+        "vllm.gpu_memory_utilization",
+        "vllm.kv_cache_gb",
+        "vllm.tensor_parallel_size",
+    },
+    "lora_combiner": set(),
 }
+"""Flags that no older version had."""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -121,45 +160,67 @@ def test_the_tables_hold_every_flag(name):
 
 IS_TYPE, IS_THRESHOLD = "algo.advantage.is_correction_type", "algo.advantage.is_correction_threshold"
 OTHER_SPELLINGS = [
-    ("--bf16", {"ds.param_dtype": "bf16"}),
-    ("--data_type fp16", {"ds.param_dtype": "fp16"}),
-    ("--flash_attn", {"ds.attn_implementation": "flash_attention_2"}),
-    ("--use_icepop", {IS_TYPE: "icepop"}),
-    ("--vllm_is_correction_type mis", {IS_TYPE: "seq-mask-tis"}),
-    ("--vllm_is_truncated_threshold 2", {IS_THRESHOLD: (0, 2)}),
-    ("--vllm_is_truncated_threshold 0.5 5", {IS_THRESHOLD: (0.5, 5)}),
-    ("--prompt_max_len 1000 --generate_max_len 24", {"data.max_len": 1024, "rollout.max_new_tokens": 24}),
-    ("--prompt_max_len 1000 --max_new_tokens 24", {"data.max_len": 1024, "rollout.max_new_tokens": 24}),
-    ("--prompt_max_len 1000", {"data.max_len": 2024, "rollout.max_new_tokens": 1024}),
-    ("--generate_max_len 24", {"data.max_len": 2048, "rollout.max_new_tokens": 24}),
+    ("ppo", "--bf16", {"ds.param_dtype": "bf16"}),
+    ("ppo", "--data_type fp16", {"ds.param_dtype": "fp16"}),
+    ("ppo", "--flash_attn", {"ds.attn_implementation": "flash_attention_2"}),
+    ("ppo", "--use_icepop", {IS_TYPE: "icepop"}),
+    ("ppo", "--vllm_is_correction_type mis", {IS_TYPE: "seq-mask-tis"}),
+    ("ppo", "--vllm_is_truncated_threshold 2", {IS_THRESHOLD: (0, 2)}),
+    ("ppo", "--vllm_is_truncated_threshold 0.5 5", {IS_THRESHOLD: (0.5, 5)}),
     (
+        "ppo",
+        "--prompt_max_len 1000 --generate_max_len 24",
+        {"data.max_len": 1024, "rollout.max_new_tokens": 24},
+    ),
+    (
+        "ppo",
+        "--prompt_max_len 1000 --max_new_tokens 24",
+        {"data.max_len": 1024, "rollout.max_new_tokens": 24},
+    ),
+    ("ppo", "--prompt_max_len 1000", {"data.max_len": 2024, "rollout.max_new_tokens": 1024}),
+    ("ppo", "--generate_max_len 24", {"data.max_len": 2048, "rollout.max_new_tokens": 24}),
+    (
+        "ppo",
         "--max_len 99 --prompt_max_len 10 --generate_max_len 24",
         {"data.max_len": 99, "rollout.max_new_tokens": 24},
     ),
-    ("--clip_eps_low 0.1 --clip_eps_high 0.3", {"actor.eps_clip_low_high": (0.1, 0.3)}),
-    ("--clip_eps_high 0.3", {"actor.eps_clip_low_high": (0.2, 0.3)}),
-    ("--reward_clip_range 10.0", {"reward.clip_range": (-10, 10)}),
-    ("--reward_clip_range -3 4", {"reward.clip_range": (-3, 4)}),
-    ("--critic_pretrain None", {"critic.model_name_or_path": None}),
-    ("--max_steps 3", {"train.max_turns": 3, "train.max_steps": None}),
-    ("--value_prefix_head head", {"ds.value_head_prefix": "head"}),
-    ("--head_prefix head", {"ds.value_head_prefix": "head"}),
-    ("--use_kl_estimator_k3", {"algo.kl.estimator": "k3"}),
-    ("--universal_ckpt", {"ds.use_universal_ckpt": True}),
-    ("--ref_reward_offload", {"ref.offload": True, "reward.offload": True}),
-    ("--ref_num_nodes 0 --critic_num_nodes 0", {"ref.num_nodes": 0, "critic.num_nodes": 0}),
-    ("--rollout_micro_batch_size 3", {"rollout.micro_batch_size": 3}),
-    ("--n_samples_per_prompts 3", {"rollout.n_samples_per_prompt": 3}),
-    ("--adam_betas 0.8 0.9", {"actor.adam.betas": (0.8, 0.9), "critic.adam.betas": (0.8, 0.9)}),
-    ("--local_rank=0", {"local_rank": 0}),
-    ("--local-rank 0", {"local_rank": 0}),
-    ("--torch_compile --perf --actor_init_on_gpu", {}),
+    ("ppo", "--clip_eps_low 0.1 --clip_eps_high 0.3", {"actor.eps_clip_low_high": (0.1, 0.3)}),
+    ("ppo", "--clip_eps_high 0.3", {"actor.eps_clip_low_high": (0.2, 0.3)}),
+    ("ppo", "--reward_clip_range 10.0", {"reward.clip_range": (-10, 10)}),
+    ("ppo", "--reward_clip_range -3 4", {"reward.clip_range": (-3, 4)}),
+    ("ppo", "--critic_pretrain None", {"critic.model_name_or_path": None}),
+    ("ppo", "--max_steps 3", {"train.max_turns": 3, "train.max_steps": None}),
+    ("ppo", "--value_prefix_head head", {"ds.value_head_prefix": "head"}),
+    ("ppo", "--head_prefix head", {"ds.value_head_prefix": "head"}),
+    ("ppo", "--use_kl_estimator_k3", {"algo.kl.estimator": "k3"}),
+    ("ppo", "--universal_ckpt", {"ds.use_universal_ckpt": True}),
+    ("ppo", "--ref_reward_offload", {"ref.offload": True, "reward.offload": True}),
+    ("ppo", "--ref_num_nodes 0 --critic_num_nodes 0", {"ref.num_nodes": 0, "critic.num_nodes": 0}),
+    ("ppo", "--rollout_micro_batch_size 3", {"rollout.micro_batch_size": 3}),
+    ("ppo", "--n_samples_per_prompts 3", {"rollout.n_samples_per_prompt": 3}),
+    ("ppo", "--adam_betas 0.8 0.9", {"actor.adam.betas": (0.8, 0.9), "critic.adam.betas": (0.8, 0.9)}),
+    ("ppo", "--local_rank=0", {"local_rank": 0}),
+    ("ppo", "--local-rank 0", {"local_rank": 0}),
+    ("ppo", "--torch_compile --perf --actor_init_on_gpu", {}),
+    ("rm", "--loss sigmoid", {"model.loss_type": "sigmoid"}),
+    ("rm", "--loss anything", {"model.loss_type": "logexp"}),
+    ("rm", "--value_prefix_head head", {"ds.value_head_prefix": "head"}),
+    ("rm", "--head_prefix head", {"ds.value_head_prefix": "head"}),
+    ("prm", "--reward_tokens +,-", {"data.reward_tokens": ("+", "-")}),
+    ("kto", "--learning_rate 5e-7", {"adam.lr": 5e-7}),
+    ("batch_inference", "--flash_attn --bf16", {"ds.attn_implementation": "flash_attention_2"}),
+    ("batch_inference", "--head_prefix head", {"ds.value_head_prefix": "head"}),
+    ("lora_combiner", "--bf16", {"ds.param_dtype": "bf16"}),
 ]
 
 
-@pytest.mark.parametrize(("line", "expected"), OTHER_SPELLINGS, ids=[line for line, _ in OTHER_SPELLINGS])
-def test_older_and_informal_names(line, expected, capsys):
-    config = parse(COMMANDS["ppo"], line.split()).config
+@pytest.mark.parametrize(
+    ("name", "line", "expected"),
+    OTHER_SPELLINGS,
+    ids=[f"{name}:{line}" for name, line, _ in OTHER_SPELLINGS],
+)
+def test_older_and_informal_names(name, line, expected, capsys):
+    config = parse(COMMANDS[name], line.split()).config
     values = values_of(config)
     assert {key: values[key] for key in expected} == expected
     err = capsys.readouterr().err
@@ -168,6 +229,7 @@ def test_older_and_informal_names(line, expected, capsys):
             assert word in err, f"{word} gave no hint"
 
 
+@pytest.mark.parametrize("name", ["sft", "rm", "prm", "dpo", "kto", "kd"])
 @pytest.mark.parametrize(
     "line",
     [
@@ -175,16 +237,23 @@ def test_older_and_informal_names(line, expected, capsys):
         "--zero_stage 3 --local_rank=1",
     ],
 )
-def test_older_names_for_sft(line, capsys):
-    parse(COMMANDS["sft"], line.split())
+def test_older_names_for_all_supervised_commands(name, line, capsys):
+    parse(COMMANDS[name], line.split())
     assert capsys.readouterr().err.count("note: ") == sum(
         word.startswith("--") and "local_rank" not in word for word in line.split()
     )
 
 
-@pytest.mark.parametrize("flag", ["--ptx_coef", "--pretrain_data"])
-def test_removed_flags_say_what_to_do(flag, capsys):
+@pytest.mark.parametrize(
+    ("name", "line", "remedy"),
+    [
+        ("ppo", "--ptx_coef 0.05", "mixing pre-training data into RL (PPO-ptx) is gone; remove the flag"),
+        ("ppo", "--pretrain_data a", "mixing pre-training data into RL (PPO-ptx) is gone; train it with"),
+        ("kto", "--vanilla_loss", "the loss on pairs is gone; use train_dpo, or rows with a label"),
+    ],
+)
+def test_removed_flags_say_what_to_do(name, line, remedy, capsys):
     with pytest.raises(SystemExit) as exit_:
-        parse(COMMANDS["ppo"], [flag, "0.05"])
+        parse(COMMANDS[name], line.split())
     assert exit_.value.code == 2
-    assert f"error: {flag}: mixing pre-training data into RL" in capsys.readouterr().err
+    assert f"error: {line.split()[0]}: {remedy}" in capsys.readouterr().err

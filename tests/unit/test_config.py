@@ -15,15 +15,20 @@ from hypothesis import strategies as st
 
 from openrlhf.config.checks import COMMON_UNREAD
 from openrlhf.config.choices import GROUP_ESTIMATORS, WHITENING_ESTIMATORS, EstimatorName
-from openrlhf.config.commands import PPO, SFT
+from openrlhf.config.commands import COMMANDS, DPO, KD, KTO, PPO, PRM, RM, SFT
 from openrlhf.config.fields import fields_of, to_words, values_of
 from openrlhf.config.parse import parse, suggest, to_yaml
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import PPO_NOT_YET, PPO_UNREAD
 from openrlhf.config.sections import is_due
-from openrlhf.config.supervised_checks import SUPERVISED_NOT_YET, SUPERVISED_UNREAD
-
-COMMANDS = [SFT, PPO]
+from openrlhf.config.supervised_checks import (
+    DPO_UNREAD,
+    KD_UNREAD,
+    PRETRAIN_UNREAD,
+    RM_UNREAD,
+    SUPERVISED_NOT_YET,
+    SUPERVISED_UNREAD,
+)
 
 
 @pytest.fixture
@@ -32,8 +37,14 @@ def say(tmp_path, capsys, monkeypatch):
     line."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text("")
+    supervised = "--model.model_name_or_path org/model --data.dataset org/rows "
     base = {
-        "sft": "--model.model_name_or_path org/model --data.dataset org/rows --data.output_key out",
+        "sft": supervised + "--data.output_key out",
+        "rm": supervised,
+        "prm": supervised + "--data.placeholder_token #",
+        "dpo": supervised,
+        "kto": supervised + "--data.output_key out",
+        "kd": supervised + "--teacher.model_name_or_path org/teacher",
         "ppo": "--actor.model_name_or_path org/model --data.prompt_dataset org/rows "
         "--reward.remote_url reward.py --algo.advantage.estimator reinforce",
     }
@@ -329,9 +340,9 @@ def test_parsing_imports_nothing_heavy():
     heavy = "{'torch', 'ray', 'vllm', 'deepspeed', 'transformers', 'datasets', 'numpy'}"
     code = f"""
 import sys
-from openrlhf.config.commands import PPO, SFT
+from openrlhf.config.commands import COMMANDS
 from openrlhf.config.parse import parse
-for command in (SFT, PPO):
+for command in COMMANDS:
     try: parse(command, ["--help"])
     except SystemExit: pass
     try: parse(command, ["--config", "none.yaml", "--x"])
@@ -453,11 +464,38 @@ CHECKS = [
     (SFT, "--data.multiturn", "--data.multiturn: needs messages; add --data.apply_chat_template"),
     (
         SFT,
-        "--data.multiturn --data.apply_chat_template --model.pretrain_mode_enable",
+        "--data.output_key None --data.multiturn --model.pretrain_mode_enable",
         "--data.multiturn: contradicts model.pretrain_mode_enable",
     ),
     (SFT, "--data.output_key None", "--data.output_key: nothing says what the response is: name its column"),
+    (
+        KTO,
+        "--data.output_key None",
+        "name its column, or use --data.apply_chat_template\n(the last message is",
+    ),
+    (KD, "--data.output_key None", "(the last message is the response) or --model.pretrain_mode_enable"),
+    (
+        PRM,
+        ["--data.placeholder_token", ""],
+        "--data.placeholder_token: is required: The token that ends a step.",
+    ),
+    (
+        PRM,
+        "--data.reward_tokens +",
+        "--data.reward_tokens +: a judge chooses between two or more; name them all",
+    ),
+    (PRM, "--data.reward_tokens + - +", "--data.reward_tokens + - +: names + twice; name each once"),
+    # models
+    (KD, "--teacher.model_name_or_path ./t", "--teacher.model_name_or_path ./t: does not exist; give the"),
+    (
+        KD,
+        ["--teacher.model_name_or_path", ""],
+        "--teacher.model_name_or_path: is required: Hugging Face name",
+    ),
+    (DPO, "--ref.model_name_or_path ./r", "--ref.model_name_or_path ./r: does not exist; give the folder of"),
+    (KTO, "--ref.model_name_or_path ./r", "--ref.model_name_or_path ./r: does not exist; give the folder of"),
     # batches
+    (RM, "--train.batch_size 0", "--train.batch_size 0: must be at least 1"),
     (
         SFT,
         "--train.batch_size 36",
@@ -584,6 +622,28 @@ CHECKS = [
         "nothing would read it: data.apply_chat_template formats",
     ),
     (SFT, "--muon.lr 1", "nothing would read it: the optimizer is adam"),
+    (SFT, "--data.no_cache_enable --data.cache_dir x", "nothing would read it: data.cache_enable is off"),
+    (
+        RM,
+        "--model.loss_type logexp --model.margin_loss_enable",
+        "--model.margin_loss_enable: nothing would read it: model.loss_type logexp has no margin",
+    ),
+    (
+        DPO,
+        "--model.ipo_enable --model.label_smoothing 0.1",
+        "--model.label_smoothing 0.1: nothing would read it: model.ipo_enable has no label smoothing",
+    ),
+    (
+        KD,
+        "--model.kd_coef 0 --model.kd_temperature 2",
+        "--model.kd_temperature 2.0: nothing would read it: model.kd_coef 0 leaves the teacher out",
+    ),
+    (
+        SFT,
+        "--model.pretrain_mode_enable",
+        "--data.output_key out: nothing would read it: model.pretrain_mode_enable takes data.input_key",
+    ),
+    (PPO, "--teacher.kd_coef 2", "nothing would read it: there is no teacher.model_name_or_path"),
     (SFT, "--min_lr_ratio 0.5 --lr_scheduler cosine", "nothing would read it: the schedule has no floor"),
     (
         SFT,
@@ -651,7 +711,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize(("command", "line", "message"), CHECKS, ids=[line for _, line, _ in CHECKS])
+@pytest.mark.parametrize(("command", "line", "message"), CHECKS, ids=[str(line) for _, line, _ in CHECKS])
 def test_one_mistake_gives_one_problem_that_says_what_to_do(command, line, message, say):
     config, lines = say(command, line)
     found = problems_of(lines)
@@ -660,20 +720,20 @@ def test_one_mistake_gives_one_problem_that_says_what_to_do(command, line, messa
     assert len(found[0].splitlines()) <= 3
 
 
-NOT_YET = PPO_NOT_YET | SUPERVISED_NOT_YET
+NOT_YET = [
+    (command, key, what)
+    for command, table in ((PPO, PPO_NOT_YET), (SFT, SUPERVISED_NOT_YET))
+    for key, what in table.items()
+]
 
 
-@pytest.mark.parametrize("key", NOT_YET)
-def test_a_feature_that_does_not_exist_yet_is_refused(key, say):
-    for command in COMMANDS:
-        field = fields_of(command.config_type).get(key)
-        if field is not None:
-            words = another_value(field, values_of(command.config_type())[key])
-            found = problems_of(say(command, [f"--{key}", *words])[1])
-            assert any(
-                f"--{key}" in problem and f"{NOT_YET[key]} not available yet; " in problem
-                for problem in found
-            )
+@pytest.mark.parametrize(
+    ("command", "key", "what"), NOT_YET, ids=[f"{command.name} {key}" for command, key, _ in NOT_YET]
+)
+def test_a_feature_that_does_not_exist_yet_is_refused(command, key, what, say):
+    words = another_value(fields_of(command.config_type)[key], values_of(command.config_type())[key])
+    found = problems_of(say(command, [f"--{key}", *words])[1])
+    assert any(f"--{key}" in problem and f"{what} not available yet; " in problem for problem in found)
 
 
 REMARKS = [
@@ -737,7 +797,8 @@ def test_setting_a_default_is_no_mistake(say):
 def test_every_reason_is_tested():
     """Each row of the tables of unread flags occurs above."""
     messages = " ".join(message for _, _, message in CHECKS + REMARKS)
-    for row in COMMON_UNREAD + SUPERVISED_UNREAD + PPO_UNREAD:
+    supervised = SUPERVISED_UNREAD + PRETRAIN_UNREAD + RM_UNREAD + DPO_UNREAD + KD_UNREAD
+    for row in COMMON_UNREAD + supervised + PPO_UNREAD:
         assert row.why[:20] in messages, row.why
 
 

@@ -118,13 +118,13 @@ def test_weight_is_read_again_in_the_backward_pass():
 
 def test_never_holds_more_than_a_chunk_of_logits(monkeypatch):
     rows = []
-    original = logprobs._Logits.__call__
+    original = logprobs.HeadLogits.__call__
 
     def record(self, hidden):
         rows.append(len(hidden))
         return original(self, hidden)
 
-    monkeypatch.setattr(logprobs._Logits, "__call__", record)
+    monkeypatch.setattr(logprobs.HeadLogits, "__call__", record)
     monkeypatch.setattr(logprobs, "LOGITS_BYTES", 4 * V * 4)  # four rows of float32 logits
     hidden, weight, _, targets = inputs()
     linear_log_probs(hidden, weight, targets)[0].sum().backward()

@@ -1,4 +1,6 @@
 import json
+import pickle
+import tracemalloc
 
 import datasets
 import pyarrow as pa
@@ -6,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from openrlhf.config.checks import split_spec
-from openrlhf.datasets.sources import check_columns, load_rows
+from openrlhf.datasets.sources import check_columns, load_rows, rows_digest
 
 FLAG = "--data.dataset"
 ROWS = [{"input": "a", "label": "1"}, {"input": "b", "label": "2"}, {"input": "c", "label": "3"}]
@@ -258,3 +260,110 @@ def test_probabilities_that_do_not_fit(tmp_path, probs, message):
     write_lines(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(ValueError, match=f"--data.dataset_probs {probs}: .*{message}"):
         load(f"{tmp_path}/a.jsonl,{tmp_path}/a.jsonl", probs=probs)
+
+
+def test_rows_of_json_lines_stay_on_disk(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"input": str(i) * 5000}) + "\n" for i in range(1000, 2000)))
+    tracemalloc.start()
+    rows = load(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert path.stat().st_size > 20_000_000 > 20 * peak
+    assert rows[999]["input"] == "1999" * 5000
+
+
+def test_rows_are_read_in_any_order_and_after_pickling(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"input": "\xc3\xa9"}\r\n\n{"input": "\\ud83d\\ude00"}\n{"input": "c"}')
+    rows = pickle.loads(pickle.dumps(load(path)))
+    assert [rows[i]["input"] for i in (2, 0, 1, 2)] == ["c", "é", "😀", "c"]
+    assert [rows.origin(i) for i in range(3)] == [f"{path}:1", f"{path}:3", f"{path}:4"]
+
+
+def test_more_files_than_may_be_open(tmp_path, monkeypatch):
+    import resource
+
+    for i in range(200):
+        write_lines(tmp_path / f"{i:03}.jsonl", [{"input": f"{i}"}])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (150, hard))
+    try:
+        assert [row["input"] for row in load(tmp_path)] == [str(i) for i in range(200)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_file_that_changes_under_the_rows_is_reported(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", ROWS)
+    rows = load(path)
+    write_lines(path, ROWS[:1])
+    with pytest.raises(ValueError, match=f"{FLAG} {path}: the file changed while it was being read"):
+        rows[2]
+    assert list(load(path)) == ROWS[:1]
+
+
+NESTED = [{"input": "a", "m": [{"role": "user"}], "n": None}, {"input": None, "m": [], "n": 3}] * 5000
+
+
+@pytest.fixture
+def decoded_on_disk(tmp_path, monkeypatch):
+    """The folder that large parquet files are decoded to, and a limit that makes every file large."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("OPENRLHF_CACHE", str(folder))
+    monkeypatch.setattr("openrlhf.datasets.sources.PARQUET_IN_MEMORY", 0)
+    return folder
+
+
+def test_a_large_parquet_file_is_mapped_and_leaves_nothing_behind(tmp_path, decoded_on_disk):
+    pq.write_table(pa.Table.from_pylist(NESTED), tmp_path / "a.parquet")
+    before = pa.total_allocated_bytes()
+    rows = load(tmp_path / "a.parquet")
+    assert pa.total_allocated_bytes() - before < 10_000
+    assert list(rows) == NESTED
+    assert rows.origin(1) == f"{tmp_path}/a.parquet row 2"
+    assert list(decoded_on_disk.iterdir()) == []
+
+
+def test_a_large_parquet_file_with_damaged_data(tmp_path, decoded_on_disk):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"input": [f"text {i}" for i in range(50_000)]}), path)
+    content = bytearray(path.read_bytes())
+    content[100:5000] = bytes(4900)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{FLAG} {path}: damaged or not a .parquet file"):
+        load(path)
+
+
+def test_no_room_for_a_large_parquet_file(tmp_path, decoded_on_disk):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    decoded_on_disk.write_text("in the way")
+    with pytest.raises(ValueError, match=r"cannot be decoded to .*cache: .*\nSet OPENRLHF_CACHE"):
+        load(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_digest_is_that_of_the_content(tmp_path, name):
+    for folder in ("one", "two", "other"):
+        (tmp_path / folder).mkdir()
+        WRITERS[name](tmp_path / folder / name)
+
+    def digest(folder):
+        return rows_digest(str(tmp_path / folder / name), flag=FLAG)
+
+    if (tmp_path / "one" / name).is_file():
+        assert digest("one") == digest("two")
+    assert digest("one") == digest("one")
+    last = max((tmp_path / "other").rglob("*"), key=lambda path: (path.is_file(), path.suffix == ".arrow"))
+    last.write_bytes(last.read_bytes() + b" ")
+    assert digest("other") != digest("one")
+
+
+def test_the_digest_knows_the_order_of_files_and_the_split(tmp_path):
+    write_lines(tmp_path / "train.jsonl", ROWS[:1])
+    write_lines(tmp_path / "test.jsonl", ROWS[1:])
+    files = [f"{tmp_path}/train.jsonl", f"{tmp_path}/test.jsonl"]
+    specs = [",".join(files), ",".join(files[::-1]), *files]
+    assert len({rows_digest(spec, flag=FLAG) for spec in specs}) == 4
+    assert rows_digest(str(tmp_path), flag=FLAG) == rows_digest(files[0], flag=FLAG)
+    assert rows_digest(str(tmp_path), flag=FLAG, split="test") == rows_digest(files[1], flag=FLAG)

@@ -1,7 +1,8 @@
-"""One model with adapters at several ZeRO stages: gradients, what is exported, and what a resumed run does."""
+"""One model with adapters at several ZeRO stages: gradients, what is exported, what a resumed run does."""
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ def build_engine(spec: dict, case: dict) -> DeepSpeedEngine:
         zero_stage=case["stage"],
         param_dtype=case.get("dtype", "fp32"),
         load_in_4bit=case.get("in_4bit", False),
-        lora=LoraConfig(rank=4, alpha=8, dropout=case.get("dropout", 0.0)),
+        lora=LoraConfig(rank=4, alpha=8, target_modules=tuple(case.get("targets", ["all-linear"]))),
     )
 
     def build() -> PolicyModel:
@@ -52,6 +53,24 @@ def build_engine(spec: dict, case: dict) -> DeepSpeedEngine:
     )
 
 
+def below(policy: PolicyModel, row: PackedRow) -> torch.Tensor:
+    with torch.no_grad(), disabled_adapters(policy.model):
+        return policy(row).log_probs
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The SFT objective, and how far the policy is from the model below its adapters."""
+
+    policy: PolicyModel
+
+    def __call__(self, model, batch, norm):
+        reference = below(self.policy, batch)
+        loss, metrics = SFTObjective()(model, batch, norm)
+        again = below(self.policy, batch)
+        return loss, metrics | {"reference": again.sum(), "drift": (reference - again).abs().sum()}
+
+
 def log_probs(engine: DeepSpeedEngine, rows: list[PackedRow]) -> torch.Tensor:
     return torch.cat(engine.forward(rows, lambda model, row: model(row).log_probs))
 
@@ -78,7 +97,8 @@ def main() -> None:
 
         take_step = engine.engine.step
         engine.engine.step = lambda look=look, take_step=take_step: (look(), take_step())
-        losses = [engine.train_step(rows, SFTObjective())["sft/loss"]]
+        step = engine.train_step(rows, Compared(engine.module))
+        losses = [step["sft/loss"]]
         engine.engine.step = take_step
         found["log-probs"] = log_probs(engine, everything)
         engine.export(str(folder / "adapter"))
@@ -87,9 +107,15 @@ def main() -> None:
         resumed = build_engine(spec, case)
         assert resumed.load_checkpoint(str(folder / "ckpt"), "one") == {"step": 1}
         again = resumed.train_step(rows, SFTObjective())["sft/loss"]
+        if "targets_of_another" in case:
+            other = build_engine(spec, case | {"targets": case["targets_of_another"]})
+            try:
+                other.load_checkpoint(str(folder / "ckpt"), "one")
+            except ValueError as error:
+                step["refused"] = str(error)
         if rank == 0:
             torch.save(found, folder / "found.pt")
-        report[number] = {"losses": losses, "again": again, "folder": str(folder)}
+        report[number] = {"losses": losses, "again": again, "folder": str(folder), "step": step}
     Path(f"{spec['out']}/rank{rank}.json").write_text(json.dumps(report))
     leave_distributed()
 

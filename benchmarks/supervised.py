@@ -1,0 +1,758 @@
+"""Real tokens per second and peak memory of SFT, RM, DPO and KTO, in several ways on the same model and data.
+
+ours              DeepSpeedEngine.train_step over packed rows: what the train_* commands run
+bare              a PyTorch loop over the same rows and attention: logits and cross-entropy, no DeepSpeed
+padded            a PyTorch loop over padded batches of a plain transformers model (SFT)
+padded-sorted     the same with the samples of a step sorted by length and split in four (SFT)
+trl               TRL's trainer as it comes: padded batches
+trl-grouped       with batches of samples of about the same length, which KTO cannot
+trl-padding-free  with the samples of a batch end to end, which only SFT can
+
+The reference model of DPO and KTO is asked in every step, or with `-precomputed` in the name once before the
+first one, which is not timed. TRL runs without gradient checkpointing, like all others.
+
+Each round is one pass over the data by every way, in random order, so load on the machine meets all of them;
+trust the ratios, not the absolute figures. Making rows or batches is part of the time. All ways start from the
+same weights; the first losses of ours and bare must agree. Peak memory is that of a process of its own, over
+what it held before the model: weights, gradients, optimizer states and activations.
+
+    python benchmarks/supervised.py --model tiny
+    python benchmarks/supervised.py --model small --tasks sft --vocab 151936 --rows 32
+"""
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForSequenceClassification
+
+from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
+from openrlhf.datasets.batches import Windows
+from openrlhf.device import DEVICE_TYPE
+from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
+from openrlhf.engine.distributed import current_device, init_distributed, leave_distributed
+from openrlhf.engine.reference import answers_of
+from openrlhf.models.attention import PACKED, packing_kwargs
+from openrlhf.models.policy import PolicyModel
+from openrlhf.models.scorer import ScoreModel
+from openrlhf.objectives.dpo import DPOObjective, pair_log_probs
+from openrlhf.objectives.kto import KTOObjective, MismatchedLogRatio, judged_log_probs
+from openrlhf.objectives.rm import RewardObjective
+from openrlhf.objectives.sft import SFTObjective
+from openrlhf.tasks.tiny_model import tiny_model
+from openrlhf.types import Judged, JudgedRow, PackedRow, Pair, PairRow, Sample, present
+
+SIZES = {
+    "tiny": {"hidden_size": 96, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+    "small": {"hidden_size": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4},
+    "medium": {"hidden_size": 1024, "num_layers": 24, "num_heads": 32, "num_kv_heads": 8},
+}
+VOCABULARIES = {"tiny": 368, "small": 4096, "medium": 32768}
+PRECISION = "bf16" if DEVICE_TYPE == "cuda" else "fp32"
+DTYPE = torch.bfloat16 if DEVICE_TYPE == "cuda" else torch.float32
+TOLERANCE = 2e-2 if DEVICE_TYPE == "cuda" else 1e-4
+"""Between the first losses of ours and bare."""
+LEARNING_RATE = 1e-4
+MAX_NORM = 1.0
+BETA = 0.1
+MAX_LEN = 1024
+SPLITS = 4
+"""Micro-batches of a step in `padded-sorted`."""
+PAD, EOS = "<pad>", "<eos>"
+
+
+class Pass(NamedTuple):
+    """Once over the data."""
+
+    seconds: float
+    first_loss: float
+
+
+Way = Callable[[], Pass]
+
+
+class Text(NamedTuple):
+    """Token ids. Answers end with the end-of-sequence token; SFT and KTO know only the first one."""
+
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all ways of a task share."""
+
+    options: argparse.Namespace
+
+    @cached_property
+    def texts(self) -> list[Text]:
+        """Random tokens. A prompt and an answer have a lognormal length (median 100, mean 128), a quarter of
+        it the prompt's."""
+        rng = random.Random(0)
+        tokens = lambda count: [rng.randrange(2, self.vocab_size) for _ in range(count)]
+        length = lambda: min(MAX_LEN, max(8, round(rng.lognormvariate(4.6, 0.7))))
+        texts = []
+        for _ in range(self.options.rows):
+            whole, other = length(), length()
+            prompt = tokens(whole // 4)
+            answer = lambda total: [*tokens(max(4, total - len(prompt)) - 1), 1]
+            texts.append(Text(prompt, answer(whole), answer(min(other, MAX_LEN - len(prompt)))))
+        return texts
+
+    @property
+    def vocab_size(self) -> int:
+        return self.options.vocab or VOCABULARIES[self.options.model]
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """A word for each token id: its number."""
+        words = {PAD: 0, EOS: 1} | {str(i): i for i in range(2, self.vocab_size)}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token=PAD))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+
+    def language_model(self, seed: int = 0) -> PreTrainedModel:
+        shape = SIZES[self.options.model]
+        return tiny_model(self.tokenizer, seed=seed, max_len=4 * MAX_LEN, **shape).to(DTYPE)
+
+    def scorer(self) -> PreTrainedModel:
+        config = self.language_model().config
+        config.num_labels = 1
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return Qwen3ForSequenceClassification(config).to(DTYPE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    unit: str
+    examples: Callable[[Sequence[Text], int], list]
+    """(texts, batch size) -> ours"""
+    collate: Callable[[list], Any]
+    num_tokens: Callable[[Any], int]
+    """Of one example, padding and mismatched answers not counted."""
+    objective: Callable[[Any], Any]
+    """reference or None -> ours"""
+    bare_losses: Callable[..., Iterator[Tensor]]
+    """(model, reference or None, the rows of a step) -> each row's share of the loss"""
+    trl: str
+    """`trl.{trl}Trainer` and `trl.{trl}Config`."""
+    columns: Callable[[Text, int], dict]
+    """(text, index) -> a row of TRL's dataset"""
+    read: Callable | None = None
+    """(model, row) -> (P, 2) log-probs of the reference, for tasks with one."""
+    is_scorer: bool = False
+
+
+def main() -> None:
+    options = parse_options()
+    torch.set_num_threads(options.threads)
+    be_quiet()
+    init_distributed()
+    setting = Setting(options=options)
+    if options.memory_of:
+        task, name = options.memory_of
+        print(json.dumps(peak_memory(ways(task, setting)[name])))
+    else:
+        describe(options, setting)
+        for task in options.tasks:
+            benchmark(task, setting)
+    leave_distributed()
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="tiny", choices=SIZES)
+    parser.add_argument("--vocab", type=int, help="tokens of the vocabulary instead of the model's own")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--modes", nargs="+", help="only these, and what they are compared with")
+    parser.add_argument("--rows", type=int, default=256, help="samples or pairs of a pass over the data")
+    parser.add_argument("--batch_size", type=int, default=16, help="samples or pairs of an optimizer step")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a packed row")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--zero_stage", type=int, default=0)
+    parser.add_argument("--skip_memory", action="store_true", help="do not measure peak memory")
+    parser.add_argument("--memory_of", nargs=2, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def be_quiet() -> None:
+    import datasets
+
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    os.environ["TQDM_DISABLE"] = "1"
+
+
+def benchmark(name: str, setting: Setting) -> None:
+    options, task = setting.options, TASKS[name]
+    built = {way: build() for way, build in ways(name, setting).items()}
+    passes = measure(built, options.rounds)
+    first_losses = {way: run[0].first_loss for way, run in passes.items()}
+    del built
+    gc.collect()
+    peaks = {way: None if options.skip_memory else peak_of_child(name, way) for way in passes}
+    examples = task.examples(setting.texts, options.batch_size)
+    report(name, passes, peaks, len(examples), sum(map(task.num_tokens, examples)))
+    for way in passes:
+        if way.startswith("bare") and abs(first_losses[way] - first_losses[rival(way)]) > TOLERANCE:
+            sys.exit(f"{name}: the first losses of {way} and {rival(way)} differ: not the same training")
+
+
+def ways(name: str, setting: Setting) -> dict[str, Callable[[], Way]]:
+    """The ways of doing a task, not yet built."""
+    task, modes = TASKS[name], setting.options.modes
+    found: dict[str, Callable[[], Way]] = {}
+    for suffix, precomputed in {"": False, "-precomputed": True}.items():
+        if precomputed and task.read is None:
+            continue
+        found[f"ours{suffix}"] = lambda x=precomputed: ours(task, setting, precomputed=x)
+        found[f"bare{suffix}"] = lambda x=precomputed: bare(task, setting, precomputed=x)
+        extra = {"precompute_ref_log_probs": True} if precomputed else {}
+        found[f"trl{suffix}"] = lambda extra=extra: trl(task, setting, **extra)
+        if name != "kto":
+            grouped = extra | {"train_sampling_strategy": "group_by_length"}
+            found[f"trl-grouped{suffix}"] = lambda grouped=grouped: trl(task, setting, **grouped)
+    if name == "sft":
+        found["trl-padding-free"] = lambda: trl(task, setting, padding_free=True, max_length=None)
+        found["padded"] = lambda: padded(setting, is_sorted=False)
+        found["padded-sorted"] = lambda: padded(setting, is_sorted=True)
+    wanted = {way for mode in modes or found for way in (mode, rival(mode))}
+    return {way: build for way, build in found.items() if way in wanted}
+
+
+def rival(way: str) -> str:
+    """Which of ours a way is compared with: the one with the same use of the reference."""
+    return "ours-precomputed" if way.endswith("-precomputed") else "ours"
+
+
+def measure(built: dict[str, Way], rounds: int) -> dict[str, list[Pass]]:
+    """A first pass that warms up, and the passes of all rounds."""
+    passes = {name: [way()] for name, way in built.items()}
+    names, rng = list(built), random.Random(0)
+    for _ in range(rounds):
+        rng.shuffle(names)  # what ran before decides what is in the caches
+        for name in names:
+            passes[name].append(built[name]())
+    return passes
+
+
+# Ours
+
+
+def ours(task: Task, setting: Setting, *, precomputed: bool) -> Way:
+    options = setting.options
+    engine = DeepSpeedEngine(
+        lambda: ScoreModel(packed(setting.scorer())) if task.is_scorer else policy(setting),
+        optim=OptimConfig(adam=AdamConfig(lr=LEARNING_RATE), lr_scheduler="constant", max_norm=MAX_NORM),
+        ds=DeepSpeedConfig(zero_stage=options.zero_stage, param_dtype=PRECISION),
+        total_steps=1,
+    )
+    windows = windows_of(task, setting, precomputed=precomputed)
+    objective = task.objective(None if precomputed or task.read is None else frozen_log_probs(setting))
+
+    def step(rows: list) -> float:
+        chosen = objective
+        if isinstance(objective, KTOObjective):
+            log_ratio = engine.evaluate(rows, MismatchedLogRatio(reference=objective.reference))["log_ratio"]
+            chosen = replace(objective, kl=max(0.0, log_ratio))
+        metrics = engine.train_step(rows, chosen)
+        return next(value for name, value in metrics.items() if name.endswith("/loss"))
+
+    return lambda: timed(step, windows)
+
+
+def windows_of(task: Task, setting: Setting, *, precomputed: bool) -> Windows:
+    examples = task.examples(setting.texts, setting.options.batch_size)
+    windows = lay_out(task, setting, examples)
+    if precomputed:
+        answers = answers_of(frozen(setting), windows, present(task.read), len(examples))
+        examples = [replace(e, ref_log_probs=x) for e, x in zip(examples, answers, strict=True)]
+        windows = lay_out(task, setting, examples)
+    return windows
+
+
+def lay_out(task: Task, setting: Setting, examples: list) -> Windows:
+    return Windows(
+        Examples(examples, [task.num_tokens(example) for example in examples]),
+        task.collate,
+        batch_size=setting.options.batch_size,
+        max_tokens=setting.options.tokens,
+        rank=0,
+        world=1,
+        seed=0,
+        shuffle=False,
+    )
+
+
+class Examples(list):
+    def __init__(self, examples: list, lengths: Sequence[int]) -> None:
+        super().__init__(examples)
+        self.lengths = lengths
+
+
+def frozen_log_probs(setting: Setting) -> Callable[[PackedRow], Tensor]:
+    reference = frozen(setting)
+    return lambda row: reference(row).log_probs
+
+
+def frozen(setting: Setting) -> FrozenModel:
+    """The reference: other weights than the policy's, so that the first losses say something."""
+    ds = DeepSpeedConfig(zero_stage=setting.options.zero_stage, param_dtype=PRECISION)
+    return FrozenModel(lambda: policy(setting, seed=1), ds=ds, offload=False)
+
+
+def policy(setting: Setting, seed: int = 0) -> PolicyModel:
+    return PolicyModel(packed(setting.language_model(seed)))
+
+
+def packed(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, reading packed rows."""
+    model.set_attn_implementation(PACKED)
+    return model
+
+
+def timed(step: Callable[[Any], float], batches) -> Pass:
+    start = time.perf_counter()
+    losses = [step(batch) for batch in (batches.epoch(0) if isinstance(batches, Windows) else batches())]
+    return Pass(time.perf_counter() - start, losses[0])  # a loss is a number, so the device is done
+
+
+# A PyTorch loop over packed rows
+
+
+def bare(task: Task, setting: Setting, *, precomputed: bool) -> Way:
+    windows = windows_of(task, setting, precomputed=precomputed)
+    model = packed(setting.scorer() if task.is_scorer else setting.language_model())
+    model = model.to(current_device()).train()
+    reference = None
+    if task.read is not None and not precomputed:
+        reference = packed(setting.language_model(seed=1)).to(current_device()).eval()
+    optimizer = adamw(model)
+
+    def step(rows: list) -> float:
+        total = torch.zeros((), device=current_device())
+        for loss in task.bare_losses(model, reference, [row.to(current_device()) for row in rows]):
+            loss.backward()
+            total += loss.detach()
+        update(model, optimizer)
+        return total.item()
+
+    return lambda: timed(step, windows)
+
+
+def sft_losses(model, reference, rows: list[PackedRow]) -> Iterator[Tensor]:
+    count = sum(int(row.action_mask.sum()) for row in rows)
+    for row in rows:
+        yield -token_log_probs(model, row).sum() / count
+
+
+def rm_losses(model, reference, rows: list[PairRow]) -> Iterator[Tensor]:
+    count = sum(len(row.margins) for row in rows)
+    for pairs in rows:
+        row = pairs.row
+        hidden = model.model(**packed_inputs(row)).last_hidden_state[0]
+        last = torch.tensor(row.lengths, device=hidden.device).cumsum(0) - 1
+        scores = model.score(hidden[last]).float()
+        yield -F.logsigmoid(scores[::2] - scores[1::2]).sum() / count
+
+
+def dpo_losses(model, reference, rows: list[PairRow]) -> Iterator[Tensor]:
+    count = sum(len(row.margins) for row in rows)
+    for pairs in rows:
+        ratios = log_ratios(model, reference, pairs.row, pairs.ref_log_probs)
+        yield -F.logsigmoid(BETA * (ratios[::2] - ratios[1::2])).sum() / count
+
+
+def kto_losses(model, reference, rows: list[JudgedRow]) -> Iterator[Tensor]:
+    count = sum(len(row.desirable) for row in rows)
+    with torch.no_grad():
+        mismatched = [log_ratios(model, reference, row.mismatched, row.ref_mismatched) for row in rows]
+    kl = (torch.cat(mismatched).sum() / count).clamp(min=0)
+    for row in rows:
+        ratios = log_ratios(model, reference, row.row, row.ref_log_probs)
+        gain = BETA * (ratios - kl)
+        yield (1 - F.sigmoid(gain.where(row.desirable, -gain))).sum() / count
+
+
+def log_ratios(model, reference, row: PackedRow, known: Tensor | None) -> Tensor:
+    """(B,) log-prob of each answer under the policy less that under the reference."""
+    if known is None:
+        with torch.no_grad():
+            known = answer_log_probs(reference, row)
+    return answer_log_probs(model, row) - known
+
+
+def answer_log_probs(model, row: PackedRow) -> Tensor:
+    return torch.stack([x.sum() for x in token_log_probs(model, row).split(row.lengths)])
+
+
+def token_log_probs(model, row: PackedRow) -> Tensor:
+    """(N,), 0 where there is no loss."""
+    logits = model(**packed_inputs(row)).logits[0, :-1].float()
+    labels = row.token_ids.where(row.action_mask, -100)[1:]
+    return F.pad(-F.cross_entropy(logits, labels, reduction="none"), (1, 0))
+
+
+def packed_inputs(row: PackedRow) -> dict[str, Any]:
+    return {
+        "input_ids": row.token_ids[None],
+        "position_ids": row.position_ids[None],
+        "use_cache": False,
+        **packing_kwargs(PACKED, row.lengths, row.token_ids.device),
+    }
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    adam = AdamConfig()
+    return torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=adam.betas, eps=adam.eps, weight_decay=0.0, fused=True
+    )
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# A PyTorch loop over padded batches
+
+
+def padded(setting: Setting, *, is_sorted: bool) -> Way:
+    samples, size = sft_samples(setting.texts, 0), setting.options.batch_size
+    model = setting.language_model().to(current_device()).train()
+    optimizer = adamw(model)
+
+    def step(batch: list[Sample]) -> float:
+        total = torch.zeros((), device=current_device())
+        count = sum(sample.num_actions for sample in batch)
+        micro_size = size
+        if is_sorted:
+            batch, micro_size = sorted(batch, key=lambda sample: sample.length), size // SPLITS
+        for k in range(0, len(batch), micro_size):
+            loss = model(**padded_inputs(batch[k : k + micro_size]), num_items_in_batch=count).loss
+            loss.backward()
+            total += loss.detach()
+        update(model, optimizer)
+        return total.item()
+
+    return lambda: timed(step, lambda: (samples[k : k + size] for k in range(0, len(samples), size)))
+
+
+def padded_inputs(samples: Sequence[Sample]) -> dict[str, Any]:
+    labels = [sample.token_ids.where(sample.action_mask, -100) for sample in samples]
+    tensors = {
+        "input_ids": pad_sequence([s.token_ids for s in samples], batch_first=True),
+        "attention_mask": pad_sequence([torch.ones(s.length, dtype=torch.long) for s in samples], True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+    }
+    return {name: x.to(current_device()) for name, x in tensors.items()} | {"use_cache": False}
+
+
+# TRL
+
+
+def trl(task: Task, setting: Setting, **settings) -> Way:
+    import trl as library
+    from datasets import Dataset
+    from transformers import PrinterCallback
+
+    model = setting.scorer() if task.is_scorer else setting.language_model()
+    kernel = "flash_attention_2" if DEVICE_TYPE == "cuda" and find_spec("flash_attn") else "sdpa"
+    model.set_attn_implementation(kernel)
+    models: dict[str, Any] = {"model": model}
+    if task.read is not None:
+        models["ref_model"] = setting.language_model(seed=1)
+        models["ref_model"].set_attn_implementation(kernel)
+    columns = [task.columns(text, i) for i, text in enumerate(setting.texts)]
+    stopwatch = new_stopwatch()
+    trainer = getattr(library, f"{task.trl}Trainer")(
+        **models,
+        args=getattr(library, f"{task.trl}Config")(**trl_settings(setting, task) | settings),
+        train_dataset=Dataset.from_list(columns),
+        processing_class=setting.tokenizer,
+        callbacks=[stopwatch],
+    )
+    trainer.remove_callback(PrinterCallback)
+    if settings.get("precompute_ref_log_probs"):
+        trainer.ref_model = None
+    del models
+
+    def run() -> Pass:
+        trainer.train()
+        return Pass(stopwatch.end - stopwatch.begin, stopwatch.first_loss)
+
+    return run
+
+
+def trl_settings(setting: Setting, task: Task) -> dict[str, Any]:
+    adam = AdamConfig()
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": setting.options.batch_size,
+        "num_train_epochs": 1,
+        "max_length": MAX_LEN + 1,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "adam_beta1": adam.betas[0],
+        "adam_beta2": adam.betas[1],
+        "adam_epsilon": adam.eps,
+        "max_grad_norm": MAX_NORM,
+        "train_sampling_strategy": "sequential",  # the texts are in random order
+        "gradient_checkpointing": False,
+        "bf16": PRECISION == "bf16",
+        "use_cpu": DEVICE_TYPE == "cpu",
+        "logging_first_step": True,
+        "logging_steps": 10**9,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        **({"beta": BETA} if task.read is not None else {}),
+    }
+
+
+def new_stopwatch():
+    """A callback: `begin` and `end` of the steps of the last run, and its `first_loss`."""
+
+    class Stopwatch(transformers.TrainerCallback):
+        begin = end = first_loss = 0.0
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.begin = time.perf_counter()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if DEVICE_TYPE == "cuda" and state.global_step == state.max_steps:
+                torch.cuda.synchronize()
+            self.end = time.perf_counter()
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if state.global_step == 1 and logs and "loss" in logs:
+                self.first_loss = float(logs["loss"])
+
+    return Stopwatch()
+
+
+# Tasks
+
+
+def sft_samples(texts: Sequence[Text], batch_size: int) -> list[Sample]:
+    return [sample_of(text.prompt, text.chosen) for text in texts]
+
+
+def dpo_pairs(texts: Sequence[Text], batch_size: int) -> list[Pair]:
+    return [
+        Pair(chosen=sample_of(t.prompt, t.chosen), rejected=sample_of(t.prompt, t.rejected)) for t in texts
+    ]
+
+
+def rm_pairs(texts: Sequence[Text], batch_size: int) -> list[Pair]:
+    return [
+        Pair(chosen=last_token(pair.chosen), rejected=last_token(pair.rejected))
+        for pair in dpo_pairs(texts, batch_size)
+    ]
+
+
+def kto_answers(texts: Sequence[Text], batch_size: int) -> list[Judged]:
+    """Mismatched are the answers of the step's previous prompts, as in TRL."""
+    found = []
+    for k in range(0, len(texts), batch_size):
+        step = texts[k : k + batch_size]
+        found += [
+            Judged(
+                sample=sample_of(text.prompt, text.chosen),
+                mismatched=sample_of(text.prompt, step[i - 1].chosen),
+                desirable=(k + i) % 2 == 0,
+            )
+            for i, text in enumerate(step)
+        ]
+    return found
+
+
+def sample_of(prompt: list[int], answer: list[int]) -> Sample:
+    tokens = torch.tensor(prompt + answer)
+    return Sample(token_ids=tokens, action_mask=torch.arange(len(tokens)) >= len(prompt))
+
+
+def last_token(sample: Sample) -> Sample:
+    return replace(sample, action_mask=torch.arange(sample.length) == sample.length - 1)
+
+
+def words(tokens: list[int]) -> str:
+    """The text of these tokens, of which TRL adds the last one by itself."""
+    return "".join(f"{token} " for token in tokens if token != 1)
+
+
+def pair_columns(text: Text, i: int) -> dict:
+    return {
+        "prompt": words(text.prompt),
+        "chosen": words(text.chosen),
+        "rejected": words(text.rejected),
+        "length": len(text.prompt) + max(len(text.chosen), len(text.rejected)),
+    }
+
+
+def pair_tokens(pair: Pair) -> int:
+    return pair.chosen.length + pair.rejected.length
+
+
+TASKS = {
+    "sft": Task(
+        unit="samples",
+        examples=sft_samples,
+        collate=PackedRow.of,
+        num_tokens=lambda sample: sample.length,
+        objective=lambda reference: SFTObjective(),
+        bare_losses=sft_losses,
+        trl="SFT",
+        columns=lambda text, i: {
+            "prompt": words(text.prompt),
+            "completion": words(text.chosen),
+            "length": len(text.prompt) + len(text.chosen),
+        },
+    ),
+    "rm": Task(
+        unit="pairs",
+        examples=rm_pairs,
+        collate=PairRow.of,
+        num_tokens=pair_tokens,
+        objective=lambda reference: RewardObjective(),
+        bare_losses=rm_losses,
+        trl="Reward",
+        columns=pair_columns,
+        is_scorer=True,
+    ),
+    "dpo": Task(
+        unit="pairs",
+        examples=dpo_pairs,
+        collate=PairRow.of,
+        num_tokens=pair_tokens,
+        objective=lambda reference: DPOObjective(beta=BETA, reference=reference),
+        bare_losses=dpo_losses,
+        trl="DPO",
+        columns=pair_columns,
+        read=pair_log_probs,
+    ),
+    "kto": Task(
+        unit="answers",
+        examples=kto_answers,
+        collate=JudgedRow.of,
+        num_tokens=lambda answer: answer.sample.length,
+        objective=lambda reference: KTOObjective(beta=BETA, reference=reference),
+        bare_losses=kto_losses,
+        trl="KTO",
+        columns=lambda text, i: {
+            "prompt": words(text.prompt),
+            "completion": words(text.chosen),
+            "label": i % 2 == 0,
+        },
+        read=judged_log_probs,
+    ),
+}
+
+
+# Memory and report
+
+
+def peak_memory(build: Callable[[], Way]) -> float:
+    """MiB that building and one pass need at most, over what this process holds. What only precomputing needs
+    does not count."""
+    if find_spec("trl"):
+        import trl.trainer.dpo_trainer
+        import trl.trainer.kto_trainer
+        import trl.trainer.reward_trainer
+        import trl.trainer.sft_trainer  # noqa: F401
+    before = memory_of_process("VmRSS")
+    way = build()
+    gc.collect()
+    if DEVICE_TYPE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        way()
+        return torch.cuda.max_memory_allocated() / 2**20
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is held
+    way()
+    return memory_of_process("VmHWM") - before
+
+
+def memory_of_process(field: str) -> float:
+    """MiB."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith(f"{field}:")) / 1024
+
+
+def peak_of_child(task: str, way: str) -> float:
+    command = [sys.executable, __file__, *sys.argv[1:], "--memory_of", task, way]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
+
+
+def describe(options: argparse.Namespace, setting: Setting) -> None:
+    load = Path("/proc/loadavg")
+    weights = setting.language_model().num_parameters() / 1e6
+    print(
+        f"{options.model}: {weights:.1f}M weights, vocabulary {setting.vocab_size}; {PRECISION}, {DEVICE_TYPE}, "
+        f"{options.threads} threads, ZeRO stage {options.zero_stage}\n"
+        f"torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"load {load.read_text().split()[0] if load.exists() else 'unknown'}; steps of {options.batch_size}, "
+        f"rows of at most {options.tokens} tokens",
+        flush=True,
+    )
+
+
+def report(
+    name: str,
+    passes: dict[str, list[Pass]],
+    peaks: dict[str, float | None],
+    num_examples: int,
+    num_tokens: int,
+) -> None:
+    print(
+        f"\n{name.upper()}: {num_examples} {TASKS[name].unit}, {num_tokens} tokens; {len(passes['ours']) - 1} rounds"
+    )
+    print(
+        f"{'':26}{'tokens/s':>9}  {'(min - max)':17}{'ours / this (min - max)':25}{'peak MiB':>9}{'loss':>9}"
+    )
+    for way, runs in passes.items():
+        seconds = [run.seconds for run in runs[1:]]
+        rates = [num_tokens / s for s in seconds]
+        ratios = [
+            run.seconds / mine.seconds for run, mine in zip(runs[1:], passes[rival(way)][1:], strict=True)
+        ]
+        peak = peaks[way]
+        print(
+            f"{way:26}{statistics.median(rates):9.0f}  {f'({min(rates):.0f} - {max(rates):.0f})':17}"
+            f"{statistics.median(ratios):6.3f} {f'({min(ratios):.3f} - {max(ratios):.3f})':18}"
+            f"{'' if peak is None else round(peak):>9}{runs[0].first_loss:9.4f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()

@@ -1,0 +1,92 @@
+"""What a supervised command will learn from: `openrlhf data preview sft` with all flags of that command."""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from openrlhf.cli.supervised import Task, build_train_set, check_files, lay_out, load_tokenizer_of
+from openrlhf.config.parse import parse
+
+TASKS = {
+    "sft": ("train_sft", "SFTTask"),
+    "rm": ("train_rm", "RewardModelTask"),
+    "dpo": ("train_dpo", "DPOTask"),
+    "kto": ("train_kto", "KTOTask"),
+    "prm": ("train_prm", "ProcessRewardTask"),
+    "kd": ("train_kd", "DistillationTask"),
+}
+"""command -> module of `openrlhf.cli` and its `Task`."""
+
+USAGE = f"""\
+usage: openrlhf data preview {"|".join(TASKS)} [--samples N] [--no_color] [flags of that command]
+
+Prints the first N samples (3) as training reads them, with what is learned marked, the first packed rows, and
+counts and lengths of the whole dataset. Loads no model, only its tokenizer."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    match list(sys.argv[1:] if argv is None else argv):
+        case [] | ["--help" | "-h", *_] | ["preview"] | ["preview", "--help" | "-h"]:
+            print(USAGE)
+        case ["preview", name, *flags] if name in TASKS:
+            module, task_type = TASKS[name]
+            preview(getattr(import_module(f"openrlhf.cli.{module}"), task_type), flags)
+        case ["preview", name, *_]:
+            _exit(f"openrlhf data preview {name!r}: there is no such dataset; choose {', '.join(TASKS)}")
+        case [name, *_]:
+            _exit(f"openrlhf data {name!r}: there is no such command; there is `openrlhf data preview`")
+
+
+def preview(task_type: type[Task], flags: Sequence[str]) -> None:
+    num_samples, no_color, rest = _take_own(flags)
+    task = task_type(parse(task_type.command, rest).config)
+    from openrlhf.cli.errors import short_errors
+
+    with short_errors():
+        check_files(task)
+        show(task, num_samples=num_samples, coloured=not no_color and _shows_colours())
+
+
+def show(task: Task, *, num_samples: int, coloured: bool) -> None:
+    """The dataset that training would build, through the same cache."""
+    from openrlhf.observe.preview import Preview
+
+    config = task.config
+    tokenizer = load_tokenizer_of(config)
+    dataset = build_train_set(task, tokenizer)
+    screen = Preview(sys.stdout, coloured=coloured)
+    for i in range(min(num_samples, len(dataset))):
+        screen.item(i + 1, dataset[i], tokenizer)
+    windows = lay_out(task, dataset, batch_size=config.train.batch_size, shuffle=True, rank=0, world=1)
+    screen.rows(next(windows.items(0)), dataset)
+    screen.summary(dataset)
+
+
+def _take_own(flags: Sequence[str]) -> tuple[int, bool, list[str]]:
+    """Samples to show, whether without colours, and the flags of the command."""
+    num_samples, no_color, rest = 3, False, []
+    words = iter(flags)
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = name.replace("-", "_")
+        if name == "__samples":
+            value = value if equals else next(words, "")
+            if not value.isdecimal():
+                _exit(f"--samples {value}: expects a whole number")
+            num_samples = int(value)
+        elif name == "__no_color":
+            no_color = True
+        else:
+            rest.append(word)
+    return num_samples, no_color, rest
+
+
+def _shows_colours() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _exit(problem: str) -> NoReturn:
+    print(f"error: {problem}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,169 @@
+"""Talk to a model: `openrlhf chat`, on a terminal or with lines from a pipe."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+from openrlhf.config.commands import CHAT
+from openrlhf.config.inference import ChatConfig
+from openrlhf.config.parse import parse
+
+MODEL_FLAG = "--model.model_name_or_path"
+
+HELP = "clear forgets the conversation, exit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(CHAT, sys.argv[1:] if argv is None else argv).config
+    from openrlhf.cli.errors import short_errors
+
+    with short_errors():
+        run(config)
+
+
+def run(config: ChatConfig) -> None:
+    """Until `exit` or the end of the input."""
+    from openrlhf.models.loading import load_tokenizer
+
+    check(config)
+    tokenizer = load_tokenizer(
+        config.model.model_name_or_path,
+        flag=MODEL_FLAG,
+        use_fast=not config.data.disable_fast_tokenizer,
+        chat_template=config.data.tokenizer_chat_template,
+    )
+    conversation = _conversation(config, tokenizer)
+    with closing(_load(config, tokenizer)) as model:
+        print(f"{config.model.model_name_or_path}: {HELP}", file=sys.stderr, flush=True)
+        while (message := _read()) is not None:
+            if message == "clear":
+                conversation.clear()
+            elif message:
+                _answer(config, tokenizer, model, conversation, message)
+
+
+def check(config: ChatConfig) -> None:
+    from openrlhf.models.loading import load_config
+
+    model_config = load_config(config.model.model_name_or_path, MODEL_FLAG)
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if limit and config.data.max_len > limit:
+        raise ValueError(
+            f"--data.max_len {config.data.max_len}: {config.model.model_name_or_path} reads at most {limit} "
+            "tokens.\nMake it smaller."
+        )
+
+
+def _conversation(config: ChatConfig, tokenizer):
+    from pathlib import Path
+
+    from openrlhf.datasets.conversation import Conversation
+
+    return Conversation(
+        tokenizer,
+        apply_chat_template=config.data.apply_chat_template,
+        input_template=config.data.input_template,
+        start=Path(config.ta_prompt).read_text().strip() if config.ta_prompt else "",
+        suffix=config.csft.prompt if config.csft.enable else None,
+    )
+
+
+def _load(config: ChatConfig, tokenizer):
+    """What streams answers."""
+    import torch
+
+    from openrlhf.device import DEVICE_TYPE
+
+    on_gpu = DEVICE_TYPE == "cuda"
+    if config.engine == "transformers":
+        from openrlhf.models.loading import load_causal_lm
+        from openrlhf.models.streaming import TransformersStream
+
+        model: Any = load_causal_lm(
+            config.model.model_name_or_path,
+            flag=MODEL_FLAG,
+            dtype=config.ds.param_dtype,
+            attention=config.ds.attn_implementation,
+        )
+        return TransformersStream(model.to(torch.device(DEVICE_TYPE)).eval(), tokenizer.pad_token_id)
+    from openrlhf.engine.vllm_engine import EngineOptions
+    from openrlhf.engine.vllm_stream import VLLMStream
+
+    vllm = config.vllm
+    return VLLMStream(
+        EngineOptions(
+            model=config.model.model_name_or_path,
+            dtype=config.ds.param_dtype,
+            max_len=config.data.max_len,
+            seed=config.train.seed,
+            transfer_backend="nccl" if on_gpu else "gloo",
+            on_gpu=on_gpu,
+            tensor_parallel_size=vllm.tensor_parallel_size or (torch.cuda.device_count() if on_gpu else 1),
+            enable_prefix_caching=True,
+            enforce_eager=vllm.enforce_eager,
+            gpu_memory_utilization=vllm.gpu_memory_utilization,
+            kv_cache_gb=vllm.kv_cache_gb,
+        )
+    )
+
+
+def _read() -> str | None:
+    """The next message; None when there is none left."""
+    on_terminal = sys.stdin.isatty()
+    if on_terminal:
+        import readline as readline  # line editing and history
+    while True:
+        try:
+            message = input("\nUser: " if on_terminal else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            if not on_terminal:
+                raise
+            print(f"\n({HELP})", end="")
+            continue
+        return None if message == "exit" else message
+
+
+def _answer(config: ChatConfig, tokenizer, model, conversation, message: str) -> None:
+    """Prints the answer as it comes. Ctrl-C ends it; what was shown is part of the conversation."""
+    from openrlhf.models.generation import Decoding
+    from openrlhf.models.loading import stop_token_ids
+    from openrlhf.models.streaming import PiecewiseText
+    from openrlhf.observe.progress import clean_text
+    from openrlhf.rollout.seeds import seed_at
+
+    rollout = config.rollout
+    prompt = tokenizer(conversation.prompt(message), add_special_tokens=False)["input_ids"]
+    room = config.data.max_len - len(prompt)
+    if room < 1:
+        print(
+            f"(the conversation has {len(prompt)} tokens, and --data.max_len {config.data.max_len} leaves no "
+            "room for an answer: clear forgets it)"
+        )
+        return
+    decoding = Decoding(
+        max_new_tokens=min(room, rollout.max_new_tokens or room),
+        stop_token_ids=tuple(stop_token_ids(config.model.model_name_or_path, tokenizer)),
+        greedy=rollout.greedy,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        repetition_penalty=rollout.repetition_penalty,
+    )
+    seed = seed_at(config.train.seed, "chat", conversation.num_turns)
+    text = PiecewiseText(tokenizer)
+    if sys.stdin.isatty():
+        print("Assistant: ", end="", flush=True)
+    try:
+        with closing(model.stream(prompt, seed, decoding)) as tokens:
+            for token in tokens:
+                print(clean_text(text.add(token)), end="", flush=True)
+        print(clean_text(text.finish()), flush=True)
+    except KeyboardInterrupt:
+        print(clean_text(text.finish()), "(stopped)", flush=True)
+    conversation.add(message, text.text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""A prompt and the answer to it as one text, with the answer marked."""
+
+from collections.abc import Sequence
+from os.path import commonprefix
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.datasets.bad_rows import BadRow, value_of
+from openrlhf.datasets.encode import Text
+from openrlhf.datasets.sources import Row
+from openrlhf.datasets.templates import Message, as_messages, check_templates, render_messages, render_prompt
+
+
+def check_answer_flags(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    output_key: str | None,
+    apply_chat_template: bool,
+    input_template: str | None,
+) -> None:
+    """ValueError for templates that cannot be used (see `check_templates`), and where nothing says what the
+    answer is."""
+    check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
+    if output_key is None and not apply_chat_template:
+        raise ValueError(
+            "--data.output_key: not set, so there is no response to learn. Name its column;\n"
+            "for conversations add --data.apply_chat_template, for plain text --model.pretrain_mode_enable."
+        )
+
+
+def read_answer(
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_key: str,
+    output_key: str | None,
+    apply_chat_template: bool,
+    input_template: str | None,
+    multiturn: bool = False,
+) -> Text:
+    """The text of a row with its answer marked; with `multiturn` the assistant's part of the whole
+    conversation."""
+    if apply_chat_template:
+        messages = as_messages(value_of(row, input_key, str, list))
+        first = len(messages) - 1
+        if output_key is not None:
+            first += 1
+            messages += as_messages(value_of(row, output_key, str, list), role="assistant")
+        return mark_answer(messages, 0 if multiturn else first, tokenizer)
+    assert output_key is not None  # check_answer_flags
+    prompt = render_prompt(
+        value_of(row, input_key, str), tokenizer, apply_chat_template=False, input_template=input_template
+    )
+    answer = value_of(row, output_key, str)
+    return plain_answer(prompt, answer) if prompt else Text(text=answer)
+
+
+def plain_answer(prompt: str, answer: str) -> Text:
+    """Both end to end, without the newlines at the end."""
+    text = prompt + answer.rstrip("\n")
+    return Text(text=text, spans=((len(prompt), len(text)),) if text[len(prompt) :].strip() else ())
+
+
+def mark_answer(messages: Sequence[Message], first: int, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """The conversation up to the last turn of the assistant, with the assistant's turns from message `first`
+    on: each from the end of what the policy read before it to the end of what the template makes of it. What
+    follows the turn's end (a newline) is not written by the policy.
+
+    ValueError for a template that shows one of these turns other than the policy would write it, or
+    differently once other messages follow.
+    """
+    turns = _assistant_turns(messages, first)
+    messages = messages[: turns[-1] + 1]
+    text = render_messages(messages, tokenizer, add_generation_prompt=False).rstrip("\n")
+    spans = []
+    for turn in turns:
+        prompt = render_messages(messages[:turn], tokenizer, add_generation_prompt=True)
+        ended = render_messages(messages[: turn + 1], tokenizer, add_generation_prompt=False).rstrip()
+        content = messages[turn].get("content")
+        is_shown = not isinstance(content, str) or content.strip() in text[len(prompt) : len(ended)]
+        if not (text.startswith(prompt) and text.startswith(ended) and is_shown):
+            raise _rewritten(turn, len(messages), has_several=len(turns) > 1)
+        if content or messages[turn].get("tool_calls"):
+            spans.append((len(prompt), len(ended)))
+    return Text(text=text, spans=tuple(spans))
+
+
+def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> ValueError:
+    message = f"the assistant's message {turn + 1} of {num_messages}"
+    if not has_several:
+        return ValueError(
+            f"--data.apply_chat_template: the template shows {message} other than it asks for it,\n"
+            "so the loss would fall on a text that the policy, which continues the generation prompt, never "
+            "writes.\nUse a template that keeps it (--data.tokenizer_chat_template)."
+        )
+    return ValueError(
+        f"--data.apply_chat_template: the template rewrites {message} (or what it answers)\n"
+        "afterwards, so the loss would fall on a text that the policy never wrote. Use one that keeps it\n"
+        "(--data.tokenizer_chat_template), or a row for each reply without --data.multiturn."
+    )
+
+
+def scored_answer(messages: Sequence[Message], first: int, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """The conversation up to the last turn of the assistant, with everything after the prompt (the messages
+    before `first`). It is read, not written, so a template may show the answer as it likes."""
+    turns = _assistant_turns(messages, first)
+    prompt = render_messages(messages[:first], tokenizer, add_generation_prompt=True)
+    text = render_messages(messages[: turns[-1] + 1], tokenizer, add_generation_prompt=False).rstrip("\n")
+    start = len(commonprefix((prompt, text)))
+    is_empty = not any(messages[turn].get("content") or messages[turn].get("tool_calls") for turn in turns)
+    return Text(text=text, spans=() if is_empty else ((start, len(text)),))
+
+
+def _assistant_turns(messages: Sequence[Message], first: int) -> list[int]:
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    if not turns:
+        place = "the last message is not" if first else "no message is"
+        raise BadRow(f"{place} of the assistant: role {messages[-1]['role']!r} has nothing to learn.")
+    return turns

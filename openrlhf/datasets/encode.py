@@ -1,0 +1,168 @@
+"""Texts as tokens: which tokens a model reads, and which of them it learns."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import TypeVar
+
+import numpy as np
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.datasets.bad_rows import Policy, read_each
+from openrlhf.datasets.sources import Row, Rows
+from openrlhf.datasets.store import SampleStore
+
+ItemT = TypeVar("ItemT")
+LabelT = TypeVar("LabelT")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    text: str
+    spans: tuple[tuple[int, int], ...] = ()
+    """Characters to learn: [start, end) in ascending order. Empty: nothing to learn."""
+
+
+Tokens = tuple[list[int], list[bool]]
+"""(token ids, True where the token is learned), of equal length."""
+
+
+def read_tokens(
+    rows: Rows,
+    read: Callable[[Row], tuple[tuple[Text, ...], LabelT]],
+    tokenizer: PreTrainedTokenizerBase,
+    policy: Policy,
+    dropped: Counter[str],
+) -> Iterator[tuple[int, list[Tokens], LabelT]]:
+    """Row number, the tokens of its texts, and its label, of each row of which `read` makes texts and a
+    label. For rows that it refuses see `read_each`."""
+    encode = Encoder(tokenizer)
+    for block in _blocks(read_each(rows, read, policy, dropped)):
+        encoded = iter(encode([text for _, (texts, _) in block for text in texts]))
+        for i, (texts, label) in block:
+            yield i, list(islice(encoded, len(texts))), label
+
+
+class Encoder:
+    """A tokenizer that knows where in a text each of its tokens stands."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._encoder = _whole_token_encoder(tokenizer) if tokenizer.is_fast else None
+
+    def __call__(self, texts: Iterable[Text]) -> Iterator[Tokens]:
+        """The tokens of each text. What comes before its first span has the tokens that it has alone, and no
+        token spans the border of a span."""
+        if self._encoder is None:
+            yield from (_encode_slow(text, self._tokenizer) for text in texts)
+            return
+        for block in _blocks(texts):
+            yield from _encode_fast(block, self._tokenizer, self._encoder)
+
+
+def _blocks(items: Iterable[ItemT], size: int = 1000) -> Iterator[list[ItemT]]:
+    """The tokenizer works on the texts of a block in parallel."""
+    left = iter(items)
+    while block := list(islice(left, size)):
+        yield block
+
+
+def _encode_fast(
+    texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase, encoder: Tokenizer
+) -> Iterator[Tokens]:
+    encoded = encoder.encode_batch([text.text for text in texts], add_special_tokens=False)
+    prompts = [text.text[: text.spans[0][0]] if text.spans else "" for text in texts]
+    encoded_prompts = encoder.encode_batch(prompts, add_special_tokens=False)
+    for text, whole, prompt in zip(texts, encoded, encoded_prompts, strict=True):
+        token_ids, prompt_ids = whole.ids, prompt.ids
+        begins, ends = np.array(whole.offsets, dtype=np.int64).reshape(-1, 2).T
+        borders = [border for span in text.spans for border in span]
+        crossed = any(((begins < border) & (border < ends)).any() for border in borders)
+        if crossed or token_ids[: len(prompt_ids)] != prompt_ids:
+            yield _encode_pieces(text, tokenizer)
+            continue
+        learned = np.zeros(len(token_ids), dtype=np.bool_)
+        for start, end in text.spans:
+            learned |= (begins >= start) & (ends <= end)
+        yield token_ids, learned.tolist()
+
+
+def _whole_token_encoder(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """The tokenizer with the full extent of its tokens. Many post-processors leave the space before a word
+    out of its offsets, and give tokens of nothing but spaces no width, so that indentation would not be
+    learned."""
+    encoder = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    encoder.post_processor = processors.ByteLevel(trim_offsets=False)
+    encoder.no_truncation()
+    encoder.no_padding()
+    return encoder
+
+
+def _encode_pieces(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """Prompts and replies tokenised apart, as a policy meets them: no token spans the border between them."""
+    token_ids: list[int] = []
+    learned: list[bool] = []
+    borders = [0, *(border for span in text.spans for border in span), len(text.text)]
+    for i, (start, end) in enumerate(pairwise(borders)):
+        piece = token_ids_of(text.text[start:end], tokenizer) if start < end else []
+        token_ids += piece
+        learned += [i % 2 == 1] * len(piece)
+    return token_ids, learned
+
+
+def _encode_slow(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """Without offsets the pieces are all there is to go by; so they must say the same as the whole."""
+    token_ids, learned = _encode_pieces(text, tokenizer)
+    if tokenizer.decode(token_ids) != tokenizer.decode(token_ids_of(text.text, tokenizer)):
+        raise ValueError(
+            "--data.disable_fast_tokenizer: this tokenizer changes a text that is tokenised in pieces,\n"
+            "and has no other way to find the border of prompt and reply. Drop the flag."
+        )
+    return token_ids, learned
+
+
+def token_ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def end_answer(tokens: Tokens, eos: int) -> None:
+    """Append the end-of-sequence token to an answer that reaches the end of the text without it."""
+    token_ids, learned = tokens
+    if token_ids and learned[-1] and token_ids[-1] != eos:
+        token_ids.append(eos)
+        learned.append(True)
+
+
+def reason_to_drop(learned: list[bool], max_len: int | None) -> str:
+    """Empty when the sample stays. Nothing predicts the first token, so it is marked as not learned.
+
+    max_len: None where a text need not leave room for an answer.
+    """
+    if learned:
+        learned[0] = False
+    if True not in learned:
+        return NOTHING_TO_LEARN
+    if max_len is not None and learned.index(True) >= max_len - 2:
+        return LONG_PROMPT
+    return ""
+
+
+NOTHING_TO_LEARN = "nothing to learn"
+LONG_PROMPT = "prompt of max_len - 2 tokens or more"
+
+
+def check_left(store: SampleStore, rows: Rows, max_len: int, unit: str = "sample") -> None:
+    """Tell how many rows were dropped, and why; ValueError when none is left."""
+    counts = ", ".join(f"{count} × {reason}" for reason, count in store.dropped.items())
+    if store.dropped:
+        logger.warning("%d of %d rows were dropped: %s", store.dropped.total(), len(rows), counts)
+    if not len(store):
+        raise ValueError(
+            f"No {unit} is left of {len(rows)} rows: {counts}.\n"
+            f"The first row is {rows.origin(0)}; --data.max_len is {max_len}."
+        )

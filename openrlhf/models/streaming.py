@@ -1,0 +1,83 @@
+"""An answer of a transformers model, token by token; and tokens as text, piece by piece."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.models.generation import Decoding, generate
+
+
+class TransformersStream:
+    """One answer at a time, computed in a thread so that whoever reads it can stop it."""
+
+    def __init__(self, model: Any, pad_token_id: int) -> None:
+        self.model, self.pad_token_id = model, pad_token_id
+
+    def stream(self, prompt: list[int], seed: int, decoding: Decoding) -> Iterator[int]:
+        """The tokens of the answer. Closing the iterator stops the computation."""
+        tokens: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
+        stopped = threading.Event()
+
+        def compute() -> None:
+            try:
+                generate(
+                    self.model,
+                    [prompt],
+                    [seed],
+                    decoding,
+                    pad_token_id=self.pad_token_id,
+                    on_token=tokens.put,
+                    stop=stopped.is_set,
+                )
+                tokens.put(None)
+            except BaseException as error:  # raised again where the tokens are read
+                tokens.put(error)
+
+        thread = threading.Thread(target=compute, name="answer", daemon=True)
+        thread.start()
+        try:
+            while (token := tokens.get()) is not None:
+                if isinstance(token, BaseException):
+                    raise token
+                yield token
+        finally:
+            stopped.set()
+            thread.join()
+
+    def close(self) -> None:
+        pass
+
+
+class PiecewiseText:
+    """Tokens in, text out, never half a character."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.token_ids: list[int] = []
+        self.text = ""
+        """What has been given out."""
+
+    def add(self, token_id: int) -> str:
+        """The text that this token completes; "" while a character is not whole."""
+        self.token_ids.append(token_id)
+        text = self._decoded()
+        return "" if text.endswith(_REPLACEMENT) else self._give(text)
+
+    def finish(self) -> str:
+        """What is left, whole or not."""
+        return self._give(self._decoded())
+
+    def _decoded(self) -> str:
+        return cast(Any, self.tokenizer).decode(
+            self.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def _give(self, text: str) -> str:
+        new, self.text = text[len(self.text) :], text
+        return new
+
+
+_REPLACEMENT = "\ufffd"

@@ -1,0 +1,251 @@
+"""Every script of examples/scripts says what the commands understand. The scripts run for real, with programs
+that only write down how they were called."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from openrlhf.cli import main
+from openrlhf.config.commands import COMMANDS
+from openrlhf.config.fields import values_of
+from openrlhf.config.parse import Invocation, parse
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted((EXAMPLES / "scripts").glob("*.sh"))
+
+AGENT = {"train.agent_func_path", "ds.ring_attn_size"}
+NOT_YET = {
+    "train_ppo_ray_hybrid_engine.sh": {
+        *("algo.advantage.estimator", "reward.model_name_or_path", "reward.normalize_enable"),
+    },
+    "train_ppo_ray_slurm.sh": {
+        *("algo.advantage.estimator", "reward.model_name_or_path", "reward.normalize_enable"),
+    },
+    "train_dapo_ray_hybrid_engine.sh": {"algo.dynamic_filtering_enable"},
+    "train_prorlv2_math_hybrid_engine.sh": {"algo.dynamic_filtering_enable"},
+    "train_reinforce_baseline_hybrid_engine.sh": AGENT,
+    "train_reinforce_baseline_ray_agent_async.sh": AGENT
+    | {"train.async_enable", "train.partial_rollout_enable"},
+    "train_vlm_math_hybrid_engine.sh": {"actor.freeze_visual_encoder", "data.max_images_per_prompt"},
+    "train_ppo_with_reward_fn.sh": {"algo.advantage.estimator"},
+    "serve_remote_rm.sh": {"serve_rm"},
+}
+"""Flags and commands that a script uses and that are not available yet."""
+
+PROGRAMS = ("python", "deepspeed", "torchrun", "openrlhf", "ray", "srun", "scontrol", "docker")
+STUB = """#!/bin/bash
+printf '%s\\0' "$(($# + 1))" "${0##*/}" "$@" >> "$RECORD"
+case ${0##*/} in
+    scontrol) printf 'node-%s\\n' 0 1 ;;
+    srun) while [[ $1 == -* ]]; do shift; done; exec "$@" ;;
+    ray) while [[ $1 != -- ]]; do shift; done; shift; exec "$@" ;;
+esac
+"""
+SETTINGS = {
+    "AGENT": "agent.py",
+    "CKPT": "ckpt",
+    "ITERATIONS": "2",
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "node-[0-1]",
+    "SLURM_NNODES": "2",
+}
+"""What scripts want to be told, and what SLURM tells them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A program as a script called it."""
+
+    words: list[str]
+
+    @property
+    def name(self) -> str | None:
+        """The command of `openrlhf` that it stands for. None: another program, or one that starts another."""
+        if self.words[0] not in ("python", "deepspeed", "torchrun", "openrlhf"):
+            return None
+        if self.words[0] == "openrlhf":
+            return self.words[1]
+        modules = {f"openrlhf.cli.{module}": name for name, (module, _) in main.COMMANDS.items()}
+        module = next((word for word in self.words if word.startswith("openrlhf.")), None)
+        return None if module is None else modules.get(module, module.rpartition(".")[2])
+
+    @property
+    def flags(self) -> list[str]:
+        start = next(i for i, word in enumerate(self.words) if word.startswith("openrlhf"))
+        return self.words[start + (2 if self.words[start] == "openrlhf" else 1) :]
+
+    @property
+    def ranks(self) -> int:
+        return {"deepspeed": 8, "torchrun": 16}.get(self.words[0], 1)
+
+
+Run = Callable[[str], list[Call]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """run("train_sft.sh") -> what it called. In a folder of its own, which keeps what was made before."""
+    stubs, folder = tmp_path / "stubs", tmp_path / "folder"
+    stubs.mkdir()
+    for name in PROGRAMS:
+        (stubs / name).write_text(STUB)
+        (stubs / name).chmod(0o755)
+    folder.mkdir()
+    (folder / "agent.py").write_text("class AgentExecutor: ...")
+    (folder / "ckpt").mkdir()
+    (folder / "ckpt" / "latest").write_text("global_step5")
+    (folder / "examples").symlink_to(EXAMPLES)
+    monkeypatch.chdir(folder)
+
+    def run(script: str) -> list[Call]:
+        record = tmp_path / "record"
+        record.write_bytes(b"")
+        environ = SETTINGS | {"PATH": f"{stubs}:/usr/bin:/bin", "RECORD": str(record), "HOME": str(folder)}
+        done = subprocess.run(
+            ["bash", f"examples/scripts/{script}"], env=environ, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        words = iter(record.read_text().split("\0")[:-1])
+        return [Call(words=[next(words) for _ in range(int(count))]) for count in words]
+
+    return run
+
+
+def understood(call: Call, capsys: pytest.CaptureFixture[str]) -> Invocation:
+    """Every flag exists by today's name, and its value is of its type. What it would make is there after."""
+    command = next(command for command in COMMANDS if command.name == call.name)
+    try:
+        invocation = parse(replace(command, problems=lambda config, explicit: []), call.flags)
+    except SystemExit:
+        pytest.fail(capsys.readouterr().err)
+    assert capsys.readouterr().err == ""
+    return invocation
+
+
+def make_outputs(config) -> None:
+    values = values_of(config)
+    if output := values.get("output_path"):
+        Path(output).write_text("")
+    if folder := values.get("ckpt.output_dir"):
+        Path(folder).mkdir(parents=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_nothing_is_wrong_but_what_is_not_available_yet(
+    script: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = set()
+    calls = run(script.name)
+    assert calls
+    known = {command.name: command for command in COMMANDS}
+    for call in calls:
+        if call.name is None:
+            continue
+        if call.name not in known:
+            refused.add(call.name)
+            continue
+        monkeypatch.setenv("WORLD_SIZE", str(call.ranks))
+        invocation = understood(call, capsys)
+        for problem in known[call.name].problems(invocation.config, invocation.explicit):
+            assert "not available yet" in problem.text, f"--{problem.key}: {problem.text}"
+            refused.add(problem.key)
+        make_outputs(invocation.config)
+    assert refused == NOT_YET.get(script.name, set())
+
+
+def values(calls: Sequence[Call], capsys: pytest.CaptureFixture[str]) -> list[dict]:
+    return [
+        {"command": call.name} | values_of(understood(call, capsys).config)
+        for call in calls
+        if call.name is not None
+    ]
+
+
+def test_iterative_dpo_goes_on_from_its_last_model(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = values(run("train_iterative_dpo.sh"), capsys)
+    assert [(step["command"], step.get("task")) for step in steps] == 2 * [
+        *(("batch_inference", "generate_vllm"), ("batch_inference", "rm"), ("dpo", None))
+    ]
+    for i, policy in enumerate(("OpenRLHF/Llama-3-8b-sft-mixture", "ckpt/iterative_dpo/iter0/model")):
+        generate, score, train = steps[3 * i : 3 * i + 3]
+        assert generate["model.model_name_or_path"] == train["model.model_name_or_path"] == policy
+        assert train["ref.model_name_or_path"] == policy
+        assert (generate["iter"], generate["rollout.batch_size"]) == (i, 10240)
+        assert generate["rollout.n_samples_per_prompt"] == 8
+        assert generate["output_path"] == score["data.dataset"]
+        assert score["post_processor"] == "iter_dpo"
+        assert score["output_path"] == train["data.dataset"]
+        assert train["ckpt.output_dir"] == f"ckpt/iterative_dpo/iter{i}/model"
+
+
+def test_rejection_sampling_goes_on_from_its_last_model(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = values(run("train_rejection_sampling_llama.sh"), capsys)
+    for i, policy in enumerate(("OpenRLHF/Llama-3-8b-sft-mixture", "ckpt/rejection_sampling/iter0/model")):
+        generate, score, train = steps[3 * i : 3 * i + 3]
+        assert generate["model.model_name_or_path"] == train["model.model_name_or_path"] == policy
+        assert (generate["iter"], generate["rollout.n_samples_per_prompt"]) == (i, 4)
+        assert generate["output_path"] == score["data.dataset"]
+        assert score["post_processor"] == "rs"
+        assert (train["command"], train["data.dataset"]) == ("sft", score["output_path"])
+    assert len(steps) == 6
+
+
+def test_conditional_sft_asks_for_the_scores_that_it_learned(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    score, train, generate = values(run("train_conditional.sh"), capsys)
+    assert (score["post_processor"], score["reward.normalize_enable"]) == ("csft", True)
+    assert score["output_path"] == train["data.dataset"]
+    assert generate["model.model_name_or_path"] == train["ckpt.output_dir"]
+    learned = score["reward.template"].replace("{input}", "PROMPT").replace("{reward}", "2.00")
+    assert generate["csft.enable"] and learned == f"PROMPT {generate['csft.prompt']} "
+
+
+@pytest.mark.parametrize("script", ["train_iterative_dpo.sh", "train_rejection_sampling_llama.sh"])
+def test_finished_iterations_are_not_repeated(script: str, run: Run) -> None:
+    assert len(run(script)) == 6
+    assert run(script) == []
+
+
+def test_a_supervised_recipe_runs_on_all_nodes_of_a_slurm_job(run: Run) -> None:
+    (train,) = (call for call in run("train_nonrl_slurm.sh") if call.name == "sft")
+    options = [word for word in train.words if word.startswith(("--nnodes", "--nproc", "--rdzv"))]
+    assert train.words[0] == "torchrun" and options == [
+        *("--nnodes=2", "--nproc-per-node=8", "--rdzv-id=7", "--rdzv-backend=c10d"),
+        "--rdzv-endpoint=node-0:29500",
+    ]
+
+
+def test_an_rl_recipe_takes_all_nodes_of_a_slurm_job(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    (rl,) = values(run("train_ppo_ray_slurm.sh"), capsys)
+    assert (rl["actor.num_nodes"], rl["actor.num_gpus_per_node"], rl["vllm.num_engines"]) == (2, 8, 8)
+
+
+def test_a_converted_checkpoint_is_found(run: Run) -> None:
+    (convert,) = run("ckpt_ds_zero_to_universal.sh")
+    options = dict(zip(convert.words[3::2], convert.words[4::2], strict=True))
+    assert options["--input_folder"] == "ckpt/global_step5"
+    assert options["--output_folder"] == "ckpt/global_step5_universal"
+    assert Path("ckpt/latest_universal").read_text().strip() == "global_step5_universal"
+
+
+def test_every_script_is_in_the_table() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+    assert not [script.name for script in SCRIPTS if f"[{script.name}](scripts/{script.name})" not in table]
+    assert all(os.access(script, os.X_OK) for script in SCRIPTS)
+
+
+def test_the_mathematical_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "python")
+    sys.modules.pop("math_reward_func", None)
+    from math_reward_func import reward_func
+
+    answers = [r"so \boxed{0.5}", "it is 3", r"\boxed{x}", ""]
+    result = reward_func([f"Q: {answer}" for answer in answers], ["Q: "] * 4, [r"\frac{1}{2}", "3", "y", "1"])
+    assert result["rewards"] == result["scores"] == [1.0, 1.0, 0.0, 0.0]
+    assert result["extra_logs"] == {"boxed": 0.5}

@@ -1,0 +1,96 @@
+"""Every supervised command as users run it, on word problems: what it teaches can be measured."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from openrlhf.models.scorer import load_scorer
+from openrlhf.observe.trackers import read_metrics
+from openrlhf.tasks.prepare import PLACEHOLDER
+from openrlhf.types import PackedRow, Sample
+
+COMMON = (
+    "--data.max_len 256 --train.batch_size 16 --train.micro_batch_size 16 --train.max_epochs 1 "
+    "--ds.zero_stage 0 --ds.param_dtype fp32"
+)
+PAIRS = "--data.prompt_key prompt --data.apply_chat_template"
+ANSWERS = "--data.output_key output --data.apply_chat_template"
+
+Metrics = dict[str, float]
+
+
+@pytest.fixture
+def train(openrlhf, tmp_path) -> Callable[[str, str], tuple[Path, Metrics]]:
+    """Run a command with these flags; returns the model's folder and the last value of every metric."""
+
+    def run(command: str, flags: str) -> tuple[Path, Metrics]:
+        folder = tmp_path / command
+        openrlhf(f"{command} --ckpt.output_dir {folder} --logger.run_dir {folder}/run {COMMON} {flags}")
+        metrics: Metrics = {}
+        for row in read_metrics(folder / "run" / "metrics.jsonl").values():
+            metrics |= row
+        return folder, metrics
+
+    return run
+
+
+def test_a_reward_model_prefers_right_answers(train, knowing) -> None:
+    """And transformers alone loads it, and gives the same scores."""
+    files = knowing.files
+    folder, metrics = train(
+        "rm",
+        f"--model.model_name_or_path {knowing.chat} --data.dataset {files.pairs} "
+        f"--eval.dataset {files.pairs_eval} --adam.lr 1e-3 {PAIRS}",
+    )
+    assert metrics["eval/rm/accuracy"] > 0.85
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    ours = load_scorer(str(folder), flag="", dtype="fp32", attention="auto")
+    texts = [json.loads(line)["chosen"] for line in files.pairs_eval.read_text().splitlines()[:8]]
+    batch = tokenizer([text + tokenizer.eos_token for text in texts], return_tensors="pt", padding=True)
+    samples = []
+    for text in texts:
+        ids = tokenizer(text + tokenizer.eos_token, return_tensors="pt")["input_ids"][0]
+        samples.append(Sample(token_ids=ids, action_mask=torch.arange(len(ids)) == len(ids) - 1))
+    with torch.no_grad():
+        expected = theirs(**{k: batch[k] for k in ("input_ids", "attention_mask")}).logits[:, 0]
+        torch.testing.assert_close(ours(PackedRow.of(samples)), expected, atol=1e-5, rtol=0)
+    assert theirs.config.std > 0 and abs(theirs.config.mean) < 10
+
+
+def test_a_process_reward_model_finds_wrong_steps(train, knowing) -> None:
+    files = knowing.files
+    _, metrics = train(
+        "prm",
+        f"--model.model_name_or_path {knowing.base} --data.dataset {files.steps} "
+        f"--eval.dataset {files.steps_eval} --eval.split train --data.placeholder_token {PLACEHOLDER} "
+        "--data.reward_tokens + - --adam.lr 1e-3",
+    )
+    assert metrics["eval/prm/accuracy"] > 0.85
+
+
+@pytest.mark.parametrize("reference", ["", "--ref.precompute_enable"])
+def test_dpo_raises_accuracy(train, knowing, accuracy, reference) -> None:
+    files = knowing.files
+    folder, metrics = train(
+        "dpo",
+        f"--model.model_name_or_path {knowing.chat} --data.dataset {files.pairs} "
+        f"--eval.dataset {files.pairs_eval} --eval.split train --adam.lr 3e-4 {PAIRS} {reference}",
+    )
+    assert metrics["eval/dpo/accuracy"] > 0.85
+    assert accuracy(folder) > accuracy(knowing.chat) + 0.3
+
+
+def test_kto_raises_accuracy(train, knowing, accuracy) -> None:
+    files = knowing.files
+    folder, metrics = train(
+        "kto",
+        f"--model.model_name_or_path {knowing.chat} --data.dataset {files.judged} "
+        f"--eval.dataset {files.judged_eval} --eval.split train --model.beta 0.1 --adam.lr 3e-4 {ANSWERS}",
+    )
+    assert metrics["eval/kto/accuracy"] > 0.85
+    assert accuracy(folder) > accuracy(knowing.chat) + 0.3

@@ -1,0 +1,285 @@
+"""The flags of batch_inference and chat: today's names, old ones, and what is refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from openrlhf.config.commands import BATCH_INFERENCE, CHAT
+from openrlhf.config.fields import fields_of, values_of
+from openrlhf.config.parse import parse
+
+BATCH_DEFAULTS = {
+    "task": None,
+    "model.model_name_or_path": "",
+    "data.dataset": "",
+    "data.dataset_probs": None,
+    "data.input_key": "input",
+    "data.output_key": "output",
+    "data.apply_chat_template": False,
+    "data.input_template": None,
+    "data.max_len": 2048,
+    "data.max_samples": 100_000_000,
+    "output_path": "",
+    "data.prompt_max_len": 1024,
+    "rollout.max_new_tokens": 1024,
+    "rollout.greedy": False,
+    "rollout.top_p": 1.0,
+    "rollout.temperature": 1.0,
+    "rollout.repetition_penalty": 1.0,
+    "rollout.n_samples_per_prompt": 1,
+    "post_processor": None,
+    "reward.normalize_enable": False,
+    "reward.template": "{input} <rm_score>: {reward} ",
+    "csft.enable": False,
+    "csft.prompt": "<rm_score>: 5.00",
+    "iter": None,
+    "rollout.batch_size": 2048,
+    "vllm.tensor_parallel_size": None,
+    "vllm.max_num_seqs": 256,
+    "vllm.enable_prefix_caching": False,
+    "ds.zero_stage": 0,
+    "local_rank": -1,
+    "train.micro_batch_size": 16,
+    "train.seed": 1234,
+    "train.full_determinism_enable": False,
+    "ds.param_dtype": "bf16",
+    "ds.attn_implementation": "auto",
+    "data.disable_fast_tokenizer": False,
+    "use_ms": False,
+    "ds.value_head_prefix": "value_head",
+}
+CHAT_DEFAULTS = {
+    "data.max_len": 4096,
+    "rollout.greedy": False,
+    "rollout.top_p": 0.9,
+    "rollout.temperature": 0.2,
+    "rollout.repetition_penalty": 1.2,
+    "data.input_template": "User: {}\nAssistant: ",
+    "data.apply_chat_template": False,
+    "ta_prompt": None,
+    "csft.enable": False,
+    "csft.prompt": "<rm_score>: 5.00",
+    "engine": "transformers",
+}
+
+
+@pytest.mark.parametrize(("command", "expected"), [(BATCH_INFERENCE, BATCH_DEFAULTS), (CHAT, CHAT_DEFAULTS)])
+def test_defaults(command, expected):
+    defaults = values_of(command.config_type())
+    assert {key: defaults[key] for key in expected} == expected
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("rows.jsonl").write_text('{"input": "Hi", "output": "Ho"}\n')
+    Path("start.txt").write_text("Be kind.")
+    return tmp_path
+
+
+NAMES = (
+    "--model.model_name_or_path",
+    "./model",
+    "--data.dataset",
+    "./rows.jsonl",
+    "--output_path",
+    "out.jsonl",
+)
+GENERATE = (*NAMES, "--task", "generate")
+RM = (*NAMES, "--task", "rm")
+
+
+def config_of(*flags):
+    return parse(BATCH_INFERENCE, flags).config
+
+
+def chat_of(*flags):
+    return parse(CHAT, ("--model.model_name_or_path", "./model", *flags)).config
+
+
+OLD_VLLM = """--eval_task generate_vllm --pretrain ./model --dataset ./rows.jsonl --dataset_probs 1 --bf16
+    --input_key question --apply_chat_template --max_samples 10 --output_path out.jsonl --prompt_max_len 7
+    --max_new_tokens 8 --top_p 0.9 --temperature 0.8 --repetition_penalty 1.1 --best_of_n 3 --iter 2
+    --rollout_batch_size 5 --tp_size 2 --max_num_seqs 9 --enable_prefix_caching --zero_stage 0 --seed 3
+    --enable_csft --disable_fast_tokenizer --local_rank 0"""
+TODAY_VLLM = {
+    "task": "generate_vllm",
+    "model.model_name_or_path": "./model",
+    "data.dataset": "./rows.jsonl",
+    "data.dataset_probs": "1",
+    "ds.param_dtype": "bf16",
+    "data.input_key": "question",
+    "data.apply_chat_template": True,
+    "data.max_samples": 10,
+    "output_path": "out.jsonl",
+    "data.prompt_max_len": 7,
+    "rollout.max_new_tokens": 8,
+    "rollout.top_p": 0.9,
+    "rollout.temperature": 0.8,
+    "rollout.repetition_penalty": 1.1,
+    "rollout.n_samples_per_prompt": 3,
+    "iter": 2,
+    "rollout.batch_size": 5,
+    "vllm.tensor_parallel_size": 2,
+    "vllm.max_num_seqs": 9,
+    "vllm.enable_prefix_caching": True,
+    "train.seed": 3,
+    "csft.enable": True,
+    "data.disable_fast_tokenizer": True,
+    "local_rank": 0,
+}
+OLD_RM = """--eval_task rm --pretrain ./model --dataset ./rows.jsonl --output_path out.jsonl --max_len 9
+    --input_template Q:{} --output_key output --post_processor csft --normalize_reward
+    --reward_template {input}{reward} --micro_batch_size 4 --full_determinism --flash_attn
+    --value_head_prefix score"""
+TODAY_RM = {
+    "task": "rm",
+    "data.max_len": 9,
+    "data.input_template": "Q:{}",
+    "post_processor": "csft",
+    "reward.normalize_enable": True,
+    "reward.template": "{input}{reward}",
+    "train.micro_batch_size": 4,
+    "train.full_determinism_enable": True,
+    "ds.attn_implementation": "flash_attention_2",
+    "ds.value_head_prefix": "score",
+}
+OLD_CHAT = """--pretrain ./model --max_len 99 --max_new_tokens 9 --greedy_sampling --repetition_penalty 1.3
+    --input_template Q:{} --ta_prompt start.txt --enable_csft --csft_prompt <good> --param_dtype fp16"""
+TODAY_CHAT = {
+    "data.max_len": 99,
+    "rollout.max_new_tokens": 9,
+    "rollout.greedy": True,
+    "rollout.repetition_penalty": 1.3,
+    "data.input_template": "Q:{}",
+    "ta_prompt": "start.txt",
+    "csft.enable": True,
+    "csft.prompt": "<good>",
+    "ds.param_dtype": "fp16",
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "today"),
+    [
+        (BATCH_INFERENCE, OLD_VLLM, TODAY_VLLM),
+        (BATCH_INFERENCE, OLD_RM, TODAY_RM),
+        (CHAT, OLD_CHAT, TODAY_CHAT),
+    ],
+)
+def test_commands_of_older_versions_mean_what_they_meant(files, command, old, today, capsys):
+    values = values_of(parse(command, old.split()).config)
+    assert {key: values[key] for key in today} == today
+    hints = capsys.readouterr().err
+    for name in re.findall(r"--(\w+)", old):
+        if name not in ("output_path", "iter", "local_rank", "post_processor", "ta_prompt"):
+            assert f"note: --{name} is now --" in hints
+
+
+@pytest.mark.parametrize("command", [BATCH_INFERENCE, CHAT])
+def test_every_old_flag_leads_to_a_flag(command):
+    fields = fields_of(command.config_type)
+    assert all(key in fields for flag in command.old_flags.values() for key in flag.to)
+
+
+def test_where_rows_go():
+    config = BATCH_INFERENCE.config_type
+    assert config(output_path="a.jsonl").raw_path == "a.jsonl"
+    assert config(output_path="a.jsonl", post_processor="rs").raw_path == "a.jsonl.raw.jsonl"
+    assert config(output_path="a.jsonl").meta_path == "a.jsonl.meta.json"
+
+
+REFUSED = [
+    ((), "--task: is required", "--model.model_name_or_path: is required", "--output_path: is required"),
+    ((*GENERATE, "--output_path", "model"), "--output_path model: is a folder; name a .jsonl file"),
+    ((*GENERATE, "--output_path", "out.txt"), "--output_path out.txt: must end in .jsonl"),
+    ((*GENERATE, "--output_path", "rows.jsonl"), "--output_path rows.jsonl: is the dataset that is read"),
+    ((*GENERATE, "--post_processor", "rs"), "--post_processor rs: works on rewards", "--task rm"),
+    ((*GENERATE, "--reward.normalize_enable"), "--reward.normalize_enable: nothing would read it"),
+    ((*GENERATE, "--rollout.greedy", "--rollout.top_p", "0.5"), "--rollout.top_p 0.5: nothing would read it"),
+    (
+        (*GENERATE, "--rollout.greedy", "--rollout.n_samples_per_prompt", "2"),
+        "--rollout.n_samples_per_prompt 2: rollout.greedy gives the same answer every time",
+    ),
+    (
+        (*GENERATE, "--rollout.batch_size", "4"),
+        "--rollout.batch_size 4: nothing would read it: there is no iter",
+    ),
+    ((*GENERATE, "--iter", "-1"), "--iter -1: must be at least 0"),
+    ((*GENERATE, "--csft.prompt", "<good>"), "--csft.prompt <good>: nothing would read it"),
+    ((*GENERATE, "--data.input_template", "Q"), "--data.input_template Q: has no {} for the prompt"),
+    (
+        (*GENERATE, "--ds.zero_stage", "3"),
+        "--ds.zero_stage 3: sharding the weights in inference is not available",
+    ),
+    ((*GENERATE, "--use_ms"), "--use_ms: ModelScope is not available yet"),
+    (
+        (*RM, "--rollout.temperature", "0.5"),
+        "--rollout.temperature 0.5: nothing would read it: task rm samples",
+    ),
+    ((*RM, "--reward.template", "{input}"), "--reward.template {input}: nothing would read it"),
+    (
+        (*RM, "--post_processor", "csft", "--reward.template", "{input}"),
+        "--reward.template {input}: has no {reward}",
+    ),
+    ((*RM, "--post_processor", "best"), "--post_processor best: expects one of rs, csft, iter_dpo"),
+    (
+        (*RM, "--ds.param_dtype", "fp32", "--ds.attn_implementation", "flash_attention_2"),
+        "--ds.attn_implementation flash_attention_2: flash attention has no float32",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "texts"), [(row[0], row[1:]) for row in REFUSED])
+def test_what_is_refused(files, flags, texts, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(BATCH_INFERENCE, flags)
+    printed = capsys.readouterr().err
+    assert stop.value.code == 2
+    for text in texts:
+        assert text in printed
+
+
+def test_vllm_under_a_launcher_is_refused(files, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config_of(*GENERATE)
+    with pytest.raises(SystemExit):
+        config_of(*GENERATE, "--task", "generate_vllm")
+    assert "--task generate_vllm: is one process, but the launcher started 2" in capsys.readouterr().err
+
+
+def test_what_only_speed_depends_on_is_remarked_upon(files, capsys):
+    config_of(*GENERATE, "--vllm.max_num_seqs", "3")
+    config_of(*GENERATE, "--task", "generate_vllm", "--train.micro_batch_size", "3")
+    notes = capsys.readouterr().err
+    assert "note: --vllm.max_num_seqs 3: has no effect" in notes
+    assert "note: --train.micro_batch_size 3: has no effect" in notes
+
+
+CHAT_REFUSED = [
+    (("--ta_prompt", "strat.txt"), "--ta_prompt strat.txt: does not exist; near it: start.txt"),
+    (("--ds.load_in_4bit",), "--ds.load_in_4bit: 4-bit inference is not available yet"),
+    (("--rollout.max_new_tokens", "4096"), "--rollout.max_new_tokens 4096: leaves no room for a prompt"),
+    (("--engine", "sglang"), "--engine sglang: expects one of transformers, vllm"),
+    (("--rollout.greedy", "--rollout.temperature", "1"), "--rollout.temperature 1.0: nothing would read it"),
+]
+
+
+@pytest.mark.parametrize(("flags", "text"), CHAT_REFUSED)
+def test_what_chat_refuses(files, flags, text, capsys):
+    with pytest.raises(SystemExit):
+        chat_of(*flags)
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [BATCH_INFERENCE, CHAT])
+def test_help_shows_every_flag_once_with_its_meaning(command, capsys):
+    with pytest.raises(SystemExit):
+        parse(command, ["--help"])
+    text = capsys.readouterr().out
+    for key, field in fields_of(command.config_type).items():
+        assert len(re.findall(rf"^  --{re.escape(key)}(?: |$)", text, re.MULTILINE)) == 1
+        assert field.help
+    assert text.index("\ncommand\n") < text.index("\nmodel:")

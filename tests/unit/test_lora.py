@@ -1,0 +1,287 @@
+"""Adapters against the dense model that they stand for."""
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from openrlhf.cli.lora_combiner import main as combine
+from openrlhf.config.commands import DPO, LORA_COMBINER, PPO, RM, SFT
+from openrlhf.config.parse import parse
+from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.lora import disabled_adapters, load_statistics, prepare_for_training, save_adapter
+from openrlhf.models.policy import PolicyModel
+from openrlhf.models.scorer import CLASSIFIER_HEAD, load_scorer
+from openrlhf.tasks.prepare import prepare
+from openrlhf.types import PackedRow, Sample
+
+ALPHA, RANK = 12, 3
+SCALE = ALPHA / RANK
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    return prepare(folder, seed=0, num_pretrain=4, num_sft=4, num_prompts=4, num_eval=4).model
+
+
+@pytest.fixture(scope="module")
+def row() -> PackedRow:
+    random = torch.Generator().manual_seed(1)
+    samples = []
+    for length in (9, 4, 17):
+        mask = torch.rand(length, generator=random) < 0.6
+        mask[0], mask[-1] = False, True
+        ids = torch.randint(3, 300, (length,), generator=random)
+        samples.append(Sample(token_ids=ids, action_mask=mask))
+    return PackedRow.of(samples)
+
+
+def plain(base: Path) -> hf.PreTrainedModel:
+    return load_causal_lm(str(base), flag="--model", dtype="fp32", attention="auto")
+
+
+def adapted(base: Path, **lora) -> hf.PreTrainedModel:
+    """With adapters that are not zero."""
+    return randomised(prepare_for_training(plain(base), lora_of(**lora)))
+
+
+def lora_of(**lora) -> DeepSpeedConfig:
+    return DeepSpeedConfig(lora=LoraConfig(**({"rank": RANK, "alpha": ALPHA} | lora)))
+
+
+def randomised(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
+    random = torch.Generator().manual_seed(5)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            param.data = 0.1 * torch.randn(param.shape, generator=random)
+    return model
+
+
+def trained(model: hf.PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def weights_of(model: hf.PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in trained(model).items()}
+
+
+def logits(model, row: PackedRow) -> Tensor:
+    with torch.no_grad():
+        return model(row.token_ids[None, :9], use_cache=False).logits
+
+
+def test_gradients_are_those_of_the_dense_model(base: Path, row: PackedRow) -> None:
+    """W' = W + s B A, so dB = s dW' A^T and dA = s B^T dW'."""
+    model = adapted(base)
+    PolicyModel(model)(row).log_probs.mean().backward()
+    dense, found = plain(base), dict(model.named_parameters())
+    for name, param in dense.named_parameters():
+        a = found.get(name.replace("weight", "lora_A.default.weight"))
+        if a is not None:
+            param.data += SCALE * found[name.replace("weight", "lora_B.default.weight")].data @ a.data
+    PolicyModel(dense)(row).log_probs.mean().backward()
+    compared = 0
+    for name, param in dense.named_parameters():
+        a, b = (found.get(name.replace("weight", f"lora_{x}.default.weight")) for x in "AB")
+        if a is None:
+            continue
+        assert a.grad.abs().max() > 1e-4 and b.grad.abs().max() > 1e-4
+        torch.testing.assert_close(b.grad, SCALE * param.grad @ a.data.T, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(a.grad, SCALE * b.data.T @ param.grad, atol=1e-6, rtol=1e-5)
+        compared += 1
+    assert 2 * compared == len(trained(model)) == sum(p.grad is not None for p in model.parameters())
+
+
+def test_all_linear_is_every_linear_layer_but_the_head(base: Path) -> None:
+    model = adapted(base)
+    linear = [n for n, m in plain(base).named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+    expected = {f"{name}.lora_{x}.default.weight" for name in linear for x in "AB"}
+    assert trained(model).keys() == expected and len(expected) > 20
+
+
+def test_chosen_modules_alone_are_adapted(base: Path) -> None:
+    model = adapted(base, target_modules=("q_proj", "layers.0.mlp.up_proj"))
+    layers = model.config.num_hidden_layers
+    assert len(trained(model)) == 2 * (layers + 1)
+    assert all("q_proj" in name or "layers.0.mlp.up_proj" in name for name in trained(model))
+
+
+@pytest.mark.parametrize("name", ["q_prj", "lm_head", "embed_tokens", "norm"])
+def test_a_module_that_cannot_be_adapted(base: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"target_modules {name}: names no linear layer") as error:
+        adapted(base, target_modules=("k_proj", name))
+    assert "names like" in str(error.value) and "q_proj" in str(error.value)
+
+
+def test_adapters_start_the_same_whatever_randomness_was_used_before(base: Path) -> None:
+    def starts(numbers: int) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        torch.rand(numbers)
+        return weights_of(prepare_for_training(plain(base), lora_of()))
+
+    one, other = starts(0), starts(5)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    torch.manual_seed(4)
+    third = weights_of(prepare_for_training(plain(base), lora_of()))
+    assert any(not torch.equal(one[name], third[name]) for name in one)
+
+
+def test_disabled_adapters_give_the_model_before_training(base: Path, row: PackedRow) -> None:
+    policy, reference = PolicyModel(adapted(base)), PolicyModel(plain(base))
+    before, names = policy(row).log_probs, trained(policy.model).keys()
+    with torch.no_grad(), disabled_adapters(policy.model):
+        assert torch.equal(policy(row).log_probs, reference(row).log_probs)
+    assert torch.equal(policy(row).log_probs, before)
+    assert (before - reference(row).log_probs).abs().max() > 0.1
+    assert trained(policy.model).keys() == names
+
+
+def test_a_saved_adapter_loads_with_peft_and_with_transformers(
+    base: Path, row: PackedRow, tmp_path: Path
+) -> None:
+    model = adapted(base)
+    save_adapter(model, weights_of(model), tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["r"], config["lora_alpha"]) == (str(base), RANK, ALPHA)
+    fresh = hf.AutoModelForCausalLM.from_pretrained(base)
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(fresh, tmp_path), row), logits(model, row))
+    assert torch.equal(logits(hf.AutoModelForCausalLM.from_pretrained(tmp_path), row), logits(model, row))
+
+
+def test_an_adapter_is_not_taken_for_a_model(base: Path, tmp_path: Path) -> None:
+    save_adapter(model := adapted(base), weights_of(model), tmp_path)
+    with pytest.raises(ValueError, match=rf"--model {tmp_path}: holds a LoRA adapter.*\n.*lora_combiner"):
+        load_causal_lm(str(tmp_path), flag="--model", dtype="fp32", attention="auto")
+
+
+def combined(base: Path, adapter: Path, *more: str) -> Path:
+    output = adapter / "merged"
+    words = f"--model_path {base} --lora_path {adapter} --output_path {output} --ds.param_dtype fp32"
+    combine([*words.split(), *more])
+    return output
+
+
+def test_the_merged_policy_is_the_policy_with_its_adapter(base: Path, row: PackedRow, tmp_path: Path) -> None:
+    save_adapter(model := adapted(base), weights_of(model), tmp_path)
+    merged = hf.AutoModelForCausalLM.from_pretrained(output := combined(base, tmp_path))
+    assert "lora" not in " ".join(merged.state_dict())
+    torch.testing.assert_close(logits(merged, row), logits(model, row), atol=2e-5, rtol=0)
+    assert (logits(merged, row) - logits(plain(base), row)).abs().max() > 0.1
+    found = dict(model.named_parameters())
+    for name, param in merged.named_parameters():
+        a, b = (found.get(name.replace("weight", f"lora_{x}.default.weight")) for x in "AB")
+        own = found.get(name, found.get(name.replace("weight", "base_layer.weight")))
+        assert torch.equal(param, own if a is None else own + b @ a * SCALE), name
+    assert hf.AutoTokenizer.from_pretrained(output).chat_template
+
+
+@pytest.mark.parametrize("head", ["score", "value_head"])
+def test_the_merged_reward_model_keeps_head_and_statistics(
+    base: Path, row: PackedRow, tmp_path: Path, head: str
+) -> None:
+    tokenizer = hf.AutoTokenizer.from_pretrained(base)
+    torch.manual_seed(2)
+    options = {"flag": "--model", "dtype": "fp32", "attention": "auto"}
+    scorer = load_scorer(str(base), head_prefix=head, tokenizer=tokenizer, **options)
+    randomised(prepare_for_training(scorer.model, lora_of()))
+    assert f"{head}.weight" in trained(scorer.model)
+    getattr(scorer.model, head).weight.data.normal_()
+    scorer.model.config.mean, scorer.model.config.std = 0.25, 2.5
+    save_adapter(scorer.model, weights_of(scorer.model), tmp_path)
+    assert load_statistics(tmp_path) == {"mean": 0.25, "std": 2.5}
+    with torch.no_grad():
+        expected = scorer(row)
+        merged = load_scorer(str(combined(base, tmp_path, "--is_rm")), **options)
+        torch.testing.assert_close(merged(row), expected, atol=2e-5, rtol=0)
+    config = merged.model.config
+    assert (config.mean, config.std, config.num_labels) == (0.25, 2.5, 1)
+    classifier = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    ids = row.token_ids[:9][None]
+    assert torch.equal(classifier.score.weight, getattr(scorer.model, head).weight)
+    if head == CLASSIFIER_HEAD:
+        torch.testing.assert_close(classifier(ids).logits, scorer.model(ids).logits, atol=2e-5, rtol=0)
+
+
+def refused(capsys: pytest.CaptureFixture, *words: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        combine(list(words))
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_an_adapter_of_another_base_is_refused(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    save_adapter(model := adapted(base), weights_of(model), tmp_path / "adapter")
+    for number, (change, said) in enumerate(
+        [
+            ({"hidden_size": 64}, "size mismatch"),
+            ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, "no place for"),
+        ]
+    ):
+        config = hf.AutoConfig.from_pretrained(base, **change)
+        other = tmp_path / f"other{number}"
+        hf.AutoModelForCausalLM.from_config(config).save_pretrained(other)
+        words = ["--model_path", str(other), "--lora_path", str(tmp_path / "adapter")]
+        text = refused(capsys, *words, "--output_path", str(tmp_path / "out"))
+        assert f"does not fit --model_path {other}.\nIt was trained on {base}." in text and said in text
+        assert not (tmp_path / "out").exists()
+
+
+def test_mistakes_of_the_combiner(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    save_adapter(model := adapted(base), weights_of(model), tmp_path)
+    adapter, out = ("--lora_path", str(tmp_path)), ("--output_path", str(tmp_path / "out"))
+    is_rm = refused(capsys, "--model_path", str(base), *adapter, *out, "--is_rm")
+    assert "is the adapter of a language model; remove --is_rm" in is_rm
+    whole = refused(capsys, "--model_path", str(base), "--lora_path", str(base), *out)
+    assert "holds no adapter" in whole
+    assert "holds a LoRA adapter" in refused(capsys, "--model_path", str(tmp_path), *adapter, *out)
+    over = refused(capsys, "--model_path", str(base), *adapter, "--output_path", str(base))
+    assert "would overwrite model_path" in over
+
+
+def test_the_old_spelling_of_the_combiners_precision() -> None:
+    assert LORA_COMBINER.config_type().ds.param_dtype == "bf16"
+    words = "--model_path m --lora_path l --output_path o --is_rm --param_dtype fp16"
+    config = parse(LORA_COMBINER, words.split()).config
+    assert config.is_rm and config.ds.param_dtype == "fp16"
+
+
+FOUR_BITS = "--ds.load_in_4bit --ds.lora.rank 8"
+
+
+@pytest.mark.parametrize("command", [SFT, RM, DPO], ids=lambda command: command.name)
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--ds.load_in_4bit", "--ds.load_in_4bit: leaves nothing to train"),
+        (f"{FOUR_BITS} --ds.zero_stage 3", "--ds.load_in_4bit: gives wrong gradients where weights"),
+    ],
+)
+def test_four_bits_that_cannot_train(command, flags: str, said: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        parse(command, ["--model.model_name_or_path", "m", "--data.dataset", "d", *flags.split()])
+    assert said in capsys.readouterr().err
+
+
+def test_four_bits_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    words = f"--model.model_name_or_path m --data.dataset d --data.output_key o {FOUR_BITS}".split()
+    assert parse(SFT, words).config.ds.load_in_4bit
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        parse(SFT, words)
+    assert 'pip install "openrlhf[qlora]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--ds.lora.rank 8", "--ds.load_in_4bit", "--actor.aux_loss_coef 0.1"])
+def test_reinforcement_learning_has_no_adapters(flags: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        parse(PPO, flags.split())
+    assert f"{flags.split()[0]}" in (err := capsys.readouterr().err) and "not available yet" in err

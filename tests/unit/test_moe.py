@@ -1,0 +1,184 @@
+"""The balance loss of experts against transformers' own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+
+from openrlhf.config.commands import SFT
+from openrlhf.config.parse import parse
+from openrlhf.models.experts import check_experts, recorded_balance
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.policy import PolicyModel
+from openrlhf.models.scorer import load_scorer
+from openrlhf.objectives.balanced import BalancedObjective
+from openrlhf.objectives.rm import RewardObjective
+from openrlhf.objectives.sft import SFTObjective
+from openrlhf.types import LossNorm, PackedRow, Pair, PairRow, Sample
+
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+MODELS = {
+    "qwen3_moe": hf.Qwen3MoeConfig(**SHAPE, **MOE, num_experts=6),
+    "mixtral": hf.MixtralConfig(**SHAPE, num_experts_per_tok=2, num_local_experts=4),
+    "olmoe": hf.OlmoeConfig(**SHAPE, num_experts_per_tok=3, num_experts=5),
+}
+DENSE = hf.Qwen3Config(**SHAPE)
+COEF = 0.3
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name, config in [*MODELS.items(), ("dense", DENSE)]:
+        torch.manual_seed(3)
+        made[name] = tmp_path_factory.mktemp(name)
+        hf.AutoModelForCausalLM.from_config(config).save_pretrained(made[name])
+    return made
+
+
+def policy_of(folder: Path) -> PolicyModel:
+    return PolicyModel(load_causal_lm(str(folder), flag="--model", dtype="fp32", attention="auto"))
+
+
+def sample(length: int, seed: int) -> Sample:
+    ids = torch.randint(3, 61, (length,), generator=torch.Generator().manual_seed(seed))
+    return Sample(token_ids=ids, action_mask=torch.arange(length) >= 3)
+
+
+def gradients(policy) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+
+
+def norm_of(*rows) -> LossNorm:
+    return LossNorm(sum(r.num_tokens for r in rows), sum(r.num_sequences for r in rows))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradient_of_one_row_are_transformers_own(folders: dict, name: str) -> None:
+    one = sample(20, seed=1)
+    row = PackedRow.of([one])
+    policy = policy_of(folders[name])
+    objective = BalancedObjective(objective=SFTObjective(), coef=COEF)
+    loss, metrics = objective(policy, row, norm_of(row))
+    loss.backward()
+
+    plain = hf.AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
+    plain.router_aux_loss_coef = COEF
+    labels = one.token_ids.masked_fill(~one.action_mask, -100)[None]
+    expected = plain(one.token_ids[None], labels=labels, output_router_logits=True, use_cache=False)
+    expected.loss.backward()
+    assert metrics["balance_loss"] == pytest.approx(expected.aux_loss.item(), rel=1e-6)
+    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    assert metrics["balance_loss"] > plain.num_experts_per_tok + 0.01
+    for parameter, grad in gradients(policy).items():
+        torch.testing.assert_close(grad, plain.get_parameter(parameter).grad, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_weigh_as_much_as_their_actions(folders: dict) -> None:
+    policy = policy_of(folders["qwen3_moe"])
+    rows = [PackedRow.of([sample(20, seed=1)]), PackedRow.of([sample(9, seed=2), sample(6, seed=3)])]
+    objective = BalancedObjective(objective=SFTObjective(), coef=COEF)
+    alone = [objective(policy, row, norm_of(row))[1]["balance_loss"].item() for row in rows]
+    together = [objective(policy, row, norm_of(*rows))[1] for row in [*rows, PackedRow.empty()]]
+    weights = [17 / 26, 9 / 26]
+    expected = sum(weight * balance for weight, balance in zip(weights, alone, strict=True))
+    assert sum(m["balance_loss"].item() for m in together) == pytest.approx(expected, rel=1e-6)
+    assert together[-1]["balance_loss"] == 0
+    assert abs(alone[0] - alone[1]) > 0.01
+
+
+def test_the_inner_objective_is_untouched(folders: dict) -> None:
+    policy, row = policy_of(folders["qwen3_moe"]), PackedRow.of([sample(20, seed=1)])
+    loss, metrics = BalancedObjective(objective=SFTObjective(), coef=COEF)(policy, row, norm_of(row))
+    inner, inner_metrics = SFTObjective()(policy, row, norm_of(row))
+    assert loss.item() == pytest.approx((inner + COEF * metrics.pop("balance_loss")).item(), rel=1e-6)
+    assert metrics == inner_metrics
+
+
+def test_gradient_checkpointing_keeps_the_gradient(folders: dict) -> None:
+    row = PackedRow.of([sample(20, seed=1), sample(5, seed=2)])
+    found = []
+    for checkpointing in (False, True):
+        policy = policy_of(folders["qwen3_moe"]).train()
+        if checkpointing:
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        loss, _ = BalancedObjective(objective=SFTObjective(), coef=10.0)(policy, row, norm_of(row))
+        loss.backward()
+        found.append(gradients(policy))
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad)
+
+
+def test_reentrant_checkpointing_is_refused(capsys: pytest.CaptureFixture) -> None:
+    words = "--model.model_name_or_path m --data.dataset d --data.output_key o --model.aux_loss_coef 0.1"
+    assert parse(SFT, words.split()).config.model.aux_loss_coef == 0.1
+    reentrant = "--model.gradient_checkpointing_enable --model.gradient_checkpointing_reentrant"
+    with pytest.raises(SystemExit):
+        parse(SFT, f"{words} {reentrant}".split())
+    assert "hides the routers from the balance loss" in capsys.readouterr().err
+
+
+@dataclass(frozen=True)
+class WithReference:
+    """Asks a frozen model, and itself without a gradient, before it asks the model in training."""
+
+    reference: PolicyModel
+
+    def __call__(self, model: Callable, batch: PackedRow, norm: LossNorm):
+        other = PackedRow.of([sample(30, seed=9)])
+        with torch.no_grad():
+            self.reference(other), model(other)
+        return SFTObjective()(model, batch, norm)
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_only_the_pass_in_training_counts(folders: dict, with_grad: bool) -> None:
+    policy, row = policy_of(folders["qwen3_moe"]), PackedRow.of([sample(20, seed=1)])
+    inner = WithReference(reference=policy_of(folders["qwen3_moe"]))
+    with torch.set_grad_enabled(with_grad):
+        _, metrics = BalancedObjective(objective=inner, coef=COEF)(policy, row, norm_of(row))
+        _, expected = BalancedObjective(objective=SFTObjective(), coef=COEF)(policy, row, norm_of(row))
+    assert metrics == expected
+    with recorded_balance(policy.model) as losses:
+        inner(policy, row, norm_of(row))
+    assert len(losses) == 1 and losses[0].requires_grad
+    policy(row)
+    assert len(losses) == 1, "nothing is recorded once the context is left"
+
+
+def test_reward_models_have_experts_too(folders: dict) -> None:
+    torch.manual_seed(1)
+    scorer = load_scorer(str(folders["qwen3_moe"]), flag="--model", dtype="fp32", attention="auto")
+    ends = [
+        Sample(token_ids=s.token_ids, action_mask=torch.arange(s.length) == s.length - 1)
+        for s in (sample(20, seed=1), sample(9, seed=2))
+    ]
+    row = PairRow.of([Pair(chosen=ends[0], rejected=ends[1])])
+    loss, metrics = BalancedObjective(objective=RewardObjective(), coef=COEF)(scorer, row, norm_of(row))
+    assert metrics["balance_loss"] > 2.01
+    loss.backward()
+    assert scorer.model.model.layers[0].mlp.gate.weight.grad.abs().max() > 0
+
+
+def test_a_model_without_experts_is_refused(folders: dict) -> None:
+    with pytest.raises(ValueError, match=rf"--model {folders['dense']}: a qwen3 has no experts"):
+        check_experts(str(folders["dense"]), "--model")
+    for name in MODELS:
+        check_experts(str(folders[name]), "--model")

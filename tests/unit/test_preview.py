@@ -1,0 +1,183 @@
+import io
+import json
+from collections import Counter
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+
+from openrlhf.cli.data import USAGE, main
+from openrlhf.observe.preview import Preview, coloured_text, histogram, plain_text, sides_of, stretches_of
+from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
+from openrlhf.types import Judged, Pair, Sample, Steps
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_chat_model(tmp_path_factory.mktemp("model"), hidden_size=32, num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def sample(tokenizer, *texts):
+    """Texts that are in turn only read and learned."""
+    pieces = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    learned = [i % 2 == 1 for i, ids in enumerate(pieces) for _ in ids]
+    return Sample(token_ids=torch.tensor([*chain.from_iterable(pieces)]), action_mask=torch.tensor(learned))
+
+
+def plain(item, tokenizer):
+    return [(side.title, plain_text(side)) for side in sides_of(item, tokenizer)]
+
+
+def test_golden_output_of_sft(tmp_path, model, capsys):
+    rows = [{"input": f"{n}+1", "output": "hi " * n} for n in range(1, 7)]
+    rows += [{"input": "9+9", "output": ""}, {"input": "1", "output": "2 " * 60}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = f"--model.model_name_or_path {model} --data.dataset {path} --data.output_key output"
+    flags += " --data.apply_chat_template --data.max_len 30 --train.micro_batch_size 3 --train.batch_size 6"
+    main(["preview", "sft", *flags.split(), "--samples", "2"])
+    assert capsys.readouterr().out == GOLDEN
+
+
+GOLDEN = """\
+--- sample 1: 10 tokens, 4 learned
+<|user|>1+1<|end|><|assistant|>⟦hi <|end|>⟧
+
+--- sample 2: 13 tokens, 7 learned
+<|user|>2+1<|end|><|assistant|>⟦hi hi <|end|>⟧
+
+first step: 6 samples in 2 packed rows
+  row 1: 3 samples, 65 tokens, 49 learned
+  row 2: 3 samples, 54 tokens, 36 learned
+
+8 rows: 7 samples, 1 dropped, 1 truncated
+    1 nothing to learn
+135 tokens, 95 learned (70.4%)
+
+tokens of a sample: mean 19.3, median 19, 90% 30, 99% 30, longest 30
+            10-12 ████████████████████████████████████████ 1
+            13-15 ████████████████████████████████████████ 1
+            16-18 ████████████████████████████████████████ 1
+            19-21 ████████████████████████████████████████ 1
+            22-24 ████████████████████████████████████████ 1
+            25-27 ████████████████████████████████████████ 1
+            28-30 ████████████████████████████████████████ 1
+"""
+
+
+def test_the_parts_together_are_what_the_tokenizer_makes_of_the_whole(tokenizer):
+    texts = ("<|user|>1 + 2<|end|><|assistant|>", " é😀 and", " then\n", "the end<|end|>")
+    item = sample(tokenizer, *texts)
+    stretches = list(stretches_of(item, tokenizer))
+    assert "".join(stretch.text for stretch in stretches) == "".join(texts)
+    assert "".join(stretch.text for stretch in stretches if stretch.learned) == texts[1] + texts[3]
+    assert [s.text for s in stretches if s.special] == ["<|user|>", "<|end|><|assistant|>", "<|end|>"]
+
+
+def test_learned_tokens_are_marked_and_keep_their_spaces(tokenizer):
+    item = sample(tokenizer, "<|user|>1+2<|assistant|>", " 3 <|end|>", "\n<|user|>so", " 4")
+    assert plain(item, tokenizer) == [("", "<|user|>1+2<|assistant|>⟦ 3 <|end|>⟧\n<|user|>so⟦ 4⟧")]
+
+
+def test_both_sides_of_a_pair(tokenizer):
+    pair = Pair(chosen=sample(tokenizer, "1+1=", "2"), rejected=sample(tokenizer, "1+1=", "3"), margin=0.5)
+    assert plain(pair, tokenizer) == [("chosen, better by 0.5", "1+1=⟦2⟧"), ("rejected", "1+1=⟦3⟧")]
+
+
+def test_a_judged_answer_and_the_mismatched_one(tokenizer):
+    judged = Judged(
+        sample=sample(tokenizer, "1+1=", "3"), mismatched=sample(tokenizer, "1+1=", "7"), desirable=False
+    )
+    assert plain(judged, tokenizer) == [("bad", "1+1=⟦3⟧"), ("mismatched, for the KL", "1+1=⟦7⟧")]
+
+
+def test_labels_stand_at_their_steps(tokenizer):
+    solution = sample(tokenizer, "1+1=2", "<|end|>", "2+2=5", "<|end|><|end|>")
+    ids = torch.tensor(tokenizer.convert_tokens_to_ids(["+", "-", "+"]))
+    assert plain(Steps(sample=solution, labels=ids), tokenizer) == [
+        ("", "1+1=2⟦<|end|>⟧(+)2+2=5⟦<|end|>⟧(-)⟦<|end|>⟧(+)")
+    ]
+    soft = Steps(sample=solution, labels=torch.tensor([1.0, 0.25, 0.5]))
+    assert plain(soft, tokenizer) == [("", "1+1=2⟦<|end|>⟧(1)2+2=5⟦<|end|>⟧(0.25)⟦<|end|>⟧(0.5)")]
+
+
+def test_text_cannot_act_on_the_terminal(tokenizer):
+    (side,) = sides_of(sample(tokenizer, "a\x1b[2J", "b\x9b"), tokenizer)
+    assert plain_text(side) == "a[2J⟦b⟧"
+    assert coloured_text(side).plain == "a[2Jb"
+
+
+def test_colours_say_what_is_learned(tokenizer):
+    (side,) = sides_of(sample(tokenizer, "1+1=", "2<|end|>"), tokenizer)
+    text = coloured_text(side)
+    assert [(text.plain[span.start : span.end], span.style) for span in text.spans] == [
+        ("1+1=", "dim"),
+        ("2", "green"),
+        ("<|end|>", "green reverse"),
+    ]
+
+
+def test_a_terminal_shows_the_sides_of_a_pair_next_to_each_other(tokenizer):
+    stream = io.StringIO()
+    pair = Pair(chosen=sample(tokenizer, "1+1=", "2"), rejected=sample(tokenizer, "1+1=", "3"))
+    Preview(stream, coloured=True).item(1, pair, tokenizer)
+    assert "\x1b[32m2" in stream.getvalue()
+    lines = stream.getvalue().splitlines()
+    assert any("chosen" in line and "rejected" in line for line in lines)
+    assert any(line.count("1+1=") == 2 for line in lines)
+
+
+def test_the_histogram_has_every_length_in_one_bin():
+    lengths = np.array([3, 3, 4, 9, 17, 18])
+    assert histogram(lengths, bins=4) == [(3, 6, 3), (7, 10, 1), (11, 14, 0), (15, 18, 2)]
+    assert histogram(np.array([5, 5])) == [(5, 5, 2)]
+    assert sum(count for _, _, count in histogram(np.arange(1, 1000))) == 999
+
+
+class Items(list):
+    """A dataset."""
+
+    @property
+    def lengths(self):
+        return [item.length for item in self]
+
+
+def test_the_summary_counts_by_hand(tokenizer):
+    stream = io.StringIO()
+    dataset = Items([sample(tokenizer, "123", "4"), sample(tokenizer, "12", "3456")])
+    dataset.truncated, dataset.dropped = 0, Counter({"bad row": 2})
+    Preview(stream, coloured=False).summary(dataset)
+    assert "4 rows: 2 samples, 2 dropped, 0 truncated\n    2 bad row\n" in stream.getvalue()
+    assert "10 tokens, 5 learned (50.0%)" in stream.getvalue()
+    assert "mean 5.0, median 4, 90% 6, 99% 6, longest 6" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["preview", "ppo"], "'ppo': there is no such dataset; choose sft, rm, dpo, kto, prm, kd"),
+        (["show"], "'show': there is no such command; there is `openrlhf data preview`"),
+        (["preview", "sft", "--samples", "many"], "--samples many: expects a whole number"),
+        (["preview", "sft", "--samples"], "--samples : expects a whole number"),
+        (["preview", "sft"], "--data.dataset: is required"),
+    ],
+)
+def test_what_is_wrong_is_said(argv, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(argv)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_usage_and_the_help_of_the_command(capsys):
+    main(["--help"])
+    assert capsys.readouterr().out == USAGE + "\n"
+    with pytest.raises(SystemExit):
+        main(["preview", "dpo", "--help", "beta"])
+    assert "--model.beta" in capsys.readouterr().out
