@@ -11,10 +11,11 @@ trl-padding-free  with the samples of a batch end to end, which only SFT can
 The reference model of DPO and KTO is asked in every step, or with `-precomputed` in the name once before the
 first one, which is not timed. TRL runs without gradient checkpointing, like all others.
 
-Each round is one pass over the data by every way, in random order, so load on the machine meets all of them;
-trust the ratios, not the absolute figures. Making rows or batches is part of the time. All ways start from the
-same weights; the first losses of ours and bare must agree. Peak memory is that of a process of its own, over
-what it held before the model: weights, gradients, optimizer states and activations.
+Each way has a process of its own, and works while all others wait. A round is one pass over the data by every
+way, in random order, so load on the machine meets all of them; trust the ratios, not the absolute figures.
+Making rows or batches is part of the time. All ways start from the same weights, and the first losses of ours
+and bare must agree. Peak memory is over what the process held before the model was built: weights, gradients,
+optimizer states and activations.
 
     python benchmarks/supervised.py --model tiny
     python benchmarks/supervised.py --model small --tasks sft --vocab 151936 --rows 32
@@ -22,11 +23,11 @@ what it held before the model: weights, gradients, optimizer states and activati
 
 import argparse
 import gc
-import json
+import logging
+import multiprocessing
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,9 +88,12 @@ class Pass(NamedTuple):
 
     seconds: float
     first_loss: float
+    peak: float = 0.0
+    """MiB, of all passes so far."""
 
 
 Way = Callable[[], Pass]
+Build = Callable[[], Way]
 
 
 class Text(NamedTuple):
@@ -115,9 +120,10 @@ class Setting:
         texts = []
         for _ in range(self.options.rows):
             whole, other = length(), length()
-            prompt = tokens(whole // 4)
-            answer = lambda total: [*tokens(max(4, total - len(prompt)) - 1), 1]
-            texts.append(Text(prompt, answer(whole), answer(min(other, MAX_LEN - len(prompt)))))
+            of_prompt = whole // 4
+            of_answers = (max(4, total - of_prompt) for total in (whole, other))
+            prompt, *answers = tokens(of_prompt), *([*tokens(count - 1), 1] for count in of_answers)
+            texts.append(Text(prompt, *answers))
         return texts
 
     @property
@@ -132,11 +138,11 @@ class Setting:
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
 
-    def language_model(self, seed: int = 0) -> PreTrainedModel:
+    def language_model(self, seed: int = 0) -> Any:
         shape = SIZES[self.options.model]
         return tiny_model(self.tokenizer, seed=seed, max_len=4 * MAX_LEN, **shape).to(DTYPE)
 
-    def scorer(self) -> PreTrainedModel:
+    def scorer(self) -> Any:
         config = self.language_model().config
         config.num_labels = 1
         with torch.random.fork_rng(devices=[]):
@@ -167,18 +173,9 @@ class Task:
 
 def main() -> None:
     options = parse_options()
-    torch.set_num_threads(options.threads)
-    be_quiet()
-    init_distributed()
-    setting = Setting(options=options)
-    if options.memory_of:
-        task, name = options.memory_of
-        print(json.dumps(peak_memory(ways(task, setting)[name])))
-    else:
-        describe(options, setting)
-        for task in options.tasks:
-            benchmark(task, setting)
-    leave_distributed()
+    describe(Setting(options=options))
+    for task in options.tasks:
+        benchmark(task, options)
 
 
 def parse_options() -> argparse.Namespace:
@@ -195,40 +192,28 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--zero_stage", type=int, default=0)
-    parser.add_argument("--skip_memory", action="store_true", help="do not measure peak memory")
-    parser.add_argument("--memory_of", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def be_quiet() -> None:
-    import datasets
+def benchmark(name: str, options: argparse.Namespace) -> None:
+    workers = {way: Worker(name, way, options) for way in ways(name, Setting(options=options))}
+    passes = measure(workers, options.rounds)
+    for worker in workers.values():
+        worker.stop()
+    report(name, options, passes)
+    check_losses(name, {way: runs[0].first_loss for way, runs in passes.items()})
 
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    os.environ["TQDM_DISABLE"] = "1"
 
-
-def benchmark(name: str, setting: Setting) -> None:
-    options, task = setting.options, TASKS[name]
-    built = {way: build() for way, build in ways(name, setting).items()}
-    passes = measure(built, options.rounds)
-    first_losses = {way: run[0].first_loss for way, run in passes.items()}
-    del built
-    gc.collect()
-    peaks = {way: None if options.skip_memory else peak_of_child(name, way) for way in passes}
-    examples = task.examples(setting.texts, options.batch_size)
-    report(name, passes, peaks, len(examples), sum(map(task.num_tokens, examples)))
-    for way in passes:
-        if way.startswith("bare") and abs(first_losses[way] - first_losses[rival(way)]) > TOLERANCE:
+def check_losses(name: str, first_losses: dict[str, float]) -> None:
+    for way, loss in first_losses.items():
+        if way.startswith("bare") and abs(loss - first_losses[rival(way)]) > TOLERANCE:
             sys.exit(f"{name}: the first losses of {way} and {rival(way)} differ: not the same training")
 
 
-def ways(name: str, setting: Setting) -> dict[str, Callable[[], Way]]:
+def ways(name: str, setting: Setting) -> dict[str, Build]:
     """The ways of doing a task, not yet built."""
     task, modes = TASKS[name], setting.options.modes
-    found: dict[str, Callable[[], Way]] = {}
+    found: dict[str, Build] = {}
     for suffix, precomputed in {"": False, "-precomputed": True}.items():
         if precomputed and task.read is None:
             continue
@@ -252,15 +237,93 @@ def rival(way: str) -> str:
     return "ours-precomputed" if way.endswith("-precomputed") else "ours"
 
 
-def measure(built: dict[str, Way], rounds: int) -> dict[str, list[Pass]]:
+def measure(workers: dict[str, "Worker"], rounds: int) -> dict[str, list[Pass]]:
     """A first pass that warms up, and the passes of all rounds."""
-    passes = {name: [way()] for name, way in built.items()}
-    names, rng = list(built), random.Random(0)
+    passes = {name: [worker.run()] for name, worker in workers.items()}
+    names, rng = list(workers), random.Random(0)
     for _ in range(rounds):
-        rng.shuffle(names)  # what ran before decides what is in the caches
+        rng.shuffle(names)
         for name in names:
-            passes[name].append(built[name]())
+            passes[name].append(workers[name].run())
     return passes
+
+
+class Worker:
+    """One way of doing a task, in a process of its own."""
+
+    def __init__(self, task: str, way: str, options: argparse.Namespace) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.name, (self.connection, theirs) = f"{task} {way}", spawn.Pipe()
+        self.process = spawn.Process(target=serve, args=(theirs, task, way, options), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def run(self) -> Pass:
+        try:
+            self.connection.send(True)
+            return self.connection.recv()
+        except (EOFError, BrokenPipeError):
+            sys.exit(f"{self.name} failed, see above")
+
+    def stop(self) -> None:
+        self.connection.send(False)
+        self.process.join()
+
+
+def serve(connection: Connection, task: str, way: str, options: argparse.Namespace) -> None:
+    """Build a way, then a pass whenever asked for."""
+    torch.set_num_threads(options.threads)
+    be_quiet()
+    if way.startswith("trl"):
+        import trl.trainer.dpo_trainer
+        import trl.trainer.kto_trainer
+        import trl.trainer.reward_trainer
+        import trl.trainer.sft_trainer  # noqa: F401
+    else:  # within a process group TRL would wrap the model for it
+        init_distributed()
+    setting = Setting(options=options)
+    build = ways(task, setting)[way]
+    memory = Memory()
+    run = build()
+    memory.reset_peak()
+    while connection.recv():
+        connection.send(run()._replace(peak=memory.peak()))
+    leave_distributed()
+
+
+def be_quiet() -> None:
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    os.environ["TQDM_DISABLE"] = "1"
+    import datasets
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+
+
+class Memory:
+    """Peak memory over what this process holds when this is made, MiB."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.before = self._read("VmRSS")
+
+    def reset_peak(self) -> None:
+        """What only building needed does not count."""
+        gc.collect()
+        if DEVICE_TYPE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> float:
+        if DEVICE_TYPE == "cuda":
+            return torch.cuda.max_memory_allocated() / 2**20
+        return self._read("VmHWM") - self.before
+
+    def _read(self, field: str) -> float:
+        status = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in status if line.startswith(f"{field}:")) / 1024
 
 
 # Ours
@@ -678,77 +741,36 @@ TASKS = {
 }
 
 
-# Memory and report
+# Report
 
 
-def peak_memory(build: Callable[[], Way]) -> float:
-    """MiB that building and one pass need at most, over what this process holds. What only precomputing needs
-    does not count."""
-    if find_spec("trl"):
-        import trl.trainer.dpo_trainer
-        import trl.trainer.kto_trainer
-        import trl.trainer.reward_trainer
-        import trl.trainer.sft_trainer  # noqa: F401
-    before = memory_of_process("VmRSS")
-    way = build()
-    gc.collect()
-    if DEVICE_TYPE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        way()
-        return torch.cuda.max_memory_allocated() / 2**20
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is held
-    way()
-    return memory_of_process("VmHWM") - before
-
-
-def memory_of_process(field: str) -> float:
-    """MiB."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in status if line.startswith(f"{field}:")) / 1024
-
-
-def peak_of_child(task: str, way: str) -> float:
-    command = [sys.executable, __file__, *sys.argv[1:], "--memory_of", task, way]
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
-
-
-def describe(options: argparse.Namespace, setting: Setting) -> None:
-    load = Path("/proc/loadavg")
+def describe(setting: Setting) -> None:
+    options, load = setting.options, Path("/proc/loadavg")
     weights = setting.language_model().num_parameters() / 1e6
     print(
-        f"{options.model}: {weights:.1f}M weights, vocabulary {setting.vocab_size}; {PRECISION}, {DEVICE_TYPE}, "
-        f"{options.threads} threads, ZeRO stage {options.zero_stage}\n"
-        f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"load {load.read_text().split()[0] if load.exists() else 'unknown'}; steps of {options.batch_size}, "
-        f"rows of at most {options.tokens} tokens",
+        f"{options.model}: {weights:.1f}M weights, vocabulary {setting.vocab_size}\n"
+        f"{PRECISION}, {DEVICE_TYPE}, {options.threads} threads, ZeRO stage {options.zero_stage}, "
+        f"torch {torch.__version__}, load {load.read_text().split()[0] if load.exists() else 'unknown'}\n"
+        f"steps of {options.batch_size}, rows of at most {options.tokens} tokens",
         flush=True,
     )
 
 
-def report(
-    name: str,
-    passes: dict[str, list[Pass]],
-    peaks: dict[str, float | None],
-    num_examples: int,
-    num_tokens: int,
-) -> None:
+def report(name: str, options: argparse.Namespace, passes: dict[str, list[Pass]]) -> None:
+    task, setting = TASKS[name], Setting(options=options)
+    tokens = sum(map(task.num_tokens, task.examples(setting.texts, options.batch_size)))
     print(
-        f"\n{name.upper()}: {num_examples} {TASKS[name].unit}, {num_tokens} tokens; {len(passes['ours']) - 1} rounds"
+        f"\n{name.upper()}: {options.rows} {task.unit}, {tokens} tokens, {options.rounds} rounds\n"
+        f"{'':26}{'tokens/s (min - max)':>24}{'ours / this (min - max)':>27}{'peak MiB':>10}{'loss':>9}"
     )
-    print(
-        f"{'':26}{'tokens/s':>9}  {'(min - max)':17}{'ours / this (min - max)':25}{'peak MiB':>9}{'loss':>9}"
-    )
-    for way, runs in passes.items():
-        seconds = [run.seconds for run in runs[1:]]
-        rates = [num_tokens / s for s in seconds]
-        ratios = [
-            run.seconds / mine.seconds for run, mine in zip(runs[1:], passes[rival(way)][1:], strict=True)
-        ]
-        peak = peaks[way]
+    for way, (first, *runs) in passes.items():
+        rates = [tokens / run.seconds for run in runs]
+        ratios = [run.seconds / mine.seconds for run, mine in zip(runs, passes[rival(way)][1:], strict=True)]
+        rate_range = f"({min(rates):.0f} - {max(rates):.0f})"
+        ratio_range = f"({min(ratios):.3f} - {max(ratios):.3f})"
         print(
-            f"{way:26}{statistics.median(rates):9.0f}  {f'({min(rates):.0f} - {max(rates):.0f})':17}"
-            f"{statistics.median(ratios):6.3f} {f'({min(ratios):.3f} - {max(ratios):.3f})':18}"
-            f"{'' if peak is None else round(peak):>9}{runs[0].first_loss:9.4f}",
+            f"{way:26}{statistics.median(rates):8.0f} {rate_range:>15}"
+            f"{statistics.median(ratios):10.3f} {ratio_range:>16}{runs[-1].peak:10.0f}{first.first_loss:9.4f}",
             flush=True,
         )
 

@@ -1,16 +1,23 @@
 """The reference model of DPO and KTO."""
 
 from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
 
-from openrlhf.config.supervised import RefConfig
+from openrlhf.config.supervised import DPOConfig, KTOConfig, RefConfig
+
+REF_FLAG = "--ref.model_name_or_path"
 
 
-def check_reference(ref: RefConfig) -> None:
-    """Raise ValueError for a reference that is not there."""
-    from openrlhf.models.loading import check_model
+def check_reference(config: DPOConfig | KTOConfig) -> None:
+    """Raise ValueError for a reference that is not there, or that reads other tokens than the policy."""
+    from openrlhf.cli.supervised import load_tokenizer_of
+    from openrlhf.models.loading import check_model, check_same_vocabulary, load_tokenizer
 
-    if ref.model_name_or_path:
-        check_model(ref.model_name_or_path, "--ref.model_name_or_path")
+    path = config.ref.model_name_or_path
+    if path and path != config.model.model_name_or_path:
+        check_model(path, REF_FLAG)
+        check_same_vocabulary(load_tokenizer_of(config), load_tokenizer(path, flag=REF_FLAG), REF_FLAG, path)
 
 
 def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
@@ -27,7 +34,7 @@ def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
 
     def load() -> FrozenModel:
         return FrozenModel(
-            lambda: PolicyModel(load_language_model(run.config, path, "--ref.model_name_or_path")),
+            lambda: PolicyModel(load_language_model(run.config, path, REF_FLAG)),
             ds=run.config.ds,
             offload=ref.offload,
         )
@@ -37,9 +44,29 @@ def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
     if not ref.precompute_enable:
         reference = load()
         return lambda row: reference(row).log_probs
-    model = run.engine if is_policy else load()  # before its first step the policy is its own reference
-    run.attach(lambda dataset: answers_of(model, run.in_order(dataset), read, len(dataset)))
+    # Before its first step the policy is its own reference.
+    model = cache(lambda: run.engine if is_policy else load())
+
+    def compute(dataset):
+        return answers_of(model(), run.in_order(dataset), read, len(dataset))
+
+    run.attach(lambda dataset: _remembered(run, path, dataset, partial(compute, dataset)))
     return None
+
+
+def _remembered(run, path: str, dataset, compute: Callable):
+    """From the data cache, where model, precision and tokens are the same."""
+    from openrlhf.datasets.cache import arrays_digest, cache_folder, digest
+    from openrlhf.engine.reference import kept
+    from openrlhf.models.loading import model_digest
+
+    data, ds = run.config.data, run.config.ds
+    if not data.cache_enable:
+        return compute()
+    folder = Path(data.cache_dir).expanduser() if data.cache_dir else cache_folder()
+    precision = (ds.param_dtype, ds.load_in_4bit)
+    key = digest([model_digest(path, REF_FLAG), arrays_digest(dataset.arrays()), precision])
+    return kept(folder / "reference" / f"{key}.npy", compute)
 
 
 def without_adapters(policy) -> Callable:

@@ -122,9 +122,9 @@ class Run(Generic[ConfigT]):
 
     def attach(self, answers: Callable) -> None:
         """Give both datasets the reference log-probs `answers(dataset)`."""
-        self.train_set = self.train_set.with_reference(answers(self.train_set).numpy())
+        self.train_set = self.train_set.with_reference(answers(self.train_set))
         if self.eval_set is not None:
-            self.eval_set = self.eval_set.with_reference(answers(self.eval_set).numpy())
+            self.eval_set = self.eval_set.with_reference(answers(self.eval_set))
         self.windows = self.lay_out(self.train_set, batch_size=self.config.train.batch_size, shuffle=True)
 
     def whole(self, dataset) -> list:

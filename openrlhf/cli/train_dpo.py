@@ -16,7 +16,7 @@ class DPOTask(supervised.Task[DPOConfig]):
 
     def check_models(self) -> None:
         super().check_models()
-        check_reference(self.config.ref)
+        check_reference(self.config)
 
     def columns(self) -> Mapping[str, str | None]:
         return pair_columns(self.config)

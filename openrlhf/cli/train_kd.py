@@ -16,10 +16,13 @@ class DistillationTask(supervised.Task[KDConfig]):
     module = "openrlhf.cli.train_kd"
 
     def check_models(self) -> None:
-        from openrlhf.models.loading import check_model
+        from openrlhf.models.loading import check_model, check_same_vocabulary, load_tokenizer
 
         super().check_models()
-        check_model(self.config.teacher.model_name_or_path, TEACHER_FLAG)
+        path = self.config.teacher.model_name_or_path
+        check_model(path, TEACHER_FLAG)
+        own, other = supervised.load_tokenizer_of(self.config), load_tokenizer(path, flag=TEACHER_FLAG)
+        check_same_vocabulary(own, other, TEACHER_FLAG, path)
 
     def columns(self) -> Mapping[str, str | None]:
         return response_columns(self.config)
@@ -39,12 +42,10 @@ class DistillationTask(supervised.Task[KDConfig]):
 
     def objective(self, run):
         from openrlhf.engine.deepspeed_engine import FrozenModel
-        from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
         from openrlhf.models.student import TeacherModel, linear_head
         from openrlhf.objectives.kd import DistillationObjective
 
         model, path = self.config.model, self.config.teacher.model_name_or_path
-        check_same_vocabulary(run.tokenizer, load_tokenizer(path, flag=TEACHER_FLAG), TEACHER_FLAG, path)
         teacher = FrozenModel(
             lambda: TeacherModel(supervised.load_language_model(self.config, path, TEACHER_FLAG)),
             ds=self.config.ds,

@@ -15,7 +15,7 @@ class KTOTask(supervised.Task[KTOConfig]):
 
     def check_models(self) -> None:
         super().check_models()
-        check_reference(self.config.ref)
+        check_reference(self.config)
 
     def columns(self) -> Mapping[str, str | None]:
         data = self.config.data

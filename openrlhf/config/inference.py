@@ -49,7 +49,8 @@ class InferenceDataConfig:
     prompt_max_len: Count = 1024
     """Longest prompt, tokens; a longer one is a bad row."""
     max_len: Count = 2048
-    """Task rm: longest prompt and answer together, tokens; the rest is cut off."""
+    """Task rm: longest prompt and answer together, tokens; the rest is cut off, but for the token that ends
+    it."""
     disable_fast_tokenizer: bool = False
     """Use the slow tokenizer."""
     bad_rows: BadRows = "error"

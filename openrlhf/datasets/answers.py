@@ -1,7 +1,8 @@
 """A prompt and the answer to it as one text, with the answer marked."""
 
 from collections.abc import Sequence
-from os.path import commonprefix
+from itertools import takewhile
+from operator import eq
 
 from transformers import PreTrainedTokenizerBase
 
@@ -106,7 +107,7 @@ def scored_answer(messages: Sequence[Message], first: int, tokenizer: PreTrained
     turns = _assistant_turns(messages, first)
     prompt = render_messages(messages[:first], tokenizer, add_generation_prompt=True)
     text = render_messages(messages[: turns[-1] + 1], tokenizer, add_generation_prompt=False).rstrip("\n")
-    start = len(commonprefix((prompt, text)))
+    start = len([*takewhile(bool, map(eq, prompt, text))])  # of what differs
     is_empty = not any(messages[turn].get("content") or messages[turn].get("tool_calls") for turn in turns)
     return Text(text=text, spans=() if is_empty else ((start, len(text)),))
 

@@ -70,10 +70,8 @@ def cached(
     """
     folder = cache_folder() / "datasets" if cache_dir is None else Path(cache_dir).expanduser()
     entry = folder / digest({**key_parts, "kind": dataset_type.__name__, "versions": _versions()})
-    try:
-        return _read(dataset_type, entry)
-    except _Damaged:
-        pass  # whoever gets the lock says so, and builds it again
+    if isinstance(kept := _read(dataset_type, entry), dataset_type):
+        return kept
     if not _is_first_of_machine():
         time.sleep(HEAD_START)  # so that the process that shows its progress is the one that builds
     try:
@@ -83,10 +81,11 @@ def cached(
         _refuse(folder, cache_dir, error)
         return build()
     try:
-        return _read(dataset_type, entry)
-    except _Damaged as damage:
+        kept = _read(dataset_type, entry)
+        if isinstance(kept, dataset_type):
+            return kept
         if entry.exists():
-            logger.warning("%s: damaged, so it is built again: %s", entry, damage)
+            logger.warning("%s: damaged, so it is built again: %s", entry, kept)
         return _keep(build(), dataset_type, entry, key_parts, source)
     finally:
         lock.release()
@@ -103,6 +102,15 @@ def cache_folder() -> Path:
 def digest(value: object) -> str:
     """Of anything that JSON can write."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
+    """Of names, layouts and contents."""
+    found = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        found.update(json.dumps([name, _layout(array)]).encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
 
 
 def file_digest(path: Path) -> str:
@@ -157,26 +165,23 @@ def _versions() -> Mapping[str, str]:
     }
 
 
-class _Damaged(Exception):
-    """Or not there."""
-
-
-def _read(dataset_type: type[DatasetT], entry: Path) -> DatasetT:
-    dataset = _load(dataset_type, entry)
+def _read(dataset_type: type[DatasetT], entry: Path) -> DatasetT | Exception:
+    """The dataset, or why there is none."""
+    try:
+        dataset = _load(dataset_type, entry)
+    except (OSError, EOFError, ValueError, LookupError, TypeError) as damage:
+        return damage
     _tell(f"tokenised data read from the cache {entry}")
     return dataset
 
 
 def _load(dataset_type: type[DatasetT], entry: Path) -> DatasetT:
-    try:
-        about = json.loads((entry / "meta.json").read_text())
-        arrays = {name: _map(entry, name) for name in about["arrays"]}
-        for name, array in arrays.items():
-            if _layout(array) != about["arrays"][name]:
-                raise ValueError(f"{name}.npy holds {_layout(array)}, not {about['arrays'][name]}")
-        return dataset_type.from_arrays(arrays, about["meta"])
-    except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
-        raise _Damaged(error) from error
+    about = json.loads((entry / "meta.json").read_text())
+    arrays = {name: _map(entry, name) for name in about["arrays"]}
+    for name, array in arrays.items():
+        if _layout(array) != about["arrays"][name]:
+            raise ValueError(f"{name}.npy holds {_layout(array)}, not {about['arrays'][name]}")
+    return dataset_type.from_arrays(arrays, about["meta"])
 
 
 def _map(entry: Path, name: str) -> np.ndarray:

@@ -130,21 +130,19 @@ def token_ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def end_answer(tokens: Tokens, eos: int) -> None:
-    """Append the end-of-sequence token to an answer that reaches the end of the text without it."""
+def finish(tokens: Tokens, eos: int | None) -> None:
+    """Append the end-of-sequence token (None: none) to an answer that reaches the end of the text without it.
+    Nothing predicts the first token, so it is never learned."""
     token_ids, learned = tokens
-    if token_ids and learned[-1] and token_ids[-1] != eos:
+    if eos is not None and token_ids and learned[-1] and token_ids[-1] != eos:
         token_ids.append(eos)
         learned.append(True)
-
-
-def reason_to_drop(learned: list[bool], max_len: int | None) -> str:
-    """Empty when the sample stays. Nothing predicts the first token, so it is marked as not learned.
-
-    max_len: None where a text need not leave room for an answer.
-    """
     if learned:
         learned[0] = False
+
+
+def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> str:
+    """Empty when the sample stays. max_len: None where a text need not leave room for an answer."""
     if True not in learned:
         return NOTHING_TO_LEARN
     if max_len is not None and learned.index(True) >= max_len - 2:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.datasets.answers import plain_answer, scored_answer
 from openrlhf.datasets.bad_rows import BadRow, Policy, bad_row_error, read_rows, value_of
 from openrlhf.datasets.encode import Encoder, Text
 from openrlhf.datasets.sources import Row, Rows
-from openrlhf.datasets.templates import as_messages, check_templates, render_messages, render_prompt
+from openrlhf.datasets.templates import as_messages, check_templates, render_prompt
 from openrlhf.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -105,22 +106,20 @@ def build_answers(
     bad_rows: Policy = "error",
 ) -> list[Answer]:
     """Every row as a reward model reads it: prompt and answer in their template, with an end-of-sequence
-    token where the answer does not end with one. A text of more than max_len tokens is cut there."""
+    token where the answer does not end with one. A text of more than max_len tokens is cut before that token,
+    as in the training of reward models."""
     check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
 
     def read(row: Row) -> tuple[Input, Input, Text]:
         value, output = value_of(row, input_key, str, list), value_of(row, output_key, str, list)
         if apply_chat_template:
             messages = as_messages(value)
-            start = len(render_messages(messages, tokenizer, add_generation_prompt=True))
-            messages = messages + as_messages(output, role="assistant")
-            text = render_messages(messages, tokenizer, add_generation_prompt=False).rstrip("\n")
-        elif isinstance(output, str):
-            prompt = render_prompt(value, tokenizer, apply_chat_template=False, input_template=input_template)
-            start, text = len(prompt), prompt + output.rstrip("\n")
-        else:
+            talk = messages + as_messages(output, role="assistant")
+            return value, output, scored_answer(talk, len(messages), tokenizer)
+        if not isinstance(output, str):
             raise BadRow(f"column {output_key!r} holds messages, which need --data.apply_chat_template.")
-        return value, output, Text(text=text, spans=((start, len(text)),) if start < len(text) else ())
+        prompt = render_prompt(value, tokenizer, apply_chat_template=False, input_template=input_template)
+        return value, output, plain_answer(prompt, output)
 
     read_texts, skipped = read_rows(rows, read, bad_rows)
     _check_left(len(read_texts), skipped, rows)
@@ -161,7 +160,9 @@ def fingerprint(items: Iterable[Question | Answer]) -> str:
 def _scored(token_ids: list[int], tokenizer: PreTrainedTokenizerBase, max_len: int) -> Sample:
     if not token_ids or token_ids[-1] != tokenizer.eos_token_id:
         token_ids = [*token_ids, tokenizer.eos_token_id]
-    ids = torch.tensor(token_ids[:max_len])
+    if len(token_ids) > max_len:
+        token_ids = [*token_ids[: max_len - 1], token_ids[-1]]
+    ids = torch.tensor(token_ids)
     return Sample(token_ids=ids, action_mask=torch.arange(len(ids)) == len(ids) - 1)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from openrlhf.datasets.store import SampleStore
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LabelledSamples:
     """A store, and the arrays that a subclass adds as fields. Together they are all that it holds, so it can
     be saved, and mapped from disk."""
@@ -46,7 +46,7 @@ class LabelledSamples:
         return cls(samples=SampleStore.from_arrays(arrays, meta), **own)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TwoSamples(LabelledSamples):
     """Items of two samples each: item i has samples 2i and 2i + 1."""
 

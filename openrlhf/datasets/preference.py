@@ -1,7 +1,7 @@
 """Rows as pairs of answers to one prompt, for reward models and DPO."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -10,18 +10,17 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.answers import mark_answer, plain_answer, scored_answer
 from openrlhf.datasets.bad_rows import BadRow, Policy, value_of
-from openrlhf.datasets.encode import Text, Tokens, check_left, end_answer, read_tokens, reason_to_drop
+from openrlhf.datasets.encode import Text, Tokens, check_left, finish, read_tokens, reason_to_drop
 from openrlhf.datasets.labelled import TwoSamples
 from openrlhf.datasets.sources import Row, Rows, kind
 from openrlhf.datasets.store import SampleStore
 from openrlhf.datasets.templates import Message, as_messages, check_templates, render_prompt
 from openrlhf.types import Pair
 
-NO_MARGIN = 0.0
 SAME_ANSWERS = "both answers are the same"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PairDataset(TwoSamples):
     """Sample 2i is the chosen answer of pair i, 2i + 1 the rejected one."""
 
@@ -80,7 +79,7 @@ def build_pairs(
     columns = (chosen_key, rejected_key)
 
     def read(row: Row) -> tuple[tuple[Text, ...], float]:
-        margin = NO_MARGIN if margin_key is None else _margin(row, margin_key)
+        margin = 0.0 if margin_key is None else _margin(row, margin_key)
         if not apply_chat_template:
             prompt = _plain_prompt(row, prompt_key, tokenizer, input_template)
             return tuple(plain_answer(prompt, value_of(row, column, str)) for column in columns), margin
@@ -92,7 +91,7 @@ def build_pairs(
     store, margins = SampleStore(), []
     for _, sides, margin in read_tokens(rows, read, tokenizer, bad_rows, store.dropped):
         for side in sides:
-            end_answer(side, tokenizer.eos_token_id)
+            finish(side, tokenizer.eos_token_id)
         cut = [end(side, max_len) for side in sides]
         reason = _reason_to_drop_pair(sides, cut, max_len)
         if reason:
@@ -147,13 +146,10 @@ def _conversations(
     """The conversation with each answer, and the number of messages in their common prompt."""
     if prompt_key is None:
         talks = [_whole_conversation(row, column) for column in columns]
-        prompts = [talk[:-1] for talk in talks]
-        _check_same(*prompts, columns)
-        return talks, len(prompts[0])
-    prompt = _messages(row, prompt_key, as_messages)
-    answers = [
-        _messages(row, column, lambda value: as_messages(value, role="assistant")) for column in columns
-    ]
+        _check_same_prompt(talks, columns)
+        return talks, len(talks[0]) - 1
+    prompt = _messages(row, prompt_key, "user")
+    answers = [_messages(row, column, "assistant") for column in columns]
     for column, answer in zip(columns, answers, strict=True):
         if answer[: len(prompt)] == prompt:
             raise BadRow(
@@ -166,21 +162,21 @@ def _conversations(
 def _whole_conversation(row: Row, column: str) -> list[Message]:
     if isinstance(row.get(column), str):
         raise BadRow(
-            f"column {column!r} is text, but a whole conversation (a list of messages) without "
-            "--data.prompt_key."
+            f"column {column!r} is text, not the list of messages that it must be without --data.prompt_key."
         )
-    return _messages(row, column, as_messages)
+    return _messages(row, column, "user")
 
 
-def _messages(row: Row, column: str, read: Callable[..., list[Message]]) -> list[Message]:
-    value = value_of(row, column, str, list)
+def _messages(row: Row, column: str, role: str) -> list[Message]:
+    """A text is one message of `role`."""
     try:
-        return read(value)
+        return as_messages(value_of(row, column, str, list), role)
     except BadRow as reason:
         raise BadRow(f"column {column!r}: {reason}") from reason
 
 
-def _check_same(chosen: Sequence[Message], rejected: Sequence[Message], columns: Sequence[str]) -> None:
+def _check_same_prompt(talks: Sequence[Sequence[Message]], columns: Sequence[str]) -> None:
+    chosen, rejected = (talk[:-1] for talk in talks)
     for number, (one, other) in enumerate(zip_longest(chosen, rejected), start=1):
         if one != other:
             raise BadRow(

@@ -4,7 +4,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.answers import check_answer_flags, read_answer
 from openrlhf.datasets.bad_rows import Policy, value_of
-from openrlhf.datasets.encode import Text, check_left, end_answer, read_tokens, reason_to_drop
+from openrlhf.datasets.encode import Text, check_left, finish, read_tokens, reason_to_drop
 from openrlhf.datasets.sources import Row, Rows
 from openrlhf.datasets.store import SampleStore
 
@@ -57,8 +57,7 @@ def build_sft_samples(
 
     store = SampleStore()
     for _, (tokens,), _ in read_tokens(rows, read, tokenizer, bad_rows, store.dropped):
-        if not pretrain:
-            end_answer(tokens, tokenizer.eos_token_id)
+        finish(tokens, None if pretrain else tokenizer.eos_token_id)
         token_ids, learned = tokens
         reason = reason_to_drop(learned, None if pretrain else max_len)
         if reason:

@@ -1,23 +1,28 @@
-"""What a frozen model thinks of a whole dataset, asked once before training."""
+"""What a frozen model thinks of a whole dataset, asked once before training, and kept."""
 
+import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from openrlhf.datasets.batches import Windows
 from openrlhf.engine.distributed import current_device
 
+logger = logging.getLogger(__name__)
+
 
 class Answers(Protocol):
-    def forward(self, rows: list, read: Callable) -> list[Tensor]: ...
+    def forward(self, rows: list, read: Callable) -> list[torch.Tensor]: ...
 
 
-def answers_of(model: Answers, windows: Windows, read: Callable, num_items: int) -> Tensor:
-    """(n, 2) float32 on the CPU, the same on every rank: the two figures that `read(model, row)` (P, 2) gives
-    for each item of a row."""
+def answers_of(model: Answers, windows: Windows, read: Callable, num_items: int) -> np.ndarray:
+    """(n, 2) float32, the same on every rank: the two figures that `read(model, row)` (P, 2) gives for each
+    item of a row."""
     found = torch.zeros(num_items, 2)
     for rows in windows.items(epoch=0):
         answers = model.forward([windows.pack(items) for items in rows], read)
@@ -25,4 +30,27 @@ def answers_of(model: Answers, windows: Windows, read: Callable, num_items: int)
             found[items] = answer
     found = found.to(current_device())
     dist.all_reduce(found)
-    return found.cpu()
+    return found.cpu().numpy()
+
+
+def kept(path: Path, compute: Callable[[], np.ndarray]) -> np.ndarray:
+    """The array in `path`, or what `compute` gives, which is then kept there. Collective: unless every rank
+    finds the file, all compute."""
+    found = torch.tensor(int(path.exists()), device=current_device())
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    if found.item():
+        return np.load(path, allow_pickle=False)
+    array = compute()
+    if os.environ["LOCAL_RANK"] == "0":
+        _write(path, array)
+    return array
+
+
+def _write(path: Path, array: np.ndarray) -> None:
+    beside = path.with_name(f"{path.stem}.partial.npy")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(beside, array)
+        beside.rename(path)
+    except OSError as error:
+        logger.warning("%s: reference log-probs cannot be kept: %s", path, error.strerror or error)

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from openrlhf.datasets.cache import digest, file_digest
 from openrlhf.models.attention import resolve_attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -83,6 +84,14 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             more = None
         ids |= {more} if isinstance(more, int) else set(more or ())
     return sorted(ids - {None})
+
+
+def model_digest(path: str, flag: str) -> str:
+    """Changes with the weights and the configuration: of a folder the contents, on the hub the commit."""
+    if not Path(path).is_dir():
+        return str(load_config(path, flag)._commit_hash)
+    files = sorted(f for f in Path(path).iterdir() if f.suffix in (".safetensors", ".bin", ".json"))
+    return digest([[file.name, file_digest(file)] for file in files])
 
 
 def check_same_vocabulary(

@@ -8,10 +8,11 @@ import pytest
 import ray
 import torch.distributed as dist
 
-from openrlhf.cli import train_ppo_ray, train_sft
+from openrlhf.cli import train_dpo, train_kd, train_kto, train_ppo_ray, train_prm, train_rm, train_sft
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
-SFT = ("--ds.zero_stage", "0", "--ds.param_dtype", "fp32", "--data.apply_chat_template")
+CPU = ("--ds.zero_stage", "0", "--ds.param_dtype", "fp32")
+PAIRS = ("--data.prompt_key", "question", "--data.rejected_key", "wrong", "--data.chosen_key", "answer")
 PPO = (
     *("--algo.advantage.estimator", "rloo", "--algo.kl.init_coef", "0", "--data.apply_chat_template"),
     *("--rollout.batch_size", "8", "--rollout.n_samples_per_prompt", "2", "--train.batch_size", "16"),
@@ -19,10 +20,41 @@ PPO = (
 )
 
 
+MAINS = {
+    "sft": train_sft.main,
+    "rm": train_rm.main,
+    "prm": train_prm.main,
+    "dpo": train_dpo.main,
+    "kto": train_kto.main,
+    "kd": train_kd.main,
+    "ppo": train_ppo_ray.main,
+}
+
+
+def good_flags(command: str, files: dict[str, str]) -> list[str]:
+    if command == "ppo":
+        names = ["--actor.model_name_or_path", files["model"], "--data.prompt_dataset", files["data"]]
+        return [*names, "--data.input_key", "question", "--reward.remote_url", files["reward"], *PPO]
+    flags = ["--model.model_name_or_path", files["model"], "--data.dataset", files["data"], *CPU]
+    if command == "prm":
+        steps = ("--data.input_key", "steps", "--data.label_key", "judged")
+        return [*flags, *steps, "--data.placeholder_token", "#", "--data.reward_tokens", "+", "-"]
+    flags.append("--data.apply_chat_template")
+    if command in ("rm", "dpo"):
+        return [*flags, *PAIRS]
+    flags += ["--data.input_key", "question", "--data.output_key", "answer"]
+    flags += ["--data.label_key", "good"] if command == "kto" else []
+    return flags + (["--teacher.model_name_or_path", files["model"]] if command == "kd" else [])
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("files")
-    rows = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(40)]
+    rows = [
+        {"question": f"{i} + 1?", "answer": str(i + 1), "wrong": str(i + 2), "good": True} for i in range(40)
+    ]
+    for row in rows:
+        row |= {"steps": f"{row['question']} {row['answer']}#", "judged": ["+"]}
     made = {
         "model": tiny_chat_model(folder / "model"),
         "data": folder / "train.jsonl",
@@ -44,19 +76,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def refused(files, tmp_path, capsys):
+def refused(files, tmp_path, capsys, monkeypatch):
     """Run a command with good flags and these changes; returns what it printed, after the checks that hold
-    for every refusal."""
+    for every refusal. Rows are read when the processes of a run have found each other, everything else
+    before."""
 
-    def run(command: str, *changes: str, problems: int = 1) -> str:
+    def load_nothing(*args, **kwargs):
+        pytest.fail("a model is loaded")
+
+    monkeypatch.setattr("openrlhf.models.loading.load_causal_lm", load_nothing)
+    monkeypatch.setattr("openrlhf.models.scorer.load_scorer", load_nothing)
+
+    def run(command: str, *changes: str, problems: int = 1, before_processes: bool = True) -> str:
         output = ["--ckpt.output_dir", str(tmp_path / "out"), "--ckpt.path", str(tmp_path / "ckpt")]
-        sft = ["--model.model_name_or_path", files["model"], "--data.dataset", files["data"]]
-        sft += ["--data.input_key", "question", "--data.output_key", "answer", *SFT]
-        ppo = ["--actor.model_name_or_path", files["model"], "--data.prompt_dataset", files["data"]]
-        ppo += ["--data.input_key", "question", "--reward.remote_url", files["reward"], *PPO]
-        main, flags = {"sft": (train_sft.main, sft), "ppo": (train_ppo_ray.main, ppo)}[command]
         with pytest.raises(SystemExit) as stop:
-            main([*flags, *output, *changes])
+            MAINS[command]([*good_flags(command, files), *output, *changes])
+        if dist.is_initialized():
+            assert not before_processes
+            dist.destroy_process_group()
         printed = capsys.readouterr()
         assert stop.value.code == 2
         assert "Traceback" not in printed.err and printed.out == ""
@@ -65,16 +102,20 @@ def refused(files, tmp_path, capsys):
         assert lines[0].startswith("error: ")
         closing = lines[-1].endswith("explains flags.")  # after what was wrong between flags
         assert len(lines) - closing <= 3 * problems, printed.err
-        assert not dist.is_initialized() and not ray.is_initialized()
+        assert not ray.is_initialized()
         assert list(tmp_path.iterdir()) == []
         return printed.err
 
     return run
 
 
-MODEL = {"sft": "--model.model_name_or_path", "ppo": "--actor.model_name_or_path"}
-DATASET = {"sft": "--data.dataset", "ppo": "--data.prompt_dataset"}
-COMMANDS = ("sft", "ppo")
+COMMANDS = tuple(MAINS)
+MODEL = dict.fromkeys(COMMANDS, "--model.model_name_or_path") | {"ppo": "--actor.model_name_or_path"}
+DATASET = dict.fromkeys(COMMANDS, "--data.dataset") | {"ppo": "--data.prompt_dataset"}
+FIRST_COLUMN = dict.fromkeys(COMMANDS, "--data.input_key") | {
+    "rm": "--data.prompt_key",
+    "dpo": "--data.prompt_key",
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -118,13 +159,24 @@ def test_a_folder_without_data(refused, files, command):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_column_that_the_dataset_does_not_have(refused, files, command):
-    text = refused(command, "--data.input_key", "questions")
-    assert f"error: --data.input_key questions: {files['data']} has no such column." in text
+    text = refused(command, FIRST_COLUMN[command], "questions")
+    assert f"error: {FIRST_COLUMN[command]} questions: {files['data']} has no such column." in text
     assert "Its columns: question, answer" in text
     assert "Did you mean question?" in text
 
 
-@pytest.mark.parametrize(("command", "flag"), [("sft", "--data.output_key"), ("ppo", "--data.label_key")])
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("sft", "--data.output_key"),
+        ("rm", "--data.chosen_key"),
+        ("prm", "--data.label_key"),
+        ("dpo", "--data.rejected_key"),
+        ("kto", "--data.label_key"),
+        ("kd", "--data.output_key"),
+        ("ppo", "--data.label_key"),
+    ],
+)
 def test_other_columns(refused, files, command, flag):
     text = refused(command, flag, "solution")
     assert (
@@ -136,8 +188,11 @@ def test_other_columns(refused, files, command, flag):
 def test_columns_of_the_evaluation_set(refused, files, tmp_path_factory, command):
     other = tmp_path_factory.mktemp("other") / "eval.jsonl"
     other.write_text('{"prompt": "1 + 1?"}\n')
-    text = refused(command, "--eval.dataset", str(other), "--eval.steps", "1")
-    assert f"error: --data.input_key question: {other} has no such column.\nIts columns: prompt" in text
+    text = refused(command, "--eval.dataset", str(other), "--eval.steps", "1", "--eval.split", "train")
+    column = "steps" if command == "prm" else "question"
+    assert (
+        f"error: {FIRST_COLUMN[command]} {column}: {other} has no such column.\nIts columns: prompt" in text
+    )
 
 
 def test_a_reward_file_without_the_function(refused, files):
@@ -235,3 +290,127 @@ def test_more_ranks_than_the_cluster_has():
     assert "needs 9 GPUs" in problem and "the cluster has 4" in problem
     assert "Ask for fewer, or share them with --train.colocate_all" in problem
     assert len(problem.splitlines()) <= 3
+
+
+# ---- models that do not fit together
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose tokenizer has one token more."""
+    from openrlhf.models.loading import load_tokenizer
+
+    folder = tiny_chat_model(tmp_path_factory.mktemp("stranger") / "model")
+    tokenizer = load_tokenizer(str(folder), flag="--x")
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("kd", "--teacher.model_name_or_path"),
+        ("dpo", "--ref.model_name_or_path"),
+        ("kto", "--ref.model_name_or_path"),
+    ],
+)
+def test_another_model_that_does_not_fit(refused, files, stranger, command, flag):
+    assert f"error: {flag} {files['model']}s: does not exist" in refused(command, flag, files["model"] + "s")
+    text = refused(command, flag, files["empty"])
+    assert f"error: {flag} {files['empty']}: no model configuration could be loaded" in text
+    text = refused(command, flag, stranger)
+    assert f"error: {flag} {stranger}: its tokenizer has 369 tokens, not the same ones" in text
+    assert "choose a model of the same family" in text
+
+
+def test_no_teacher(refused):
+    text = refused("kd", "--teacher.model_name_or_path", "")
+    assert (
+        "error: --teacher.model_name_or_path: is required: Hugging Face name or folder of the teacher" in text
+    )
+
+
+# ---- rows of the wrong kind
+
+
+@pytest.fixture
+def with_rows(tmp_path_factory: pytest.TempPathFactory):
+    """with_rows({"answer": None}, {}) -> a file of two good rows, the first but for its answer."""
+    good = {"answer": "2", "wrong": "3", "good": True, "steps": "2#", "judged": ["+"]}
+
+    def write(*changes: dict) -> str:
+        path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+        rows = [{"question": f"{i} + 1?"} | good | change for i, change in enumerate(changes)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+BAD_ROWS = [
+    ("rm", {"answer": None}, "column 'answer' is null"),
+    ("dpo", {"wrong": 3}, "column 'wrong' is a number, not text or a list"),
+    ("dpo", {"wrong": [{"role": "user", "content": "2"}]}, "of the assistant"),
+    ("kto", {"good": "yes"}, "column 'good' is 'yes' (text), not true, false, 1 or 0."),
+    ("kto", {"good": 0.5}, "column 'good' is 0.5 (a number), not true, false, 1 or 0."),
+    ("prm", {"steps": "2"}, "1 labels for 0 placeholders '#'."),
+    ("prm", {"judged": ["+", "-"]}, "2 labels for 1 placeholders '#'."),
+    ("prm", {"judged": ["?"]}, "label '?' is none of --data.reward_tokens (+ -)."),
+    ("prm", {"judged": [1.5]}, "label 1 is 1.5, not a probability from 0 to 1."),
+    ("prm", {"judged": "+"}, "column 'judged' is text, not a list"),
+    ("kd", {"answer": 2}, "column 'answer' is a number, not text or a list"),
+]
+
+
+@pytest.mark.parametrize(("command", "columns", "message"), BAD_ROWS)
+def test_a_row_that_cannot_be_used(refused, with_rows, command, columns, message):
+    path = with_rows(columns, columns)
+    text = refused(command, "--data.dataset", path, before_processes=False)
+    assert f"{path}:1: " in text and message in text
+    assert "--data.bad_rows skip" in text
+
+
+def test_a_margin_that_is_no_number(refused, with_rows):
+    margin = ("--model.margin_loss_enable", "--data.dataset")
+    text = refused("rm", *margin, with_rows({"margin": "much"}), before_processes=False)
+    assert "column 'margin' is 'much' (text), not a finite number." in text
+
+
+def test_a_column_of_two_types(refused, with_rows):
+    path = with_rows({}, {"good": "yes"})
+    text = refused("kto", "--data.dataset", path, before_processes=False)
+    assert f"error: --data.label_key good: text at {path}:2, but true or false at {path}:1." in text
+    assert "Give the column one type" in text
+
+
+def test_labels_of_two_kinds(refused, with_rows):
+    text = refused("prm", "--data.dataset", with_rows({}, {"judged": [0.5]}), before_processes=False)
+    assert "error: --data.label_key judged: text at " in text and "but numbers at " in text
+    assert "Give all labels one kind: tokens or probabilities." in text
+
+
+def test_one_prompt_for_all_answers(refused, with_rows):
+    one = {"question": "2 + 2?"}
+    text = refused("kto", "--data.dataset", with_rows(one, one), before_processes=False)
+    assert "error: --data.input_key question: all 2 rows have the same prompt" in text
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [("--data.placeholder_token", ["two words"]), ("--data.reward_tokens", ["two words", "-"])],
+)
+def test_a_token_that_is_none(refused, flag, words):
+    text = refused("prm", flag, *words, before_processes=False)
+    assert f"error: {flag} 'two words': it must be one token of the model's tokenizer, which makes" in text
+    assert "Choose a text that is in its vocabulary" in text
+
+
+def test_no_placeholder_token(refused):
+    text = refused("prm", "--data.placeholder_token", "")
+    assert "error: --data.placeholder_token: is required: The token that ends a step." in text
+
+
+def test_a_single_reward_token(refused):
+    text = refused("prm", "--data.reward_tokens", "+")
+    assert "error: --data.reward_tokens +: a judge chooses between two or more; name them all" in text

@@ -6,30 +6,97 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from openrlhf.tasks.prepare import TaskFiles
+from openrlhf.tasks.prepare import PLACEHOLDER, TaskFiles
+from openrlhf.tasks.tiny_model import tiny_chat_model
+
+Gradients = dict[str, torch.Tensor]
+
+each_group = pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3)])
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, dict[str, torch.Tensor]]:
+def seen() -> dict[str, Gradients]:
     """The first gradient of each objective, which all others must equal."""
     return {}
 
 
-@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3)])
+@pytest.fixture(scope="module")
+def seen_metrics() -> dict[str, dict[str, float]]:
+    """Likewise."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def commands(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Flags of the supervised commands; what differs after the first word must change nothing."""
+    reference = tiny_chat_model(tmp_path_factory.mktemp("reference"), seed=1)
+    teacher = tiny_chat_model(tmp_path_factory.mktemp("teacher"), seed=2, hidden_size=64)
+    ref = f"--ref.model_name_or_path {reference}"
+    dpo = f"--data.dataset {task.pairs} --data.prompt_key prompt {ref} --model.nll_loss_coef 0.1"
+    judged = f"--data.dataset {task.judged} --data.output_key output --model.beta 0.1 {ref}"
+    return {
+        "sft": f"--data.dataset {task.sft} --data.output_key output",
+        "rm": f"--data.dataset {task.pairs} --data.prompt_key prompt "
+        f"--eval.dataset {task.pairs_eval} --eval.split train --eval.max_samples 7",
+        "dpo": dpo,
+        "dpo with known reference": f"{dpo} --ref.precompute_enable --train.batch_size 4",
+        "kto": judged,
+        "kto with known reference": f"{judged} --ref.precompute_enable --train.batch_size 4",
+        "prm": f"--data.dataset {task.steps} --data.placeholder_token {PLACEHOLDER} --data.reward_tokens + -",
+        "kd": f"--data.dataset {task.sft} --data.output_key output --teacher.model_name_or_path {teacher} "
+        "--model.kd_loss_type reverse_kl --model.kd_temperature 2",
+    }
+
+
+def check_equal(name: str, found: Gradients, expected: Gradients, *, atol: float = 1e-6) -> None:
+    assert found.keys() == expected.keys()
+    for parameter, gradient in found.items():
+        assert expected[parameter].abs().max() > 0, (name, parameter)
+        torch.testing.assert_close(
+            gradient,
+            expected[parameter],
+            atol=atol,
+            rtol=1e-5,
+            msg=lambda m, p=parameter: f"{name} {p}: {m}",
+        )
+
+
+@each_group
 def test_gradient_does_not_depend_on_layout(
     task: TaskFiles, run_worker: Callable, seen: dict, num_ranks: int, stage: int
 ) -> None:
     reports = run_worker("gradients", num_ranks, model=str(task.model), stage=stage, attention="auto")
     for name, path in reports[0].items():
         gradients = torch.load(path)
-        reference = seen.setdefault(name.split()[0], gradients)
-        assert gradients.keys() == reference.keys()
-        for parameter, gradient in gradients.items():
-            assert reference[parameter].abs().max() > 0, (name, parameter)
-            torch.testing.assert_close(
-                gradient,
-                reference[parameter],
-                atol=1e-6,
-                rtol=1e-5,
-                msg=lambda m, n=name, p=parameter: f"{n} {p}: {m}",
-            )
+        check_equal(name, gradients, seen.setdefault(name.split()[0], gradients))
+
+
+@each_group
+def test_no_supervised_command_depends_on_layout(
+    task: TaskFiles,
+    run_worker: Callable,
+    commands: dict,
+    seen: dict,
+    seen_metrics: dict,
+    num_ranks: int,
+    stage: int,
+) -> None:
+    """With the whole batch's KL estimate of KTO, the statistics of a reward model's scores, and sharded
+    references and teachers. Everything but the flags of the layout is what the command does."""
+    common = (
+        f"--model.model_name_or_path {task.model} --data.max_samples 10 --ds.param_dtype fp32 "
+        "--max_norm 0 --adam.lr 0"
+    )
+    (report, *_) = run_worker(
+        "supervised_gradients", num_ranks, commands=commands, common=common, stage=stage
+    )
+    for name, found in report.items():
+        gradients, metrics = torch.load(found["gradients"]), found["metrics"]
+        command = "cli " + name.split(":")[0].split()[0]
+        expected = seen.setdefault(command, gradients)
+        check_equal(name, gradients, expected)
+        expected_metrics = seen_metrics.setdefault(command, metrics)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5), name
+    assert seen_metrics["cli kto"]["kto/kl"] > 0
+    assert seen_metrics["cli rm"]["std"] > 0
+    assert seen_metrics["cli dpo"]["num_tokens"] > 100

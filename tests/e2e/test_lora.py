@@ -151,8 +151,9 @@ def run(command: str) -> None:
 def test_a_reward_model_of_four_bits_is_trained_and_merged(task: TaskFiles, tmp_path: Path) -> None:
     run(
         f"openrlhf.cli.train_rm --model.model_name_or_path {task.model} --data.dataset {task.pairs} "
-        "--data.prompt_key prompt --data.apply_chat_template --data.max_samples 64 --train.batch_size 16 "
-        "--ds.param_dtype fp32 --ds.load_in_4bit --ds.lora.rank 4 --adam.lr 1e-2 --train.max_epochs 3 "
+        "--data.prompt_key prompt --data.apply_chat_template --data.max_samples 48 --train.batch_size 16 "
+        "--train.micro_batch_size 8 --train.max_epochs 3 --adam.lr 1e-2 --ds.param_dtype fp32 "
+        "--ds.load_in_4bit --ds.lora.rank 4 "
         f"--ckpt.output_dir {tmp_path / 'adapter'} --logger.run_dir {tmp_path / 'run'}"
     )
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")

@@ -310,7 +310,7 @@ CHANGES = (
     ["--data.apply_chat_template", "false", "--data.input_template", "{}!"],
     ["--data.bad_rows", "skip"],
     ["--data.tokenizer_chat_template", CHAT_TEMPLATE.replace("<|end|>", "<|end|> ")],
-    ["--model.pretrain_mode_enable"],
+    ["--model.pretrain_mode_enable", "--data.apply_chat_template", "false", "--data.output_key", "None"],
     ["--train.seed", "7"],
 )
 
@@ -320,13 +320,8 @@ def sft_flags(tmp_path_factory):
     folder = tmp_path_factory.mktemp("task")
     tiny_chat_model(folder / "model", hidden_size=32, num_layers=1)
     (folder / "rows.jsonl").write_text('{"input": "1+2", "output": "3"}\n{"input": "2+2", "output": "4"}\n')
-    paths = [
-        "--model.model_name_or_path",
-        str(folder / "model"),
-        "--data.dataset",
-        str(folder / "rows.jsonl"),
-    ]
-    return [*paths, "--data.apply_chat_template", "--data.output_key", "output", "--data.max_len", "32"]
+    flags = f"--model.model_name_or_path {folder}/model --data.dataset {folder}/rows.jsonl"
+    return f"{flags} --data.apply_chat_template --data.output_key output --data.max_len 32".split()
 
 
 def train_set(flags):
@@ -339,7 +334,7 @@ def test_a_command_finds_its_data_again(tmp_path, sft_flags, capsys):
     for change in ([], *CHANGES):
         first = train_set([*flags, *change])
         assert "kept in" in capsys.readouterr().err, change
-        again = train_set([*flags, *change, "--model.gradient_checkpointing_enable"])
+        again = train_set([*flags, *change, "--train.batch_size", "8"])
         assert "read from the cache" in capsys.readouterr().err
         assert contents(again) == contents(first)
     assert sum(path.is_dir() for path in tmp_path.iterdir()) == 1 + len(CHANGES)

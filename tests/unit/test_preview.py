@@ -71,6 +71,51 @@ tokens of a sample: mean 19.3, median 19, 90% 30, 99% 30, longest 30
 """
 
 
+TALK = [{"role": "user", "content": "1+1"}]
+PAIR = {"prompt": TALK, "chosen": "2", "rejected": "3"}
+COMMANDS = {
+    "rm": (
+        PAIR,
+        "--data.apply_chat_template --data.prompt_key prompt",
+        "--- pair 1: chosen, 8 tokens, 1 learned\n<|user|>1+1<|end|><|assistant|>2⟦<|end|>⟧\n\n"
+        "--- pair 1: rejected, 8 tokens, 1 learned\n<|user|>1+1<|end|><|assistant|>3⟦<|end|>⟧\n",
+    ),
+    "dpo": (
+        PAIR,
+        "--data.apply_chat_template --data.prompt_key prompt",
+        "--- pair 1: chosen, 8 tokens, 2 learned\n<|user|>1+1<|end|><|assistant|>⟦2<|end|>⟧\n\n"
+        "--- pair 1: rejected, 8 tokens, 2 learned\n<|user|>1+1<|end|><|assistant|>⟦3<|end|>⟧\n",
+    ),
+    "kto": (
+        {"input": "1+1", "output": "2", "label": True},
+        "--data.output_key output --data.input_template {}=",
+        "--- answer 1: good, 6 tokens, 2 learned\n1+1=⟦2<|end|>⟧\n\n--- answer 1: mismatched, for the KL, ",
+    ),
+    "prm": (
+        {"input": "1+1=2<|end|>2+2=5<|end|>", "label": ["+", "-"]},
+        "--data.placeholder_token <|end|> --data.reward_tokens + -",
+        "--- solution 1: 12 tokens, 2 learned\n1+1=2⟦<|end|>⟧(+)2+2=5⟦<|end|>⟧(-)\n",
+    ),
+    "kd": (
+        {"input": "1+1", "output": "2"},
+        "--data.input_template {}= --teacher.model_name_or_path {model}",
+        "--- sample 1: 6 tokens, 2 learned\n1+1=⟦2<|end|>⟧\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_supervised_command_has_a_preview(tmp_path, model, capsys, name):
+    row, flags, shown = COMMANDS[name]
+    other = row | {"input": "2+2", "output": "7"} if "output" in row else row
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(other) + "\n")
+    flags = f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl {flags}"
+    main(["preview", name, *flags.replace("{model}", str(model)).split()])
+    out = capsys.readouterr().out
+    assert out.startswith(shown)
+    assert "2 rows: 2 " in out
+
+
 def test_the_parts_together_are_what_the_tokenizer_makes_of_the_whole(tokenizer):
     texts = ("<|user|>1 + 2<|end|><|assistant|>", " é😀 and", " then\n", "the end<|end|>")
     item = sample(tokenizer, *texts)

@@ -1,0 +1,197 @@
+"""Rows as solutions whose steps are judged, for process reward models."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.datasets.bad_rows import BAD_ROW, BadRow, Policy, bad_row_error, value_of
+from openrlhf.datasets.encode import NOTHING_TO_LEARN, Text, check_left, read_tokens, token_ids_of
+from openrlhf.datasets.labelled import LabelledSamples
+from openrlhf.datasets.sources import Row, Rows, kind
+from openrlhf.datasets.store import SampleStore
+from openrlhf.types import Steps
+
+FAR_STEPS = "no placeholder within max_len"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepsDataset(LabelledSamples):
+    labels: np.ndarray
+    """(steps,) of all solutions end to end: int64 token ids, or float32 probabilities of the first reward
+    token."""
+    label_starts: np.ndarray
+    """(solutions + 1,) int64, where the labels of each begin."""
+
+    def __post_init__(self) -> None:
+        if len(self.label_starts) != len(self.samples) + 1 or self.label_starts[-1] != len(self.labels):
+            raise ValueError(f"{len(self.labels)} labels do not fit {len(self.samples)} solutions")
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each solution."""
+        return self.samples.lengths
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: int) -> Steps:
+        i = range(len(self))[i]
+        labels = self.labels[self.label_starts[i] : self.label_starts[i + 1]]
+        return Steps(sample=self.samples[i], labels=torch.from_numpy(np.array(labels)))
+
+
+def build_steps(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_key: str,
+    label_key: str,
+    placeholder_token: str,
+    reward_tokens: Sequence[str] | None,
+    max_len: int,
+    bad_rows: Policy = "error",
+) -> StepsDataset:
+    """One solution of each row: its text as it stands, marked at the placeholders.
+
+    Labels are a list with an entry for each placeholder: texts of one token each (of `reward_tokens`, where
+    given), or probabilities of the first of two reward tokens. All rows have the same kind. A text is cut at
+    max_len tokens, and its labels with it; one without a placeholder left is dropped and counted.
+
+    ValueError for a token that is none, for a bad row (see `read_each`), for labels of two kinds, for
+    probabilities without two reward tokens, and when no solution is left.
+    """
+    placeholder = single_token_id(tokenizer, placeholder_token, "--data.placeholder_token")
+    label_of = _label_reader(tokenizer, reward_tokens)
+
+    def read(row: Row) -> tuple[tuple[Text], tuple[np.ndarray, int]]:
+        text = value_of(row, input_key, str)
+        labels = _labels(value_of(row, label_key, list), label_key, label_of)
+        return (Text(text=text),), (labels, text.count(placeholder_token))
+
+    store, kept = SampleStore(), []
+    first_of_kind: dict[str, int] = {}
+    for i, ((token_ids, _),), (labels, num_written) in read_tokens(
+        rows, read, tokenizer, bad_rows, store.dropped
+    ):
+        is_placeholder = np.array(token_ids) == placeholder
+        try:
+            _check_placeholders(is_placeholder, labels, num_written, placeholder_token)
+        except BadRow as reason:
+            if bad_rows == "error":
+                raise bad_row_error(rows.origin(i), reason) from reason
+            if not store.dropped[BAD_ROW]:
+                logger.warning("%s: skipped: %s", rows.origin(i), reason)
+            store.dropped[BAD_ROW] += 1
+            continue
+        action_mask = is_placeholder[:max_len]
+        if not action_mask.any():
+            store.dropped[FAR_STEPS if len(labels) else NOTHING_TO_LEARN] += 1
+            continue
+        first_of_kind.setdefault("text" if labels.dtype == np.int64 else "numbers", i)
+        _check_kinds(first_of_kind, rows, label_key, reward_tokens)
+        store.truncated += len(token_ids) > max_len
+        store.append(token_ids[:max_len], action_mask.tolist())
+        kept.append(labels[: action_mask.sum()])
+    check_left(store, rows, max_len, unit="solution")
+    starts = np.cumsum([0, *map(len, kept)], dtype=np.int64)
+    return StepsDataset(samples=store, labels=np.concatenate(kept), label_starts=starts)
+
+
+def single_token_id(tokenizer: PreTrainedTokenizerBase, token: str, flag: str) -> int:
+    """ValueError unless the text is one token of the tokenizer."""
+    ids = token_ids_of(token, tokenizer)
+    if len(ids) == 1:
+        return ids[0]
+    raise ValueError(
+        f"{flag} {token!r}: it must be one token of the model's tokenizer, which makes "
+        f"{_pieces(ids, tokenizer)} of it.\nChoose a text that is in its vocabulary, or add the token to "
+        "tokenizer and model."
+    )
+
+
+def _pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return f"{len(ids)} ({' '.join(repr(tokenizer.decode([token_id])) for token_id in ids)})"
+
+
+def _label_reader(
+    tokenizer: PreTrainedTokenizerBase, reward_tokens: Sequence[str] | None
+) -> Callable[[str], int]:
+    """The token of a label; BadRow where it is none."""
+    if reward_tokens is None:
+        return cache(partial(_any_token_id, tokenizer=tokenizer))
+    ids = {token: single_token_id(tokenizer, token, "--data.reward_tokens") for token in reward_tokens}
+    if len({*ids.values()}) < max(2, len(reward_tokens)):
+        raise ValueError(
+            f"--data.reward_tokens {' '.join(reward_tokens)}: there must be two different tokens at least, "
+            "and none twice;\notherwise a step has nothing to choose from."
+        )
+
+    def find(label: str) -> int:
+        if label not in ids:
+            raise BadRow(f"label {label!r} is none of --data.reward_tokens ({' '.join(ids)}).")
+        return ids[label]
+
+    return find
+
+
+def _any_token_id(label: str, *, tokenizer: PreTrainedTokenizerBase) -> int:
+    ids = token_ids_of(label, tokenizer)
+    if len(ids) != 1:
+        raise BadRow(f"label {label!r} is not one token but {_pieces(ids, tokenizer)}.")
+    return ids[0]
+
+
+def _labels(values: Sequence[Any], column: str, label_of: Callable[[str], int]) -> np.ndarray:
+    """(A,) int64 token ids or float32 probabilities."""
+    if all(isinstance(value, str) for value in values):
+        return np.array([label_of(value) for value in values], dtype=np.int64)
+    for number, value in enumerate(values, start=1):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise BadRow(
+                f"column {column!r}: label {number} is {value!r} ({kind(value)}); labels are all text or all "
+                "numbers."
+            )
+        if not 0 <= value <= 1:
+            raise BadRow(f"column {column!r}: label {number} is {value!r}, not a probability from 0 to 1.")
+    return np.array(values, dtype=np.float32)
+
+
+def _check_placeholders(
+    is_placeholder: np.ndarray, labels: np.ndarray, num_written: int, placeholder_token: str
+) -> None:
+    count = int(is_placeholder.sum())
+    if count != len(labels):
+        merged = (
+            f", which stands {num_written} times in the text but not always as a token of its own"
+            if num_written != count
+            else ""
+        )
+        raise BadRow(f"{len(labels)} labels for {count} placeholders {placeholder_token!r}{merged}.")
+    if count and is_placeholder[0]:
+        raise BadRow(
+            f"the text begins with the placeholder {placeholder_token!r}: there is no step before it."
+        )
+
+
+def _check_kinds(
+    first_of_kind: Mapping[str, int], rows: Rows, label_key: str, reward_tokens: Sequence[str] | None
+) -> None:
+    if "numbers" in first_of_kind and (reward_tokens is None or len(reward_tokens) != 2):
+        raise ValueError(
+            f"--data.label_key {label_key}: the labels of {rows.origin(first_of_kind['numbers'])} are "
+            "probabilities of the first of two\ntokens. Name both with --data.reward_tokens, such as + -"
+        )
+    if len(first_of_kind) == 2:
+        (one, first), (other, second) = first_of_kind.items()
+        raise ValueError(
+            f"--data.label_key {label_key}: {one} at {rows.origin(first)}, but {other} at "
+            f"{rows.origin(second)}.\nGive all labels one kind: tokens or probabilities."
+        )

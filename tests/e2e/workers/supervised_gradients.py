@@ -1,0 +1,94 @@
+"""Gradients and metrics of the supervised commands for several layouts of the same batch, at one ZeRO stage.
+
+Everything up to the optimizer step is what a command builds. The learning rate is 0, so that one engine can
+take the same step many times.
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+
+from openrlhf.cli.supervised import Run
+from openrlhf.cli.train_dpo import DPOTask
+from openrlhf.cli.train_kd import DistillationTask
+from openrlhf.cli.train_kto import KTOTask
+from openrlhf.cli.train_prm import ProcessRewardTask
+from openrlhf.cli.train_rm import RewardModelTask
+from openrlhf.cli.train_sft import SFTTask
+from openrlhf.config.parse import parse
+from openrlhf.engine.distributed import init_distributed, leave_distributed
+
+TASKS = {
+    "sft": SFTTask,
+    "rm": RewardModelTask,
+    "dpo": DPOTask,
+    "kto": KTOTask,
+    "prm": ProcessRewardTask,
+    "kd": DistillationTask,
+}
+LAYOUTS = {
+    # (in the order of the file or not, changes of `train.*`)
+    "one by one": (False, {"micro_batch_size": 1}),
+    "shuffled, three in a row": (True, {"micro_batch_size": 3}),
+    "300 tokens in a row": (True, {"dynamic_batch_enable": True, "max_tokens_per_gpu": 300}),
+    "all in a row": (False, {"dynamic_batch_enable": True, "max_tokens_per_gpu": 10**6}),
+}
+
+
+def first_gradients(run: Run) -> Callable[[], dict[str, torch.Tensor]]:
+    """What the gradients of all parameters were when the engine last took a step."""
+    found: dict[str, torch.Tensor] = {}
+
+    def look() -> None:
+        for name, param in run.engine.module.model.named_parameters():
+            found[name] = safe_get_full_grad(param).clone()
+
+    take_step = run.engine.engine.step
+    run.engine.engine.step = lambda: (look(), take_step())
+    return lambda: dict(found)
+
+
+def steps(run: Run):
+    """(layout, gradients, metrics) of the training set as one batch."""
+    gradients = first_gradients(run)
+    objective = run.task.objective(run)
+    prepare = run.task.prepare(run, objective) or (lambda rows: objective)
+    train = run.task.config.train
+    for layout, (shuffle, changes) in LAYOUTS.items():
+        run.task.config = replace(run.task.config, train=replace(train, **changes))
+        windows = run.lay_out(run.train_set, batch_size=len(run.train_set), shuffle=shuffle)
+        (rows,) = windows.epoch(0)
+        metrics = run.engine.train_step(rows, prepare(rows))
+        metrics |= {f"eval/{k}": v for k, v in run.engine.evaluate(rows, prepare(rows)).items()}
+        run.task.finish(run)
+        config = run.engine.module.model.config
+        metrics |= {name: getattr(config, name) for name in ("mean", "std") if hasattr(config, name)}
+        yield layout, gradients(), metrics
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    init_distributed()
+    report = {}
+    for name, flags in spec["commands"].items():
+        task = TASKS[name.split()[0]]
+        argv = shlex.split(f"{spec['common']} --ds.zero_stage {spec['stage']} {flags}")
+        run = Run(task(parse(task.command, argv).config), argv)
+        for layout, gradients, metrics in steps(run):
+            path = f"{spec['out']}/{name} {layout}.pt"
+            if dist.get_rank() == 0:
+                torch.save(gradients, path)
+            report[f"{name}: {layout}"] = {"gradients": path, "metrics": metrics}
+    Path(f"{spec['out']}/rank{dist.get_rank()}.json").write_text(json.dumps(report))
+    leave_distributed()
+
+
+if __name__ == "__main__":
+    main()
