@@ -46,7 +46,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForSequenceClassification
+from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification
 
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 from openrlhf.datasets.batches import Windows
@@ -81,6 +81,12 @@ MAX_LEN = 1024
 SPLITS = 4
 """Micro-batches of a step in `padded-sorted`."""
 PAD, EOS = "<pad>", "<eos>"
+
+
+FORKSERVER = multiprocessing.get_context("forkserver")
+PRELOADED = ["openrlhf.engine.deepspeed_engine"]
+PRELOADED += [f"trl.trainer.{task}_trainer" for task in ("sft", "reward", "dpo", "kto") if find_spec("trl")]
+"""What every process imports, so that it takes its time only once and counts for no peak of memory."""
 
 
 class Pass(NamedTuple):
@@ -140,14 +146,16 @@ class Setting:
 
     def language_model(self, seed: int = 0) -> Any:
         shape = SIZES[self.options.model]
-        return tiny_model(self.tokenizer, seed=seed, max_len=4 * MAX_LEN, **shape).to(DTYPE)
+        model: Any = tiny_model(self.tokenizer, seed=seed, max_len=4 * MAX_LEN, **shape)
+        return model.to(DTYPE)
 
     def scorer(self) -> Any:
         config = self.language_model().config
         config.num_labels = 1
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return Qwen3ForSequenceClassification(config).to(DTYPE)
+            model: Any = Qwen3ForSequenceClassification(config)
+        return model.to(DTYPE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +181,7 @@ class Task:
 
 def main() -> None:
     options = parse_options()
+    FORKSERVER.set_forkserver_preload(PRELOADED)
     describe(Setting(options=options))
     for task in options.tasks:
         benchmark(task, options)
@@ -252,9 +261,8 @@ class Worker:
     """One way of doing a task, in a process of its own."""
 
     def __init__(self, task: str, way: str, options: argparse.Namespace) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.name, (self.connection, theirs) = f"{task} {way}", spawn.Pipe()
-        self.process = spawn.Process(target=serve, args=(theirs, task, way, options), daemon=True)
+        self.name, (self.connection, theirs) = f"{task} {way}", FORKSERVER.Pipe()
+        self.process = FORKSERVER.Process(target=serve, args=(theirs, task, way, options), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -274,12 +282,7 @@ def serve(connection: Connection, task: str, way: str, options: argparse.Namespa
     """Build a way, then a pass whenever asked for."""
     torch.set_num_threads(options.threads)
     be_quiet()
-    if way.startswith("trl"):
-        import trl.trainer.dpo_trainer
-        import trl.trainer.kto_trainer
-        import trl.trainer.reward_trainer
-        import trl.trainer.sft_trainer  # noqa: F401
-    else:  # within a process group TRL would wrap the model for it
+    if not way.startswith("trl"):  # which would wrap its model for the group
         init_distributed()
     setting = Setting(options=options)
     build = ways(task, setting)[way]
@@ -395,7 +398,7 @@ def policy(setting: Setting, seed: int = 0) -> PolicyModel:
     return PolicyModel(packed(setting.language_model(seed)))
 
 
-def packed(model: PreTrainedModel) -> PreTrainedModel:
+def packed(model: Any) -> Any:
     """The model, reading packed rows."""
     model.set_attn_implementation(PACKED)
     return model
@@ -770,7 +773,8 @@ def report(name: str, options: argparse.Namespace, passes: dict[str, list[Pass]]
         ratio_range = f"({min(ratios):.3f} - {max(ratios):.3f})"
         print(
             f"{way:26}{statistics.median(rates):8.0f} {rate_range:>15}"
-            f"{statistics.median(ratios):10.3f} {ratio_range:>16}{runs[-1].peak:10.0f}{first.first_loss:9.4f}",
+            f"{statistics.median(ratios):10.3f} {ratio_range:>16}"
+            f"{runs[-1].peak:10.0f}{first.first_loss:9.4f}",
             flush=True,
         )
 

@@ -67,8 +67,8 @@ def mark_answer(messages: Sequence[Message], first: int, tokenizer: PreTrainedTo
     on: each from the end of what the policy read before it to the end of what the template makes of it. What
     follows the turn's end (a newline) is not written by the policy.
 
-    ValueError for a template that shows one of these turns other than the policy would write it, or
-    differently once other messages follow.
+    ValueError for a template that does not show one of these turns right behind its generation prompt, or
+    shows it differently once other messages follow.
     """
     turns = _assistant_turns(messages, first)
     messages = messages[: turns[-1] + 1]
@@ -90,9 +90,9 @@ def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> ValueError
     message = f"the assistant's message {turn + 1} of {num_messages}"
     if not has_several:
         return ValueError(
-            f"--data.apply_chat_template: the template shows {message} other than it asks for it,\n"
-            "so the loss would fall on a text that the policy, which continues the generation prompt, never "
-            "writes.\nUse a template that keeps it (--data.tokenizer_chat_template)."
+            f"--data.apply_chat_template: the template does not show {message} as it stands,\n"
+            "right behind the generation prompt, so the loss would fall on another text. Write the message\n"
+            "as the template does, or use a template that keeps it (--data.tokenizer_chat_template)."
         )
     return ValueError(
         f"--data.apply_chat_template: the template rewrites {message} (or what it answers)\n"

@@ -60,8 +60,8 @@ def build_judged(
     Which row it is follows from `seed` and the dataset alone (see `other_prompts`), so the KL estimated on it
     depends neither on micro-batches nor on the number of ranks.
 
-    ValueError for a bad row (see `read_each`), for a template that shows an answer other than the policy
-    would write it, when no answer is left, and when all that are left have the same prompt.
+    ValueError for a bad row (see `read_each`), for a template that does not show an answer right behind
+    its generation prompt, when no answer is left, and when all that are left have the same prompt.
     """
     answer = {
         "output_key": output_key,

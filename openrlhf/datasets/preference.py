@@ -72,8 +72,8 @@ def build_pairs(
     A pair is dropped and counted when one side has nothing to learn, or a prompt of max_len - 2 tokens or
     more, or when both sides are the same.
 
-    ValueError for a bad row (see `read_each`), for a template that shows an answer other than the policy
-    would write it (DPO), and when no pair is left.
+    ValueError for a bad row (see `read_each`), for a template that does not show an answer right behind
+    its generation prompt (DPO), and when no pair is left.
     """
     check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
     columns = (chosen_key, rejected_key)
@@ -169,8 +169,9 @@ def _whole_conversation(row: Row, column: str) -> list[Message]:
 
 def _messages(row: Row, column: str, role: str) -> list[Message]:
     """A text is one message of `role`."""
+    value = value_of(row, column, str, list)
     try:
-        return as_messages(value_of(row, column, str, list), role)
+        return as_messages(value, role)
     except BadRow as reason:
         raise BadRow(f"column {column!r}: {reason}") from reason
 

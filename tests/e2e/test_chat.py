@@ -22,7 +22,7 @@ LINES = "Tom has 3 figs.\nclear\nTom has 3 figs.\n\nAnd now?\nexit\nnever read\n
 
 
 def flags(task: TaskFiles, *more: str) -> list[str]:
-    sampling = ["--rollout.max_new_tokens", "12", "--rollout.repetition_penalty", "1", "--rollout.greedy"]
+    sampling = ["--rollout.max_new_tokens", "12", "--rollout.repetition_penalty", "3", "--rollout.greedy"]
     model = ["--model.model_name_or_path", str(task.model), "--ds.param_dtype", "fp32"]
     return [*model, *sampling, "--data.max_len", "128", "--data.apply_chat_template", *more]
 

@@ -244,7 +244,10 @@ BAD = {
         "message 2 of 'chosen' and 'rejected' differs",
     ),
     "no answer at the end": (
-        {"chosen": [user("1"), assistant("2"), user("3")], "rejected": [user("1"), assistant("2"), user("4")]},
+        {
+            "chosen": [user("1"), assistant("2"), user("3")],
+            "rejected": [user("1"), assistant("2"), user("4")],
+        },
         {"prompt_key": None},
         "the last message is not of the assistant: role 'user'",
     ),
@@ -273,7 +276,9 @@ def test_a_template_that_writes_more_than_is_asked_for_can_only_be_scored():
     """The generation prompt opens a thought, which the finished conversation does not show."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace("%}<|assistant|>", "%}<|assistant|><think>")
-    with pytest.raises(ValueError, match=r"shows the assistant's message 2 of 2 other than it asks") as error:
+    with pytest.raises(
+        ValueError, match=r"does not show the assistant's message 2 of 2 as it stands"
+    ) as error:
         build([ROW], tokenizer)
     assert "--data.tokenizer_chat_template" in str(error.value)
     assert str(error.value).count("\n") == 2

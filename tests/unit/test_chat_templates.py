@@ -1,0 +1,362 @@
+"""What is read and what is learned under the chat templates of five families of models, written out.
+
+tests/data/templates holds templates that render what those of the models do, without their tools.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+from marked import marked
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from openrlhf.datasets.judged import build_judged
+from openrlhf.datasets.preference import build_pairs
+from openrlhf.datasets.sft import build_sft_samples
+from openrlhf.datasets.sources import Rows
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""As byte-level tokenizers of today cut a text: a full stop takes the line breaks behind it."""
+CORPUS = "Hello there.\n\nuser assistant system model Hi. No.\n\n" * 50
+
+
+@dataclass(frozen=True)
+class Model:
+    eos: str
+    turn: tuple[str, ...]
+    """Special tokens around a turn."""
+    bos: str | None = None
+
+
+MODELS = {
+    "llama3.1": Model(
+        eos="<|eot_id|>",
+        turn=("<|start_header_id|>", "<|end_header_id|>"),
+        bos="<|begin_of_text|>",
+    ),
+    "qwen2.5": Model(eos="<|im_end|>", turn=("<|im_start|>",)),
+    "qwen3": Model(eos="<|im_end|>", turn=("<|im_start|>", "<think>", "</think>")),
+    "gemma2": Model(eos="<eos>", turn=("<start_of_turn>", "<end_of_turn>"), bos="<bos>"),
+    "gemma3": Model(eos="<eos>", turn=("<start_of_turn>", "<end_of_turn>"), bos="<bos>"),
+    "mistral-v0.3": Model(eos="</s>", turn=("[INST]", "[/INST]"), bos="<s>"),
+}
+ALL = pytest.mark.parametrize("name", MODELS)
+
+
+@cache
+def tokenizer_of(name):
+    """A small byte-level tokenizer with the special tokens and the template of the model. It adds the
+    beginning of the text itself, as theirs do."""
+    model = MODELS[name]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [token for token in (model.bos, model.eos, *model.turn) if token]
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([CORPUS], trainer)
+    if model.bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{model.bos} $A", special_tokens=[(model.bos, tokenizer.token_to_id(model.bos))]
+        )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=model.bos, eos_token=model.eos)
+    wrapped.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
+    return wrapped
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def sft(name, messages, *, multiturn=False, bad_rows="error"):
+    """The marked text of a conversation."""
+    tokenizer = tokenizer_of(name)
+    (sample,) = build_sft_samples(
+        Rows.of([{"talk": messages}], "rows.json"),
+        tokenizer,
+        input_key="talk",
+        output_key=None,
+        apply_chat_template=True,
+        input_template=None,
+        multiturn=multiturn,
+        pretrain=False,
+        max_len=512,
+        bad_rows=bad_rows,
+    )
+    check_tokens(sample, tokenizer)
+    return marked(sample, tokenizer)
+
+
+def check_tokens(sample, tokenizer):
+    """Up to the first learned token they are those of the prompt as a policy reads it; whole they are those
+    of the text."""
+    text = tokenizer.decode(sample.token_ids)
+    assert sample.token_ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    if tokenizer.bos_token:
+        assert sample.token_ids.tolist().count(tokenizer.bos_token_id) == 1
+
+
+def pair(name, *, score_last_token):
+    """The marked texts of both answers."""
+    tokenizer = tokenizer_of(name)
+    (found,) = build_pairs(
+        Rows.of([{"prompt": "Hi.", "chosen": "Hello there.", "rejected": "No."}]),
+        tokenizer,
+        prompt_key="prompt",
+        chosen_key="chosen",
+        rejected_key="rejected",
+        apply_chat_template=True,
+        input_template=None,
+        max_len=512,
+        score_last_token=score_last_token,
+    )
+    check_tokens(found.chosen, tokenizer)
+    check_tokens(found.rejected, tokenizer)
+    return marked(found.chosen, tokenizer), marked(found.rejected, tokenizer)
+
+
+LLAMA_SYSTEM = (
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
+    "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+)
+QWEN_SYSTEM = (
+    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+)
+
+PROMPTS = {
+    "llama3.1": (
+        LLAMA_SYSTEM + "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHi.<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    ),
+    "qwen2.5": QWEN_SYSTEM + "<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\n",
+    "qwen3": "<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\n",
+    "gemma2": "<bos><start_of_turn>user\nHi.<end_of_turn>\n<start_of_turn>model\n",
+    "gemma3": "<bos><start_of_turn>user\nHi.<end_of_turn>\n<start_of_turn>model\n",
+    "mistral-v0.3": "<s>[INST] Hi.[/INST]",
+}
+ANSWERS = {
+    "llama3.1": "⟦Hello there.<|eot_id|>⟧",
+    "qwen2.5": "⟦Hello there.<|im_end|>⟧",
+    "qwen3": "⟦<think>\n\n</think>\n\nHello there.<|im_end|>⟧",
+    "gemma2": "⟦Hello there.<end_of_turn><eos>⟧",
+    "gemma3": "⟦Hello there.<end_of_turn><eos>⟧",
+    "mistral-v0.3": "⟦ Hello there.</s>⟧",
+}
+
+
+@ALL
+def test_one_turn(name):
+    assert sft(name, [user("Hi."), assistant("Hello there.")]) == PROMPTS[name] + ANSWERS[name]
+    assert (
+        sft(name, [user("Hi."), assistant("Hello there.")], multiturn=True) == PROMPTS[name] + ANSWERS[name]
+    )
+
+
+@ALL
+def test_the_prompt_is_what_the_policy_reads(name):
+    """The same text, and token by token what RL would give it."""
+    tokenizer = tokenizer_of(name)
+    prompt = tokenizer.apply_chat_template([user("Hi.")], tokenize=False, add_generation_prompt=True)
+    assert prompt == PROMPTS[name]
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    (sample,) = build_sft_samples(
+        Rows.of([{"input": "Hi.", "output": "Hello there."}]),
+        tokenizer,
+        input_key="input",
+        output_key="output",
+        apply_chat_template=True,
+        input_template=None,
+        multiturn=False,
+        pretrain=False,
+        max_len=512,
+    )
+    assert sample.token_ids[: len(ids)].tolist() == ids
+    assert sample.action_mask.tolist().index(True) == len(ids)
+
+
+TALK = [user("Hi."), assistant("Hello there."), user("Go."), assistant("No.")]
+TALKS = {
+    "llama3.1": (
+        LLAMA_SYSTEM + "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHi.<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Hello there.<|eot_id|>⟧"
+        "<|start_header_id|>user<|end_header_id|>\n\nGo.<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦No.<|eot_id|>⟧"
+    ),
+    "qwen2.5": (
+        QWEN_SYSTEM + "<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\n⟦Hello there.<|im_end|>⟧\n"
+        "<|im_start|>user\nGo.<|im_end|>\n<|im_start|>assistant\n⟦No.<|im_end|>⟧"
+    ),
+    "gemma2": (
+        "<bos><start_of_turn>user\nHi.<end_of_turn>\n<start_of_turn>model\n⟦Hello there.<end_of_turn>⟧\n"
+        "<start_of_turn>user\nGo.<end_of_turn>\n<start_of_turn>model\n⟦No.<end_of_turn><eos>⟧"
+    ),
+    "mistral-v0.3": "<s>[INST] Hi.[/INST]⟦ Hello there.</s>⟧[INST] Go.[/INST]⟦ No.</s>⟧",
+}
+TALKS["gemma3"] = TALKS["gemma2"]
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_many_turns(name):
+    assert sft(name, TALK, multiturn=True) == TALKS[name]
+    before, _, _ = TALKS[name].rpartition("⟦")
+    last_alone = before.replace("⟦", "").replace("⟧", "") + TALKS[name][len(before) :]
+    assert sft(name, TALK) == last_alone
+
+
+def test_a_system_message():
+    talk = [SYSTEM, user("Hi."), assistant("No.")]
+    assert sft("llama3.1", talk) == (
+        LLAMA_SYSTEM + "Be brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHi.<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦No.<|eot_id|>⟧"
+    )
+    assert sft("qwen2.5", talk) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi.<|im_end|>\n"
+        "<|im_start|>assistant\n⟦No.<|im_end|>⟧"
+    )
+    assert sft("gemma3", talk) == (
+        "<bos><start_of_turn>user\nBe brief.\n\nHi.<end_of_turn>\n"
+        "<start_of_turn>model\n⟦No.<end_of_turn><eos>⟧"
+    )
+
+
+def test_gemma2_has_no_system_message():
+    with pytest.raises(
+        ValueError, match=r"rows.json row 1: the chat template refuses the messages: there is no"
+    ):
+        sft("gemma2", [SYSTEM, user("Hi."), assistant("No.")])
+
+
+def test_mistral_shows_a_system_message_to_the_policy_only():
+    """It goes into the last message if that is the user's, and is gone once the answer follows."""
+    tokenizer, talk = tokenizer_of("mistral-v0.3"), [SYSTEM, user("Hi."), assistant("No.")]
+    render = lambda messages: tokenizer.apply_chat_template(messages, tokenize=False)
+    assert render(talk[:2]) == "<s>[INST] Be brief.\n\nHi.[/INST]"
+    assert render(talk) == "<s>[INST] Hi.[/INST] No.</s>"
+    with pytest.raises(ValueError, match=r"does not show the assistant's message 3 of 3 as it stands"):
+        sft("mistral-v0.3", talk)
+    with pytest.raises(ValueError, match=r"rewrites the assistant's message 3 of 5 \(or what it answers\)"):
+        sft("mistral-v0.3", [SYSTEM, *TALK], multiturn=True)
+
+
+def test_a_thought_of_qwen3_is_learned():
+    thought = "<think>\nHi.\n</think>\n\nNo."
+    expected = PROMPTS["qwen3"] + f"⟦{thought}<|im_end|>⟧"
+    assert sft("qwen3", [user("Hi."), assistant(thought)]) == expected
+    apart = assistant("No.") | {"reasoning_content": "Hi."}
+    assert sft("qwen3", [user("Hi."), apart]) == expected
+
+
+def test_qwen3_shows_earlier_turns_without_their_thoughts():
+    talk = [user("Hi."), assistant("<think>\nHm.\n</think>\n\nHello there."), *TALK[2:]]
+    assert sft("qwen3", talk) == (
+        "<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\nHello there.<|im_end|>\n"
+        "<|im_start|>user\nGo.<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\nNo.<|im_end|>⟧"
+    )
+
+
+@pytest.mark.parametrize("first", ["<think>\nHm.\n</think>\n\nHello there.", "Hello there."])
+def test_qwen3_cannot_learn_many_turns_at_once(first):
+    talk = [user("Hi."), assistant(first), *TALK[2:]]
+    with pytest.raises(ValueError, match=r"rewrites the assistant's message 2 of 4") as error:
+        sft("qwen3", talk, multiturn=True)
+    assert "--data.tokenizer_chat_template" in str(error.value)
+    assert str(error.value).count("\n") == 2
+
+
+def test_a_thought_that_qwen3_writes_otherwise_is_refused():
+    with pytest.raises(
+        ValueError, match=r"does not show the assistant's message 2 of 2 as it stands"
+    ) as error:
+        sft("qwen3", [user("Hi."), assistant("<think>Hm.</think>No.")])
+    assert "Write the message\nas the template does" in str(error.value)
+
+
+@ALL
+def test_both_answers_of_a_pair(name):
+    rejected = ANSWERS[name].replace("Hello there.", "No.")
+    assert pair(name, score_last_token=False) == (PROMPTS[name] + ANSWERS[name], PROMPTS[name] + rejected)
+
+
+SCORED = {
+    "llama3.1": "Hello there.⟦<|eot_id|>⟧",
+    "qwen2.5": "Hello there.⟦<|im_end|>⟧",
+    "qwen3": "<think>\n\n</think>\n\nHello there.⟦<|im_end|>⟧",
+    "gemma2": "Hello there.<end_of_turn>⟦<eos>⟧",
+    "gemma3": "Hello there.<end_of_turn>⟦<eos>⟧",
+    "mistral-v0.3": " Hello there.⟦</s>⟧",
+}
+
+
+@ALL
+def test_both_answers_of_a_scored_pair(name):
+    rejected = SCORED[name].replace("Hello there.", "No.")
+    assert pair(name, score_last_token=True) == (PROMPTS[name] + SCORED[name], PROMPTS[name] + rejected)
+
+
+@ALL
+def test_a_mismatched_answer(name):
+    tokenizer = tokenizer_of(name)
+    rows = [
+        {"input": "Hi.", "output": "Go.", "label": True},
+        {"input": "Go.", "output": "Hello there.", "label": False},
+    ]
+    good, _ = build_judged(
+        Rows.of(rows),
+        tokenizer,
+        input_key="input",
+        output_key="output",
+        label_key="label",
+        apply_chat_template=True,
+        input_template=None,
+        max_len=512,
+        seed=0,
+    )
+    assert marked(good.sample, tokenizer) == PROMPTS[name] + ANSWERS[name].replace("Hello there.", "Go.")
+    assert marked(good.mismatched, tokenizer) == PROMPTS[name] + ANSWERS[name]
+
+
+def test_a_full_stop_does_not_swallow_the_line_breaks_behind_a_turn():
+    """Where no special token ends a turn, its last token could be one that the policy did not write."""
+    tokenizer = tokenizer_of("qwen2.5")
+    assert [tokenizer.decode([i]) for i in tokenizer("Hello there.\n\n")["input_ids"]][-1] == ".\n\n"
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    stock, tokenizer.chat_template = tokenizer.chat_template, template
+    try:
+        (sample,) = build_sft_samples(
+            Rows.of([{"talk": TALK}]),
+            tokenizer,
+            input_key="talk",
+            output_key=None,
+            apply_chat_template=True,
+            input_template=None,
+            multiturn=True,
+            pretrain=False,
+            max_len=512,
+        )
+    finally:
+        tokenizer.chat_template = stock
+    assert marked(sample, tokenizer) == (
+        "user: Hi.\n\nassistant: ⟦Hello there.⟧\n\nuser: Go.\n\nassistant: ⟦No.<|im_end|>⟧"
+    )

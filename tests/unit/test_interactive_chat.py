@@ -1,0 +1,93 @@
+"""The loop around a conversation; the engines themselves are tested in tests/e2e/test_chat.py."""
+
+import io
+import sys
+
+import pytest
+
+from openrlhf.cli import interactive_chat
+from openrlhf.config.commands import CHAT
+from openrlhf.config.parse import parse
+from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+class Engine:
+    """Says the same each time, and remembers what it was asked."""
+
+    def __init__(self, text: str = "4 figs", interrupted_after: int | None = None) -> None:
+        self.tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+        self.interrupted_after = interrupted_after
+        self.asked: list[str] = []
+        self.seeds: list[int] = []
+        self.closed = 0
+
+    def stream(self, prompt, seed, decoding):
+        self.asked.append(TOKENIZER.decode(prompt))
+        self.seeds.append(seed)
+        for i, token in enumerate(self.tokens):
+            if i == self.interrupted_after:
+                self.interrupted_after = None
+                raise KeyboardInterrupt
+            yield token
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_chat_model(tmp_path_factory.mktemp("chat") / "model"))
+
+
+@pytest.fixture
+def chat(model, monkeypatch):
+    def run(engine: Engine, lines: str, *flags: str) -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        monkeypatch.setattr(interactive_chat, "_load", lambda *_: engine)
+        argv = ["--model.model_name_or_path", model, "--data.max_len", "128", *flags]
+        interactive_chat.run(parse(CHAT, argv).config)
+
+    return run
+
+
+def test_the_conversation_grows_until_it_is_cleared(chat, capsys):
+    engine = Engine()
+    chat(engine, "Hi\n\nMore?\nclear\nHi\nexit\nHi\n")
+    first = "User: Hi\nAssistant: "
+    assert engine.asked == [first, f"{first}4 figs\nUser: More?\nAssistant: ", first]
+    assert engine.seeds[0] == engine.seeds[2] != engine.seeds[1]
+    assert capsys.readouterr().out == "4 figs\n" * 3
+    assert engine.closed == 1
+
+
+def test_an_interrupted_answer_stays_in_the_conversation_as_far_as_it_was_shown(chat, capsys):
+    engine = Engine(interrupted_after=1)
+    chat(engine, "Hi\nMore?\n")
+    shown = TOKENIZER.decode(engine.tokens[:1])
+    assert engine.asked[1] == f"User: Hi\nAssistant: {shown}\nUser: More?\nAssistant: "
+    assert capsys.readouterr().out == f"{shown} (stopped)\n4 figs\n"
+
+
+def test_an_answer_cannot_act_on_the_terminal(chat, capsys):
+    chat(Engine("\x1b[2J4"), "Hi\n")
+    assert capsys.readouterr().out == "[2J4\n"
+
+
+def test_a_conversation_that_is_too_long_is_not_sent(chat, capsys):
+    engine = Engine()
+    chat(engine, "many " * 200 + "\nHi\n")
+    assert engine.asked == ["User: Hi\nAssistant: "]
+    assert "--data.max_len 128 leaves no room for an answer: clear forgets it" in capsys.readouterr().out
+
+
+def test_prompts_ask_for_a_reward(chat):
+    engine = Engine()
+    chat(engine, "Hi\n", "--csft.enable", "--data.apply_chat_template")
+    assert engine.asked == ["<|user|>Hi <rm_score>: 5.00 <|end|><|assistant|>"]
+
+
+def test_more_than_the_model_reads_is_refused(chat):
+    with pytest.raises(ValueError, match=r"--data.max_len 600: .* reads at most 512 tokens"):
+        chat(Engine(), "Hi\n", "--data.max_len", "600")

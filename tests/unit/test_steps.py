@@ -1,0 +1,219 @@
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from marked import marked
+
+from openrlhf.datasets.cache import cached
+from openrlhf.datasets.sources import Rows
+from openrlhf.datasets.steps import StepsDataset, build_steps, single_token_id
+from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.types import StepsRow
+
+OPTIONS = {
+    "input_key": "input",
+    "label_key": "label",
+    "placeholder_token": "#",
+    "reward_tokens": ("+", "-"),
+    "max_len": 64,
+}
+TOKENIZER = tiny_tokenizer()
+ROW = {"input": "1+2=3# 3-1=1#", "label": ["+", "-"]}
+PLUS, MINUS = (TOKENIZER.convert_tokens_to_ids(token) for token in "+-")
+
+
+def build(rows, tokenizer=TOKENIZER, **changes):
+    return build_steps(Rows.of(rows, "rows.json"), tokenizer, **(OPTIONS | changes))
+
+
+def test_golden_tokens_and_labels():
+    (steps,) = build([ROW])
+    assert marked(steps.sample, TOKENIZER) == "1+2=3⟦#⟧ 3-1=1⟦#⟧"
+    assert steps.labels.tolist() == [PLUS, MINUS]
+    assert steps.labels.dtype == torch.int64
+    assert steps.sample.token_ids.tolist() == TOKENIZER(ROW["input"], add_special_tokens=False)["input_ids"]
+    assert steps.sample.action_mask.dtype == torch.bool
+
+
+def test_probabilities_are_floats():
+    (steps,) = build([{"input": "1# 2# 3#", "label": [0.25, 1, 0]}])
+    assert steps.labels.tolist() == [0.25, 1.0, 0.0]
+    assert steps.labels.dtype == torch.float32
+
+
+def test_without_reward_tokens_any_token_is_a_label():
+    (steps,) = build([{"input": "1# 2#", "label": ["7", "<think>"]}], reward_tokens=None)
+    assert steps.labels.tolist() == TOKENIZER.convert_tokens_to_ids(["7", "<think>"])
+
+
+def test_a_text_is_cut_with_its_labels():
+    text = "12#34#56#"
+    for max_len, expected, labels in (
+        (9, "12⟦#⟧34⟦#⟧56⟦#⟧", [PLUS, MINUS, PLUS]),
+        (8, "12⟦#⟧34⟦#⟧56", [PLUS, MINUS]),
+        (6, "12⟦#⟧34⟦#⟧", [PLUS, MINUS]),
+        (5, "12⟦#⟧34", [PLUS]),
+        (3, "12⟦#⟧", [PLUS]),
+    ):
+        dataset = build([{"input": text, "label": ["+", "-", "+"]}], max_len=max_len)
+        assert marked(dataset[0].sample, TOKENIZER) == expected
+        assert dataset[0].labels.tolist() == labels
+        assert dataset.truncated == (max_len < 9)
+
+
+def test_solutions_without_a_step_left_are_dropped_and_counted():
+    rows = [ROW, {"input": "123456#", "label": ["+"]}, {"input": "12", "label": []}]
+    dataset = build(rows, max_len=6)
+    assert len(dataset) == 1
+    assert dataset.dropped == {"no placeholder within max_len": 1, "nothing to learn": 1}
+    with pytest.raises(ValueError, match=r"No solution is left of 1 rows: 1 × no placeholder within"):
+        build(rows[1:2], max_len=6)
+
+
+STEPS = st.lists(
+    st.tuples(st.text("abc 12\n", min_size=1, max_size=5), st.sampled_from("+-")), min_size=1, max_size=6
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(solutions=st.lists(STEPS, min_size=1, max_size=5), max_len=st.integers(7, 40))
+def test_marks_are_the_placeholders_and_labels_go_with_them(solutions, max_len):
+    rows = [
+        {"input": "".join(step + "#" for step, _ in steps) + "end", "label": [label for _, label in steps]}
+        for steps in solutions
+    ]
+    dataset = build(rows, max_len=max_len)
+    for row, item in zip(rows, dataset, strict=True):
+        ids = TOKENIZER(row["input"], add_special_tokens=False)["input_ids"][:max_len]
+        assert item.sample.token_ids.tolist() == ids
+        assert item.sample.action_mask.tolist() == [TOKENIZER.decode([token]) == "#" for token in ids]
+        assert len(item.labels) == item.sample.num_actions
+        assert TOKENIZER.decode(item.labels) == "".join(row["label"])[: len(item.labels)]
+    row = StepsRow.of(list(dataset))
+    assert len(row.labels) == row.num_tokens
+
+
+def test_a_token_that_is_none_is_shown_as_the_tokenizer_makes_it():
+    with pytest.raises(
+        ValueError,
+        match=r"^--data.placeholder_token '<step>': it must be one token .*, which makes 6 \('<' 's'",
+    ) as error:
+        build([ROW], placeholder_token="<step>")
+    assert str(error.value).count("\n") == 1
+    with pytest.raises(ValueError, match=r"^--data.placeholder_token '': .* makes 0"):
+        build([ROW], placeholder_token="")
+    with pytest.raises(ValueError, match=r"^--data.reward_tokens 'good': .* makes 4 \('g' 'o' 'o' 'd'\)"):
+        build([ROW], reward_tokens=("good", "-"))
+    assert single_token_id(TOKENIZER, "+", "--data.reward_tokens") == PLUS
+
+
+@pytest.mark.parametrize("tokens", [("+",), ("+", "+"), ("+", "-", "+"), ()])
+def test_reward_tokens_must_be_different(tokens):
+    with pytest.raises(ValueError, match=r"^--data.reward_tokens .*: there must be two different tokens"):
+        build([ROW], reward_tokens=tokens)
+
+
+BAD = {
+    "too few labels": (
+        {"input": "1# 2#", "label": ["+"]},
+        {},
+        r"1 labels for 2 placeholders '#'\.",
+    ),
+    "too many labels": ({"input": "1#", "label": ["+", "-"]}, {}, r"2 labels for 1 placeholders '#'\."),
+    "a placeholder at the start": (
+        {"input": "#1", "label": ["+"]},
+        {},
+        "the text begins with the placeholder '#': there is no step before it",
+    ),
+    "another token": (
+        {"input": "1#", "label": ["7"]},
+        {},
+        r"label '7' is none of --data.reward_tokens \(\+ -\)",
+    ),
+    "no token": (
+        {"input": "1#", "label": ["good"]},
+        {"reward_tokens": None},
+        r"label 'good' is not one token but 4 \('g' 'o' 'o' 'd'\)",
+    ),
+    "above one": ({"input": "1# 2#", "label": [1, 1.5]}, {}, "label 2 is 1.5, not a probability from 0 to 1"),
+    "not a number": ({"input": "1#", "label": [float("nan")]}, {}, "label 1 is nan, not a probability"),
+    "both kinds": (
+        {"input": "1# 2#", "label": [0.5, "+"]},
+        {},
+        r"label 2 is '\+' \(text\); labels are all text or all numbers",
+    ),
+    "truth": ({"input": "1#", "label": [True]}, {}, r"label 1 is True \(true or false\)"),
+    "null in the list": ({"input": "1#", "label": [None]}, {}, r"label 1 is None \(null\)"),
+    "not a list": ({"input": "1#", "label": "+"}, {}, "column 'label' is text, not a list"),
+    "no text": ({"input": None, "label": []}, {}, "column 'input' is null"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_row_is_named_or_skipped(case, caplog):
+    row, changes, reason = BAD[case]
+    with pytest.raises(ValueError, match=rf"^rows.json row 2: .*{reason}.*\n.*--data.bad_rows skip"):
+        build([ROW, row], **changes)
+    with caplog.at_level(logging.WARNING):
+        dataset = build([ROW, row, row], **changes, bad_rows="skip")
+    assert len(dataset) == 1
+    assert dataset.dropped == {"bad row": 2}
+    assert caplog.text.count("rows.json row 2: skipped") == 1
+    assert "row 3" not in caplog.text
+
+
+def test_a_placeholder_that_melts_into_its_neighbours_is_told():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["##"])
+    with pytest.raises(
+        ValueError, match=r"2 labels for 0 placeholders '#', which stands 2 times in the text"
+    ):
+        build([{"input": "1##", "label": ["+", "-"]}], tokenizer)
+
+
+def test_one_dataset_has_one_kind_of_labels():
+    rows = [ROW, {"input": "1#", "label": [0.5]}]
+    with pytest.raises(
+        ValueError,
+        match=r"^--data.label_key label: text at rows.json row 1, but numbers at rows.json row 2.\n",
+    ):
+        build(rows)
+    with pytest.raises(ValueError, match=r"numbers at rows.json row 1, but text at rows.json row 2"):
+        build(rows[::-1])
+
+
+@pytest.mark.parametrize("tokens", [None, ("+", "-", "7")])
+def test_probabilities_need_two_reward_tokens(tokens):
+    with pytest.raises(ValueError, match=r"^--data.label_key label: the labels of rows.json row 1") as error:
+        build([{"input": "1#", "label": [0.5]}], reward_tokens=tokens)
+    assert "--data.reward_tokens" in str(error.value)
+    assert str(error.value).count("\n") <= 2
+
+
+def test_lengths_are_tokens():
+    dataset = build([ROW, {"input": "1#", "label": ["+"]}])
+    assert list(dataset.lengths) == [item.sample.length for item in dataset] == [13, 2]
+
+
+def test_a_kept_dataset_reads_the_same(tmp_path):
+    rows = [ROW, {"input": "1#2", "label": ["-"]}]
+
+    def make():
+        return build(rows)
+
+    def fail():
+        raise AssertionError("built again")
+
+    built = make()
+    cached(StepsDataset, {"test": 1}, make, cache_dir=str(tmp_path))
+    kept = cached(StepsDataset, {"test": 1}, fail, cache_dir=str(tmp_path))
+    assert isinstance(kept.labels, np.memmap)
+    assert list(kept.lengths) == list(built.lengths)
+    for old, new in zip(built, kept, strict=True):
+        assert marked(old.sample, TOKENIZER) == marked(new.sample, TOKENIZER)
+        assert old.labels.tolist() == new.labels.tolist()
+    with pytest.raises(ValueError, match="2 labels do not fit 2 solutions"):
+        StepsDataset.from_arrays(built.arrays() | {"labels": np.zeros(2)}, built.meta())
