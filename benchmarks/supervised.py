@@ -206,9 +206,11 @@ def parse_options() -> argparse.Namespace:
 
 def benchmark(name: str, options: argparse.Namespace) -> None:
     workers = {way: Worker(name, way, options) for way in ways(name, Setting(options=options))}
-    passes = measure(workers, options.rounds)
-    for worker in workers.values():
-        worker.stop()
+    try:
+        passes = measure(workers, options.rounds)
+    finally:
+        for worker in workers.values():
+            worker.stop()
     report(name, options, passes)
     check_losses(name, {way: runs[0].first_loss for way, runs in passes.items()})
 
@@ -268,13 +270,13 @@ class Worker:
 
     def run(self) -> Pass:
         try:
-            self.connection.send(True)
+            self.connection.send("again")
             return self.connection.recv()
         except (EOFError, BrokenPipeError):
             sys.exit(f"{self.name} failed, see above")
 
     def stop(self) -> None:
-        self.connection.send(False)
+        self.connection.close()
         self.process.join()
 
 
@@ -289,9 +291,11 @@ def serve(connection: Connection, task: str, way: str, options: argparse.Namespa
     memory = Memory()
     run = build()
     memory.reset_peak()
-    while connection.recv():
-        connection.send(run()._replace(peak=memory.peak()))
-    leave_distributed()
+    try:
+        while connection.recv():
+            connection.send(run()._replace(peak=memory.peak()))
+    except EOFError:  # the benchmark needs no more passes
+        leave_distributed()
 
 
 def be_quiet() -> None:
@@ -359,7 +363,8 @@ def windows_of(task: Task, setting: Setting, *, precomputed: bool) -> Windows:
     windows = lay_out(task, setting, examples)
     if precomputed:
         answers = answers_of(frozen(setting), windows, present(task.read), len(examples))
-        examples = [replace(e, ref_log_probs=x) for e, x in zip(examples, answers, strict=True)]
+        known = torch.from_numpy(answers)
+        examples = [replace(e, ref_log_probs=x) for e, x in zip(examples, known, strict=True)]
         windows = lay_out(task, setting, examples)
     return windows
 

@@ -58,18 +58,20 @@ class KTOTask(supervised.Task[KTOConfig]):
         )
 
     def prepare(self, run, objective):
-        """The KL estimate is that of the whole batch, over all its rows and ranks: it does not depend on the
-        micro-batch size."""
+        """The KL estimate and the share of desirable answers are those of the whole batch, over all its rows
+        and ranks: they do not depend on the micro-batch size."""
         from dataclasses import replace
 
         from openrlhf.objectives.kto import MismatchedLogRatio
 
         log_ratio = MismatchedLogRatio(reference=objective.reference)
 
-        def with_kl(rows):
-            return replace(objective, kl=max(0.0, run.engine.evaluate(rows, log_ratio)["log_ratio"]))
+        def with_figures(rows):
+            figures = run.engine.evaluate(rows, log_ratio)
+            kl, share = max(0.0, figures["log_ratio"]), figures["desirable_share"]
+            return replace(objective, kl=kl, desirable_share=share)
 
-        return with_kl
+        return with_figures
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -44,6 +44,8 @@ def _zero_section(ds: DeepSpeedConfig) -> dict:
     zero = {"stage": ds.zero_stage}
     if ds.overlap_comm:
         zero |= {"overlap_comm": True, "contiguous_gradients": True}
+    elif ds.zero_stage < 3 and DEVICE_TYPE == "cpu":
+        zero["contiguous_gradients"] = False  # they keep GPU memory whole, and cost a copy of every gradient
     if ds.zero_stage == 3:
         zero["zero_hpz_partition_size"] = ds.zpg
     return zero

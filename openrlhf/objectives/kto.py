@@ -26,6 +26,8 @@ class KTOObjective:
     undesirable_weight: float = 1.0
     kl: float = 0.0
     """Estimate of KL(policy || reference) over the step's whole batch, see `MismatchedLogRatio`."""
+    desirable_share: float = 0.5
+    """Of the desirable answers among those of the step, which only metrics divide by."""
     reference: Reference | None = None
     """Not needed for rows that know their reference log-probs."""
 
@@ -49,8 +51,8 @@ class KTOObjective:
             "kto/loss": loss.detach(),
             "kto/kl": loss.new_tensor(self.kl * count / norm.num_sequences),
             "kto/accuracy": mean((rewards > 0) == batch.desirable),
-            "kto/desirable_reward": mean(rewards * batch.desirable),
-            "kto/undesirable_reward": mean(rewards * ~batch.desirable),
+            "kto/desirable_reward": mean(rewards * batch.desirable) / max(self.desirable_share, 1e-6),
+            "kto/undesirable_reward": mean(rewards * ~batch.desirable) / max(1 - self.desirable_share, 1e-6),
         }
         return loss, metrics
 
@@ -58,7 +60,7 @@ class KTOObjective:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchedLogRatio:
     """Nothing to minimise: the mean log-ratio of policy and reference over answers to other prompts, from
-    which KTO estimates their KL."""
+    which KTO estimates their KL, and the share of desirable answers."""
 
     reference: Reference | None = None
 
@@ -66,4 +68,8 @@ class MismatchedLogRatio:
         count = batch.num_sequences
         ref = reference_log_probs(batch.ref_mismatched, self.reference, batch.mismatched)
         ratios = answer_log_probs(model, batch.mismatched)[:count] - ref[:count]
-        return ratios.sum() * 0, {"log_ratio": ratios.sum() / norm.num_sequences}
+        figures = {
+            "log_ratio": ratios.sum() / norm.num_sequences,
+            "desirable_share": batch.desirable.sum() / norm.num_sequences,
+        }
+        return ratios.sum() * 0, figures

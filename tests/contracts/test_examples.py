@@ -16,16 +16,16 @@ from openrlhf.config.fields import values_of
 from openrlhf.config.parse import Invocation, parse
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = sorted((EXAMPLES / "scripts").glob("*.sh"))
+SCRIPTS = sorted(script for script in (EXAMPLES / "scripts").glob("*.sh") if not script.is_symlink())
+"""A link is another name of a script."""
 
+CRITIC_AND_REWARD_MODEL = {
+    *("algo.advantage.estimator", "reward.model_name_or_path", "reward.normalize_enable"),
+}
 AGENT = {"train.agent_func_path", "ds.ring_attn_size"}
 NOT_YET = {
-    "train_ppo_ray_hybrid_engine.sh": {
-        *("algo.advantage.estimator", "reward.model_name_or_path", "reward.normalize_enable"),
-    },
-    "train_ppo_ray_slurm.sh": {
-        *("algo.advantage.estimator", "reward.model_name_or_path", "reward.normalize_enable"),
-    },
+    "train_ppo_ray_hybrid_engine.sh": CRITIC_AND_REWARD_MODEL,
+    "train_ppo_ray_slurm.sh": CRITIC_AND_REWARD_MODEL,
     "train_dapo_ray_hybrid_engine.sh": {"algo.dynamic_filtering_enable"},
     "train_prorlv2_math_hybrid_engine.sh": {"algo.dynamic_filtering_enable"},
     "train_reinforce_baseline_hybrid_engine.sh": AGENT,

@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from openrlhf.models.scorer import load_scorer
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.tasks.prepare import PLACEHOLDER
+from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.types import PackedRow, Sample
 
 COMMON = (
@@ -23,6 +24,26 @@ ANSWERS = "--data.output_key output --data.apply_chat_template"
 Metrics = dict[str, float]
 
 
+def last_metrics(folder: Path) -> Metrics:
+    """The last value of every metric."""
+    metrics: Metrics = {}
+    for row in read_metrics(folder / "run" / "metrics.jsonl").values():
+        metrics |= row
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def dpo_model(openrlhf, knowing, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("dpo")
+    files = knowing.files
+    openrlhf(
+        f"dpo --model.model_name_or_path {knowing.chat} --data.dataset {files.pairs} "
+        f"--eval.dataset {files.pairs_eval} --eval.split train --adam.lr 3e-4 {PAIRS} {COMMON} "
+        f"--ref.precompute_enable --ckpt.output_dir {folder} --logger.run_dir {folder}/run"
+    )
+    return folder
+
+
 @pytest.fixture
 def train(openrlhf, tmp_path) -> Callable[[str, str], tuple[Path, Metrics]]:
     """Run a command with these flags; returns the model's folder and the last value of every metric."""
@@ -30,10 +51,7 @@ def train(openrlhf, tmp_path) -> Callable[[str, str], tuple[Path, Metrics]]:
     def run(command: str, flags: str) -> tuple[Path, Metrics]:
         folder = tmp_path / command
         openrlhf(f"{command} --ckpt.output_dir {folder} --logger.run_dir {folder}/run {COMMON} {flags}")
-        metrics: Metrics = {}
-        for row in read_metrics(folder / "run" / "metrics.jsonl").values():
-            metrics |= row
-        return folder, metrics
+        return folder, last_metrics(folder)
 
     return run
 
@@ -73,16 +91,10 @@ def test_a_process_reward_model_finds_wrong_steps(train, knowing) -> None:
     assert metrics["eval/prm/accuracy"] > 0.85
 
 
-@pytest.mark.parametrize("reference", ["", "--ref.precompute_enable"])
-def test_dpo_raises_accuracy(train, knowing, accuracy, reference) -> None:
-    files = knowing.files
-    folder, metrics = train(
-        "dpo",
-        f"--model.model_name_or_path {knowing.chat} --data.dataset {files.pairs} "
-        f"--eval.dataset {files.pairs_eval} --eval.split train --adam.lr 3e-4 {PAIRS} {reference}",
-    )
+def test_dpo_raises_accuracy(knowing, accuracy, dpo_model) -> None:
+    metrics = last_metrics(dpo_model)
     assert metrics["eval/dpo/accuracy"] > 0.85
-    assert accuracy(folder) > accuracy(knowing.chat) + 0.3
+    assert accuracy(dpo_model) > accuracy(knowing.chat) + 0.3
 
 
 def test_kto_raises_accuracy(train, knowing, accuracy) -> None:
@@ -94,3 +106,31 @@ def test_kto_raises_accuracy(train, knowing, accuracy) -> None:
     )
     assert metrics["eval/kto/accuracy"] > 0.85
     assert accuracy(folder) > accuracy(knowing.chat) + 0.3
+
+
+def test_a_smaller_student_learns_what_its_teacher_knows(train, knowing, accuracy, tmp_path) -> None:
+    student = tiny_chat_model(tmp_path / "student", hidden_size=64)
+    folder, metrics = train(
+        "kd",
+        f"--model.model_name_or_path {student} --teacher.model_name_or_path {knowing.base} "
+        f"--data.dataset {knowing.files.pretrain} --model.pretrain_mode_enable --data.output_key None "
+        "--model.kd_coef 1.0 --adam.lr 5e-3 --train.batch_size 8 --train.micro_batch_size 8",
+    )
+    assert metrics["kd/kl"] < 0.1
+    assert accuracy(folder, chat=False) > accuracy(knowing.base, chat=False) - 0.05
+
+
+def test_on_policy_distillation_needs_no_reward(openrlhf, knowing, accuracy, dpo_model, tmp_path) -> None:
+    """A teacher that thinks; a student that mostly guesses is corrected on its own answers."""
+    openrlhf(
+        f"ppo --actor.model_name_or_path {knowing.chat} --teacher.model_name_or_path {dpo_model} "
+        f"--data.prompt_dataset {knowing.files.prompts} --data.apply_chat_template --data.max_len 128 "
+        "--algo.advantage.estimator reinforce --algo.advantage.gamma 0 --algo.kl.init_coef 0 "
+        "--rollout.batch_size 64 --rollout.max_new_tokens 48 --train.batch_size 64 --train.max_steps 12 "
+        "--train.dynamic_batch_enable --train.max_tokens_per_gpu 8192 --train.colocate_all "
+        "--actor.adam.lr 5e-4 --actor.lr_scheduler constant --actor.num_gpus_per_node 1 "
+        f"--ds.param_dtype fp32 --ckpt.output_dir {tmp_path / 'model'} --logger.run_dir {tmp_path / 'run'}"
+    )
+    distance = [m["teacher/kl_mean"] for m in read_metrics(tmp_path / "run" / "metrics.jsonl").values()]
+    assert sum(distance[-3:]) < 0.2 * sum(distance[:3])
+    assert accuracy(tmp_path / "model") > accuracy(knowing.chat) + 0.3

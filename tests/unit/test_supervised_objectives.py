@@ -420,6 +420,28 @@ def test_the_kl_estimate_of_kto_is_the_mean_over_all_rows(folders):
     assert objective(model, whole, norm)[1]["log_ratio"].item() == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("desirable", [(True, False, True), (False, False, False)])
+def test_kto_metrics_by_hand(desirable):
+    one = Sample(token_ids=torch.tensor([3, 4]), action_mask=torch.tensor([False, True]))
+    known = torch.tensor([-1.0, -1.0])
+    row = JudgedRow.of(
+        [Judged(sample=one, mismatched=one, desirable=d, ref_log_probs=known) for d in desirable]
+    )
+    model = lambda row, temperature, with_entropy: TokenScores(torch.tensor([0.0, -0.5, -3.0]), None)
+    norm = LossNorm(6, 6)  # as many answers again in other rows, of the same kinds
+    share = MismatchedLogRatio()(model, row, norm)[1]["desirable_share"].item()
+    assert share == pytest.approx(sum(desirable) / 6)
+    objective = KTOObjective(beta=0.1, kl=0.3, desirable_share=2 * share)
+    metrics = {name: value.item() for name, value in objective(model, row, norm)[1].items()}
+    rewards = [0.1, 0.05, -0.2]
+    assert metrics["kto/kl"] == pytest.approx(0.3 / 2)
+    for name, kind in (("kto/desirable_reward", True), ("kto/undesirable_reward", False)):
+        of_kind = [r for r, d in zip(rewards, desirable, strict=True) if d == kind]
+        assert metrics[name] == pytest.approx(sum(of_kind) / (2 * len(of_kind)) if of_kind else 0)
+    is_right = sum((r > 0) == d for r, d in zip(rewards, desirable, strict=True))
+    assert metrics["kto/accuracy"] == pytest.approx(is_right / 6)
+
+
 def test_score_moments(folders):
     case = CASES["rm"]
     model, reference = case.build(folders), case.build_plain(folders)

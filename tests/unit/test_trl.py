@@ -216,7 +216,7 @@ def test_dpo_with_likelihood_of_the_chosen_answers(folders, dpo_trainer):
 def test_kto(folders, kto_trainer, mismatched_seed, sign):
     """With the KL estimate of the batch, also where it is cut at 0."""
     others = answers_of((4, 9), (9, 6), (3, 5), (6, 7), seed=mismatched_seed)
-    labels = [True, False, False, True]
+    labels = [True, False, False, False]
     batch = DataCollatorForUnpairedPreference(pad_token_id=PAD)(
         [
             {
@@ -241,15 +241,24 @@ def test_kto(folders, kto_trainer, mismatched_seed, sign):
     )
     ask = lambda row: reference(row).log_probs
     with torch.no_grad():
-        estimate = MismatchedLogRatio(reference=ask)(policy, row, norm_of(row))[1]["log_ratio"].item()
+        figures = MismatchedLogRatio(reference=ask)(policy, row, norm_of(row))[1]
+        estimate, share = figures["log_ratio"].item(), figures["desirable_share"].item()
         objective = KTOObjective(
-            beta=0.2, desirable_weight=1.5, undesirable_weight=0.5, kl=max(0.0, estimate), reference=ask
+            beta=0.2,
+            desirable_weight=1.5,
+            undesirable_weight=0.5,
+            kl=max(0.0, estimate),
+            desirable_share=share,
+            reference=ask,
         )
         loss, metrics = objective(policy, row, norm_of(row))
     assert sign * estimate > 0.2
     assert kto_trainer._metrics["eval"]["kl"][-1] == pytest.approx(max(0.0, estimate), abs=1e-4)
     assert metrics["kto/kl"].item() == pytest.approx(max(0.0, estimate))
     assert loss.item() == pytest.approx(expected, abs=1e-5)
+    for ours, theirs in (("desirable", "chosen"), ("undesirable", "rejected")):
+        reward = kto_trainer._metrics["eval"][f"rewards/{theirs}"][-1]
+        assert metrics[f"kto/{ours}_reward"].item() == pytest.approx(reward, abs=1e-4)
 
 
 @pytest.mark.parametrize("margins", [None, [0.5, 0.0, -1.0, 2.0]])

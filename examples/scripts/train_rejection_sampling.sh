@@ -1,0 +1,1 @@
+train_rejection_sampling_llama.sh
