@@ -1,5 +1,6 @@
 """What kind of device this machine computes on."""
 
+import logging
 import os
 
 import torch
@@ -13,3 +14,6 @@ os.environ.setdefault("DS_ACCELERATOR", DEVICE_TYPE)
 # imported.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+# It recommends a kernel of its hub to every process that has it installed, 4-bit or not.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LOGITS_BYTES = 256 * 2**20
-"""What the float32 logits of one chunk may take. The peak is about three times that."""
+"""What the float32 logits of one chunk may take. The peak is about that, with entropy or a softcap three times."""
 
 
 def linear_log_probs(
@@ -45,10 +45,14 @@ class _LinearLogProbs(torch.autograd.Function):
         compute_logits = HeadLogits(weight, bias, scale, softcap)
         for rows in chunks(len(hidden), chunk):
             logits, _ = compute_logits(hidden[rows])
-            log_z[rows] = logits.logsumexp(-1)
-            log_probs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - log_z[rows]
+            chosen, largest = logits.gather(-1, targets[rows, None])[:, 0], logits.amax(-1)
+            # logits.logsumexp(-1) in place: without a second tensor of this size
+            exp = logits.sub_(largest[:, None]).exp_()
+            total = exp.sum(-1)
+            log_z[rows] = largest + total.log()
+            log_probs[rows] = chosen - log_z[rows]
             if entropy is not None:
-                entropy[rows] = torch.special.entr(logits.sub_(log_z[rows, None]).exp_()).sum(-1)
+                entropy[rows] = torch.special.entr(exp.div_(total[:, None])).sum(-1)
 
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, targets, log_z, entropy)
@@ -67,8 +71,9 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
-        if grad_log_probs is None:
-            grad_log_probs = torch.zeros_like(log_z)
+        grad_log_probs = torch.zeros_like(log_z) if grad_log_probs is None else grad_log_probs * ctx.scale
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy * ctx.scale
 
         compute_logits = HeadLogits(weight, bias, ctx.scale, ctx.softcap)
         for rows in chunks(len(hidden), ctx.chunk):
@@ -80,7 +85,6 @@ class _LinearLogProbs(torch.autograd.Function):
                 slope = slope + grad_entropy[rows, None] * (all_log_probs + entropy[rows, None])
             grad = all_log_probs.exp_().mul_(-slope)
             grad.scatter_add_(-1, targets[rows, None], grad_log_probs[rows, None])
-            grad.mul_(ctx.scale)
             if cap_slope is not None:
                 grad.mul_(cap_slope)
 
@@ -90,7 +94,7 @@ class _LinearLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[rows]
+                _add_product(grad_weight, grad.t(), hidden[rows])
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -117,9 +121,17 @@ class HeadLogits:
         if self.bias is not None:
             logits += self.bias
         if self.softcap is None:
-            return logits.mul_(self.scale), None
+            return logits if self.scale == 1 else logits.mul_(self.scale), None
         capped = logits.div_(self.softcap).tanh_()
         return capped * (self.softcap * self.scale), 1 - capped**2
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, without the product on the way where the types allow it."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 def _accumulation_dtype(x: Tensor) -> torch.dtype:

@@ -17,6 +17,7 @@ COMMANDS = {
     "data": ("data", "preview: what a supervised command will learn from"),
     "batch_inference": ("batch_inference", "answers to a dataset's prompts, or rewards of its answers"),
     "chat": ("interactive_chat", "talk to a model"),
+    "serve_rm": ("serve_rm", "a reward model over HTTP"),
     "lora_combiner": ("lora_combiner", "merge a LoRA adapter into its base model"),
 }
 """name -> module of `openrlhf.cli`, and what it does."""

@@ -1,5 +1,6 @@
 """All the samplers together: engine/interfaces.py's Rollout over vLLM engines in Ray actors."""
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -13,10 +14,12 @@ from openrlhf.cluster.pending import Gathered, first
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.residency import Residency
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
 from openrlhf.models.loading import load_tokenizer, stop_token_ids
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.generator import generate
+from openrlhf.rollout.remote_reward import RemoteReward
 from openrlhf.rollout.reward_function import NoReward, RewardFunction
 from openrlhf.types import Prompt, Trajectory
 from openrlhf.utils.agent import SingleTurnAgentExecutor
@@ -28,9 +31,10 @@ MAX_CALLS = 4096
 class EngineActor(VLLMEngine):
     """An engine, and the episodes that run on it, in one process."""
 
-    def __init__(self, config: PPOConfig, on_gpu: bool) -> None:
+    def __init__(self, config: PPOConfig, on_gpu: bool, reward_key: str | None = None) -> None:
+        """`reward_key`: of the reward servers."""
         super().__init__(engine_options(config, on_gpu))
-        self.config = config
+        self.config, self.reward_key = config, reward_key
 
     async def start(self) -> None:
         await super().start()
@@ -41,16 +45,28 @@ class EngineActor(VLLMEngine):
             use_fast=not config.data.disable_fast_tokenizer,
             chat_template=config.data.tokenizer_chat_template,
         )
-        self.reward: RewardFunction | NoReward = NoReward()  # with a teacher, the checks of config/ saw to it
-        if reward_path := config.reward.function_path:
-            self.reward = RewardFunction(
-                reward_path, timeout=config.reward.timeout, num_workers=config.reward.num_workers
-            )
+        self.reward = self._build_reward()
         executor = SingleTurnAgentExecutor(self.reward)
         self.runner = EpisodeRunner(self, tokenizer, executor, stop_token_ids(path, tokenizer))
         self.samplings = {
             s.purpose: s for s in (Sampling.for_training(config), Sampling.for_evaluation(config))
         }
+
+    def _build_reward(self) -> RewardFunction | RemoteReward | NoReward:
+        reward = self.config.reward
+        if reward.function_path:
+            return RewardFunction(
+                reward.function_path, timeout=reward.timeout, num_workers=reward.num_workers
+            )
+        if reward.servers:
+            return RemoteReward(
+                reward.servers,
+                timeout=reward.remote_timeout,
+                batch_size=reward.remote_batch_size,
+                concurrency=reward.remote_concurrency,
+                key=self.reward_key,
+            )
+        return NoReward()  # with a teacher, the checks of config/ saw to it
 
     async def run_group(self, prompt: Prompt, purpose: str) -> list[Trajectory]:
         """All samples of one prompt; `purpose` is train or eval."""
@@ -102,7 +118,8 @@ class RolloutGroup:
             actor = ray.remote(EngineActor).options(
                 **options, runtime_env=runtime_env, max_concurrency=MAX_CALLS
             )
-            self.engines.append(actor.remote(config, on_gpu))
+            # The key from here: on another machine the variable is not set.
+            self.engines.append(actor.remote(config, on_gpu, os.environ.get(KEY_VARIABLE)))
         self.client = RayEngineClient(self.engines, tensor_parallel_size)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self.on_finished: Callable[[list[Trajectory]], None] = lambda group: None

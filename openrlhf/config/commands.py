@@ -13,11 +13,13 @@ from openrlhf.config.old_flags import (
     PPO_OLD_FLAGS,
     PRM_OLD_FLAGS,
     RM_OLD_FLAGS,
+    SERVE_RM_OLD_FLAGS,
     SFT_OLD_FLAGS,
 )
 from openrlhf.config.parse import Command
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import ppo_problems
+from openrlhf.config.serve_rm import ServeRMConfig, serve_rm_problems
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
 from openrlhf.config.supervised_checks import (
     dpo_problems,
@@ -91,6 +93,13 @@ CHAT = Command(
     old_flags=CHAT_OLD_FLAGS,
     problems=chat_problems,
 )
+SERVE_RM = Command(
+    name="serve_rm",
+    config_type=ServeRMConfig,
+    summary="Serve a reward model over HTTP, for --reward.remote_url.",
+    old_flags=SERVE_RM_OLD_FLAGS,
+    problems=serve_rm_problems,
+)
 LORA_COMBINER = Command(
     name="lora_combiner",
     config_type=LoraCombinerConfig,
@@ -99,5 +108,5 @@ LORA_COMBINER = Command(
     problems=lora_combiner_problems,
 )
 
-COMMANDS = (SFT, RM, PRM, DPO, KTO, KD, PPO, BATCH_INFERENCE, CHAT, LORA_COMBINER)
+COMMANDS = (SFT, RM, PRM, DPO, KTO, KD, PPO, BATCH_INFERENCE, CHAT, SERVE_RM, LORA_COMBINER)
 """In the order of the documentation."""

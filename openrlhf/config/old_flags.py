@@ -393,6 +393,14 @@ BATCH_INFERENCE_OLD_FLAGS: dict[str, OldFlag] = (
         "full_determinism": _renamed("train.full_determinism_enable"),
     }
 )
+SERVE_RM_OLD_FLAGS: dict[str, OldFlag] = _HEAD | {
+    "reward_pretrain": _renamed("reward.model_name_or_path"),
+    "normalize_reward": _renamed("reward.normalize_enable"),
+    "max_len": _renamed("data.max_len"),
+    "disable_fast_tokenizer": _renamed("data.disable_fast_tokenizer"),
+    **{name: _COMMON[name] for name in ("param_dtype", "data_type", "bf16", "load_in_4bit")},
+    **{name: _COMMON[name] for name in ("attn_implementation", "flash_attn", "packing_samples")},
+}
 CHAT_OLD_FLAGS: dict[str, OldFlag] = _INFERENCE | {"load_in_4bit": _renamed("ds.load_in_4bit")}
 LORA_COMBINER_OLD_FLAGS: dict[str, OldFlag] = {
     name: _COMMON[name] for name in ("param_dtype", "data_type", "bf16")

@@ -18,7 +18,7 @@ from openrlhf.config.old_flags import OldFlag, Words
 
 ConfigT = TypeVar("ConfigT")
 
-SECRETS = ("logger.wandb.key",)
+SECRETS = ("logger.wandb.key", "api_key")
 """Never printed and never written to a file."""
 
 
@@ -92,8 +92,8 @@ def parse(command: Command[ConfigT], argv: Sequence[str] | None = None) -> Invoc
 
 
 def to_yaml(config: Any) -> str:
-    """The whole configuration; `--config` reads it back to the same values. A W&B key is written as True: the
-    key itself then comes from the environment."""
+    """The whole configuration; `--config` reads it back to the same values. A key is written as True: the key
+    itself then comes from the environment."""
     import yaml
 
     class Dumper(yaml.SafeDumper):

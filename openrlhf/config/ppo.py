@@ -150,6 +150,13 @@ class RewardConfig:
     """Seconds that one call of the reward function may take; then its sample has failed."""
     num_workers: Count = 1
     """Reward processes of each engine."""
+    remote_timeout: Positive = 600.0
+    """Seconds that a reward over HTTP may take, from when it is first asked for, with all its tries; then its
+    sample has failed."""
+    remote_batch_size: Count = 16
+    """Samples in one request to a reward server at most. 1: each alone."""
+    remote_concurrency: Count = 32
+    """Requests to reward servers that each engine has under way."""
     max_failed_ratio: Share = 0.5
     """Share of failed samples in one step above which the run stops."""
 
@@ -157,6 +164,11 @@ class RewardConfig:
     def urls(self) -> tuple[str, ...]:
         """The items of remote_url."""
         return tuple(url.strip() for url in (self.remote_url or "").split(",") if url.strip())
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The URLs of reward servers, if that is what remote_url names."""
+        return tuple(url for url in self.urls if url.startswith(("http://", "https://")))
 
     @property
     def function_path(self) -> str | None:

@@ -1,6 +1,7 @@
 """What is wrong between the flags of reinforcement learning."""
 
 from collections.abc import Iterator, Mapping
+from urllib.parse import urlsplit
 
 from openrlhf.config.checks import (
     COMMON_UNREAD,
@@ -161,6 +162,18 @@ PPO_UNREAD = (
         why="reward.overlong_buffer_len is not set",
     ),
     Unread(
+        keys=("reward.timeout", "reward.num_workers"),
+        when=lambda c: c.reward.function_path is None,
+        why="reward.remote_url names no reward function",
+        fatal=False,
+    ),
+    Unread(
+        keys=("reward.remote_timeout", "reward.remote_batch_size", "reward.remote_concurrency"),
+        when=lambda c: not c.reward.servers,
+        why="reward.remote_url names no server",
+        fatal=False,
+    ),
+    Unread(
         keys=("reward.num_nodes", "reward.num_gpus_per_node", "reward.offload"),
         when=lambda c: c.reward.model_name_or_path is None,
         why="there is no reward model",
@@ -211,12 +224,6 @@ def _ppo_not_yet(config: PPOConfig) -> Iterator[Problem]:
             text="a critic is not available yet; choose reinforce, or with several samples for each prompt "
             f"one of {', '.join(GROUP_ESTIMATORS)}",
         )
-    if any(url.startswith(("http://", "https://")) for url in config.reward.urls):
-        yield Problem(
-            key="reward.remote_url",
-            text="rewards over HTTP are not available yet; "
-            "name a .py file with reward_func(queries, prompts, labels)",
-        )
     if config.rollout.vllm_generate_batch_size not in (None, config.rollout.batch_size):
         yield Problem(
             key="rollout.vllm_generate_batch_size",
@@ -234,10 +241,24 @@ def _reward_source(config: PPOConfig) -> Iterator[Problem]:
     if not has_source and config.eval.dataset is not None:
         yield Problem(key="eval.dataset", text=f"nothing scores its answers; {remedy}")
     for url in reward.urls:
-        if not url.startswith(("http://", "https://")):
+        if url in reward.servers:
+            yield from _server_url(key, url)
+        else:
             yield from python_file(key, url, alone=len(reward.urls) == 1)
     if config.train.agent_func_path is not None:
         yield from python_file("train.agent_func_path", config.train.agent_func_path, alone=True)
+
+
+def _server_url(key: str, url: str) -> Iterator[Problem]:
+    try:
+        parts = urlsplit(url)
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, or a port that is none
+        has_host = False
+    if not has_host or any(character.isspace() for character in url):
+        yield Problem(key=key, text=f"{url} is no URL; write http://HOST:PORT/get_reward")
+    elif parts.path in ("", "/"):
+        yield Problem(key=key, text=f"{url} has no path; serve_rm answers at /get_reward", fatal=False)
 
 
 def _reward_shaping(config: PPOConfig) -> Iterator[Problem]:

@@ -231,7 +231,7 @@ class DPOModelConfig(ModelConfig):
     beta: Positive = 0.1
     """Strength of the pull to the reference."""
     ipo_enable: bool = False
-    """IPO: (margin - 1 / (2 beta))^2 in place of -log sigmoid(beta margin)."""
+    """IPO: (h - 1 / (2 beta))^2 in place of -log sigmoid(beta h), with h summed over the answer's tokens."""
     label_smoothing: Smoothing = 0.0
     """cDPO: probability that a pair is labelled the wrong way round."""
     nll_loss_coef: PositiveOrZero = 0.0

@@ -81,7 +81,7 @@ def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """A token that is not the end of a sequence. transformers reads a score off the last token that is not
     padding, and would read the wrong one where the end-of-sequence token pads."""
     candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
-    candidates += tokenizer.all_special_ids
+    candidates += [id for id, token in tokenizer.added_tokens_decoder.items() if token.special]
     usable = [token for token in candidates if token is not None and token != tokenizer.eos_token_id]
     if not usable:
         raise ValueError(

@@ -118,8 +118,9 @@ def _call(queries: list[str], prompts: list[str], labels: list[Any]) -> list[Rew
     return read_rewards(answer, len(queries))
 
 
-def read_rewards(answer: Any, count: int) -> list[Reward]:
-    """What a reward function may return, as one Reward for each sample. Raises RewardError for anything else.
+def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[Reward]:
+    """What a reward function or a reward server may return, as one Reward for each sample. Raises
+    RewardError for anything else, which names the `source`.
 
     {"rewards": list or tensor of n, "scores": the same (optional), "extra_logs": {name: scalar or n values}
     (optional)}, or the rewards alone.
@@ -128,16 +129,16 @@ def read_rewards(answer: Any, count: int) -> list[Reward]:
         answer = {"rewards": answer}
     if "rewards" not in answer:
         raise RewardError(
-            "reward_func returned a dict without 'rewards'; "
+            f"{source} returned a dict without 'rewards'; "
             f"it has {', '.join(map(repr, answer)) or 'nothing'}"
         )
-    rewards = _floats("rewards", answer["rewards"], count)
-    scores = rewards if answer.get("scores") is None else _floats("scores", answer["scores"], count)
+    rewards = _floats("rewards", answer["rewards"], count, source)
+    scores = rewards if answer.get("scores") is None else _floats("scores", answer["scores"], count, source)
     extra_logs = answer.get("extra_logs") or {}
     if not isinstance(extra_logs, dict):
-        raise RewardError(f"reward_func returned extra_logs that are not a dict: {extra_logs!r}")
+        raise RewardError(f"{source} returned extra_logs that are not a dict: {extra_logs!r}")
     logs = {
-        name: _floats(f"extra_logs[{name!r}]", value, count, scalar_is_for_all=True)
+        name: _floats(f"extra_logs[{name!r}]", value, count, source, scalar_is_for_all=True)
         for name, value in extra_logs.items()
     }
     return [
@@ -148,17 +149,17 @@ def read_rewards(answer: Any, count: int) -> list[Reward]:
     ]
 
 
-def _floats(name: str, value: Any, count: int, scalar_is_for_all: bool = False) -> list[float]:
+def _floats(name: str, value: Any, count: int, source: str, scalar_is_for_all: bool = False) -> list[float]:
     if hasattr(value, "tolist"):  # a tensor or an array
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str):
         value = [value] * (count if scalar_is_for_all else 1)
     if len(value) != count:
-        raise RewardError(f"reward_func returned {len(value)} {name} for {count} samples")
+        raise RewardError(f"{source} returned {len(value)} {name} for {count} samples")
     try:
         floats = [float(v) for v in value]
     except (TypeError, ValueError, OverflowError) as error:
-        raise RewardError(f"reward_func returned {name} that are not numbers: {error}") from error
+        raise RewardError(f"{source} returned {name} that are not numbers: {error}") from error
     if not all(math.isfinite(f) for f in floats):
-        raise RewardError(f"reward_func returned {name} that are not finite: {floats}")
+        raise RewardError(f"{source} returned {name} that are not finite: {floats}")
     return floats

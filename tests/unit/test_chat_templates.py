@@ -20,7 +20,7 @@ from openrlhf.datasets.sources import Rows
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """As byte-level tokenizers of today cut a text: a full stop takes the line breaks behind it."""
-CORPUS = "Hello there.\n\nuser assistant system model Hi. No.\n\n" * 50
+CORPUS = ["Hello there.\n\nuser assistant system model Hi. No.\n\n", "   "] * 50
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def tokenizer_of(name):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([CORPUS], trainer)
+    tokenizer.train_from_iterator(CORPUS, trainer)
     if model.bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{model.bos} $A", special_tokens=[(model.bos, tokenizer.token_to_id(model.bos))]
@@ -339,8 +339,8 @@ def test_a_full_stop_does_not_swallow_the_line_breaks_behind_a_turn():
     tokenizer = tokenizer_of("qwen2.5")
     assert [tokenizer.decode([i]) for i in tokenizer("Hello there.\n\n")["input_ids"]][-1] == ".\n\n"
     template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
+        "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:\n{% endif %}"
     )
     stock, tokenizer.chat_template = tokenizer.chat_template, template
     try:
@@ -358,5 +358,29 @@ def test_a_full_stop_does_not_swallow_the_line_breaks_behind_a_turn():
     finally:
         tokenizer.chat_template = stock
     assert marked(sample, tokenizer) == (
-        "user: Hi.\n\nassistant: ⟦Hello there.⟧\n\nuser: Go.\n\nassistant: ⟦No.<|im_end|>⟧"
+        "user:\nHi.\n\nassistant:\n⟦Hello there.⟧\n\nuser:\nGo.\n\nassistant:\n⟦No.<|im_end|>⟧"
     )
+
+
+def test_spaces_before_a_number_are_read_as_the_policy_reads_them():
+    """Alone they are one token; a number behind them would take one away."""
+    tokenizer = tokenizer_of("qwen2.5")
+    pieces = lambda text: [tokenizer.decode([i]) for i in tokenizer(text)["input_ids"]]
+    assert (pieces("Go.   "), pieces("Go.   5")) == (["G", "o", ".", "   "], ["G", "o", ".", "  ", " ", "5"])
+    (sample,) = build_sft_samples(
+        Rows.of([{"input": "Go.", "output": "5"}]),
+        tokenizer,
+        input_key="input",
+        output_key="output",
+        apply_chat_template=False,
+        input_template="{}   ",
+        multiturn=False,
+        pretrain=False,
+        max_len=512,
+    )
+    assert [tokenizer.decode([i]) for i in sample.token_ids.tolist()] == [
+        *pieces("Go.   "),
+        "5",
+        "<|im_end|>",
+    ]
+    assert marked(sample, tokenizer) == "Go.   ⟦5<|im_end|>⟧"

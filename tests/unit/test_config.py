@@ -327,15 +327,6 @@ parse(PPO, ['--help'])
 """
 
 
-def test_help_is_fast():
-    def seconds():
-        start = time.perf_counter()
-        assert run("-c", HELP).returncode == 0
-        return time.perf_counter() - start
-
-    assert min(seconds() for _ in range(3)) < 0.5
-
-
 def test_parsing_imports_nothing_heavy():
     heavy = "{'torch', 'ray', 'vllm', 'deepspeed', 'transformers', 'datasets', 'numpy'}"
     code = f"""
@@ -597,8 +588,8 @@ CHECKS = [
     ),
     (
         PPO,
-        "--reward.remote_url http://a/b,http://c",
-        "rewards over HTTP are not available yet; name a .py file",
+        "--reward.remote_url http://a/b,http://:80/c",
+        "http://:80/c is no URL; write http://HOST:PORT/get_reward",
     ),
     (
         PPO,

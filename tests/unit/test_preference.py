@@ -272,10 +272,11 @@ def test_a_bad_row_is_named_or_skipped(case, score_last_token):
     assert dataset.dropped == {"bad row": 1}
 
 
-def test_a_template_that_writes_more_than_is_asked_for_can_only_be_scored():
-    """The generation prompt opens a thought, which the finished conversation does not show."""
+@pytest.mark.parametrize("header", ["<|assistant|><think>", "<|Assistant|>"])
+def test_a_template_that_shows_another_header_than_it_asks_for_can_only_be_scored(header):
+    """Such as one that opens a thought, which the finished conversation does not show."""
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = tokenizer.chat_template.replace("%}<|assistant|>", "%}<|assistant|><think>")
+    tokenizer.chat_template = tokenizer.chat_template.replace("%}<|assistant|>", "%}" + header)
     with pytest.raises(
         ValueError, match=r"does not show the assistant's message 2 of 2 as it stands"
     ) as error:

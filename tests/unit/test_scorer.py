@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -100,10 +102,17 @@ def test_padding_is_no_end_of_sequence(folder, folder_padded_by_eos, tmp_path):
         assert again.eos_token == "<|end|>"
 
 
-def test_a_tokenizer_with_only_an_end_of_sequence_token_is_refused(tmp_path):
+def test_any_special_token_serves_for_padding(tmp_path):
     make_folder(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path), flag="--model")
     assert tokenizer.pad_token == tokenizer.eos_token
+    token = padding_token_id(tokenizer)
+    assert token != tokenizer.eos_token_id and tokenizer.added_tokens_decoder[token].special
+
+
+def test_a_tokenizer_with_only_an_end_of_sequence_token_is_refused():
+    words = Tokenizer(WordLevel({"<end>": 0, "word": 1}, unk_token="word"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
     with pytest.raises(ValueError, match="no special token but the end-of-sequence one") as error:
         padding_token_id(tokenizer)
     assert "Add a pad token" in str(error.value)

@@ -222,6 +222,15 @@ def test_a_template_that_rewrites_history_is_refused_for_many_turns_only(templat
     assert learned_texts(sample, tokenizer)[0].endswith("a2<|im_end|>")
 
 
+def test_a_turn_of_tool_calls_alone_is_learned():
+    template = CHATML.replace("m['content']", "m['content'] or m['tool_calls'][0]['name']")
+    tokenizer = tokenizer_with(template)
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    talk = [TALK[0], call, {"role": "tool", "content": "3"}, TALK[1]]
+    (sample,) = build([{"input": talk}], tokenizer, output_key=None, multiturn=True)
+    assert learned_texts(sample, tokenizer) == ["add<|im_end|>", "a1<|im_end|>"]
+
+
 def test_output_column_and_messages(tokenizer):
     expected = learned = None
     for row in (

@@ -75,6 +75,7 @@ def trainer_of(path: Path, disk: dict, *, eval_steps=-1, eval_rows=(), kill_at: 
         windows=Windows(Numbers(), PackedRow.of, batch_size=4, micro_batch_size=2, rank=0, world=1, seed=7),
         eval_rows=eval_rows,
         checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
+        export=engine.export,
         observer=None,
     )
     tag = trainer.checkpoints.latest()

@@ -1,0 +1,230 @@
+"""Rewards from servers over HTTP. Samples that finish together travel in one request, servers take turns, and
+what may pass (a restart, a full queue) is tried again; all else fails the samples in question."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from openrlhf.utils.agent import Reward, RewardError
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 0.005
+"""Seconds that the first sample of a request waits for others."""
+CONNECT_TIMEOUT = 10.0
+"""Seconds for a connection; a machine that is gone may not even refuse it."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds until the servers are tried again: a random share of the first, which doubles each time up to the
+second."""
+REMIND = 60.0
+"""Seconds between two warnings that servers are being waited for."""
+PERHAPS_TOO_MUCH = (400, 413, 422, 500)
+"""Answers that a smaller request may avoid, because one sample is to blame or all together are too large."""
+
+
+class _TryAgain(Exception):
+    """What is wrong may pass."""
+
+    def __init__(self, problem: str, pause: float = 0.0) -> None:
+        super().__init__(problem)
+        self.pause = pause
+        """Seconds that the server asks for."""
+
+
+class _PerhapsTooMuch(Exception):
+    """Half of the samples may fare better."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    query: str
+    prompt: str
+    label: Any
+    reward: asyncio.Future[Reward]
+
+    def finish(self, result: Reward | Exception) -> None:
+        """Unless nobody waits for it any more."""
+        if self.reward.done():
+            return
+        if isinstance(result, Exception):
+            self.reward.set_exception(result)
+        else:
+            self.reward.set_result(result)
+
+
+class RemoteReward:
+    """What the servers say of one sample at a time."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        timeout: float,
+        batch_size: int = 16,
+        concurrency: int = 32,
+        key: str | None = None,
+    ) -> None:
+        """`timeout`: seconds for one request, with all its tries, from when it is first sent. `batch_size`:
+        samples in one request at most. `concurrency`: requests under way at most. `key`: sent as
+        `Authorization: Bearer KEY`."""
+        self.timeout, self.batch_size = timeout, batch_size
+        self._num_urls, self._urls = len(urls), itertools.cycle(urls)
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {key}"} if key else {}
+        )
+        self._slots = asyncio.Semaphore(concurrency)
+        self._waiting: list[_Call] = []
+        self._tasks: set[asyncio.Task] = set()
+        self._session: aiohttp.ClientSession | None = None
+        self._warned_at = -REMIND
+
+    async def __call__(self, query: str, prompt: str, label: Any) -> Reward:
+        """Raises RewardError with what went wrong."""
+        loop = asyncio.get_running_loop()
+        call = _Call(query=query, prompt=prompt, label=label, reward=loop.create_future())
+        self._waiting.append(call)
+        if len(self._waiting) == self.batch_size:
+            self._send_waiting()
+        elif len(self._waiting) == 1:
+            loop.call_later(WINDOW, self._send_waiting)
+        return await call.reward
+
+    def close(self) -> None:
+        """Stop what is under way. In the event loop of the calls."""
+        for call in self._waiting:
+            call.reward.cancel()
+        self._waiting = []
+        for task in self._tasks:
+            task.cancel()
+        if self._session is not None:
+            self._start(self._session.close())
+
+    def _send_waiting(self) -> None:
+        calls, self._waiting = self._waiting, []
+        if calls:
+            self._start(self._send(calls))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # the loop itself may forget it
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send(self, calls: Sequence[_Call]) -> None:
+        """Bring every call its reward, or what went wrong."""
+        try:
+            async with self._slots:
+                rewards = await self._ask(calls)
+        except _PerhapsTooMuch as error:
+            if len(calls) == 1:
+                calls[0].finish(RewardError(str(error)))
+                return
+            middle = len(calls) // 2
+            await asyncio.gather(self._send(calls[:middle]), self._send(calls[middle:]))
+        except RewardError as error:
+            for call in calls:  # to each an error of its own, because they are told apart by their episodes
+                call.finish(RewardError(str(error)))
+        except asyncio.CancelledError:
+            for call in calls:
+                call.reward.cancel()
+            raise
+        except Exception as error:
+            for call in calls:
+                call.finish(error)
+        else:
+            for call, reward in zip(calls, rewards, strict=True):
+                call.finish(reward)
+
+    async def _ask(self, calls: Sequence[_Call]) -> list[Reward]:
+        """Try one server after the other until one answers, or the time is over."""
+        body, problem = _body(calls), ""
+        try:
+            async with asyncio.timeout(self.timeout):
+                for tries, url in enumerate(self._urls, 1):
+                    problem = f"{url}: no answer"
+                    try:
+                        return await self._post(url, body, len(calls))
+                    except _TryAgain as error:
+                        problem = str(error)
+                        self._warn(problem)
+                        await asyncio.sleep(max(error.pause, self._pause(tries)))
+        except TimeoutError:
+            raise RewardError(
+                f"no reward within --reward.remote_timeout {self.timeout:g} s: {problem}"
+            ) from None
+        raise AssertionError("the servers take turns for ever")
+
+    def _pause(self, tries: int) -> float:
+        """None before the next server is tried; then exponential back-off with full jitter, so that those
+        who wait for the same server do not all come back at once."""
+        rounds, rest = divmod(tries, self._num_urls)
+        if rest:
+            return 0.0
+        return random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(rounds - 1, 16)))
+
+    def _warn(self, problem: str) -> None:
+        if time.monotonic() - self._warned_at >= REMIND:
+            self._warned_at = time.monotonic()
+            logger.warning("%s; it is tried again for up to %g s", problem, self.timeout)
+
+    async def _post(self, url: str, body: bytes, count: int) -> list[Reward]:
+        if self._session is None:
+            limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
+            connector = aiohttp.TCPConnector(limit=0)  # the slots are the limit
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=limits, headers=self._headers
+            )
+        try:
+            async with self._session.post(url, data=body, allow_redirects=False) as response:
+                status, pause = response.status, response.headers.get("Retry-After", "")
+                answer = await response.read()
+        except aiohttp.ClientSSLError as error:
+            raise RewardError(f"{url}: {error}") from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise _TryAgain(f"{url}: {str(error) or type(error).__name__}") from error
+        except aiohttp.ClientError as error:
+            raise RewardError(f"{url}: {type(error).__name__}: {error}") from error
+        if status == 200:
+            return _read_answer(url, answer, count)
+        problem = f"{url}: HTTP {status}: {answer[:300].decode(errors='replace').strip()}"
+        if status in PERHAPS_TOO_MUCH and (count > 1 or status < 500):
+            raise _PerhapsTooMuch(problem)
+        if status == 429 or status >= 500:
+            raise _TryAgain(problem, float(pause) if pause.isdecimal() else 0.0)
+        raise RewardError(f"{problem}{_remedy(status)}")
+
+
+def _body(calls: Sequence[_Call]) -> bytes:
+    try:
+        return json.dumps(
+            {
+                "query": [call.query for call in calls],
+                "prompts": [call.prompt for call in calls],
+                "labels": [call.label for call in calls],
+            },
+            allow_nan=False,
+        ).encode()
+    except (TypeError, ValueError) as error:
+        raise _PerhapsTooMuch(f"the label cannot be sent as JSON: {error}") from error
+
+
+def _read_answer(url: str, answer: bytes, count: int) -> list[Reward]:
+    try:
+        return read_rewards(json.loads(answer), count, source=url)
+    except ValueError as error:
+        raise _PerhapsTooMuch(f"{url} answered with no JSON: {answer[:100]!r}") from error
+    except RewardError as error:
+        raise _PerhapsTooMuch(str(error)) from error
+
+
+def _remedy(status: int) -> str:
+    """What to do, where it is known."""
+    if status == 401:
+        return f"\nSet {KEY_VARIABLE} to the server's key where the run is started."
+    if status in (404, 405):
+        return "\nIs the path right? serve_rm answers at /get_reward."
+    return ""
