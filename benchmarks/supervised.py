@@ -14,8 +14,8 @@ first one, which is not timed. TRL runs without gradient checkpointing, like all
 Each way has a process of its own, and works while all others wait. A round is one pass over the data by every
 way, in random order, so load on the machine meets all of them; trust the ratios, not the absolute figures.
 Making rows or batches is part of the time. All ways start from the same weights, and the first losses of ours
-and bare must agree; trl-grouped begins with other samples. Peak memory is over what the process held before the
-model was built: weights, gradients, optimizer states and activations.
+and bare must agree; trl-grouped begins with other samples. Peak memory is over what the process held before
+the model was built: weights, gradients, optimizer states and activations.
 
     python benchmarks/supervised.py --model tiny
     python benchmarks/supervised.py --model small --tasks sft --vocab 151936 --rows 32

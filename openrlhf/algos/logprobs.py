@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LOGITS_BYTES = 256 * 2**20
-"""What the float32 logits of one chunk may take. The peak is about that, with entropy or a softcap three times."""
+"""What the float32 logits of one chunk may take. The peak is about that; with entropy or a softcap, about
+three times that."""
 
 
 def linear_log_probs(

@@ -259,13 +259,9 @@ def _statistics(config: BatchInferenceConfig, model_config) -> tuple[float, floa
     """What is subtracted from scores, and what they are divided by. csft takes z-scores at the end."""
     if not config.reward.normalize_enable or config.post_processor == "csft":
         return 0.0, 1.0
-    mean, std = getattr(model_config, "mean", None), getattr(model_config, "std", None)
-    if mean is None or std is None:
-        raise ValueError(
-            f"--reward.normalize_enable: {config.model.model_name_or_path}/config.json has no mean and std.\n"
-            "train_rm writes them; without them remove the flag."
-        )
-    return float(mean), float(std)
+    from openrlhf.models.scorer import score_statistics
+
+    return score_statistics(model_config, config.model.model_name_or_path)
 
 
 def _finish(config: BatchInferenceConfig, progress, num_wanted: int, num_tokens: int, elapsed: float) -> None:

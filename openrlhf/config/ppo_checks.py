@@ -235,7 +235,7 @@ def _ppo_not_yet(config: PPOConfig) -> Iterator[Problem]:
 def _reward_source(config: PPOConfig) -> Iterator[Problem]:
     key, reward = "reward.remote_url", config.reward
     has_source = reward.urls or reward.model_name_or_path or config.train.agent_func_path
-    remedy = "name a .py file with reward_func(queries, prompts, labels)"
+    remedy = "name a .py file with reward_func(queries, prompts, labels), or URLs of reward servers"
     if not has_source and not config.uses_teacher:
         yield Problem(key=key, text=f"nothing gives a reward; {remedy}")
     if not has_source and config.eval.dataset is not None:
@@ -250,15 +250,18 @@ def _reward_source(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _server_url(key: str, url: str) -> Iterator[Problem]:
+    if not _has_host(url) or any(character.isspace() for character in url):
+        yield Problem(key=key, text=f"{url} is no URL; write http://HOST:PORT/get_reward")
+    elif urlsplit(url).path in ("", "/"):
+        yield Problem(key=key, text=f"{url} has no path; serve_rm answers at /get_reward", fatal=False)
+
+
+def _has_host(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        has_host = bool(parts.hostname) and parts.port != 0
+        return bool(parts.hostname) and parts.port != 0
     except ValueError:  # brackets that do not close, or a port that is none
-        has_host = False
-    if not has_host or any(character.isspace() for character in url):
-        yield Problem(key=key, text=f"{url} is no URL; write http://HOST:PORT/get_reward")
-    elif parts.path in ("", "/"):
-        yield Problem(key=key, text=f"{url} has no path; serve_rm answers at /get_reward", fatal=False)
+        return False
 
 
 def _reward_shaping(config: PPOConfig) -> Iterator[Problem]:

@@ -125,7 +125,12 @@ def build_answers(
     _check_left(len(read_texts), skipped, rows)
     encoded = Encoder(tokenizer)(text for _, _, text in read_texts.values())
     return [
-        Answer(prompt_id=i, input=value, output=output, sample=_scored(token_ids, tokenizer, max_len))
+        Answer(
+            prompt_id=i,
+            input=value,
+            output=output,
+            sample=score_last(with_end(token_ids, tokenizer), max_len),
+        )
         for (i, (value, output, _)), (token_ids, _) in zip(read_texts.items(), encoded, strict=True)
     ]
 
@@ -157,9 +162,16 @@ def fingerprint(items: Iterable[Question | Answer]) -> str:
     return digest.hexdigest()
 
 
-def _scored(token_ids: list[int], tokenizer: PreTrainedTokenizerBase, max_len: int) -> Sample:
-    if not token_ids or token_ids[-1] != tokenizer.eos_token_id:
-        token_ids = [*token_ids, tokenizer.eos_token_id]
+def with_end(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """With an end-of-sequence token, where they do not end with one."""
+    if token_ids and token_ids[-1] == tokenizer.eos_token_id:
+        return token_ids
+    return [*token_ids, tokenizer.eos_token_id]
+
+
+def score_last(token_ids: list[int], max_len: int) -> Sample:
+    """What a reward model reads: its one action is the last token. Of more than max_len tokens, those before
+    it are cut off."""
     if len(token_ids) > max_len:
         token_ids = [*token_ids[: max_len - 1], token_ids[-1]]
     ids = torch.tensor(token_ids)

@@ -73,6 +73,17 @@ def load_scorer(
     return ScoreModel(model)
 
 
+def score_statistics(config, path: str) -> tuple[float, float]:
+    """Mean and standard deviation of the scores, as `train_rm` wrote them into the model's config.json."""
+    mean, std = getattr(config, "mean", None), getattr(config, "std", None)
+    if mean is None or std is None:
+        raise ValueError(
+            f"--reward.normalize_enable: {path}/config.json has no mean and std.\n"
+            "train_rm writes them; without them remove the flag."
+        )
+    return float(mean), float(std)
+
+
 def head_name(config) -> str:
     return getattr(config, "value_head_prefix", None) or CLASSIFIER_HEAD
 

@@ -3,13 +3,18 @@ what may pass (a restart, a full queue) is tried again; all else fails the sampl
 
 import asyncio
 import itertools
+import json
 import logging
-from collections.abc import Sequence
+import random
+import time
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
+from openrlhf.config.serve_rm import KEY_VARIABLE
+from openrlhf.rollout.reward_function import read_rewards
 from openrlhf.utils.agent import Reward, RewardError
 
 logger = logging.getLogger(__name__)
@@ -175,9 +180,7 @@ class RemoteReward:
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
             connector = aiohttp.TCPConnector(limit=0)  # the slots are the limit
-            self._session = aiohttp.ClientSession(
-                connector=connector, timeout=limits, headers=self._headers
-            )
+            self._session = aiohttp.ClientSession(connector=connector, timeout=limits, headers=self._headers)
         try:
             async with self._session.post(url, data=body, allow_redirects=False) as response:
                 status, pause = response.status, response.headers.get("Retry-After", "")

@@ -129,8 +129,7 @@ def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[R
         answer = {"rewards": answer}
     if "rewards" not in answer:
         raise RewardError(
-            f"{source} returned a dict without 'rewards'; "
-            f"it has {', '.join(map(repr, answer)) or 'nothing'}"
+            f"{source} returned a dict without 'rewards'; it has {', '.join(map(repr, answer)) or 'nothing'}"
         )
     rewards = _floats("rewards", answer["rewards"], count, source)
     scores = rewards if answer.get("scores") is None else _floats("scores", answer["scores"], count, source)

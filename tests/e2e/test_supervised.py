@@ -38,7 +38,8 @@ def dpo_model(openrlhf, knowing, tmp_path_factory) -> Path:
     files = knowing.files
     openrlhf(
         f"dpo --model.model_name_or_path {knowing.chat} --data.dataset {files.pairs} "
-        f"--eval.dataset {files.pairs_eval} --eval.split train --adam.lr 3e-4 {PAIRS} {COMMON} "
+        f"--eval.dataset {files.pairs_eval} --eval.split train {PAIRS} {COMMON} "
+        "--adam.lr 3e-4 --model.nll_loss_coef 0.5 "
         f"--ref.precompute_enable --ckpt.output_dir {folder} --logger.run_dir {folder}/run"
     )
     return folder

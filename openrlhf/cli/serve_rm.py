@@ -1,0 +1,81 @@
+"""A reward model over HTTP: `python -m openrlhf.cli.serve_rm`."""
+
+import sys
+from collections.abc import Sequence
+
+from openrlhf.config.commands import SERVE_RM
+from openrlhf.config.parse import parse
+from openrlhf.config.serve_rm import ServeRMConfig
+
+MODEL_FLAG = "--reward.model_name_or_path"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(SERVE_RM, sys.argv[1:] if argv is None else argv).config
+    from openrlhf.cli.errors import short_errors
+
+    with short_errors():
+        run(config)
+
+
+def run(config: ServeRMConfig) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
+    check(config)
+    from openrlhf.rollout.reward_server import bind, build_app, serve
+    from openrlhf.rollout.scoring import ScoreQueue
+
+    bound = bind(config.host, config.port)
+    queue = ScoreQueue(load(config), max_waiting=config.max_queue)
+    serve(build_app(queue, config), bound, config.drain_seconds)
+
+
+def check(config: ServeRMConfig) -> None:
+    """Everything that can be wrong with files, before the model is loaded."""
+    from openrlhf.models.loading import load_config
+    from openrlhf.models.scorer import score_statistics
+
+    path = config.reward.model_name_or_path or ""
+    model_config = load_config(path, MODEL_FLAG)
+    if config.reward.normalize_enable:
+        score_statistics(model_config, path)
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if limit and config.data.max_len > limit:
+        raise ValueError(
+            f"--data.max_len {config.data.max_len}: {path} reads at most {limit} tokens.\nMake it smaller."
+        )
+
+
+def load(config: ServeRMConfig):
+    """The model as a function of texts."""
+    from openrlhf.device import DEVICE_TYPE
+    from openrlhf.models.loading import load_tokenizer
+    from openrlhf.models.scorer import load_scorer, score_statistics
+    from openrlhf.rollout.scoring import TextScorer
+
+    path = config.reward.model_name_or_path or ""
+    tokenizer = load_tokenizer(path, flag=MODEL_FLAG, use_fast=not config.data.disable_fast_tokenizer)
+    model = load_scorer(
+        path,
+        flag=MODEL_FLAG,
+        dtype=config.ds.param_dtype,
+        attention=config.ds.attn_implementation,
+        head_prefix=config.ds.value_head_prefix,
+        experts=config.ds.experts_implementation,
+        trained=True,
+    )
+    model.to(DEVICE_TYPE).eval()
+    normalized = config.reward.normalize_enable
+    mean, std = score_statistics(model.model.config, path) if normalized else (0.0, 1.0)
+    return TextScorer(
+        model,
+        tokenizer,
+        max_len=config.data.max_len,
+        max_tokens=config.max_tokens_per_gpu,
+        batch_size=config.batch_size,
+        mean=mean,
+        std=std,
+    )
+
+
+if __name__ == "__main__":
+    main()
