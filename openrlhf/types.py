@@ -209,6 +209,35 @@ class PackedRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RowWithMore:
+    """A packed row; subclasses say more about its sequences or actions."""
+
+    row: PackedRow
+
+    def empty(self) -> Self:
+        """A row without sequences to learn from, and with the same optional fields."""
+        nothing = {
+            f.name: PackedRow.empty() if isinstance(value, PackedRow) else value[:0]
+            for f in fields(self)
+            if (value := getattr(self, f.name)) is not None
+        }
+        return replace(self, **nothing)
+
+    @property
+    def num_tokens(self) -> int:
+        """Actions."""
+        return self.row.num_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        """What a mean over sequences counts."""
+        return self.row.num_sequences
+
+    def to(self, device: torch.device | str) -> Self:
+        return _to(self, device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
     """Two answers to one prompt. For a reward model an action is the last token, which carries the score; for
     DPO the answer's tokens."""
@@ -221,8 +250,9 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PairRow:
-    row: PackedRow  # chosen, rejected, chosen, rejected, ...
+class PairRow(RowWithMore):
+    """Sequences: chosen, rejected, chosen, rejected, ..."""
+
     margins: Tensor  # (P,) float32, P pairs
     ref_log_probs: Tensor | None = None  # (2 P,) of each answer, None where they are not known beforehand
 
@@ -240,20 +270,10 @@ class PairRow:
         """(B,) one value for each sequence -> (P, 2): chosen, rejected."""
         return x[: 2 * len(self.margins)].view(-1, 2)
 
-    def empty(self) -> Self:
-        return _empty(self)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.row.num_tokens
-
     @property
     def num_sequences(self) -> int:
         """Pairs."""
         return len(self.margins)
-
-    def to(self, device: torch.device | str) -> Self:
-        return replace(_to(self, device), row=self.row.to(device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,8 +289,7 @@ class Judged:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JudgedRow:
-    row: PackedRow
+class JudgedRow(RowWithMore):
     mismatched: PackedRow
     desirable: Tensor  # (B,) bool
     ref_log_probs: Tensor | None = None  # (B,) None where they are not known beforehand
@@ -289,19 +308,9 @@ class JudgedRow:
             ref_mismatched=None if ref is None else ref[:, 1],
         )
 
-    def empty(self) -> Self:
-        return _empty(self)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.row.num_tokens
-
     @property
     def num_sequences(self) -> int:
         return len(self.desirable)
-
-    def to(self, device: torch.device | str) -> Self:
-        return replace(_to(self, device), row=self.row.to(device), mismatched=self.mismatched.to(device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,8 +323,7 @@ class Steps:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepsRow:
-    row: PackedRow
+class StepsRow(RowWithMore):
     labels: Tensor  # (A,) int64 or float32
 
     @classmethod
@@ -325,24 +333,9 @@ class StepsRow:
             row=PackedRow.of([s.sample for s in solutions]), labels=torch.cat([s.labels for s in solutions])
         )
 
-    def empty(self) -> Self:
-        return _empty(self)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.row.num_tokens
-
-    @property
-    def num_sequences(self) -> int:
-        return self.row.num_sequences
-
-    def to(self, device: torch.device | str) -> Self:
-        return replace(_to(self, device), row=self.row.to(device))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExperienceRow:
-    row: PackedRow
+class ExperienceRow(RowWithMore):
     old_log_probs: Tensor  # (A,)
     advantages: Tensor  # (A,)
     returns: Tensor  # (A,)
@@ -366,21 +359,6 @@ class ExperienceRow:
             values=None if scores[0].values is None else torch.cat([present(s.values) for s in scores]),
         )
 
-    def empty(self) -> Self:
-        """A row without actions and with the same optional fields."""
-        return _empty(self)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.row.num_tokens
-
-    @property
-    def num_sequences(self) -> int:
-        return self.row.num_sequences
-
-    def to(self, device: torch.device | str) -> Self:
-        return replace(_to(self, device), row=self.row.to(device))
-
 
 ValueT = TypeVar("ValueT")
 
@@ -391,16 +369,6 @@ def present(value: ValueT | None) -> ValueT:
     return value
 
 
-def _empty(row):
-    """The row without sequences to learn from, and with the same optional fields."""
-    nothing = {
-        f.name: PackedRow.empty() if isinstance(value, PackedRow) else value[:0]
-        for f in fields(row)
-        if (value := getattr(row, f.name)) is not None
-    }
-    return replace(row, **nothing)
-
-
 def _without_entries(record):
     """The record with every tensor emptied."""
     return replace(
@@ -409,10 +377,10 @@ def _without_entries(record):
 
 
 def _to(record, device):
-    """The record with its tensors on `device`."""
+    """The record with its tensors, also those of packed rows in it, on `device`."""
     moved = {
-        f.name: value.to(device, non_blocking=True)
+        f.name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value.to(device)
         for f in fields(record)
-        if isinstance(value := getattr(record, f.name), Tensor)
+        if isinstance(value := getattr(record, f.name), Tensor | PackedRow)
     }
     return replace(record, **moved)
