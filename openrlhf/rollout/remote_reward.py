@@ -156,20 +156,20 @@ class RemoteReward:
                     except _TryAgain as error:
                         problem = str(error)
                         self._warn(problem)
-                        await asyncio.sleep(max(error.pause, self._pause(tries)))
+                        await asyncio.sleep(self._pause(tries, error.pause))
         except TimeoutError:
             raise RewardError(
                 f"no reward within --reward.remote_timeout {self.timeout:g} s: {problem}"
             ) from None
         raise AssertionError("the servers take turns for ever")
 
-    def _pause(self, tries: int) -> float:
-        """None before the next server is tried; then exponential back-off with full jitter, so that those
-        who wait for the same server do not all come back at once."""
+    def _pause(self, tries: int, asked: float = 0.0) -> float:
+        """None before the next server is tried; then what the last one `asked` for, and exponential back-off
+        with full jitter, so that those who wait for it do not all come back at once."""
         rounds, rest = divmod(tries, self._num_urls)
         if rest:
             return 0.0
-        return random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(rounds - 1, 16)))
+        return asked + random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(rounds - 1, 16)))
 
     def _warn(self, problem: str) -> None:
         if time.monotonic() - self._warned_at >= REMIND:

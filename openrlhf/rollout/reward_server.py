@@ -58,7 +58,12 @@ def build_app(queue: ScoreQueue, config: ServeRMConfig) -> FastAPI:
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        state = {"ok": queue.is_working, "waiting": queue.num_waiting, "scored": queue.num_scored}
+        state = {
+            "ok": queue.is_working,
+            "waiting": queue.num_waiting,
+            "scoring": queue.num_scoring,
+            "scored": queue.num_scored,
+        }
         return JSONResponse(state, 200 if queue.is_working else 503)
 
     @app.post("/get_reward")

@@ -74,7 +74,7 @@ class TextScorer:
     def _score(self, samples: Sequence[Sample]) -> list[float] | list[Exception]:
         try:
             scores = self.model(PackedRow.of(samples).to(self.device)).tolist()
-        except RuntimeError as error:  # torch's, which speak of shapes and memory
+        except Exception as error:  # they speak of shapes and memory
             logger.error("a row of %d texts failed: %s: %s", len(samples), type(error).__name__, error)
             return [error] * len(samples)
         return [(score - self.mean) / self.std for score in scores]
@@ -99,7 +99,7 @@ class ScoreQueue:
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self.num_waiting = self.num_scored = 0
+        self.num_waiting = self.num_scoring = self.num_scored = 0
         self._thread = threading.Thread(target=self._work, name="scores", daemon=True)
         self._thread.start()
 
@@ -128,6 +128,7 @@ class ScoreQueue:
     def _work(self) -> None:
         while jobs := self._take():
             texts = [text for job in jobs for text in job.texts]
+            self.num_scoring = len(texts)
             try:
                 results = iter(self._score(texts))
             except Exception as error:
@@ -136,6 +137,7 @@ class ScoreQueue:
             for job in jobs:
                 _answer(job, [next(results) for _ in job.texts])
             self.num_scored += len(texts)
+            self.num_scoring = 0
 
     def _take(self) -> list[_Job]:
         """What has waited longest, up to a round, without those who gave up; nothing once closed."""

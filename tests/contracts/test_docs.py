@@ -47,6 +47,8 @@ def test_command_is_understood(
             Path(word).parent.mkdir(parents=True, exist_ok=True)
             Path(word).write_text("def reward_func(queries, prompts, labels): ...")
     environment = list(takewhile(re.compile(r"[A-Z_]+=").match, words))
+    for setting in environment:
+        monkeypatch.setenv(*setting.split("=", 1))
     words = words[len(environment) :]
     match words:
         case [] | ["export", *_]:

@@ -33,7 +33,6 @@ NOT_YET = {
     | {"train.async_enable", "train.partial_rollout_enable"},
     "train_vlm_math_hybrid_engine.sh": {"actor.freeze_visual_encoder", "data.max_images_per_prompt"},
     "train_ppo_with_reward_fn.sh": {"algo.advantage.estimator"},
-    "serve_remote_rm.sh": {"serve_rm"},
 }
 """Flags and commands that a script uses and that are not available yet."""
 

@@ -2,7 +2,8 @@
 the flags of the commands: old name, new name, words, value, default.
 
 Defaults that are not the old ones, on purpose: `ds.attn_implementation` (auto), `logger.wandb.project` and
-`run_name` of kto and kd (the command's own name), `model.model_name_or_path` of kto (required).
+`run_name` of kto and kd (the command's own name), `model.model_name_or_path` of kto (required), `host` of
+serve_rm (this machine only).
 """
 
 import csv
@@ -120,6 +121,9 @@ OURS = {
         "logger.run_dir",
         "reward.max_failed_ratio",
         "reward.num_workers",
+        "reward.remote_batch_size",
+        "reward.remote_concurrency",
+        "reward.remote_timeout",
         "reward.timeout",
         "rollout.top_k",
         "teacher.kd_coef",
@@ -146,6 +150,15 @@ OURS = {
         "vllm.gpu_memory_utilization",
         "vllm.kv_cache_gb",
         "vllm.tensor_parallel_size",
+    },
+    "serve_rm": {
+        "api_key",
+        "drain_seconds",
+        "max_body_mb",
+        "max_queue",
+        "max_text_chars",
+        "max_texts",
+        "max_tokens_per_gpu",
     },
     "lora_combiner": set(),
 }
@@ -210,6 +223,8 @@ OTHER_SPELLINGS = [
     ("kto", "--learning_rate 5e-7", {"adam.lr": 5e-7}),
     ("batch_inference", "--flash_attn --bf16", {"ds.attn_implementation": "flash_attention_2"}),
     ("batch_inference", "--head_prefix head", {"ds.value_head_prefix": "head"}),
+    ("serve_rm", "--flash_attn --bf16", {"ds.attn_implementation": "flash_attention_2"}),
+    ("serve_rm", "--head_prefix head", {"ds.value_head_prefix": "head"}),
     ("lora_combiner", "--bf16", {"ds.param_dtype": "bf16"}),
 ]
 

@@ -751,6 +751,21 @@ REMARKS = [
     (PPO, "--critic.num_nodes 2", "--critic.num_nodes 2: has no effect: only estimator gae has a critic"),
     (PPO, "--algo.kl.init_coef 0 --ref.offload", "--ref.offload: has no effect: there is no reference model"),
     (PPO, "--reward.offload", "--reward.offload: has no effect: there is no reward model"),
+    (
+        PPO,
+        "--reward.remote_url http://a/b --reward.timeout 9",
+        "--reward.timeout 9.0: has no effect: reward.remote_url names no reward function",
+    ),
+    (
+        PPO,
+        "--reward.remote_timeout 9",
+        "--reward.remote_timeout 9.0: has no effect: reward.remote_url names no server",
+    ),
+    (
+        PPO,
+        "--reward.remote_url https://a:5000",
+        "https://a:5000 has no path; serve_rm answers at /get_reward",
+    ),
     (PPO, "--ds.value_head_prefix x", "has no effect: there is neither a critic nor a reward model"),
     (PPO, "--vllm.enable_sleep", "--vllm.enable_sleep: has no effect: engines have their own GPUs"),
     (

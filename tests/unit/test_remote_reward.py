@@ -8,15 +8,19 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from aiohttp import web
 
+from openrlhf.config.ppo import PPOConfig, RewardConfig
 from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.rollout import remote_reward
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.remote_reward import RemoteReward
-from openrlhf.types import Outcome, Prompt
+from openrlhf.trainer.ppo import PPOTrainer
+from openrlhf.types import Outcome, Prompt, Trajectory
 from openrlhf.utils.agent import AgentExecutorBase, Reward, RewardError
 
 Answer = Callable[[dict, int], Awaitable[web.Response]]
@@ -235,20 +239,20 @@ def test_a_server_that_asks_for_a_pause_gets_it(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(remote_reward.asyncio, "sleep", record)
     ask(["x"], Server(first(1, well, says("busy", 503, {"Retry-After": "7"}))))
-    assert 7.0 in pauses
+    assert [pause for pause in pauses if 7.0 <= pause <= 7.01]
 
 
-def test_pauses_grow_and_are_random(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_reward, "FIRST_PAUSE", 0.5)
-    monkeypatch.setattr(remote_reward.random, "uniform", lambda low, high: (low, high))
+    monkeypatch.setattr(remote_reward.random, "uniform", lambda low, high: high)
 
     async def bounds(num_urls: int, tries: int) -> list:
         reward = RemoteReward(["http://a"] * num_urls, timeout=1)
         return [reward._pause(i) for i in range(1, tries + 1)]
 
-    growing = [(0, 0.5), (0, 1.0), (0, 2.0), (0, 4.0), (0, 8.0), (0, 16.0), (0, 30.0), (0, 30.0)]
+    growing = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert asyncio.run(bounds(1, 8)) == growing
-    assert asyncio.run(bounds(3, 6)) == [0.0, 0.0, (0, 0.5), 0.0, 0.0, (0, 1.0)]  # others come first
+    assert asyncio.run(bounds(3, 6)) == [0.0, 0.0, 0.5, 0.0, 0.0, 1.0]  # others come first
 
 
 @pytest.mark.parametrize("what", ["dead", "failing", "hanging"])
@@ -378,8 +382,8 @@ class Talking(AgentExecutorBase):
         return episode | {"reward": reward.reward, "scores": reward.score}
 
 
-def test_a_failed_reward_is_an_outcome_and_never_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EpisodeRunner, "_sampling_params", lambda self, sampling, seed: None)
+def run_episodes(*servers: Server, urls: tuple = (), timeout: float = 5.0) -> list[Trajectory]:
+    """Eight samples, whose texts have 1 to 8 characters."""
     sampling = Sampling(
         purpose="train",
         num_samples=1,
@@ -391,13 +395,9 @@ def test_a_failed_reward_is_an_outcome_and_never_a_number(monkeypatch: pytest.Mo
         run_seed=0,
     )
 
-    async def answer(asked: dict, number: int) -> web.Response:
-        return web.json_response({"rewards": [float("nan") if n % 2 else n for n in lengths(asked)]})
-
-    async def run() -> list:
-        server = Server(answer)
-        async with serving(server):
-            reward = RemoteReward([server.url], timeout=5)
+    async def run() -> list[Trajectory]:
+        async with serving(*servers):
+            reward = RemoteReward([*urls, *(server.url for server in servers)], timeout=timeout)
             runner = EpisodeRunner(None, None, Talking(reward), [])
             prompts = [Prompt(prompt_id=i, text="?", label="x" * i) for i in range(1, 9)]
             groups = await asyncio.gather(*(runner.run_group(prompt, sampling) for prompt in prompts))
@@ -405,8 +405,36 @@ def test_a_failed_reward_is_an_outcome_and_never_a_number(monkeypatch: pytest.Mo
             await asyncio.sleep(0)
             return [trajectory for group in groups for trajectory in group]
 
-    trajectories = asyncio.run(run())
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def no_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EpisodeRunner, "_sampling_params", lambda self, sampling, seed: None)
+
+
+@pytest.mark.usefixtures("no_sampler")
+def test_a_failed_reward_is_an_outcome_and_never_a_number() -> None:
+    async def answer(asked: dict, number: int) -> web.Response:
+        return web.json_response({"rewards": [float("nan") if n % 2 else n for n in lengths(asked)]})
+
+    trajectories = run_episodes(Server(answer))
     assert Counter(t.outcome for t in trajectories) == {Outcome.OK: 4, Outcome.REWARD_ERROR: 4}
     assert [t.reward for t in trajectories] == [None, 2.0, None, 4.0, None, 6.0, None, 8.0]
     failed = [t for t in trajectories if not t.ok]
     assert all("not finite" in t.error and t.token_ids == [1, 2] and t.score is None for t in failed)
+
+
+@pytest.mark.usefixtures("no_sampler")
+def test_a_dead_server_ends_the_run_with_its_name() -> None:
+    """What a run does with the samples of a step."""
+    url = unused_url()
+    trajectories = run_episodes(urls=(url,), timeout=0.2)
+    trainer: Any = SimpleNamespace(config=PPOConfig(reward=RewardConfig(max_failed_ratio=0.9)), step=4)
+    with pytest.raises(RuntimeError) as error:
+        PPOTrainer.check(trainer, trajectories)
+    first_line, second_line = str(error.value).splitlines()
+    assert first_line == (
+        "step 5: 8 of 8 samples failed, more than --reward.max_failed_ratio 0.9 allows. 8 of them with:"
+    )
+    assert second_line.startswith(f"no reward within --reward.remote_timeout 0.2 s: {url}: ")

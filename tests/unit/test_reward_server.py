@@ -1,0 +1,263 @@
+"""The parts of the reward server; as a process it is in tests/e2e/test_serve_rm.py."""
+
+import re
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from openrlhf.config.commands import SERVE_RM
+from openrlhf.config.parse import parse, to_yaml
+from openrlhf.config.serve_rm import KEY_VARIABLE, ServeRMConfig
+from openrlhf.datasets.encode import Text
+from openrlhf.models.scorer import ScoreModel, load_scorer
+from openrlhf.rollout.reward_server import text_of
+from openrlhf.rollout.scoring import ROUND, QueueFull, Scored, ScoreQueue, TextScorer
+from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
+from openrlhf.types import PackedRow
+
+TOKENIZER = tiny_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+
+
+def config_of(*flags: str) -> ServeRMConfig:
+    return parse(SERVE_RM, ["--reward.model_name_or_path", "org/rm", *flags]).config
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--reward.model_name_or_path", "None"), "--reward.model_name_or_path: is required"),
+        (("--reward.model_name_or_path", "./nothing"), "./nothing: does not exist"),
+        (("--host", "0.0.0.0"), "--host 0.0.0.0: without a key only this machine may ask"),
+        (("--host", "::"), "--host ::: without a key"),
+        (("--host", "rm0.example.org"), "--host rm0.example.org: without a key"),
+        (("--api_key", "True"), f"--api_key: the environment variable {KEY_VARIABLE} is not set"),
+        (("--api_key", "***"), "--api_key: is a mask, not a key"),
+        (("--port", "65536"), "--port 65536: must be at least 0 and at most 65535"),
+        (("--max_queue", "10"), "--max_texts 4096: a request of so many could never wait: max_queue is 10"),
+        (("--ds.load_in_4bit",), "--ds.load_in_4bit: 4-bit inference is not available yet"),
+        (
+            ("--ds.param_dtype", "fp32", "--ds.attn_implementation", "flash_attention_2"),
+            "flash attention has no float32",
+        ),
+    ],
+)
+def test_what_is_refused(flags: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        config_of(*flags)
+    assert stop.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_this_machine_needs_no_key(host: str) -> None:
+    assert config_of("--host", host).key is None
+
+
+def test_where_a_key_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config_of("--host", "0.0.0.0", "--api_key", "abc").key == "abc"
+    monkeypatch.setenv(KEY_VARIABLE, "def")
+    assert config_of("--host", "0.0.0.0").key == "def"
+    assert config_of("--api_key", "True").key == "def"
+    assert config_of("--api_key", "abc").key == "abc"
+
+
+def test_a_key_is_never_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of("--api_key", "abc123")
+    assert "abc123" not in to_yaml(config)
+    with pytest.raises(SystemExit):
+        config_of("--api_key", "abc123", "--help")
+    with pytest.raises(SystemExit):
+        config_of("--api_key", "abc123", "abc123")
+    printed = capsys.readouterr()
+    assert re.search(r"--api_key TEXT \| None \(now: \*\*\*\)", printed.out)
+    assert "abc123" not in printed.out
+
+
+@pytest.mark.parametrize(
+    ("query", "prompt", "expected"),
+    [
+        ("a: b", "", Text(text="a: b")),
+        ("a: b", "a: ", Text(text="a: b", spans=((3, 4),))),
+        ("a: b\n\n", "a: ", Text(text="a: b", spans=((3, 4),))),
+        ("a: b", "elsewhere", Text(text="a: b")),
+        ("a: ", "a: ", Text(text="a: ")),
+        ("\n", "", Text(text="\n")),
+    ],
+)
+def test_what_the_model_reads_of_a_query(query: str, prompt: str, expected: Text) -> None:
+    assert text_of(query, prompt) == expected
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ScoreModel:
+    folder = tiny_chat_model(tmp_path_factory.mktemp("lm"))
+    torch.manual_seed(0)
+    return load_scorer(str(folder), flag="--model", dtype="fp32", attention="auto").eval()
+
+
+class Watched(ScoreModel):
+    """Keeps the lengths of its rows, and refuses rows with more than `most` tokens."""
+
+    def __init__(self, model: ScoreModel, most: int = 10**9) -> None:
+        super().__init__(model.model)
+        self.most, self.rows = most, []
+
+    def forward(self, row: PackedRow) -> Tensor:
+        self.rows.append(row.lengths)
+        if sum(row.lengths) > self.most:
+            raise RuntimeError("out of memory")
+        return super().forward(row)
+
+
+TEXTS = [Text(text="1" * n) for n in (30, 2, 9, 14, 1, 22, 5)]
+"""With their end, a token more than characters."""
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "batch_size", "most_tokens", "most_texts"),
+    [(1000, None, 90, 7), (32, None, 32, 7), (1000, 2, 90, 2), (5, None, 31, 7)],
+)
+def test_scores_do_not_depend_on_rows(
+    model: ScoreModel, max_tokens: int, batch_size: int | None, most_tokens: int, most_texts: int
+) -> None:
+    alone = [TextScorer(model, TOKENIZER, max_len=64, max_tokens=1000)([text])[0] for text in TEXTS]
+    watched = Watched(model)
+    scorer = TextScorer(watched, TOKENIZER, max_len=64, max_tokens=max_tokens, batch_size=batch_size)
+    results = scorer(TEXTS)
+    assert [r.score for r in results] == pytest.approx([r.score for r in alone], abs=1e-6)
+    assert max(sum(row) for row in watched.rows) <= most_tokens
+    assert max(len(row) for row in watched.rows) <= most_texts
+    assert sum(len(row) for row in watched.rows) == len(TEXTS)
+
+
+def test_scores_are_normalized(model: ScoreModel) -> None:
+    plain = TextScorer(model, TOKENIZER, max_len=64, max_tokens=1000)(TEXTS)
+    normalized = TextScorer(model, TOKENIZER, max_len=64, max_tokens=1000, mean=3.0, std=2.0)(TEXTS)
+    assert [r.score for r in normalized] == pytest.approx([(r.score - 3) / 2 for r in plain])
+
+
+def test_a_long_text_is_cut_before_its_end(model: ScoreModel) -> None:
+    scorer = TextScorer(model, TOKENIZER, max_len=10, max_tokens=1000)
+    long, short, fits = scorer([Text(text="1" * 30), Text(text="1" * 9), Text(text="1" * 8)])
+    assert (long.is_cut, short.is_cut, fits.is_cut) == (True, False, False)
+    assert long.score == pytest.approx(short.score) and long.score != pytest.approx(fits.score)
+
+
+def test_a_row_that_fails_fails_alone(model: ScoreModel, caplog: pytest.LogCaptureFixture) -> None:
+    scorer = TextScorer(Watched(model, most=20), TOKENIZER, max_len=64, max_tokens=20)
+    results = scorer(TEXTS)
+    assert [isinstance(result, RuntimeError) for result in results] == [True, *[False] * 4, True, False]
+    assert caplog.text.count("a row of 1 texts failed: RuntimeError: out of memory") == 2
+
+
+class Slow:
+    """Scores the length of a text, when it is allowed to; `calls` has the number of texts of each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.started, self.allowed = threading.Semaphore(0), threading.Event()
+
+    def __call__(self, texts):
+        self.calls.append(len(texts))
+        self.started.release()
+        assert self.allowed.wait(10)
+        fates = {"nan": float("nan"), "bad": RuntimeError("no")}
+        return [self._result(fates.get(text.text, float(len(text.text)))) for text in texts]
+
+    @staticmethod
+    def _result(fate):
+        return fate if isinstance(fate, Exception) else Scored(score=fate, is_cut=False)
+
+
+def submit(queue: ScoreQueue, *texts: str) -> Future:
+    return queue.submit([Text(text=text) for text in texts])
+
+
+def test_requests_that_wait_are_scored_together() -> None:
+    score = Slow()
+    queue = ScoreQueue(score, max_waiting=1000)
+    requests = [submit(queue, "a")]
+    assert score.started.acquire(timeout=10)
+    requests += [submit(queue, "bb", "ccc"), submit(queue, *["d"] * (ROUND - 2)), submit(queue, "eeee")]
+    assert (queue.num_waiting, queue.num_scoring) == (ROUND + 1, 1)
+    score.allowed.set()
+    assert [result.score for result in requests[1].result(10)] == [2.0, 3.0]
+    assert [result.score for result in requests[3].result(10)] == [4.0]
+    assert score.calls == [1, ROUND, 1]
+    queue.close()
+    assert not queue.is_working and queue.num_waiting == 0
+
+
+def test_a_full_queue_takes_no_more() -> None:
+    score = Slow()
+    queue = ScoreQueue(score, max_waiting=3)
+    first = submit(queue, "a")
+    assert score.started.acquire(timeout=10)
+    second = submit(queue, "b", "c")
+    with pytest.raises(QueueFull):
+        submit(queue, "d", "e")
+    third = submit(queue, "f")
+    score.allowed.set()
+    assert [len(request.result(10)) for request in (first, second, third)] == [1, 2, 1]
+    queue.close()
+
+
+def test_who_gave_up_is_not_scored() -> None:
+    score = Slow()
+    queue = ScoreQueue(score, max_waiting=10)
+    submit(queue, "a")
+    assert score.started.acquire(timeout=10)
+    assert submit(queue, "b", "c").cancel()
+    last = submit(queue, "d")
+    score.allowed.set()
+    last.result(10)
+    assert score.calls == [1, 1]
+    queue.close()
+
+
+def test_one_bad_request_fails_alone() -> None:
+    score = Slow()
+    queue = ScoreQueue(score, max_waiting=10)
+    submit(queue, "a")
+    assert score.started.acquire(timeout=10)
+    fine, nan, bad = submit(queue, "b"), submit(queue, "c", "nan"), submit(queue, "bad")
+    score.allowed.set()
+    assert [result.score for result in fine.result(10)] == [1.0]
+    with pytest.raises(RuntimeError, match=r"^the score of text 1 is nan$"):
+        nan.result(10)
+    with pytest.raises(RuntimeError, match=r"^text 0 could not be scored: RuntimeError$"):
+        bad.result(10)
+    assert submit(queue, "later").result(10)[0].score == 5.0
+    queue.close()
+
+
+def test_an_error_outside_the_model_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(texts):
+        raise KeyError("private")
+
+    queue = ScoreQueue(fail, max_waiting=10)
+    with pytest.raises(RuntimeError, match="could not be scored: KeyError"):
+        submit(queue, "a").result(10)
+    assert queue.is_working and "private" not in caplog.text
+    queue.close()
+
+
+def test_a_model_without_statistics_is_told(tmp_path: Path) -> None:
+    from openrlhf.cli.serve_rm import check
+
+    folder = str(tiny_chat_model(tmp_path / "lm"))
+    flags = ("--reward.model_name_or_path", folder)
+    check(config_of(*flags, "--data.max_len", "512"))
+    with pytest.raises(ValueError, match="has no mean and std"):
+        check(config_of(*flags, "--reward.normalize_enable"))
+    with pytest.raises(ValueError, match=r"--data.max_len 2048: .* reads at most 512 tokens"):
+        check(config_of(*flags))
