@@ -47,9 +47,9 @@ class MuonConfig:
     momentum: Decay = 0.95
     """Decay rate of the momentum."""
     ns_steps: Count = 5
-    """Newton-Schulz steps."""
+    """Newton-Schulz steps. Accepted for old commands: DeepSpeed's Muon takes 5."""
     nesterov: bool = True
-    """Nesterov momentum."""
+    """Nesterov momentum. Accepted for old commands: DeepSpeed's Muon has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

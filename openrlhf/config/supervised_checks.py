@@ -97,6 +97,7 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
             *local_datasets(config, ("data.dataset", "data.dataset_probs"), ("eval.dataset", None)),
             *chain.from_iterable(own),
             *optimizer("", config),
+            *_muon(config),
             *batches(config, max(ranks, 1), None, ""),
             *precision(config),
             *_four_bits(config),
@@ -108,7 +109,6 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
 
 
 SUPERVISED_NOT_YET: Mapping[str, str] = {
-    "optim": "Muon is",
     "ds.use_liger_kernel": "the Liger kernel is",
     "ds.ring_attn_size": "ring attention is",
     "ds.tensor_parallel_size": "tensor parallel training is",
@@ -120,6 +120,11 @@ SUPERVISED_NOT_YET: Mapping[str, str] = {
 
 
 SUPERVISED_UNREAD = (
+    Unread(
+        keys=("muon.ns_steps", "muon.nesterov"),
+        when=lambda c: c.optim == "muon",
+        why="DeepSpeed's Muon always takes 5 steps with Nesterov momentum",
+    ),
     Unread(keys=("muon.",), when=lambda c: c.optim == "adam", why="the optimizer is adam"),
     Unread(
         keys=("min_lr_ratio",),
@@ -201,6 +206,18 @@ def _balance(config: SupervisedConfig) -> Iterator[Problem]:
             key="model.gradient_checkpointing_reentrant",
             text="hides the routers from the balance loss (model.aux_loss_coef); remove one",
         )
+
+
+def _muon(config: SupervisedConfig) -> Iterator[Problem]:
+    if config.optim != "muon":
+        return
+    if config.max_norm > 0 and config.ds.zero_stage > 0:
+        yield Problem(
+            key="max_norm",
+            text="DeepSpeed clips what Muon has made orthogonal, and little is left of it; use --max_norm 0",
+        )
+    if config.ds.adam_offload:
+        yield Problem(key="ds.adam_offload", text="keeps states of Adam on the CPU, not of Muon; remove it")
 
 
 def _multiturn(config: SFTConfig | KDConfig) -> Iterator[Problem]:

@@ -6,12 +6,14 @@ from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.device import DEVICE_TYPE
 
 
-def training_config(ds: DeepSpeedConfig, *, max_norm: float) -> dict:
+def training_config(ds: DeepSpeedConfig, *, max_norm: float, muon: bool = False) -> dict:
     """For a model that is trained. Accumulation stays at 1: the engine drives the boundary itself, because
     the number of micro-batches differs from step to step."""
     zero = _zero_section(ds)
     if ds.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": DEVICE_TYPE == "cuda"}
+    if muon and ds.zero_stage == 3:
+        zero["reduce_scatter"] = False  # every rank needs whole gradients to orthogonalise them
     config = _common(ds, zero) | {"gradient_clipping": max_norm}
     if ds.grad_accum_dtype is not None:
         config["data_types"] = {"grad_accum_dtype": ds.grad_accum_dtype}

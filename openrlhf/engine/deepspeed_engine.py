@@ -51,7 +51,9 @@ class DeepSpeedEngine:
         self.clips_itself = self.stage == 0 and ds.param_dtype == "fp32"
         self.max_norm = optim.max_norm
         self.scales_loss = ds.param_dtype == "fp16"
-        config = training_config(ds, max_norm=0.0 if self.clips_itself else optim.max_norm)
+        config = training_config(
+            ds, max_norm=0.0 if self.clips_itself else optim.max_norm, muon=optim.optim == "muon"
+        )
         self._zero3_init = HfDeepSpeedConfig(config) if self.stage == 3 else None
         module = build_model()
         module.register_state_dict_post_hook(_leave_out_frozen)
@@ -274,9 +276,14 @@ def full_numel(param: nn.Parameter) -> int:
     return param.ds_numel if hasattr(param, "ds_numel") else param.numel()
 
 
-def _optimizer(module: nn.Module, optim: OptimConfig, ds: DeepSpeedConfig) -> torch.optim.Optimizer:
-    """AdamW with biases and norms exempt from decay."""
+def _optimizer(module: RowModel, optim: OptimConfig, ds: DeepSpeedConfig) -> torch.optim.Optimizer:
+    """AdamW with biases and norms exempt from decay; or Muon for matrices, and that for the rest."""
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    matrices = _matrices(module) if optim.optim == "muon" else []
+    by_muon = {id(p) for p in matrices}
+    for _, p in trainable:
+        setattr(p, "use_muon", id(p) in by_muon)  # noqa: B010  DeepSpeed's ZeRO asks the parameter
+    trainable = [(name, p) for name, p in trainable if id(p) not in by_muon]
     is_exempt = lambda name: name.endswith("bias") or "norm" in name.lower().rsplit(".", 2)[-2]
     groups = [
         {
@@ -287,6 +294,8 @@ def _optimizer(module: nn.Module, optim: OptimConfig, ds: DeepSpeedConfig) -> to
     ]
     adam = {"lr": optim.adam.lr, "betas": optim.adam.betas, "eps": optim.adam.eps}
     groups = [g for g in groups if g["params"]]
+    if matrices:
+        return _muon(groups, adam, matrices, optim)
     if DEVICE_TYPE == "cuda" and ds.adam_offload:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -296,6 +305,24 @@ def _optimizer(module: nn.Module, optim: OptimConfig, ds: DeepSpeedConfig) -> to
 
         return FusedAdam(groups, **adam)
     return torch.optim.AdamW(groups, **adam, fused=True)
+
+
+def _matrices(module: RowModel) -> list[Tensor]:
+    """What Muon trains: the weights of linear layers, but not embeddings nor the head, whose rows are
+    tokens."""
+    model = module.model
+    ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
+    layers = [m.weight for m in model.base_model.modules() if isinstance(m, nn.Linear)]
+    return [weight for weight in layers if weight.requires_grad and id(weight) not in ends]
+
+
+def _muon(groups: list[dict], adam: dict, matrices: list, optim: OptimConfig) -> torch.optim.Optimizer:
+    """https://kellerjordan.github.io/posts/muon, as DeepSpeed spreads it over ranks."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # compiles kernels when imported
+
+    muon = {"lr": optim.muon.lr, "momentum": optim.muon.momentum, "weight_decay": optim.adam.weight_decay}
+    others = [group | adam | {"use_muon": False} for group in groups]
+    return MuonWithAuxAdam([*others, muon | {"params": matrices, "use_muon": True}])
 
 
 def _check_finite(metrics: Metrics, step: int) -> None:

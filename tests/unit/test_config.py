@@ -613,6 +613,17 @@ CHECKS = [
         "nothing would read it: data.apply_chat_template formats",
     ),
     (SFT, "--muon.lr 1", "nothing would read it: the optimizer is adam"),
+    (SFT, "--optim muon", "--max_norm 1.0: DeepSpeed clips what Muon has made orthogonal"),
+    (
+        SFT,
+        "--optim muon --max_norm 0 --muon.ns_steps 4",
+        "nothing would read it: DeepSpeed's Muon always takes 5 steps with Nesterov momentum",
+    ),
+    (
+        SFT,
+        "--optim muon --max_norm 0 --ds.adam_offload",
+        "--ds.adam_offload: keeps states of Adam on the CPU, not of Muon; remove it",
+    ),
     (SFT, "--data.no_cache_enable --data.cache_dir x", "nothing would read it: data.cache_enable is off"),
     (
         RM,

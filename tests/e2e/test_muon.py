@@ -1,0 +1,74 @@
+"""Muon through the command: what one step does to a weight, and that layout and resume change nothing."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from openrlhf.observe.trackers import read_metrics
+from openrlhf.tasks.prepare import TaskFiles
+
+LR = {"muon": 0.02, "adam": 1e-3}
+
+
+def train(task: TaskFiles, folder: Path, ranks: int, flags: str) -> dict[int, float]:
+    """The loss of each step."""
+    command = (
+        f"{Path(sys.executable).with_name('torchrun')} --standalone --nproc_per_node {ranks} "
+        f"-m openrlhf.cli.train_sft --model.model_name_or_path {task.model} --data.dataset {task.sft} "
+        "--data.output_key output --data.apply_chat_template --data.max_len 128 --data.max_samples 64 "
+        "--train.batch_size 16 --train.max_epochs 1 --optim muon --max_norm 0 --lr_scheduler constant "
+        f"--muon.lr {LR['muon']} --adam.lr {LR['adam']} --ds.param_dtype fp32 --ckpt.path {folder}/ckpt "
+        f"--ckpt.output_dir {folder}/model --logger.run_dir {folder}/run {flags}"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {step: m["sft/loss"] for step, m in read_metrics(folder / "run" / "metrics.jsonl").items()}
+
+
+@pytest.fixture(scope="module")
+def reference(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("stage0")
+    return train(task, folder, 1, "--ds.zero_stage 0 --train.micro_batch_size 8")
+
+
+def test_a_step_is_orthogonal_for_matrices_and_adam_for_the_rest(task: TaskFiles, tmp_path: Path) -> None:
+    """Newton-Schulz with Muon's coefficients brings the singular values of an update near 1, times
+    sqrt(rows / columns) where there are more rows; Adam's first step is its learning rate."""
+    train(task, tmp_path, 1, "--ds.zero_stage 2 --data.max_samples 16 --train.micro_batch_size 4")
+    before, after = (
+        dict(AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).named_parameters())
+        for f in (task.model, tmp_path / "model")
+    )
+    for name, weight in before.items():
+        update = (after[name] - weight).detach()
+        if "proj" in name:
+            rows, columns = update.shape
+            singular = torch.linalg.svdvals(update) / (LR["muon"] * max(1, rows / columns) ** 0.5)
+            assert 0.5 < singular.median() < 1.3 and singular.max() < 1.4, name
+        else:
+            largest = update.abs().max().item()
+            assert largest == pytest.approx(LR["adam"], rel=0.05), name
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 2), (3, 2)])
+def test_losses_do_not_depend_on_the_layout(
+    task: TaskFiles, tmp_path: Path, reference: dict[int, float], stage: int, ranks: int
+) -> None:
+    losses = train(task, tmp_path, ranks, f"--ds.zero_stage {stage} --train.micro_batch_size 4")
+    assert losses == pytest.approx(reference, rel=1e-5)
+    assert losses[4] < losses[1] - 0.5
+
+
+def test_resume_keeps_the_momentum(task: TaskFiles, tmp_path: Path, reference: dict[int, float]) -> None:
+    flags = "--ds.zero_stage 2 --train.micro_batch_size 8 --ckpt.save_steps 2 --ckpt.max_num 3"
+    train(task, tmp_path, 1, flags)
+    (tmp_path / "ckpt" / "latest").write_text("global_step2")
+    losses = train(task, tmp_path, 1, f"{flags} --ckpt.load_enable")
+    assert losses == pytest.approx(reference, rel=1e-5)
