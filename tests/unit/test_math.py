@@ -1,0 +1,58 @@
+import subprocess
+import sys
+
+import pytest
+
+from openrlhf.utils import extract_boxed_answer, grade_answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1}, no: \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{ x^{2} + {y} }", "x^{2} + {y}"),
+        (r"\fbox{7}", "7"),
+        (r"the set \boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"$\boxed 5$ is it", "5"),
+        (r"\boxed{}", ""),
+        (r"\boxed{3} and then \boxed{4", "3"),
+        ("no box", None),
+        (r"\boxed{never closed", None),
+        ("", None),
+    ],
+)
+def test_the_last_complete_box_is_the_answer(text, answer):
+    assert extract_boxed_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("prediction", "truth"),
+    [
+        ("42", "42"),
+        ("0.5", r"\frac{1}{2}"),
+        (r"\frac{2}{4}", "1/2"),
+        ("x + 1", "1+x"),
+        (r"2\sqrt{2}", r"\sqrt{8}"),
+        (r"\{2, 1\}", r"\{1,2\}"),
+        ("a word", "aword"),
+    ],
+)
+def test_equal_answers(prediction, truth):
+    assert grade_answer(prediction, truth)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "truth"), [("41", "42"), (None, "42"), ("", "42"), ("x+2", "x+1"), ("(1,2)", "(2,1)")]
+)
+def test_other_answers(prediction, truth):
+    assert not grade_answer(prediction, truth)
+
+
+def test_reward_files_import_nothing_heavy():
+    code = (
+        "import sys; from openrlhf.utils import grade_answer; "
+        "assert not {'torch', 'sympy', 'transformers'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
