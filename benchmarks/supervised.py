@@ -53,7 +53,7 @@ from openrlhf.datasets.batches import Windows
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
 from openrlhf.engine.distributed import current_device, init_distributed, leave_distributed
-from openrlhf.engine.reference import answers_of
+from openrlhf.engine.precompute import answers_of
 from openrlhf.models.attention import PACKED, packing_kwargs
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel

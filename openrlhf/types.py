@@ -10,6 +10,9 @@
     Experience     the three together: all that an update needs of one sample
     ExperienceRow  experiences laid end to end in one packed row: what one forward pass reads
 
+In supervised learning a dataset has Samples, Pairs of them, Judged ones or solutions with Steps; one forward
+pass reads a PackedRow, PairRow, JudgedRow or StepsRow.
+
 Shapes: B sequences, L tokens in a sequence, N tokens in a packed row (the sum of L), A actions.
 An action is a token that the policy chose and is trained on; in supervised learning, a token with loss. A
 (L,) or (N,) field speaks of the token at that index. A (A,) field has one entry for each True of the matching

@@ -86,7 +86,7 @@ def run(config: BatchInferenceConfig) -> None:
 def check(config: BatchInferenceConfig) -> None:
     """Everything that can be wrong with files, before anything is loaded."""
     from openrlhf.datasets.sources import check_columns
-    from openrlhf.models.loading import load_config
+    from openrlhf.models.loading import check_room, load_config
 
     model_config = load_config(config.model.model_name_or_path, MODEL_FLAG)
     check_columns(
@@ -95,14 +95,8 @@ def check(config: BatchInferenceConfig) -> None:
         required_columns=_columns(config),
         split=config.data.dataset_split,
     )
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    longest = _longest(config)
-    if limit and longest > limit:
-        what = "--data.max_len" if config.task == "rm" else "--data.prompt_max_len + --rollout.max_new_tokens"
-        raise ValueError(
-            f"{what} {longest}: {config.model.model_name_or_path} reads at most {limit} tokens."
-            "\nMake it smaller."
-        )
+    flags = "--data.max_len" if config.task == "rm" else "--data.prompt_max_len + --rollout.max_new_tokens"
+    check_room(model_config, _longest(config), flags=flags, path=config.model.model_name_or_path)
 
 
 def build_work(config: BatchInferenceConfig, tokenizer) -> tuple[list[Any], dict[str, Any]]:

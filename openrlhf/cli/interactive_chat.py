@@ -44,15 +44,12 @@ def run(config: ChatConfig) -> None:
 
 
 def check(config: ChatConfig) -> None:
-    from openrlhf.models.loading import load_config
+    from openrlhf.models.loading import check_room, load_config
 
     model_config = load_config(config.model.model_name_or_path, MODEL_FLAG)
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if limit and config.data.max_len > limit:
-        raise ValueError(
-            f"--data.max_len {config.data.max_len}: {config.model.model_name_or_path} reads at most {limit} "
-            "tokens.\nMake it smaller."
-        )
+    check_room(
+        model_config, config.data.max_len, flags="--data.max_len", path=config.model.model_name_or_path
+    )
 
 
 def _conversation(config: ChatConfig, tokenizer):

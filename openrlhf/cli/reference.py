@@ -25,7 +25,7 @@ def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
     are given what `read(model, row)` says of each item."""
     from openrlhf.cli.supervised import load_language_model
     from openrlhf.engine.deepspeed_engine import FrozenModel
-    from openrlhf.engine.reference import answers_of
+    from openrlhf.engine.precompute import answers_of
     from openrlhf.models.lora import has_adapters
     from openrlhf.models.policy import PolicyModel
 
@@ -57,7 +57,7 @@ def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
 def _remembered(run, path: str, dataset, compute: Callable):
     """From the data cache, where model, precision and tokens are the same."""
     from openrlhf.datasets.cache import arrays_digest, cache_folder, digest
-    from openrlhf.engine.reference import kept
+    from openrlhf.engine.precompute import kept
     from openrlhf.models.loading import model_digest
 
     data, ds = run.config.data, run.config.ds

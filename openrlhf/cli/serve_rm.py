@@ -31,18 +31,14 @@ def run(config: ServeRMConfig) -> None:
 
 def check(config: ServeRMConfig) -> None:
     """Everything that can be wrong with files, before the model is loaded."""
-    from openrlhf.models.loading import load_config
+    from openrlhf.models.loading import check_room, load_config
     from openrlhf.models.scorer import score_statistics
 
     path = config.reward.model_name_or_path or ""
     model_config = load_config(path, MODEL_FLAG)
     if config.reward.normalize_enable:
         score_statistics(model_config, path)
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if limit and config.data.max_len > limit:
-        raise ValueError(
-            f"--data.max_len {config.data.max_len}: {path} reads at most {limit} tokens.\nMake it smaller."
-        )
+    check_room(model_config, config.data.max_len, flags="--data.max_len", path=path)
 
 
 def load(config: ServeRMConfig):

@@ -1,17 +1,16 @@
 """Knowledge distillation: `python -m openrlhf.cli.train_kd`, or the same under torchrun or deepspeed."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from openrlhf.cli import supervised
-from openrlhf.cli.train_sft import response_builder, response_columns
+from openrlhf.cli.train_sft import ResponsesTask
 from openrlhf.config.commands import KD
 from openrlhf.config.supervised import KDConfig
 
 TEACHER_FLAG = "--teacher.model_name_or_path"
 
 
-class DistillationTask(supervised.Task[KDConfig]):
+class DistillationTask(ResponsesTask[KDConfig]):
     command = KD
     module = "openrlhf.cli.train_kd"
 
@@ -23,17 +22,6 @@ class DistillationTask(supervised.Task[KDConfig]):
         check_model(path, TEACHER_FLAG)
         own, other = supervised.load_tokenizer_of(self.config), load_tokenizer(path, flag=TEACHER_FLAG)
         check_same_vocabulary(own, other, TEACHER_FLAG, path)
-
-    def columns(self) -> Mapping[str, str | None]:
-        return response_columns(self.config)
-
-    def builder(self) -> partial:
-        return response_builder(self.config)
-
-    def collate(self, items: list):
-        from openrlhf.types import PackedRow
-
-        return PackedRow.of(items)
 
     def load_model(self, tokenizer):
         from openrlhf.models.student import StudentModel

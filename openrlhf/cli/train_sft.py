@@ -2,53 +2,53 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from openrlhf.cli import supervised
 from openrlhf.config.commands import SFT
 from openrlhf.config.supervised import KDConfig, SFTConfig
 
+ConfigT = TypeVar("ConfigT", SFTConfig, KDConfig)
 
-class SFTTask(supervised.Task[SFTConfig]):
-    command = SFT
-    module = "openrlhf.cli.train_sft"
+
+class ResponsesTask(supervised.Task[ConfigT]):
+    """Samples with loss on the responses, or on everything with model.pretrain_mode_enable."""
 
     def columns(self) -> Mapping[str, str | None]:
-        return response_columns(self.config)
+        data = self.config.data
+        output_key = None if self.config.model.pretrain_mode_enable else data.output_key
+        return {"--data.input_key": data.input_key, "--data.output_key": output_key}
 
     def builder(self) -> partial:
-        return response_builder(self.config)
+        from openrlhf.datasets.sft import build_sft_samples
+
+        data = self.config.data
+        return partial(
+            build_sft_samples,
+            input_key=data.input_key,
+            output_key=data.output_key,
+            apply_chat_template=data.apply_chat_template,
+            input_template=data.input_template,
+            multiturn=data.multiturn,
+            pretrain=self.config.model.pretrain_mode_enable,
+            max_len=data.max_len,
+            bad_rows=data.bad_rows,
+        )
 
     def collate(self, items: list):
         from openrlhf.types import PackedRow
 
         return PackedRow.of(items)
 
+
+class SFTTask(ResponsesTask[SFTConfig]):
+    command = SFT
+    module = "openrlhf.cli.train_sft"
+
     def objective(self, run):
         from openrlhf.objectives.sft import SFTObjective
 
         return SFTObjective()
-
-
-def response_columns(config: SFTConfig | KDConfig) -> Mapping[str, str | None]:
-    output_key = None if config.model.pretrain_mode_enable else config.data.output_key
-    return {"--data.input_key": config.data.input_key, "--data.output_key": output_key}
-
-
-def response_builder(config: SFTConfig | KDConfig) -> partial:
-    """Samples with loss on the responses, or on everything with model.pretrain_mode_enable."""
-    from openrlhf.datasets.sft import build_sft_samples
-
-    return partial(
-        build_sft_samples,
-        input_key=config.data.input_key,
-        output_key=config.data.output_key,
-        apply_chat_template=config.data.apply_chat_template,
-        input_template=config.data.input_template,
-        multiturn=config.data.multiturn,
-        pretrain=config.model.pretrain_mode_enable,
-        max_len=config.data.max_len,
-        bad_rows=config.data.bad_rows,
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.bad_rows import BadRow, value_of
 from openrlhf.datasets.encode import Text
-from openrlhf.datasets.sources import Row
+from openrlhf.datasets.files import Row
 from openrlhf.datasets.templates import Message, as_messages, check_templates, render_messages, render_prompt
 
 

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
-from openrlhf.datasets.sources import Row, Rows, kind
+from openrlhf.datasets.files import Row, kind
+from openrlhf.datasets.sources import Rows
 from openrlhf.observe.tracked import tracked
 
 ReadT = TypeVar("ReadT")

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.bad_rows import Policy, read_each
-from openrlhf.datasets.sources import Row, Rows
+from openrlhf.datasets.files import Row
+from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.store import SampleStore
 
 ItemT = TypeVar("ItemT")
@@ -126,6 +127,12 @@ def _encode_slow(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     return token_ids, learned
 
 
+def encode_plainly(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """The tokens of each text, without special tokens around them."""
+    for block in _blocks(texts):
+        yield from tokenizer(block, add_special_tokens=False)["input_ids"]
+
+
 def token_ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -139,6 +146,18 @@ def finish(tokens: Tokens, eos: int | None) -> None:
         learned.append(True)
     if learned:
         learned[0] = False
+
+
+def with_end(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """With an end-of-sequence token, where they do not end with one."""
+    if token_ids and token_ids[-1] == tokenizer.eos_token_id:
+        return token_ids
+    return [*token_ids, tokenizer.eos_token_id]
+
+
+def cut_before_end(token_ids: list[int], max_len: int) -> list[int]:
+    """At most max_len tokens, of which the last, that a reward model is read at, stays the last."""
+    return token_ids if len(token_ids) <= max_len else [*token_ids[: max_len - 1], token_ids[-1]]
 
 
 def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> str:

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.answers import plain_answer, scored_answer
 from openrlhf.datasets.bad_rows import BadRow, Policy, bad_row_error, read_rows, value_of
-from openrlhf.datasets.encode import Encoder, Text
-from openrlhf.datasets.sources import Row, Rows
+from openrlhf.datasets.encode import Encoder, Text, cut_before_end, encode_plainly, with_end
+from openrlhf.datasets.files import Row
+from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.templates import as_messages, check_templates, render_prompt
 from openrlhf.types import Sample
 
@@ -80,7 +81,7 @@ def build_questions(
         return value, text
 
     prompts, skipped = read_rows(chosen, read, bad_rows)
-    encoded = encode_prompts([text for _, text in prompts.values()], tokenizer)
+    encoded = encode_plainly([text for _, text in prompts.values()], tokenizer)
     questions = []
     for (i, (value, _)), token_ids in zip(prompts.items(), encoded, strict=True):
         if 0 < len(token_ids) <= max_len:
@@ -146,13 +147,6 @@ def with_suffix(value: Input, suffix: str) -> Input:
     return [*others, last | {"content": with_suffix(last["content"], suffix)}]
 
 
-def encode_prompts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    encoded: list[list[int]] = []
-    for start in range(0, len(texts), 1000):  # the tokenizer works on one list of texts in parallel
-        encoded += tokenizer(texts[start : start + 1000], add_special_tokens=False)["input_ids"]
-    return encoded
-
-
 def fingerprint(items: Iterable[Question | Answer]) -> str:
     """Changes when a prompt, an answer, a template or a number does."""
     digest = hashlib.blake2b(digest_size=16)
@@ -162,19 +156,10 @@ def fingerprint(items: Iterable[Question | Answer]) -> str:
     return digest.hexdigest()
 
 
-def with_end(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """With an end-of-sequence token, where they do not end with one."""
-    if token_ids and token_ids[-1] == tokenizer.eos_token_id:
-        return token_ids
-    return [*token_ids, tokenizer.eos_token_id]
-
-
 def score_last(token_ids: list[int], max_len: int) -> Sample:
     """What a reward model reads: its one action is the last token. Of more than max_len tokens, those before
     it are cut off."""
-    if len(token_ids) > max_len:
-        token_ids = [*token_ids[: max_len - 1], token_ids[-1]]
-    ids = torch.tensor(token_ids)
+    ids = torch.tensor(cut_before_end(token_ids, max_len))
     return Sample(token_ids=ids, action_mask=torch.arange(len(ids)) == len(ids) - 1)
 
 

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.datasets.answers import check_answer_flags, read_answer
 from openrlhf.datasets.bad_rows import BadRow, Policy, value_of
 from openrlhf.datasets.encode import Text, check_left, finish, read_tokens, reason_to_drop
+from openrlhf.datasets.files import Row, kind
 from openrlhf.datasets.labelled import TwoSamples
-from openrlhf.datasets.sources import Row, Rows, kind
+from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.store import SampleStore
 from openrlhf.types import Judged
 

@@ -10,9 +10,18 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.answers import mark_answer, plain_answer, scored_answer
 from openrlhf.datasets.bad_rows import BadRow, Policy, value_of
-from openrlhf.datasets.encode import Text, Tokens, check_left, finish, read_tokens, reason_to_drop
+from openrlhf.datasets.encode import (
+    Text,
+    Tokens,
+    check_left,
+    cut_before_end,
+    finish,
+    read_tokens,
+    reason_to_drop,
+)
+from openrlhf.datasets.files import Row, kind
 from openrlhf.datasets.labelled import TwoSamples
-from openrlhf.datasets.sources import Row, Rows, kind
+from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.store import SampleStore
 from openrlhf.datasets.templates import Message, as_messages, check_templates, render_prompt
 from openrlhf.types import Pair
@@ -112,9 +121,7 @@ def _end_learned(tokens: Tokens, max_len: int) -> Tokens:
 
 def _end_scored(tokens: Tokens, max_len: int) -> Tokens:
     """The last token, which ends the text, stays the last."""
-    token_ids = tokens[0]
-    if len(token_ids) > max_len:
-        token_ids = [*token_ids[: max_len - 1], token_ids[-1]]
+    token_ids = cut_before_end(tokens[0], max_len)
     return token_ids, [False] * (len(token_ids) - 1) + [True]
 
 

@@ -1,14 +1,15 @@
 """From rows to prompts for RL and evaluation."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.bad_rows import Policy, bad_row_error, read_rows, value_of
+from openrlhf.datasets.encode import encode_plainly
+from openrlhf.datasets.files import Row
 from openrlhf.datasets.sampler import PromptDataset
-from openrlhf.datasets.sources import Row, Rows
+from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.templates import check_templates, render_prompt
 from openrlhf.types import Prompt
 
@@ -45,7 +46,7 @@ def build_prompts(
 
     read_prompts, skipped = read_rows(rows, read, bad_rows)
     prompts = []
-    lengths = _token_counts([prompt.text for prompt in read_prompts.values()], tokenizer)
+    lengths = map(len, encode_plainly((prompt.text for prompt in read_prompts.values()), tokenizer))
     for (i, prompt), length in zip(read_prompts.items(), lengths, strict=True):
         if 0 < length < max_len:
             prompts.append(replace(prompt, prompt_id=i))
@@ -61,11 +62,3 @@ def build_prompts(
     if not prompts:
         raise ValueError(f"All {len(rows)} prompts were skipped. The first is {rows.origin(0)}.")
     return PromptDataset(prompts, skipped)
-
-
-def _token_counts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    counts: list[int] = []
-    for start in range(0, len(texts), 1000):  # the tokenizer works on one list of texts in parallel
-        encoded = tokenizer(texts[start : start + 1000], add_special_tokens=False)["input_ids"]
-        counts += [len(ids) for ids in encoded]
-    return counts

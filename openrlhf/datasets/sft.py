@@ -5,7 +5,8 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.datasets.answers import check_answer_flags, read_answer
 from openrlhf.datasets.bad_rows import Policy, value_of
 from openrlhf.datasets.encode import Text, check_left, finish, read_tokens, reason_to_drop
-from openrlhf.datasets.sources import Row, Rows
+from openrlhf.datasets.files import Row
+from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.store import SampleStore
 
 

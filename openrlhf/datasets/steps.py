@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.bad_rows import BAD_ROW, BadRow, Policy, bad_row_error, value_of
 from openrlhf.datasets.encode import NOTHING_TO_LEARN, Text, check_left, read_tokens, token_ids_of
+from openrlhf.datasets.files import Row, kind
 from openrlhf.datasets.labelled import LabelledSamples
-from openrlhf.datasets.sources import Row, Rows, kind
+from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.store import SampleStore
 from openrlhf.types import Steps
 

@@ -7,7 +7,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.bad_rows import BadRow
-from openrlhf.datasets.sources import kind
+from openrlhf.datasets.files import kind
 
 Message = dict[str, Any]
 

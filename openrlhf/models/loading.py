@@ -111,6 +111,14 @@ def check_model(path: str, flag: str) -> None:
     load_config(path, flag)
 
 
+def check_room(model_config, num_tokens: int, *, flags: str, path: str) -> None:
+    """Raise ValueError where sequences of `num_tokens`, which `flags` ask for, are longer than the model
+    reads."""
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if limit and num_tokens > limit:
+        raise ValueError(f"{flags} {num_tokens}: {path} reads at most {limit} tokens.\nMake it smaller.")
+
+
 def load_config(path: str, flag: str):
     """The model's configuration. ValueError, without loading weights, where there is none."""
     if (Path(path) / "adapter_config.json").exists():

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algos.balance import pack_to_budget
-from openrlhf.datasets.encode import Encoder, Text
-from openrlhf.datasets.inference import score_last, with_end
+from openrlhf.datasets.encode import Encoder, Text, with_end
+from openrlhf.datasets.inference import score_last
 from openrlhf.models.scorer import ScoreModel
 from openrlhf.types import PackedRow, Sample
 

@@ -311,7 +311,7 @@ def decoded_on_disk(tmp_path, monkeypatch):
     """The folder that large parquet files are decoded to, and a limit that makes every file large."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("OPENRLHF_CACHE", str(folder))
-    monkeypatch.setattr("openrlhf.datasets.sources.PARQUET_IN_MEMORY", 0)
+    monkeypatch.setattr("openrlhf.datasets.files.PARQUET_IN_MEMORY", 0)
     return folder
 
 

@@ -47,7 +47,7 @@ def kept(path: Path, compute: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 def _write(path: Path, array: np.ndarray) -> None:
-    beside = path.with_name(f"{path.stem}.partial.npy")
+    beside = path.with_name(f"{path.stem}.{os.getpid()}.partial.npy")  # another run may write the same
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(beside, array)

@@ -1,0 +1,361 @@
+"""Files of rows: json, jsonl, csv, parquet and arrow.
+
+Rows are parsed when they are asked for, so that a set may be larger than memory: of a .jsonl file only the
+places of the lines are held, and tables are mapped from disk.
+
+A row keeps the types that its file gives it. The JSON reader of `datasets` turns every "1" of a column into a
+number when one row holds a number, and its JSON columns lose digits of floats; so JSON is read with the
+standard library and stays as Python values. CSV has no types: every value is text.
+"""
+
+import codecs
+import csv
+import json
+import mmap
+import os
+import sys
+import tempfile
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, NoReturn, cast, overload
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from openrlhf.datasets.cache import cache_folder
+from openrlhf.observe.tracked import tracked
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """The rows of one file, saved folder or hub name."""
+
+    name: str
+    rows: Sequence[Row] | datasets.Dataset
+    columns: tuple[str, ...]
+    """Every column that some row has."""
+    kinds: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Column -> kind of value -> the first row with one, in order of rows. Not of tables: see
+    `first_of_kinds`."""
+    lines: Sequence[int] | np.ndarray | None = None
+    """Line of each row, where the format has lines."""
+
+    @classmethod
+    def of(cls, name: str, rows: Sequence[Row], lines: Sequence[int] | None = None) -> "Part":
+        kinds: Kinds = {}
+        for i, row in enumerate(rows):
+            _note_kinds(kinds, row, i)
+        return cls(name=name, rows=rows, columns=tuple(kinds), kinds=kinds, lines=lines)
+
+    @classmethod
+    def of_table(cls, name: str, rows: datasets.Dataset) -> "Part":
+        return cls(name=name, rows=rows, columns=tuple(rows.column_names))
+
+    def origin(self, row: int) -> str:
+        return f"{self.name} row {row + 1}" if self.lines is None else f"{self.name}:{self.lines[row]}"
+
+    def first_of_kinds(self, column: str) -> Iterator[tuple[str, str]]:
+        """(kind, origin) of the first value of each kind in the column, leaving out null. A column of a table
+        has one type."""
+        if not isinstance(self.rows, datasets.Dataset):
+            kinds = self.kinds.get(column, {})
+            yield from ((found, self.origin(row)) for found, row in kinds.items() if found != kind(None))
+            return
+        column_alone = cast(Iterable[Row], self.rows.select_columns([column]))
+        values = ((i, row[column]) for i, row in enumerate(column_alone) if row[column] is not None)
+        yield from ((kind(value), self.origin(i)) for i, value in islice(values, 1))
+
+
+Kinds = dict[str, dict[str, int]]
+
+
+def _note_kinds(kinds: Kinds, row: Row, i: int) -> None:
+    for column, value in row.items():
+        kinds.setdefault(column, {}).setdefault(kind(value), i)
+
+
+def kind(value: Any) -> str:
+    """What a message calls the type of a value."""
+    return _KINDS.get(type(value), type(value).__name__)
+
+
+_KINDS = {
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+class JsonLines(Sequence[Row]):
+    """The rows of a .jsonl file, parsed anew each time. Can be pickled."""
+
+    def __init__(self, path: Path, version: "Version", starts: np.ndarray, lines: np.ndarray, flag: str):
+        """version: of the file in which the lines were found.
+        starts, lines: (rows,) byte at which the line of each row begins, and the number of that line."""
+        self._path = path
+        self._version = version
+        self._starts = starts
+        self._lines = lines
+        self._flag = flag
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, i: int) -> Row: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Row]: ...
+    def __getitem__(self, i: int | slice) -> Row | list[Row]:
+        if isinstance(i, slice):
+            return [self[row] for row in range(len(self))[i]]
+        content = _content(self._path, self._version, self._flag)
+        start = int(self._starts[i])
+        end = content.find(b"\n", start)
+        raw = content[start : len(content) if end < 0 else end]
+        return _parse_line(raw, self._path, int(self._lines[i]), self._flag)
+
+
+Version = tuple[int, ...]
+
+
+def _version(path: Path) -> Version:
+    """Differs once the file has been written to or replaced."""
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+@lru_cache(maxsize=64)  # a map keeps a file open, and a folder may have more files than a process may open
+def _content(path: Path, version: Version, flag: str) -> mmap.mmap:
+    if _version(path) != version:
+        raise ValueError(f"{flag} {path}: the file changed while it was being read. Start again.")
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _read_json_lines(path: Path, flag: str) -> Part:
+    version, starts, lines = _version(path), array("q"), array("q")
+    kinds: Kinds = {}
+    for start, line, row in _json_lines(path, flag):
+        _note_kinds(kinds, row, len(starts))
+        starts.append(start)
+        lines.append(line)
+    numbers = np.array(lines, dtype=np.int64)
+    rows = JsonLines(path, version, np.array(starts, dtype=np.int64), numbers, flag)
+    return Part(name=str(path), rows=rows, columns=tuple(kinds), kinds=kinds, lines=numbers)
+
+
+def _json_lines(path: Path, flag: str) -> Iterator[tuple[int, int, Row]]:
+    """(byte at which the line begins, its number, row) of each line that is not blank."""
+    start = 0
+    with path.open("rb") as file:
+        for line, raw in enumerate(tracked(file, None, f"checking the lines of {path.name}"), start=1):
+            if _decode(raw, f"{flag} {path}:{line}").strip():
+                yield start, line, _parse_line(raw, path, line, flag)
+            start += len(raw)
+
+
+def _parse_line(raw: bytes, path: Path, line: int, flag: str) -> Row:
+    where = f"{flag} {path}:{line}"
+    return _row(_parse_json(_decode(raw, where).strip(), f"{flag} {path}", line), where)
+
+
+def _decode(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8: {error.reason} (byte {error.start + 1}).") from error
+
+
+def _parse_json(text: str, where: str, line: int) -> Any:
+    """`line` is the line of the file on which `text` begins."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        if text.startswith("<"):
+            raise ValueError(
+                f"{where}:{line}: this looks like HTML. Was an error page downloaded?"
+            ) from error
+        found = text.splitlines()[error.lineno - 1][:60]
+        raise ValueError(f"{where}:{line + error.lineno - 1}: not JSON: {error.msg}: {found}") from error
+    except _NotAJsonNumber as error:
+        raise ValueError(f"{where}:{line}: {error} is not JSON. Write a number or null.") from error
+    if "\\ud" in text.lower():
+        _refuse_half_characters(value, f"{where}:{line}")
+    return value
+
+
+class _NotAJsonNumber(Exception):
+    pass
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _NotAJsonNumber(name)
+
+
+def _refuse_half_characters(value: Any, where: str) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"{where}: {half!r} is half of a surrogate pair, not a character.") from error
+
+
+def _row(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise ValueError(f'{where}: a row must be an object such as {{"input": …}}, not {kind(value)}.')
+    return value
+
+
+def _read_json(path: Path, flag: str) -> Part:
+    """A list of objects; or, as many files of this name are, one object in each line."""
+    if _has_a_row_in_each_line(path):
+        return _read_json_lines(path, flag)
+    value = _parse_json(_decode(path.read_bytes(), f"{flag} {path}").strip(), f"{flag} {path}", line=1)
+    if not isinstance(value, list):
+        keys = f" (keys: {', '.join(value)})" if isinstance(value, dict) else ""
+        raise ValueError(
+            f"{flag} {path}: {kind(value)}{keys}, not a list of rows.\n"
+            "Save the list itself, or one row in each line of a .jsonl file."
+        )
+    return Part.of(str(path), [_row(row, f"{flag} {path} row {i}") for i, row in enumerate(value, start=1)])
+
+
+def _has_a_row_in_each_line(path: Path) -> bool:
+    """As far as the first line tells; of an empty file too."""
+    with path.open("rb") as file:
+        lines = (line for raw in file if (line := raw.removeprefix(codecs.BOM_UTF8).strip()))
+        first, second = next(lines, b""), next(lines, b"")
+    return not first or (first.startswith(b"{") and bool(second) and _is_json(first))
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:  # not JSON, or not UTF-8
+        return False
+    return True
+
+
+def _read_csv(path: Path, flag: str) -> Part:
+    lines, rows = [], []
+    for line, row in _csv_lines(path, flag):
+        lines.append(line)
+        rows.append(row)
+    return Part.of(str(path), rows, lines)
+
+
+def _csv_lines(path: Path, flag: str) -> Iterator[tuple[int, Row]]:
+    """(last line of the row, row)"""
+    csv.field_size_limit(sys.maxsize)  # the default refuses texts of more than 128 KiB
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, strict=True)
+        line = 1
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    raise csv.Error(
+                        f"a row must have {len(reader.fieldnames or ())} values, as the header has"
+                    )
+                line = reader.line_num
+                yield line, row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{flag} {path}:{line + 1}: not readable as CSV: {error}.") from error
+
+
+def _read_parquet(path: Path, flag: str) -> Part:
+    """Parquet can only be decoded; what is large is decoded to disk, and mapped from there."""
+    metadata = _read_table(pq.read_metadata, path, flag)
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    read = _parquet_in_memory if size <= PARQUET_IN_MEMORY else _parquet_on_disk
+    return Part.of_table(str(path), datasets.Dataset(_read_table(read, path, flag)))
+
+
+PARQUET_IN_MEMORY = 64 * 2**20
+"""Bytes, decoded, up to which a file is held in memory."""
+
+
+def _parquet_in_memory(path: Path) -> pa.Table:
+    with pq.ParquetFile(path) as file:
+        return file.read()
+
+
+def _parquet_on_disk(path: Path) -> pa.Table:
+    """Mapped from an Arrow file that has lost its name: it takes disk for as long as the process needs it."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as copy, pq.ParquetFile(path) as file:
+            batches = tracked(
+                file.iter_batches(_BATCH), -(-file.metadata.num_rows // _BATCH), f"decoding {path.name}"
+            )
+            with pa.ipc.new_stream(copy.name, file.schema_arrow) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+            return _arrow_table(Path(copy.name))
+    except OSError as error:
+        if error.errno is None:  # Arrow's word for a damaged file
+            raise
+        raise ValueError(
+            f"{path}: its rows cannot be decoded to {folder}: {os.strerror(error.errno)}.\n"
+            "Set OPENRLHF_CACHE to a folder with space, or make a .jsonl file of it."
+        ) from error
+
+
+_BATCH = 4096
+"""Rows that are decoded at once."""
+
+
+def _read_arrow(path: Path, flag: str) -> Part:
+    return Part.of_table(str(path), datasets.Dataset(_read_table(_arrow_table, path, flag)))
+
+
+def _arrow_table(path: Path) -> pa.Table:
+    """Both Arrow formats, through the memory map."""
+    source = pa.memory_map(str(path))
+    is_file_format = source.read(6) == b"ARROW1"
+    source.seek(0)
+    return (pa.ipc.open_file(source) if is_file_format else pa.ipc.open_stream(source)).read_all()
+
+
+def _read_table(read: Callable[[Path], Any], path: Path, flag: str) -> Any:
+    try:
+        return read(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{flag} {path}: damaged or not a {path.suffix} file ({path.stat().st_size} bytes):\n{reason}"
+        ) from error
+
+
+READERS: Mapping[str, Callable[[Path, str], Part]] = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}
+"""Ending of a file -> what reads it; the string is the flag that named it."""
+
+
+def peek(file: Path, flag: str) -> Part:
+    """The first rows or the schema of a file."""
+    if file.suffix == ".parquet":
+        schema = _read_table(pq.read_schema, file, flag)
+        return Part(name=str(file), rows=[], columns=tuple(schema.names))
+    if file.suffix == ".jsonl":
+        return Part.of(str(file), [row for _, _, row in islice(_json_lines(file, flag), 100)])
+    if file.suffix == ".csv":
+        return Part.of(str(file), [row for _, row in islice(_csv_lines(file, flag), 100)])
+    return READERS[file.suffix](file, flag)
