@@ -127,7 +127,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    log_probs: Tensor  # (A,) under the policy before this step's update
+    log_probs: Tensor | None  # (A,) under the policy before this step's update; None: algo.skip_old_log_probs
     ref_log_probs: Tensor | None = None  # (A,) None without a reference model
     teacher_log_probs: Tensor | None = None  # (A,) None without a teacher
     values: Tensor | None = None  # (A,) None without a critic
@@ -339,7 +339,7 @@ class StepsRow(RowWithMore):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExperienceRow(RowWithMore):
-    old_log_probs: Tensor  # (A,)
+    old_log_probs: Tensor | None  # (A,) None with algo.skip_old_log_probs
     advantages: Tensor  # (A,)
     returns: Tensor  # (A,)
     rollout_log_probs: Tensor  # (A,)
@@ -352,18 +352,21 @@ class ExperienceRow(RowWithMore):
         scores = [e.scores for e in experiences]
         return cls(
             row=PackedRow.of([e.sample for e in experiences]),
-            old_log_probs=torch.cat([s.log_probs for s in scores]),
+            old_log_probs=joined([s.log_probs for s in scores]),
             advantages=torch.cat([e.credit.advantages for e in experiences]),
             returns=torch.cat([e.credit.returns for e in experiences]),
             rollout_log_probs=torch.cat([present(e.sample.rollout_log_probs) for e in experiences]),
-            ref_log_probs=None
-            if scores[0].ref_log_probs is None
-            else torch.cat([present(s.ref_log_probs) for s in scores]),
-            values=None if scores[0].values is None else torch.cat([present(s.values) for s in scores]),
+            ref_log_probs=joined([s.ref_log_probs for s in scores]),
+            values=joined([s.values for s in scores]),
         )
 
 
 ValueT = TypeVar("ValueT")
+
+
+def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The tensors end to end; None where there are none, which the first part tells."""
+    return None if parts[0] is None else torch.cat([present(part) for part in parts])
 
 
 def present(value: ValueT | None) -> ValueT:

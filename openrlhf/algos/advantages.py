@@ -98,6 +98,14 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Te
     return advantages, advantages + values
 
 
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """(A,) -> 1 - Var(G - V) / Var(G): 1 where values predict the returns, 0 where a constant does as well,
+    negative where it does better. 0 for returns that are all the same."""
+    if len(returns) == 0 or (variance := returns.double().var(correction=0)) == 0:
+        return 0.0
+    return float(1 - (returns - values).double().var(correction=0) / variance)
+
+
 def _center(rewards: Tensor, group_ids: Tensor) -> Tensor:
     totals, sizes = _groups(rewards, group_ids)
     return rewards - totals / sizes

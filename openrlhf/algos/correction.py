@@ -47,11 +47,27 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor) -> Metrics:
     """How far the sampler is from the policy, both (A,): of the same weights, these are numerical noise.
 
     `mismatch/kl` estimates KL(sampler || policy): the mean of r - 1 - log r with r = pi_prox / pi_behave.
+    `mismatch/ess` is the effective sample size of the weights r, (sum r)^2 / (A sum r^2): 1 where all weigh
+    the same, near 0 where few actions carry the update. `abs_diff_*` are of |log r|; p99 is exceeded by at
+    most 1 % of the actions.
     """
     log_ratio = (log_probs - rollout_log_probs).clamp(-20, 20)
     distance = log_ratio.abs()
     return {
         "mismatch/kl": float(mean(log_ratio.exp() - 1 - log_ratio)),
         "mismatch/abs_diff_mean": float(mean(distance)),
+        "mismatch/abs_diff_p99": _percentile(distance, 99),
         "mismatch/abs_diff_max": float(distance.max()) if len(distance) else 0.0,
+        "mismatch/ess": _effective_share(log_ratio.double().exp()),
     }
+
+
+def _percentile(x: Tensor, percent: int) -> float:
+    """The smallest value that `percent` % of the values do not exceed, 0 of nothing."""
+    # torch.quantile takes no more than 2^24 values
+    return float(x.kthvalue(-(-len(x) * percent // 100)).values) if len(x) else 0.0
+
+
+def _effective_share(weights: Tensor) -> float:
+    """Effective sample size as a share of the samples, 1 of nothing."""
+    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())) if len(weights) else 1.0

@@ -1,4 +1,7 @@
-"""The clipped policy objective, with the probability ratio of a token or of a sequence."""
+"""Losses of the policy, with the probability ratio of a token or of a sequence.
+
+A surrogate returns the loss and where its lower and its upper bound were active (bool), all (A,).
+"""
 
 import torch
 from torch import Tensor
@@ -22,19 +25,21 @@ def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, counts: Tensor)
 
 
 def clipped_loss(
+    log_probs: Tensor,
     log_ratio: Tensor,
     advantages: Tensor,
     *,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(A,) -> the loss and whether the clip was active (bool), both (A,). https://arxiv.org/abs/1707.06347,
-    eq. 7
+) -> tuple[Tensor, Tensor, Tensor]:
+    """PPO's surrogate, https://arxiv.org/abs/1707.06347, eq. 7
 
     l_t = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
 
-    `dual_clip` > 1 bounds the loss where A < 0 by -dual_clip * A (https://arxiv.org/abs/1912.09729, eq. 5).
+    A bound is active where the clipped term is the smaller one: the lower one where A < 0, the upper one
+    where A > 0. `dual_clip` > 1 bounds the loss where A < 0 by -dual_clip * A
+    (https://arxiv.org/abs/1912.09729, eq. 5).
     """
     ratio = log_ratio.exp()
     unclipped = ratio * advantages
@@ -42,4 +47,27 @@ def clipped_loss(
     objective = torch.min(unclipped, clipped)
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
-    return -objective, clipped < unclipped
+    active = clipped < unclipped
+    return -objective, active & (advantages < 0), active & (advantages > 0)
+
+
+def cispo_loss(
+    log_probs: Tensor,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """CISPO, https://arxiv.org/abs/2506.13585, eq. 4 and 5: the ratio is a bounded weight without a gradient,
+    so no action loses its own.
+
+    l_t = -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log pi
+
+    A bound is active where the ratio is beyond it, whatever the advantage. There is no dual clip: the weight
+    is bounded already.
+    """
+    ratio = log_ratio.detach().exp()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -weight * advantages * log_probs, ratio < weight, ratio > weight

@@ -3,12 +3,21 @@ submit`."""
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from openrlhf.cli.publish import publish
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import PPOConfig
 
+if TYPE_CHECKING:
+    from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
+    from openrlhf.cluster.rollout import RolloutGroup
+
+ACTOR_FLAG = "--actor.model_name_or_path"
+CRITIC_FLAG = "--critic.model_name_or_path"
+REWARD_FLAG = "--reward.model_name_or_path"
 TEACHER_FLAG = "--teacher.model_name_or_path"
 
 
@@ -26,49 +35,20 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     check(config)
     import ray
 
-    from openrlhf.cluster.group import FrozenGroup, PolicyGroup
     from openrlhf.cluster.launch import cluster_has_gpus, resource_problems, start_ray
-    from openrlhf.cluster.placement import place
-    from openrlhf.cluster.rollout import RolloutGroup
 
     start_ray()
     if problems := resource_problems(config, ray.cluster_resources()):
         raise ValueError("\n".join(problems))
     prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
-    on_gpu = cluster_has_gpus()
-    placement = place(config, on_gpu)
-    rollout = RolloutGroup(config, placement.engines, on_gpu)
-    policy = PolicyGroup(config, placement.actor)
-    reference = teacher = None
-    if placement.reference:
-        path = config.actor.model_name_or_path
-        reference = FrozenGroup(
-            config,
-            placement.reference,
-            path=path,
-            flag="--actor.model_name_or_path",
-            offload=config.ref.offload,
-        )
-    if placement.teacher and (path := config.teacher.model_name_or_path):
-        teacher = FrozenGroup(
-            config, placement.teacher, path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
-        )
-    starting = [rollout.start()]
-    if config.engines_sleep and on_gpu:
-        starting.pop().result()  # engines size their cache by the memory that is free, so they come first
-        rollout.residency.rest()
-    starting.append(policy.start(num_optimizer_steps_of_run(config, len(prompts))))
-    starting += [model.start() for model in (reference, teacher) if model]
-    for model in starting:
-        model.result()
-    rollout.connect(policy)
-    trainer = build_trainer(
-        config, argv, rollout, policy, reference, teacher, prompts, eval_prompts, tokenizer
-    )
+    rollout, models = start_models(config, cluster_has_gpus(), num_rl_steps(config, len(prompts)))
+    trainer = build_trainer(config, argv, rollout, models, prompts, eval_prompts, tokenizer)
     rollout.on_finished = lambda group: trainer.observer.advance(len(group))
     try:
         trainer.fit()
-        policy.export(config.ckpt.output_dir).result()
+        models.policy.export(config.ckpt.output_dir).result()
+        if models.critic and config.critic.save_value_network:
+            models.critic.export(f"{config.ckpt.output_dir}_critic").result()
     finally:
         trainer.observer.close()
     publish(config, PPO, base_model=config.actor.model_name_or_path, datasets=config.data.prompt_dataset)
@@ -76,15 +56,77 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     ray.shutdown()
 
 
+@dataclass(kw_only=True, slots=True)
+class Models:
+    """The groups of a run; None for a role that it does not have."""
+
+    policy: "PolicyGroup"
+    reference: "FrozenGroup | None" = None
+    teacher: "FrozenGroup | None" = None
+    critic: "CriticGroup | None" = None
+    reward: "RewardGroup | None" = None
+
+
+def start_models(config: PPOConfig, on_gpu: bool, num_steps: int) -> tuple["RolloutGroup", Models]:
+    """Every engine and model of a run of `num_steps` RL steps, loaded, with weights flowing between them."""
+    from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
+    from openrlhf.cluster.placement import place
+    from openrlhf.cluster.rollout import RolloutGroup
+
+    placement = place(config, on_gpu)
+    rollout = RolloutGroup(config, placement.engines, on_gpu)
+    models = Models(policy=PolicyGroup(config, placement.actor))
+    if placement.reference:
+        models.reference = FrozenGroup(
+            config,
+            placement.reference,
+            path=config.actor.model_name_or_path,
+            flag=ACTOR_FLAG,
+            offload=config.ref.offload,
+        )
+    if placement.teacher and (path := config.teacher.model_name_or_path):
+        models.teacher = FrozenGroup(
+            config, placement.teacher, path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
+        )
+    if placement.critic:
+        models.critic = CriticGroup(config, placement.critic)
+    if placement.reward:
+        models.reward = RewardGroup(config, placement.reward)
+        rollout.judge = models.reward.judge
+    starting = [rollout.start()]
+    if config.engines_sleep and on_gpu:
+        starting.pop().result()  # engines size their cache by the memory that is free, so they come first
+        rollout.residency.rest()
+    updates = config.updates_per_step
+    starting.append(models.policy.start((num_steps - config.frozen_actor_steps) * updates))
+    if models.critic:
+        starting.append(models.critic.start(num_steps * updates))
+    starting += [model.start() for model in (models.reference, models.teacher, models.reward) if model]
+    for model in starting:
+        model.result()
+    rollout.connect(models.policy)
+    return rollout, models
+
+
 def check(config: PPOConfig) -> None:
     """Everything that can be wrong with files, before anything is loaded or started."""
     from openrlhf.datasets.sources import check_columns
-    from openrlhf.models.loading import check_model
+    from openrlhf.models.experts import check_experts
+    from openrlhf.models.loading import check_model, load_config
+    from openrlhf.models.scorer import check_reward_model, score_statistics
     from openrlhf.rollout.reward_function import check_reward_file
 
-    check_model(config.actor.model_name_or_path, "--actor.model_name_or_path")
+    check_model(config.actor.model_name_or_path, ACTOR_FLAG)
+    if config.actor.aux_loss_coef:
+        check_experts(config.actor.model_name_or_path, ACTOR_FLAG, "--actor.aux_loss_coef")
     if config.teacher.model_name_or_path:
         check_model(config.teacher.model_name_or_path, TEACHER_FLAG)
+    if config.uses_critic:
+        check_model(config.critic_path, CRITIC_FLAG)
+    for path in config.reward.models:
+        check_reward_model(path, REWARD_FLAG, config.ds.value_head_prefix)
+        if config.reward.normalize_enable:
+            score_statistics(load_config(path, REWARD_FLAG), path)
     if config.reward.function_path:
         check_reward_file(config.reward.function_path, "--reward.remote_url")
     data, columns = config.data, _columns(config)
@@ -99,19 +141,29 @@ def check(config: PPOConfig) -> None:
 
 def build_prompt_datasets(config: PPOConfig):
     """(training prompts, list of evaluation prompts, tokenizer)"""
-    from openrlhf.datasets.prompts import build_prompts
+    from openrlhf.config.checks import split_spec
+    from openrlhf.datasets.prompts import build_prompts, source_names
     from openrlhf.datasets.sources import load_rows
     from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
 
     data, evaluation = config.data, config.eval
     tokenizer = load_tokenizer(
         config.actor.model_name_or_path,
-        flag="--actor.model_name_or_path",
+        flag=ACTOR_FLAG,
         use_fast=not data.disable_fast_tokenizer,
         chat_template=data.tokenizer_chat_template,
     )
 
-    def build(spec: str, flag: str, split: str, probs: str | None, max_samples: int | None):
+    def build(
+        spec: str,
+        flag: str,
+        split: str,
+        max_samples: int | None,
+        *,
+        probs: str | None = None,
+        source: str = "default",
+        first_id: int = 0,
+    ):
         rows = load_rows(
             spec,
             flag=flag,
@@ -125,22 +177,41 @@ def build_prompt_datasets(config: PPOConfig):
             rows,
             tokenizer,
             input_key=data.input_key,
-            label_key=data.label_key,
+            label_key=config.label_key,
             apply_chat_template=data.apply_chat_template,
             input_template=data.input_template,
             max_len=data.max_len,
             bad_rows=data.bad_rows,
+            source=source,
+            first_id=first_id,
         )
 
     if path := config.teacher.model_name_or_path:
         check_same_vocabulary(tokenizer, load_tokenizer(path, flag=TEACHER_FLAG), TEACHER_FLAG, path)
+    if config.uses_critic:
+        own = load_tokenizer(config.critic_path, flag=CRITIC_FLAG)
+        check_same_vocabulary(tokenizer, own, CRITIC_FLAG, config.critic_path)
     prompts = build(
-        data.prompt_dataset, "--data.prompt_dataset", data.prompt_split, data.prompt_probs, data.max_samples
+        data.prompt_dataset,
+        "--data.prompt_dataset",
+        data.prompt_split,
+        data.max_samples,
+        probs=data.prompt_probs,
     )
-    if not evaluation.dataset:
-        return prompts, [], tokenizer
-    held_out = build(evaluation.dataset, "--eval.dataset", evaluation.split, None, evaluation.max_samples)
-    return prompts, list(held_out), tokenizer
+    eval_prompts, num_rows = [], 0
+    sets = split_spec(evaluation.dataset or "")
+    for item, source in zip(sets, source_names(sets), strict=True):
+        held_out = build(
+            item,
+            "--eval.dataset",
+            evaluation.split,
+            evaluation.max_samples,
+            source=source,
+            first_id=num_rows,
+        )
+        eval_prompts += held_out
+        num_rows += len(held_out) + held_out.skipped
+    return prompts, eval_prompts, tokenizer
 
 
 def num_rl_steps(config: PPOConfig, num_prompts: int) -> int:
@@ -149,12 +220,7 @@ def num_rl_steps(config: PPOConfig, num_prompts: int) -> int:
     return min(steps, config.train.max_steps or steps)
 
 
-def num_optimizer_steps_of_run(config: PPOConfig, num_prompts: int) -> int:
-    """What the learning rate schedule spans."""
-    return num_rl_steps(config, num_prompts) * config.updates_per_step
-
-
-def build_trainer(config, argv, rollout, policy, reference, teacher, prompts, eval_prompts, tokenizer):
+def build_trainer(config, argv, rollout, models, prompts, eval_prompts, tokenizer):
     """The controller with everything it speaks to, at the step it resumes from."""
     from openrlhf.algos.kl import KLController
     from openrlhf.config.parse import to_yaml
@@ -164,7 +230,8 @@ def build_trainer(config, argv, rollout, policy, reference, teacher, prompts, ev
     from openrlhf.trainer.checkpoints import CheckpointFolder
     from openrlhf.trainer.ppo import PPOTrainer
 
-    checkpoints = CheckpointFolder(f"{config.ckpt.path}/_actor", config.ckpt)
+    others = [f"{config.ckpt.path}/_critic"] if config.uses_critic else []
+    checkpoints = CheckpointFolder(f"{config.ckpt.path}/_actor", config.ckpt, others)
     tag = checkpoints.latest() if config.ckpt.load_enable else None
     folder = RunFolder.create(
         config.run_dir,
@@ -176,9 +243,10 @@ def build_trainer(config, argv, rollout, policy, reference, teacher, prompts, ev
     trainer = PPOTrainer(
         config=config,
         rollout=rollout,
-        policy=policy,
-        reference=reference,
-        teacher=teacher,
+        policy=models.policy,
+        reference=models.reference,
+        teacher=models.teacher,
+        critic=models.critic,
         prompts=PromptSampler(prompts, seed=config.train.seed, num_episodes=config.train.num_episodes),
         eval_prompts=eval_prompts,
         checkpoints=checkpoints,
@@ -199,7 +267,7 @@ def build_trainer(config, argv, rollout, policy, reference, teacher, prompts, ev
 
 
 def _columns(config: PPOConfig) -> dict[str, str | None]:
-    return {"--data.input_key": config.data.input_key, "--data.label_key": config.data.label_key}
+    return {"--data.input_key": config.data.input_key, "--data.label_key": config.label_key}
 
 
 if __name__ == "__main__":

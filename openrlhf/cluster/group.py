@@ -11,12 +11,21 @@ from openrlhf.algos.balance import partition
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.pending import Gathered, first
 from openrlhf.cluster.placement import Bundles
-from openrlhf.cluster.worker import FrozenWorker, ModelWorker, PolicyWorker
+from openrlhf.cluster.worker import (
+    CriticWorker,
+    FrozenWorker,
+    ModelWorker,
+    PolicyWorker,
+    RewardWorker,
+    TrainedWorker,
+)
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.rollout.reward_model import add_model_rewards, short_names
 from openrlhf.trainer.schedule import mean_metrics, training_schedule
-from openrlhf.types import Experience, Metrics, Sample
+from openrlhf.types import Experience, Metrics, Sample, Trajectory
 
 WorkerT = TypeVar("WorkerT", bound=ModelWorker)
+TrainedT = TypeVar("TrainedT", bound=TrainedWorker)
 
 
 class Group(Generic[WorkerT]):
@@ -24,7 +33,7 @@ class Group(Generic[WorkerT]):
 
     def __init__(self, worker_class: type[WorkerT], config: PPOConfig, bundles: Bundles) -> None:
         """Creates the ranks' processes; `start` loads the model."""
-        self.config = config
+        self.config, self.bundles = config, bundles
         self.workers: list[Any] = [  # actor handles, whose methods Ray does not type
             ray.remote(worker_class).options(**bundles.options(rank)).remote(config, rank, bundles.count)
             for rank in range(bundles.count)
@@ -33,10 +42,12 @@ class Group(Generic[WorkerT]):
     def forward(self, samples: Sequence[Sample]) -> Gathered[list[Tensor]]:
         shares = partition([s.length for s in samples], len(self.workers))
         spare = samples[0].without_actions()
-        refs = [
-            worker.forward.remote([samples[i] for i in share] or [spare])
-            for worker, share in zip(self.workers, shares, strict=True)
-        ]
+        refs = self.bundles.turns.take(
+            lambda: [
+                worker.forward.remote([samples[i] for i in share] or [spare])
+                for worker, share in zip(self.workers, shares, strict=True)
+            ]
+        )
 
         def in_order(results: list[list[Tensor]]) -> list[Tensor]:
             outputs: dict[int, Tensor] = {}
@@ -67,13 +78,39 @@ class FrozenGroup(Group[FrozenWorker]):
         return self.on_all(lambda worker: worker.start.remote(address, port, *self.model))
 
 
-class PolicyGroup(Group[PolicyWorker]):
+class RewardGroup(Group[RewardWorker]):
+    """All reward models of a run, together in the same workers."""
+
     def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
-        super().__init__(PolicyWorker, config, bundles)
+        super().__init__(RewardWorker, config, bundles)
+
+    def start(self) -> Gathered[None]:
+        address, port = self.meeting_point()
+        return self.on_all(lambda worker: worker.start.remote(address, port))
+
+    def judge(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The same with what the models think of them in their rewards."""
+        finished = [Sample.of(t) for t in trajectories if t.ok]
+        reward = self.config.reward
+        return add_model_rewards(
+            trajectories,
+            self.forward(finished).result() if finished else [],
+            names=short_names(reward.models),
+            weights=reward.model_weights or [1.0] * len(reward.models),
+            has_function=bool(reward.urls),
+        )
+
+
+class TrainedGroup(Group[TrainedT]):
+    """The policy or the critic."""
+
+    def __init__(self, worker_class: type[TrainedT], config: PPOConfig, bundles: Bundles) -> None:
+        super().__init__(worker_class, config, bundles)
         self.num_updates = 0
         """Calls of `update` so far: the address of each call's shuffle."""
 
     def start(self, total_steps: int) -> Gathered[None]:
+        """`total_steps`: optimizer steps of the whole run."""
         address, port = self.meeting_point()
         return self.on_all(lambda worker: worker.start.remote(address, port, total_steps))
 
@@ -91,23 +128,18 @@ class PolicyGroup(Group[PolicyWorker]):
         )
         self.num_updates += 1
         spare = experiences[0].without_actions()
-        refs = []
-        for rank, worker in enumerate(self.workers):
-            windows = [step[rank] for step in schedule]
-            mine = sorted({i for window in windows for i in window})
-            position = {i: k for k, i in enumerate(mine)}
-            shares = [[position[i] for i in window] or [len(mine)] for window in windows]
-            refs.append(worker.update.remote([*(experiences[i] for i in mine), spare], shares, kl_coef))
-        return Gathered(refs, lambda results: mean_metrics(results[0]))
 
-    def open_weight_sync(self, client: RayEngineClient, backend: str) -> Gathered[None]:
-        address, port = self.meeting_point()
-        return self.on_all(
-            lambda worker: worker.open_weight_sync.remote(client, backend, address, port, client.num_workers)
-        )
+        def start() -> list[ray.ObjectRef]:
+            refs = []
+            for rank, worker in enumerate(self.workers):
+                windows = [step[rank] for step in schedule]
+                mine = sorted({i for window in windows for i in window})
+                position = {i: k for k, i in enumerate(mine)}
+                shares = [[position[i] for i in window] or [len(mine)] for window in windows]
+                refs.append(worker.update.remote([*(experiences[i] for i in mine), spare], shares, kl_coef))
+            return refs
 
-    def send_weights(self, version: int) -> Gathered[None]:
-        return self.on_all(lambda worker: worker.send_weights.remote(version))
+        return Gathered(self.bundles.turns.take(start), lambda results: mean_metrics(results[0]))
 
     def save_checkpoint(self, tag: str, state: dict) -> Gathered[None]:
         state = state | {"num_updates": self.num_updates}
@@ -122,3 +154,34 @@ class PolicyGroup(Group[PolicyWorker]):
 
     def export(self, folder: str) -> Gathered[None]:
         return self.on_all(lambda worker: worker.export.remote(folder))
+
+
+class PolicyGroup(TrainedGroup[PolicyWorker]):
+    def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
+        super().__init__(PolicyWorker, config, bundles)
+
+    def open_weight_sync(self, client: RayEngineClient, backend: str) -> Gathered[None]:
+        address, port = self.meeting_point()
+        return self.on_all(
+            lambda worker: worker.open_weight_sync.remote(client, backend, address, port, client.num_workers)
+        )
+
+    def send_weights(self, version: int) -> Gathered[None]:
+        return self.on_all(lambda worker: worker.send_weights.remote(version))
+
+
+class CriticGroup(TrainedGroup[CriticWorker]):
+    def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
+        super().__init__(CriticWorker, config, bundles)
+
+    def update(
+        self, experiences: Sequence[Experience], num_batches: int, kl_coef: float
+    ) -> Gathered[Metrics]:
+        """As for the policy; every metric's name starts with `critic/`."""
+        pending = super().update(experiences, num_batches, kl_coef)
+
+        def named(results: list[list[Metrics]]) -> Metrics:
+            metrics = pending.combine(results)
+            return {f"critic/{name.removeprefix('critic/')}": value for name, value in metrics.items()}
+
+        return Gathered(pending.refs, named)

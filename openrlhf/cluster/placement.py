@@ -2,6 +2,7 @@
 cores."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ray
@@ -14,12 +15,28 @@ SHARE = 0.2
 """What a worker claims of its GPU, so that colocated roles fit on one."""
 
 
+class Turns:
+    """Models on the same GPUs work one after the other, so that only one of them needs room for it."""
+
+    def __init__(self, needed: bool) -> None:
+        self.needed, self.under_way = needed, []
+
+    def take(self, start: Callable[[], list[ray.ObjectRef]]) -> list[ray.ObjectRef]:
+        """Call `start` once what was started before is done."""
+        if self.needed and self.under_way:
+            ray.wait(self.under_way, num_returns=len(self.under_way), fetch_local=False)
+        self.under_way = start()
+        return self.under_way
+
+
 @dataclass(frozen=True, slots=True)
 class Bundles:
-    """The places of one role, one for each rank. `group` is None without GPUs."""
+    """The places of one role, or of several that share them, one for each rank. `group` is None without
+    GPUs."""
 
     group: PlacementGroup | None
     count: int
+    turns: Turns
 
     def options(self, rank: int) -> dict:
         """Ray options of the worker with this rank."""
@@ -54,30 +71,42 @@ class Placement:
     """None without a reference model."""
     teacher: Bundles | None
     """None without a teacher."""
+    critic: Bundles | None
+    """None for the estimators that have none."""
+    reward: Bundles | None
+    """None without a reward model."""
     engines: Bundles
 
 
 def place(config: PPOConfig, on_gpu: bool) -> Placement:
     """Reserve what the roles need. Blocks until the cluster has granted it."""
-    engine_gpus = config.num_engines * config.vllm.tensor_parallel_size
     actor = _reserve(config.actor.num_gpus, on_gpu)
-    reference = None
-    if config.uses_reference:
-        reference = actor if config.ref_shares_actor else _reserve(math.prod(config.ref_size), on_gpu)
-    teacher = None
-    if config.uses_teacher:
-        shared = config.train.colocate_all
-        teacher = actor if shared else _reserve(math.prod(config.teacher_size), on_gpu)
-    engines = actor if config.train.colocate_all and on_gpu else _reserve(engine_gpus, on_gpu)
-    return Placement(actor, reference, teacher, engines)
+
+    def role(runs: bool, size: tuple[int, int], host: Bundles | None) -> Bundles | None:
+        """Those of `host`, or some of its own."""
+        return (host or _reserve(math.prod(size), on_gpu)) if runs else None
+
+    everyone = actor if config.train.colocate_all else None
+    critic = role(config.uses_critic, config.critic_size, everyone)
+    engine_gpus = config.num_engines * config.vllm.tensor_parallel_size
+    return Placement(
+        actor=actor,
+        reference=role(config.uses_reference, config.ref_size, actor if config.ref_shares_actor else None),
+        teacher=role(config.uses_teacher, config.teacher_size, everyone),
+        critic=critic,
+        reward=role(
+            config.uses_reward_model, config.reward_size, critic if config.reward_shares_critic else everyone
+        ),
+        engines=everyone if everyone and on_gpu else _reserve(engine_gpus, on_gpu),
+    )
 
 
 def _reserve(count: int, on_gpu: bool) -> Bundles:
     if not on_gpu:
-        return Bundles(None, count)
+        return Bundles(None, count, Turns(needed=False))
     group = placement_group([{"GPU": 1, "CPU": 1}] * count, strategy="PACK")
     ray.get(group.ready())
-    return Bundles(group, count)
+    return Bundles(group, count, Turns(needed=True))
 
 
 @ray.remote

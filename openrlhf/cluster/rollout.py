@@ -54,9 +54,9 @@ class EngineActor(VLLMEngine):
 
     def _build_reward(self) -> RewardFunction | RemoteReward | NoReward:
         reward = self.config.reward
-        if reward.function_path:
+        if path := self.config.reward_function_path:
             return RewardFunction(
-                reward.function_path, timeout=reward.timeout, num_workers=reward.num_workers
+                path, timeout=reward.timeout, num_workers=reward.num_workers, batch_size=reward.batch
             )
         if reward.servers:
             return RemoteReward(
@@ -124,6 +124,8 @@ class RolloutGroup:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self.on_finished: Callable[[list[Trajectory]], None] = lambda group: None
         """Hears of each prompt's samples as they finish."""
+        self.judge: Callable[[list[Trajectory]], list[Trajectory]] = lambda trajectories: trajectories
+        """Adds the rewards of reward models."""
         self.residency = Residency(self.engines, config.engines_sleep and on_gpu)
 
     def start(self) -> Gathered[None]:
@@ -149,9 +151,10 @@ class RolloutGroup:
     def _run(self, prompts: Sequence[Prompt], purpose: str, num_samples: int) -> list[Trajectory]:
         samplers = [_Sampler(engine) for engine in self.engines]
         with self.residency.generating():
-            return generate(
+            trajectories = generate(
                 prompts, samplers, purpose=purpose, num_samples=num_samples, on_finished=self.on_finished
             )
+        return self.judge(trajectories)
 
     def _load_weights(self, policy: PolicyGroup, version: int) -> None:
         with self.residency.syncing():

@@ -1,33 +1,47 @@
 """What runs inside a Ray actor. Plain classes: cluster/group.py and cluster/rollout.py wrap and call them."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Generic, TypeVar
 
 import ray
+import torch
 from torch import Tensor
 
 from openrlhf.algos.balance import pack_to_budget
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
-from openrlhf.engine.distributed import free_port, init_distributed, release_cached_memory
+from openrlhf.engine.distributed import (
+    free_port,
+    init_distributed,
+    release_cached_memory,
+    seed_everything,
+)
+from openrlhf.engine.interfaces import Objective
 from openrlhf.engine.weight_sync import EngineClient, WeightSender
-from openrlhf.models.loading import load_causal_lm, load_tokenizer
+from openrlhf.models.backbone import RowModel
+from openrlhf.models.loading import load_causal_lm, load_config, load_tokenizer
 from openrlhf.models.policy import PolicyModel
+from openrlhf.models.scorer import ValueModel, load_scorer, score_statistics
 from openrlhf.objectives.actor import ActorObjective
+from openrlhf.objectives.balanced import BalancedObjective
+from openrlhf.objectives.critic import CriticObjective
+from openrlhf.rollout.reward_model import RewardReader
 from openrlhf.types import Experience, ExperienceRow, Metrics, PackedRow, Sample
+
+ACTOR_FLAG = "--actor.model_name_or_path"
+CRITIC_FLAG = "--critic.model_name_or_path"
+REWARD_FLAG = "--reward.model_name_or_path"
 
 ModelT = TypeVar("ModelT", DeepSpeedEngine, FrozenModel)
 
 
-class ModelWorker(Generic[ModelT]):
-    """One rank of a model: joins the others and answers forwards."""
-
-    model: ModelT
-    """Since `start`."""
+class Worker:
+    """One rank of a role: it meets the others."""
 
     def __init__(self, config: PPOConfig, rank: int, world_size: int) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
@@ -48,9 +62,10 @@ class ModelWorker(Generic[ModelT]):
             "MASTER_PORT": str(port),
         }
         init_distributed()
+        seed_everything(self.config.train.seed, self.config.train.full_determinism_enable)
 
-    def forward(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """The log-probs of each sample's actions, (A,) each."""
+    def ask(self, model: DeepSpeedEngine | FrozenModel, samples: Sequence[Sample], read) -> list[Tensor]:
+        """What `read(model, row)` says of each action of each sample, (A,) each."""
         rollout, train = self.config.rollout, self.config.train
         groups = row_groups(
             [s.length for s in samples],
@@ -58,15 +73,29 @@ class ModelWorker(Generic[ModelT]):
             max_sequences=rollout.micro_batch_size,
         )
         rows = [PackedRow.of([samples[i] for i in group]) for group in groups]
-        read = partial(_log_probs, temperature=rollout.temperature)
         outputs: dict[int, Tensor] = {}
-        for group, log_probs in zip(groups, self.model.forward(rows, read), strict=True):
-            parts = log_probs.split([samples[i].num_actions for i in group])
+        for group, answers in zip(groups, model.forward(rows, read), strict=True):
+            parts = answers.split([samples[i].num_actions for i in group])
             for i, part in zip(group, parts, strict=True):
                 outputs[i] = part
+        release_cached_memory()
         return [outputs[i] for i in range(len(samples))]
 
-    def build_model(self, path: str, flag: str) -> PolicyModel:
+
+class ModelWorker(Worker, Generic[ModelT]):
+    """One rank of a model that answers forwards: a language model with log-probs, a critic with values."""
+
+    model: ModelT
+    """Since `start`."""
+
+    def forward(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """(A,) for each sample."""
+        return self.ask(self.model, samples, self.read)
+
+    def read(self, model, row: PackedRow) -> Tensor:
+        return model(row, temperature=self.config.rollout.temperature).log_probs
+
+    def build_model(self, path: str, flag: str) -> RowModel:
         ds = self.config.ds
         return PolicyModel(
             load_causal_lm(
@@ -78,6 +107,19 @@ class ModelWorker(Generic[ModelT]):
             )
         )
 
+    def build_scorer(self, path: str, flag: str, trained: bool = False):
+        """A reward model, or what is going to be one."""
+        ds = self.config.ds
+        return load_scorer(
+            path,
+            flag=flag,
+            dtype=ds.param_dtype,
+            attention=ds.attn_implementation,
+            head_prefix=ds.value_head_prefix,
+            experts=ds.experts_implementation,
+            trained=trained,
+        )
+
 
 class FrozenWorker(ModelWorker[FrozenModel]):
     """The reference model, or a teacher."""
@@ -87,32 +129,131 @@ class FrozenWorker(ModelWorker[FrozenModel]):
         self.model = FrozenModel(partial(self.build_model, path, flag), ds=self.config.ds, offload=offload)
 
 
-class PolicyWorker(ModelWorker[DeepSpeedEngine]):
-    def start(self, address: str, port: int, total_steps: int) -> None:
+class RewardWorker(ModelWorker[FrozenModel]):
+    """One rank of all reward models."""
+
+    def start(self, address: str, port: int) -> None:
         self.join(address, port)
-        actor = self.config.actor
-        self.model = DeepSpeedEngine(
-            partial(self.build_model, actor.model_name_or_path, "--actor.model_name_or_path"),
-            optim=actor,
-            ds=self.config.ds,
-            total_steps=total_steps,
-            gradient_checkpointing=actor.gradient_checkpointing_enable,
-            reentrant=actor.gradient_checkpointing_reentrant,
-        )
-        self.offload()
+        config = self.config
+        policy = policy_tokenizer(config)
+        self.models, self.readers, self.statistics = [], [], []
+        for path in config.reward.models:
+            build = partial(self.build_scorer, path, REWARD_FLAG, trained=True)
+            self.models.append(FrozenModel(build, ds=config.ds, offload=config.reward.offload))
+            own = load_tokenizer(path, flag=REWARD_FLAG)
+            model_config = load_config(path, REWARD_FLAG)
+            limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+            self.readers.append(RewardReader(policy, own, limit))
+            normalize = config.reward.normalize_enable
+            self.statistics.append(score_statistics(model_config, path) if normalize else (0.0, 1.0))
+
+    def forward(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """(M,) for each sample: the score of each of the M models."""
+        scores = []
+        for model, reader, (mean, std) in zip(self.models, self.readers, self.statistics, strict=True):
+            answers = torch.cat(self.ask(model, [reader(s) for s in samples], lambda model, row: model(row)))
+            scores.append((answers - mean) / std)
+        return list(torch.stack(scores, dim=1).unbind())
+
+
+class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
+    """One rank of a model in training: the policy or the critic."""
+
+    name: str
+    """Of the role, in the names of its checkpoints."""
+
+    @abstractmethod
+    def objective(self, kl_coef: float) -> Objective[ExperienceRow]: ...
 
     def update(
         self, experiences: Sequence[Experience], windows: Sequence[Sequence[int]], kl_coef: float
     ) -> list[Metrics]:
         """One optimizer step for each window; a window lists the experiences that are this rank's share of a
         batch."""
-        config = self.config
-        objective = ActorObjective.from_config(config.actor, config.algo, config.rollout.temperature, kl_coef)
+        objective = self.objective(kl_coef)
         with self._optimizer_present():
             return [
                 self.model.train_step(self._rows([experiences[i] for i in window]), objective)
                 for window in windows
             ]
+
+    def save_checkpoint(self, tag: str, state: dict) -> None:
+        with self._optimizer_present():
+            self.model.save_checkpoint(self._checkpoint_folder, tag, state)
+
+    def load_checkpoint(self, tag: str) -> dict:
+        with self._optimizer_present():
+            return self.model.load_checkpoint(self._checkpoint_folder, tag)
+
+    def export(self, folder: str) -> None:
+        self.model.export(folder)
+        if self.rank == 0:
+            policy_tokenizer(self.config).save_pretrained(folder)
+
+    def offload(self) -> None:
+        """With `--ds.enable_sleep`: optimizer state to the CPU, so that engines have the GPU's memory."""
+        if self.config.ds.enable_sleep:
+            self.model.offload()
+            release_cached_memory()
+
+    def _engine(
+        self,
+        build_model,
+        optim: ActorConfig | CriticConfig,
+        total_steps: int,
+        gradient_checkpointing: bool,
+        **options,
+    ) -> DeepSpeedEngine:
+        return DeepSpeedEngine(
+            build_model,
+            optim=optim,
+            ds=self.config.ds,
+            total_steps=total_steps,
+            gradient_checkpointing=gradient_checkpointing,
+            reentrant=self.config.actor.gradient_checkpointing_reentrant,
+            **options,
+        )
+
+    @contextmanager
+    def _optimizer_present(self) -> Iterator[None]:
+        if self.config.ds.enable_sleep:
+            self.model.reload()
+        yield
+        self.offload()
+
+    @property
+    def _checkpoint_folder(self) -> str:
+        return f"{self.config.ckpt.path}/_{self.name}"
+
+    def _rows(self, experiences: Sequence[Experience]) -> list[ExperienceRow]:
+        train = self.config.train
+        groups = row_groups(
+            [e.sample.length for e in experiences],
+            max_tokens=train.max_tokens_per_gpu if train.dynamic_batch_enable else None,
+            max_sequences=train.micro_batch_size,
+        )
+        return [ExperienceRow.of([experiences[i] for i in group]) for group in groups]
+
+
+class PolicyWorker(TrainedWorker):
+    name = "actor"
+
+    def start(self, address: str, port: int, total_steps: int) -> None:
+        self.join(address, port)
+        actor = self.config.actor
+        self.model = self._engine(
+            partial(self.build_model, actor.model_name_or_path, ACTOR_FLAG),
+            actor,
+            total_steps,
+            actor.gradient_checkpointing_enable,
+            ema_beta=self.config.train.ema_beta if self.config.train.enable_ema else None,
+        )
+        self.offload()
+
+    def objective(self, kl_coef: float) -> Objective[ExperienceRow]:
+        config = self.config
+        objective = ActorObjective.from_config(config, kl_coef)
+        return balanced(objective, config.actor.aux_loss_coef, "policy")
 
     def open_weight_sync(
         self, client: EngineClient, backend: str, address: str, port: int, num_workers: int
@@ -131,49 +272,49 @@ class PolicyWorker(ModelWorker[DeepSpeedEngine]):
         self.sender.send(version)
         release_cached_memory()
 
-    def save_checkpoint(self, tag: str, state: dict) -> None:
-        with self._optimizer_present():
-            self.model.save_checkpoint(self._checkpoint_folder, tag, state)
 
-    def load_checkpoint(self, tag: str) -> dict:
-        with self._optimizer_present():
-            return self.model.load_checkpoint(self._checkpoint_folder, tag)
+class CriticWorker(TrainedWorker):
+    name = "critic"
 
-    def export(self, folder: str) -> None:
-        self.model.export(folder)
-        if self.rank == 0:
-            load_tokenizer(
-                self.config.actor.model_name_or_path,
-                flag="--actor.model_name_or_path",
-                use_fast=not self.config.data.disable_fast_tokenizer,
-                chat_template=self.config.data.tokenizer_chat_template,
-            ).save_pretrained(folder)
-
-    def offload(self) -> None:
-        """With `--ds.enable_sleep`: optimizer state to the CPU, so that engines have the GPU's memory."""
-        if self.config.ds.enable_sleep:
-            self.model.offload()
-            release_cached_memory()
-
-    @contextmanager
-    def _optimizer_present(self) -> Iterator[None]:
-        if self.config.ds.enable_sleep:
-            self.model.reload()
-        yield
+    def start(self, address: str, port: int, total_steps: int) -> None:
+        self.join(address, port)
+        config, critic = self.config, self.config.critic
+        checkpointing = critic.gradient_checkpointing_enable
+        self.model = self._engine(
+            partial(self.build_model, config.critic_path, CRITIC_FLAG),
+            critic,
+            total_steps,
+            config.actor.gradient_checkpointing_enable if checkpointing is None else checkpointing,
+        )
         self.offload()
 
-    @property
-    def _checkpoint_folder(self) -> str:
-        return f"{self.config.ckpt.path}/_actor"
+    def build_model(self, path: str, flag: str) -> ValueModel:
+        """A reward model keeps its head; a plain language model gets a new one."""
+        return ValueModel(self.build_scorer(path, flag).model)
 
-    def _rows(self, experiences: Sequence[Experience]) -> list[ExperienceRow]:
-        train = self.config.train
-        groups = row_groups(
-            [e.sample.length for e in experiences],
-            max_tokens=train.max_tokens_per_gpu if train.dynamic_batch_enable else None,
-            max_sequences=train.micro_batch_size,
-        )
-        return [ExperienceRow.of([experiences[i] for i in group]) for group in groups]
+    def read(self, model, row: PackedRow) -> Tensor:
+        return model(row)
+
+    def objective(self, kl_coef: float) -> Objective[ExperienceRow]:
+        critic = self.config.critic
+        coef = self.config.actor.aux_loss_coef if critic.aux_loss_coef is None else critic.aux_loss_coef
+        return balanced(CriticObjective(value_clip=critic.value_clip), coef, "critic")
+
+
+def balanced(objective: Objective[ExperienceRow], coef: float, section: str) -> Objective[ExperienceRow]:
+    """With a balance loss of the experts, where it has a weight."""
+    if not coef:
+        return objective
+    return BalancedObjective(objective=objective, coef=coef, metric=f"{section}/balance_loss")
+
+
+def policy_tokenizer(config: PPOConfig):
+    return load_tokenizer(
+        config.actor.model_name_or_path,
+        flag=ACTOR_FLAG,
+        use_fast=not config.data.disable_fast_tokenizer,
+        chat_template=config.data.tokenizer_chat_template,
+    )
 
 
 def row_groups(lengths: Sequence[int], *, max_tokens: int | None, max_sequences: int) -> list[list[int]]:
@@ -183,7 +324,3 @@ def row_groups(lengths: Sequence[int], *, max_tokens: int | None, max_sequences:
     return [
         list(range(i, min(i + max_sequences, len(lengths)))) for i in range(0, len(lengths), max_sequences)
     ]
-
-
-def _log_probs(model, row: PackedRow, temperature: float) -> Tensor:
-    return model(row, temperature=temperature).log_probs

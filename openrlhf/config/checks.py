@@ -13,6 +13,7 @@ from typing import Any
 from openrlhf.config.choices import LR_SCHEDULERS
 from openrlhf.config.fields import fields_of, to_words, values_of
 from openrlhf.config.parse import Explicit, Problem
+from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.config.sections import CkptConfig, LoggerConfig, OptimConfig
 
 
@@ -192,7 +193,7 @@ def _looks_local(name: str) -> bool:
     """Not a name on the hub, which is `name` or `owner/name`."""
     name = name.partition("@")[0]
     local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith(_FILE_ENDINGS)
-    return local and "://" not in name
+    return local and "://" not in name and not is_gym(name)
 
 
 def missing(path: str, said: str) -> str:

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 EstimatorName = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"]
 KLEstimator = Literal["k1", "k2", "k3"]
-PolicyLossType = Literal["ppo", "gspo"]
+PolicyLossType = Literal["ppo", "gspo", "cispo"]
+LossAggregation = Literal["token_mean", "sample_mean", "constant_length"]
 ISCorrectionType = Literal["tis", "icepop", "seq-mask-tis"]
 OptimizerName = Literal["adam", "muon"]
 ParamDtype = Literal["bf16", "fp16", "fp32"]
@@ -22,6 +23,8 @@ GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 """They compare the samples of one prompt, and credit every action with the whole outcome (gamma is 1)."""
 WHITENING_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline")
 """They whiten advantages over all actions of a step."""
+SEQUENCE_LOSSES = ("gspo",)
+"""Policy losses with the ratio of a sequence and the mean over sequences; the others have those of tokens."""
 
 LR_SCHEDULERS = (
     "linear",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import (
     BadRows,
     Count,
@@ -11,6 +12,7 @@ from openrlhf.config.choices import (
     EstimatorName,
     ISCorrectionType,
     KLEstimator,
+    LossAggregation,
     PolicyLossType,
     Positive,
     PositiveOrZero,
@@ -20,6 +22,7 @@ from openrlhf.config.choices import (
     Steps,
     SyncBackend,
 )
+from openrlhf.config.reasoning_gym import GYM_VERIFIER, is_gym
 from openrlhf.config.sections import (
     AdamConfig,
     CkptConfig,
@@ -50,7 +53,12 @@ class ActorConfig(OptimConfig):
     dual_clip: Annotated[float, Range(above=1)] | None = None
     """Bound c of dual-clip PPO: where the advantage is negative, the loss is at most -c * advantage."""
     policy_loss_type: PolicyLossType = "ppo"
-    """ppo: ratio of tokens, mean over tokens. gspo: ratio of sequences, mean over sequences."""
+    """ppo: clipped ratio of tokens. gspo: clipped ratio of sequences. cispo: log-probs weighted by the
+    clipped ratio of tokens, so that every token keeps a gradient."""
+    loss_aggregation: LossAggregation | None = None
+    """Mean of policy loss, KL and entropy. token_mean: over tokens. sample_mean: over samples, of each one's
+    mean. constant_length: over samples, of each one's sum / rollout.max_new_tokens (Dr. GRPO). None:
+    sample_mean with gspo, otherwise token_mean."""
     entropy_coef: PositiveOrZero | None = None
     """Weight of the entropy bonus. 0: only log the entropy. None: do not compute it."""
     aux_loss_coef: PositiveOrZero = 0.0
@@ -85,6 +93,10 @@ class CriticConfig(OptimConfig):
     adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=9e-6))
     value_clip: Positive = 0.5
     """New values are clipped to this distance from the old ones."""
+    aux_loss_coef: PositiveOrZero | None = None
+    """Weight of the balance loss of MoE models. None: the actor's."""
+    gradient_checkpointing_enable: bool | None = None
+    """Recompute activations in the backward pass. None: as the actor."""
     freezing_steps: Steps = -1
     """Train only the critic for the first N steps."""
     save_value_network: bool = False
@@ -128,7 +140,10 @@ class RewardConfig:
     remote_url: str | None = None
     """A .py file with `reward_func(queries, prompts, labels)`, or a comma list of http URLs."""
     model_name_or_path: str | None = None
-    """Hugging Face name or folder of a reward model; a comma list adds up several."""
+    """Hugging Face name or folder of a reward model; a comma list adds up several, and the reward function's
+    where there is one."""
+    model_weights: tuple[float, ...] | None = None
+    """What the scores of the reward models are multiplied by, in their order. None: 1 each."""
     num_nodes: CountOrZero = 1
     """Nodes of the reward model's workers. On shared GPUs the actor's size holds; 0 says the same."""
     num_gpus_per_node: CountOrZero = 8
@@ -146,8 +161,11 @@ class RewardConfig:
     stop_properly_penalty_coef: Annotated[float, Range(at_most=1)] | None = None
     """For truncated responses: the reward times this if it is in [0, 1], this itself if it is negative. None:
     off."""
+    batch: Count = 1
+    """Samples that the reward function is handed in one call at most: those that finish together, or while
+    its processes are busy. 1: each alone."""
     timeout: Positive = 60.0
-    """Seconds that one call of the reward function may take; then its sample has failed."""
+    """Seconds that one call of the reward function may take; then it has failed."""
     num_workers: Count = 1
     """Reward processes of each engine."""
     remote_timeout: Positive = 600.0
@@ -159,6 +177,11 @@ class RewardConfig:
     """Requests to reward servers that each engine has under way."""
     max_failed_ratio: Share = 0.5
     """Share of failed samples in one step above which the run stops."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The items of model_name_or_path."""
+        return tuple(name.strip() for name in (self.model_name_or_path or "").split(",") if name.strip())
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -210,7 +233,8 @@ class RolloutConfig:
     n_samples_per_prompt: Count = 1
     """Responses to each prompt: the group that group estimators compare."""
     vllm_generate_batch_size: Count | None = None
-    """Prompts generated at a time; more than batch_size runs ahead. None: batch_size."""
+    """Prompts sampled at a time. More than batch_size samples ahead: the surplus waits for the next steps.
+    None: batch_size, or what dynamic filtering has not found yet."""
     micro_batch_size: Count = 1
     """Sequences in one packed row where log-probs are computed: memory and speed, not the result, depend on
     it."""
@@ -231,8 +255,8 @@ class PromptDataConfig:
     """Where prompts come from, and how they become text."""
 
     prompt_dataset: str = ""
-    """Comma list of `path[@data_dir]`: .json .jsonl .csv .parquet .arrow files, folders, hub names.
-    Required."""
+    """Comma list of `path[@data_dir]`: .json .jsonl .csv .parquet .arrow files, folders, hub names; or of
+    `reasoning_gym:NAME?size=N&seed=S`. Required."""
     prompt_probs: str | None = None
     """Comma list of probabilities, one for each dataset, to mix them. None: one after the other."""
     prompt_split: str = "train"
@@ -244,7 +268,8 @@ class PromptDataConfig:
     input_key: str = "input"
     """Column with the prompt: text or messages."""
     label_key: str | None = None
-    """Column with the ground truth, handed to the reward function. None: ""."""
+    """Column with the ground truth, handed to the reward function. None: "", or where reasoning_gym verifies
+    the answers its column `label`."""
     input_template: str | None = None
     """Text around the prompt, which replaces `{}`. Not with apply_chat_template."""
     apply_chat_template: bool = False
@@ -270,7 +295,8 @@ class EvalConfig:
     """Evaluation: sampled responses, scored by the same reward."""
 
     dataset: str | None = None
-    """Evaluation prompts, as data.prompt_dataset. None: no evaluation."""
+    """Evaluation prompts, as data.prompt_dataset; each dataset of a comma list is reported on its own. None: no
+    evaluation."""
     split: str = "train"
     """Split to take where the dataset has splits."""
     steps: Steps = -1
@@ -278,9 +304,9 @@ class EvalConfig:
     temperature: PositiveOrZero = 0.6
     """Sampling temperature. 0: greedy."""
     n_samples_per_prompt: Count = 4
-    """Responses to each prompt: the k of pass@k."""
+    """Responses to each prompt: the largest k of pass@k."""
     max_samples: Count | None = None
-    """Prompts to use. None: all."""
+    """Prompts of each dataset to use. None: all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -379,6 +405,12 @@ class AlgoConfig:
     (DAPO)."""
     dynamic_filtering_range: tuple[float, float] = (0.0, 1.0)
     """`low high`: groups with low < mean score < high are kept."""
+    dynamic_filtering_max_batches: Count = 10
+    """Prompts that one step may ask for, in multiples of rollout.batch_size. When they do not fill a batch,
+    the run stops and says why."""
+    skip_old_log_probs: bool = False
+    """Where an RL step is one optimizer step, the policy before it is the policy itself: spare the forward
+    pass that asks for its log-probs. Needs a reward without KL."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -424,6 +456,55 @@ class PPOConfig:
     @property
     def uses_critic(self) -> bool:
         return self.algo.advantage.estimator == "gae"
+
+    @property
+    def critic_path(self) -> str:
+        """What the critic starts from."""
+        return self.critic.model_name_or_path or (*self.reward.models, self.actor.model_name_or_path)[0]
+
+    @property
+    def critic_size(self) -> tuple[int, int]:
+        """Nodes and workers per node of the critic."""
+        size = self.actor if self.train.colocate_all else self.critic
+        return size.num_nodes, size.num_gpus_per_node
+
+    @property
+    def frozen_actor_steps(self) -> int:
+        """RL steps at the start in which only the critic learns."""
+        return max(0, self.critic.freezing_steps) if self.uses_critic else 0
+
+    @property
+    def gym_verifies(self) -> bool:
+        """Every dataset is of reasoning_gym, and nothing else gives a reward: then its verifier does."""
+        others = self.reward.urls or self.reward.models or self.train.agent_func_path
+        items = split_spec(self.data.prompt_dataset) + split_spec(self.eval.dataset or "")
+        return not others and bool(items) and all(is_gym(item) for item in items)
+
+    @property
+    def reward_function_path(self) -> str | None:
+        """The file whose reward_func gives rewards, if one does."""
+        return GYM_VERIFIER if self.gym_verifies else self.reward.function_path
+
+    @property
+    def label_key(self) -> str | None:
+        """The column with the ground truth, if there is one."""
+        return self.data.label_key or ("label" if self.gym_verifies else None)
+
+    @property
+    def uses_reward_model(self) -> bool:
+        return bool(self.reward.models)
+
+    @property
+    def reward_shares_critic(self) -> bool:
+        """The reward models live on the critic's GPUs, which are not the actor's."""
+        return self.uses_critic and self.train.colocate_critic_reward and not self.train.colocate_all
+
+    @property
+    def reward_size(self) -> tuple[int, int]:
+        """Nodes and workers per node of the reward models."""
+        size = self.critic if self.reward_shares_critic else self.reward
+        size = self.actor if self.train.colocate_all else size
+        return size.num_nodes, size.num_gpus_per_node
 
     @property
     def uses_reference(self) -> bool:

@@ -1,6 +1,7 @@
 """What is wrong between the flags of reinforcement learning."""
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from urllib.parse import urlsplit
 
 from openrlhf.config.checks import (
@@ -16,20 +17,21 @@ from openrlhf.config.checks import (
     precision,
     python_file,
     required,
+    split_spec,
     template,
     unread,
 )
-from openrlhf.config.choices import GROUP_ESTIMATORS, WHITENING_ESTIMATORS
+from openrlhf.config.choices import GROUP_ESTIMATORS, SEQUENCE_LOSSES, WHITENING_ESTIMATORS
 from openrlhf.config.fields import values_of
 from openrlhf.config.parse import Explicit, Problem
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
 
 
 def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
     return first_of_each(
         [
             *not_yet(config, PPO_NOT_YET),
-            *_ppo_not_yet(config),
             *required(config, "actor.model_name_or_path", "data.prompt_dataset"),
             *local_models(
                 config,
@@ -41,9 +43,13 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *local_datasets(config, ("data.prompt_dataset", "data.prompt_probs"), ("eval.dataset", None)),
             *template(config, explicit),
             *_reward_source(config),
+            *_gym_datasets(config),
             *_reward_shaping(config),
             *_estimator(config),
+            *_collecting(config),
             *_kl(config, explicit),
+            *_policy_loss(config, explicit),
+            *_old_log_probs(config),
             *_lengths(config),
             *optimizer("actor.", config.actor),
             *(optimizer("critic.", config.critic) if config.uses_critic else ()),
@@ -57,16 +63,12 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
 
 
 PPO_NOT_YET: Mapping[str, str] = {
-    "reward.model_name_or_path": "a reward model is",
-    "reward.normalize_enable": "reward normalisation is",
     "train.agent_func_path": "the agent interface is",
     "train.max_turns": "the agent interface is",
     "train.async_enable": "asynchronous training is",
     "train.partial_rollout_enable": "partial rollout is",
-    "train.enable_ema": "the moving average is",
-    "algo.dynamic_filtering_enable": "dynamic filtering is",
     "actor.optim": "Muon is",
-    "actor.aux_loss_coef": "the MoE balance loss is",
+    "critic.optim": "Muon is",
     "actor.freeze_visual_encoder": "training with images is",
     "data.max_images_per_prompt": "training with images is",
     "vllm.sync_with_ray": "weight sync with ray.util.collective is",
@@ -106,11 +108,6 @@ PPO_UNREAD = (
         why="algo.advantage.is_correction_enable is off",
     ),
     Unread(
-        keys=("algo.advantage.is_correction_type", "algo.advantage.is_correction_threshold"),
-        when=lambda c: c.actor.policy_loss_type == "gspo",
-        why="gspo puts the sampler's probabilities into its ratio, without a weight to bound",
-    ),
-    Unread(
         keys=("algo.kl.target", "algo.kl.horizon", "algo.kl.estimator", "algo.kl.use_loss"),
         when=lambda c: not c.uses_reference,
         why="there is no KL penalty (algo.kl.init_coef 0)",
@@ -121,7 +118,7 @@ PPO_UNREAD = (
         why="without algo.kl.target the weight stays",
     ),
     Unread(
-        keys=("algo.dynamic_filtering_range",),
+        keys=("algo.dynamic_filtering_range", "algo.dynamic_filtering_max_batches"),
         when=lambda c: not c.algo.dynamic_filtering_enable,
         why="algo.dynamic_filtering_enable is off",
     ),
@@ -138,6 +135,12 @@ PPO_UNREAD = (
         keys=("actor.eps_clip",),
         when=lambda c: c.actor.eps_clip_low_high is not None,
         why="actor.eps_clip_low_high sets both bounds",
+    ),
+    Unread(
+        keys=("actor.eps_clip", "actor.eps_clip_low_high", "actor.dual_clip"),
+        when=lambda c: c.algo.skip_old_log_probs,
+        why="with algo.skip_old_log_probs the ratio is 1, inside every bound",
+        fatal=False,
     ),
     Unread(keys=("actor.muon.",), when=lambda c: c.actor.optim == "adam", why="the optimizer is adam"),
     Unread(keys=("critic.muon.",), when=lambda c: c.critic.optim == "adam", why="the optimizer is adam"),
@@ -162,8 +165,8 @@ PPO_UNREAD = (
         why="reward.overlong_buffer_len is not set",
     ),
     Unread(
-        keys=("reward.timeout", "reward.num_workers"),
-        when=lambda c: c.reward.function_path is None,
+        keys=("reward.timeout", "reward.num_workers", "reward.batch"),
+        when=lambda c: c.reward_function_path is None,
         why="reward.remote_url names no reward function",
         fatal=False,
     ),
@@ -175,13 +178,18 @@ PPO_UNREAD = (
     ),
     Unread(
         keys=("reward.num_nodes", "reward.num_gpus_per_node", "reward.offload"),
-        when=lambda c: c.reward.model_name_or_path is None,
+        when=lambda c: not c.uses_reward_model,
         why="there is no reward model",
         fatal=False,
     ),
     Unread(
+        keys=("reward.normalize_enable", "reward.model_weights"),
+        when=lambda c: not c.uses_reward_model,
+        why="there is no reward model",
+    ),
+    Unread(
         keys=("ds.value_head_prefix",),
-        when=lambda c: not c.uses_critic and c.reward.model_name_or_path is None,
+        when=lambda c: not c.uses_critic and not c.uses_reward_model,
         why="there is neither a critic nor a reward model",
         fatal=False,
     ),
@@ -217,27 +225,20 @@ PPO_UNREAD = (
 )
 
 
-def _ppo_not_yet(config: PPOConfig) -> Iterator[Problem]:
-    if config.uses_critic:
-        yield Problem(
-            key="algo.advantage.estimator",
-            text="a critic is not available yet; choose reinforce, or with several samples for each prompt "
-            f"one of {', '.join(GROUP_ESTIMATORS)}",
-        )
-    if config.rollout.vllm_generate_batch_size not in (None, config.rollout.batch_size):
-        yield Problem(
-            key="rollout.vllm_generate_batch_size",
-            text="generating ahead is not available yet; "
-            f"leave it at rollout.batch_size {config.rollout.batch_size}",
-        )
-
-
 def _reward_source(config: PPOConfig) -> Iterator[Problem]:
     key, reward = "reward.remote_url", config.reward
-    has_source = reward.urls or reward.model_name_or_path or config.train.agent_func_path
-    remedy = "name a .py file with reward_func(queries, prompts, labels), or URLs of reward servers"
+    has_source = reward.urls or reward.models or config.train.agent_func_path
+    remedy = (
+        "name a .py file with reward_func(queries, prompts, labels), or URLs of reward servers, or set "
+        "--reward.model_name_or_path"
+    )
+    has_source = has_source or config.gym_verifies
     if not has_source and not config.uses_teacher:
-        yield Problem(key=key, text=f"nothing gives a reward; {remedy}")
+        verified = any(is_gym(item) for item in split_spec(config.data.prompt_dataset))
+        why = "only reasoning_gym's own problems have a verifier" if verified else "nothing gives a reward"
+        yield Problem(key=key, text=f"{why}; {remedy}")
+    elif not has_source and config.algo.dynamic_filtering_enable:
+        yield Problem(key="algo.dynamic_filtering_enable", text=f"nothing scores the groups; {remedy}")
     if not has_source and config.eval.dataset is not None:
         yield Problem(key="eval.dataset", text=f"nothing scores its answers; {remedy}")
     for url in reward.urls:
@@ -245,8 +246,33 @@ def _reward_source(config: PPOConfig) -> Iterator[Problem]:
             yield from _server_url(key, url)
         else:
             yield from python_file(key, url, alone=len(reward.urls) == 1)
+    if reward.model_weights is not None and reward.models and len(reward.model_weights) != len(reward.models):
+        yield Problem(
+            key="reward.model_weights",
+            text=f"has {len(reward.model_weights)} weights for {len(reward.models)} reward models; give each "
+            "model one",
+        )
     if config.train.agent_func_path is not None:
         yield from python_file("train.agent_func_path", config.train.agent_func_path, alone=True)
+
+
+def _gym_datasets(config: PPOConfig) -> Iterator[Problem]:
+    keys = {"data.prompt_dataset": config.data.prompt_dataset, "eval.dataset": config.eval.dataset or ""}
+    specs: dict[str, list[GymSpec]] = {key: [] for key in keys}
+    for key, text in keys.items():
+        for item in filter(is_gym, split_spec(text)):
+            try:
+                specs[key].append(parse_gym(item))
+            except ValueError as error:
+                yield Problem(key=key, text=str(error))
+    for trained, held_out in product(*specs.values()):
+        if trained.overlaps(held_out):
+            yield Problem(
+                key="eval.dataset",
+                text=f"{held_out.name} has problems of training: the i-th is made with seed + i; use another "
+                f"seed, such as {trained.seed + trained.size}",
+                fatal=False,
+            )
 
 
 def _server_url(key: str, url: str) -> Iterator[Problem]:
@@ -295,13 +321,33 @@ def _estimator(config: PPOConfig) -> Iterator[Problem]:
                 key="algo.advantage.gamma",
                 text=f"estimator {advantage.estimator} does not discount; remove it, or choose reinforce",
             )
-    if config.algo.dynamic_filtering_enable and samples == 1:
-        yield Problem(
-            key="algo.dynamic_filtering_enable",
-            text="filters groups; rollout.n_samples_per_prompt must be 2 or more",
-        )
     if config.train.partial_rollout_enable and not config.train.async_enable:
         yield Problem(key="train.partial_rollout_enable", text="needs --train.async_enable")
+
+
+def _collecting(config: PPOConfig) -> Iterator[Problem]:
+    algo, rollout = config.algo, config.rollout
+    at_a_time = rollout.vllm_generate_batch_size or rollout.batch_size
+    at_most = algo.dynamic_filtering_max_batches * rollout.batch_size
+    if algo.dynamic_filtering_enable:
+        if rollout.n_samples_per_prompt == 1:
+            yield Problem(
+                key="algo.dynamic_filtering_enable",
+                text="filters groups; rollout.n_samples_per_prompt must be 2 or more",
+            )
+        if at_a_time > at_most:
+            yield Problem(
+                key="rollout.vllm_generate_batch_size",
+                text="is more than a step may ask for, algo.dynamic_filtering_max_batches x "
+                f"rollout.batch_size = {at_most}; use at most that",
+            )
+    if at_a_time > rollout.batch_size and not algo.advantage.is_correction_enable:
+        yield Problem(
+            key="rollout.vllm_generate_batch_size",
+            text="samples ahead: groups that wait are of an earlier policy; "
+            "--algo.advantage.is_correction_enable corrects for that",
+            fatal=False,
+        )
 
 
 def _kl(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
@@ -316,6 +362,55 @@ def _kl(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
         )
     if not kl.use_loss and kl.estimator != "k1":
         yield Problem(key="algo.kl.estimator", text="in the reward k1 is the unbiased estimate", fatal=False)
+
+
+def _policy_loss(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
+    actor = config.actor
+    loss = actor.policy_loss_type
+    if loss in SEQUENCE_LOSSES and actor.loss_aggregation not in (None, "sample_mean"):
+        yield Problem(
+            key="actor.loss_aggregation",
+            text=f"{loss} compares sequences, which count alike however long they are; leave it at None",
+        )
+    clip_is_set = {"actor.eps_clip", "actor.eps_clip_low_high"} & set(explicit)
+    if loss in SEQUENCE_LOSSES and not clip_is_set and not config.algo.skip_old_log_probs:
+        yield Problem(
+            key="actor.policy_loss_type",
+            text=f"the ratio of a sequence hardly ever leaves actor.eps_clip {actor.eps_clip}; its paper has "
+            "--actor.eps_clip_low_high 3e-4 4e-4",
+            fatal=False,
+        )
+    if loss == "cispo" and actor.dual_clip is not None:
+        yield Problem(
+            key="actor.dual_clip",
+            text="bounds what cispo bounds already, for every advantage; remove it, and set "
+            "--actor.eps_clip_low_high",
+        )
+
+
+def _old_log_probs(config: PPOConfig) -> Iterator[Problem]:
+    key, kl = "algo.skip_old_log_probs", config.algo.kl
+    if not config.algo.skip_old_log_probs:
+        return
+    if config.updates_per_step > 1:
+        yield Problem(
+            key=key,
+            text=f"an RL step makes {config.updates_per_step} optimizer steps, and only before the first the "
+            f"policy is the old one;\nuse train.batch_size {config.samples_per_step} and train.max_epochs 1, "
+            "or remove it",
+        )
+    if config.uses_reference and not kl.use_loss:
+        yield Problem(
+            key=key,
+            text="the KL in the reward needs those log-probs; add --algo.kl.use_loss --algo.kl.estimator k2, "
+            "or --algo.kl.init_coef 0, or remove it",
+        )
+    if config.uses_reference and kl.target is not None:
+        yield Problem(key=key, text="algo.kl.target adapts to the KL of those log-probs; remove one")
+    if config.uses_teacher:
+        yield Problem(
+            key=key, text="the teacher's reward needs those log-probs (teacher.model_name_or_path); remove it"
+        )
 
 
 def _lengths(config: PPOConfig) -> Iterator[Problem]:
@@ -333,19 +428,29 @@ def _made(config: PPOConfig) -> str:
 
 
 def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
-    roles = {
-        "ref": (config.uses_reference, config.ref_shares_actor),
-        "critic": (config.uses_critic, config.train.colocate_all),
-        "reward": (config.reward.model_name_or_path is not None, config.train.colocate_all),
-        "teacher": (config.uses_teacher, config.train.colocate_all),
+    everyone = "actor" if config.train.colocate_all else None
+    hosts = {  # role -> whose GPUs it has, None for its own
+        "ref": "actor" if config.ref_shares_actor else None,
+        "critic": everyone,
+        "reward": "critic" if config.reward_shares_critic else everyone,
+        "teacher": everyone,
+    }
+    uses = {
+        "ref": config.uses_reference,
+        "critic": config.uses_critic,
+        "reward": config.uses_reward_model,
+        "teacher": config.uses_teacher,
     }
     values = values_of(config)
-    for role, (runs, shares) in roles.items():
-        for name in ("num_nodes", "num_gpus_per_node") if runs else ():
-            key, actors = f"{role}.{name}", values[f"actor.{name}"]
-            if shares and key in explicit and values[key] not in (0, actors):
-                yield Problem(key=key, text=f"shares the GPUs of the actor, which has {actors}; remove it")
-            if not shares and values[key] == 0:
+    for role, host in hosts.items():
+        for name in ("num_nodes", "num_gpus_per_node") if uses[role] else ():
+            key = f"{role}.{name}"
+            if host and key in explicit and values[key] not in (0, values[f"{host}.{name}"]):
+                yield Problem(
+                    key=key,
+                    text=f"shares the GPUs of the {host}, which has {values[f'{host}.{name}']}; remove it",
+                )
+            if not host and values[key] == 0:
                 yield Problem(
                     key=key, text="0 means the actor's GPUs; add --train.colocate_all, or give it some"
                 )

@@ -1,13 +1,16 @@
 """From rows to prompts for RL and evaluation."""
 
 import logging
+import re
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import PurePath
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.bad_rows import Policy, bad_row_error, read_rows, value_of
 from openrlhf.datasets.encode import encode_plainly
-from openrlhf.datasets.files import Row
+from openrlhf.datasets.files import READERS, Row
 from openrlhf.datasets.sampler import PromptDataset
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.templates import check_templates, render_prompt
@@ -26,9 +29,11 @@ def build_prompts(
     input_template: str | None,
     max_len: int,
     bad_rows: Policy = "error",
+    source: str = "default",
+    first_id: int = 0,
 ) -> PromptDataset:
-    """One prompt of each row; its id is the number of the row, so ids stay the same when other rows are
-    skipped.
+    """One prompt of each row; its id is `first_id` plus the number of the row, so ids stay the same when
+    other rows are skipped. Its source is the row's `datasource` column, else `source`.
 
     A row is bad when its prompt or label is missing or null, when the chat template refuses it, or when the
     prompt has more than max_len - 1 tokens, which leave no room for a response. The label keeps the type it
@@ -42,14 +47,14 @@ def build_prompts(
             value, tokenizer, apply_chat_template=apply_chat_template, input_template=input_template
         )
         label = "" if label_key is None else value_of(row, label_key)
-        return Prompt(prompt_id=0, text=text, label=label, source=str(row.get("datasource") or "default"))
+        return Prompt(prompt_id=0, text=text, label=label, source=str(row.get("datasource") or source))
 
     read_prompts, skipped = read_rows(rows, read, bad_rows)
     prompts = []
     lengths = map(len, encode_plainly((prompt.text for prompt in read_prompts.values()), tokenizer))
     for (i, prompt), length in zip(read_prompts.items(), lengths, strict=True):
         if 0 < length < max_len:
-            prompts.append(replace(prompt, prompt_id=i))
+            prompts.append(replace(prompt, prompt_id=first_id + i))
             continue
         reason = (
             f"the prompt has {length} tokens; --data.max_len {max_len} leaves room for 1 to {max_len - 1}."
@@ -62,3 +67,24 @@ def build_prompts(
     if not prompts:
         raise ValueError(f"All {len(rows)} prompts were skipped. The first is {rows.origin(0)}.")
     return PromptDataset(prompts, skipped)
+
+
+def source_names(items: Sequence[str]) -> list[str]:
+    """What prompts of these datasets are called where their rows do not say: "default" where there is one
+    dataset, else the last part of each path or hub name without the file's ending, and as many parts before
+    it as it takes to tell all apart: a/test.jsonl,b/test.jsonl are a_test and b_test. A dataset that is named
+    twice gets numbers."""
+    if len(items) <= 1:
+        return ["default"] * len(items)
+    parts = [_name_parts(item) for item in items]
+    for depth in range(1, 1 + max(map(len, parts))):
+        names = ["_".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return ["_".join([*part[-1:], str(i)]) for i, part in enumerate(parts, start=1)]
+
+
+def _name_parts(item: str) -> list[str]:
+    path = PurePath(item)
+    path = path.with_suffix("") if path.suffix in READERS else path
+    return [re.sub(r"\W+", "_", part).strip("_") for part in path.parts if part.strip("./~")]

@@ -53,10 +53,15 @@ class PromptSampler:
         """The episode of the next prompt."""
         return self._episode
 
+    @property
+    def is_exhausted(self) -> bool:
+        """The last episode is over."""
+        return self._episode == self._num_episodes
+
     def next_batch(self, n: int) -> list[Prompt]:
         """The next n prompts. The last batch of an episode holds what is left of it; after the last episode:
         []."""
-        if self._episode == self._num_episodes:
+        if self.is_exhausted:
             return []
         chosen = self._order[self._position : self._position + n]
         batch = [replace(self._prompts[i], episode=self._episode) for i in chosen]

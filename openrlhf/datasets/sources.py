@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -11,8 +12,11 @@ import datasets
 import numpy as np
 
 from openrlhf.config.checks import split_spec
+from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.datasets.cache import digest, file_digest
 from openrlhf.datasets.files import READERS, Part, Row, peek
+from openrlhf.observe.tracked import tracked
+from openrlhf.tasks.reasoning_gym import COLUMNS, gym_dataset, gym_rows
 
 
 class Rows:
@@ -65,8 +69,9 @@ def load_rows(
     """The rows that `spec` names: a comma list of `path[@data_dir]`.
 
     An item is a .json, .jsonl, .csv, .parquet or .arrow file, a `save_to_disk` folder, a folder of such
-    files, or a name on the hub. A piece of `spec` that exists on disk with its commas and "@" is one path.
-    Where an item has splits, `split` is taken: of a folder of files, those with that word in their names.
+    files, a name on the hub, or `reasoning_gym:NAME?size=N&seed=S`. A piece of `spec` that exists on disk
+    with its commas and "@" is one path. Where an item has splits, `split` is taken: of a folder of files,
+    those with that word in their names.
 
     required_columns: flag -> the column it names, None where the flag is unset. Each must exist in every
         part and hold one type throughout; a missing or null value of a row is left to whoever reads the row.
@@ -101,6 +106,10 @@ def check_columns(
     """Raise what `load_rows` would raise for missing files, splits and columns, reading only the first rows
     or the schema of each file (a .json list is read whole). Names on the hub are not looked up."""
     for item in split_spec(spec):
+        if is_gym(item):
+            gym_dataset(item, flag)
+            _check_columns_exist(Part(name=item, rows=[], columns=COLUMNS), required_columns)
+            continue
         place = _find(item, flag)
         if place is None:
             continue
@@ -116,6 +125,9 @@ def rows_digest(spec: str, *, flag: str, split: str = "train") -> str:
     a name on the hub its fingerprint."""
     found: list[object] = []
     for item in split_spec(spec):
+        if is_gym(item):
+            found.append((item, version("reasoning_gym")))
+            continue
         place = _find(item, flag)
         if place is None:
             found.append((item, cast(datasets.Dataset, _read_hub(item, split, flag).rows)._fingerprint))
@@ -128,6 +140,9 @@ def rows_digest(spec: str, *, flag: str, split: str = "train") -> str:
 
 
 def _load(item: str, split: str, flag: str) -> list[Part]:
+    if is_gym(item):
+        size = gym_dataset(item, flag).size
+        return [Part.of(item, list(tracked(gym_rows(item, flag), size, f"making {item}")))]
     place = _find(item, flag)
     if place is None:
         return [_read_hub(item, split, flag)]

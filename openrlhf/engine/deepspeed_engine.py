@@ -4,6 +4,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import cast
 
 import deepspeed
@@ -18,6 +19,7 @@ from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.deepspeed_config import inference_config, training_config
 from openrlhf.engine.distributed import current_device
 from openrlhf.engine.interfaces import Objective, RowT
+from openrlhf.engine.moving_average import MovingAverage
 from openrlhf.models.backbone import RowModel
 from openrlhf.models.lora import has_adapters, save_adapter
 from openrlhf.types import LossNorm, Metrics
@@ -43,8 +45,13 @@ class DeepSpeedEngine:
         total_steps: int,
         gradient_checkpointing: bool = False,
         reentrant: bool = False,
+        ema_beta: float | None = None,
     ) -> None:
-        """`total_steps`: optimizer steps of the whole run, which the learning rate schedule needs."""
+        """`total_steps`: optimizer steps of the whole run, which the learning rate schedule needs.
+
+        `ema_beta`: decay of a moving average of the trained weights, None for no average. `export` writes the
+        average, checkpoints keep it; nothing else sees it.
+        """
         self.stage = ds.zero_stage
         # DeepSpeed neither reports nor exposes the norm at stage 0 in float32, so there the engine clips by
         # itself.
@@ -74,6 +81,14 @@ class DeepSpeedEngine:
         )
         self.device = current_device()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.average = None
+        if ema_beta is not None:
+            self.average = MovingAverage(
+                self.module.model.named_parameters(),
+                beta=ema_beta,
+                rank=self.rank,
+                num_parts=self.world_size if self.stage == 3 else 1,
+            )
 
     @property
     def module(self) -> RowModel:
@@ -108,6 +123,8 @@ class DeepSpeedEngine:
         _check_finite(
             metrics if self.scales_loss else metrics | {"grad_norm": grad_norm}, self.engine.global_steps
         )
+        if self.average is not None:
+            self.average.update()
         return metrics | {"grad_norm": grad_norm, "lr": lr, "num_tokens": norm.num_tokens}
 
     @torch.no_grad()
@@ -150,9 +167,15 @@ class DeepSpeedEngine:
             save_latest=False,
             exclude_frozen_parameters=True,
         )
+        if self.average is not None:
+            self.average.save(f"{folder}/{tag}")
         dist.barrier()
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
+        """Restore everything that `save_checkpoint` wrote and return its `state`. With a moving average the
+        checkpoint must have one too; without, one that is there is left where it is."""
+        if self.average is not None:
+            self.average.load(f"{folder}/{tag}")
         path, client_state = self.engine.load_checkpoint(folder, tag=tag, custom_load_fn=_load_trained)
         if path is None or client_state is None:
             raise ValueError(f"--ckpt.path {folder}: checkpoint {tag} could not be loaded from there")
@@ -160,11 +183,16 @@ class DeepSpeedEngine:
 
     def export(self, folder: str) -> None:
         """Collective. Rank 0 writes the model in Hugging Face format, or its adapter alone where it has one;
-        every rank returns when it is on disk."""
+        every rank returns when it is on disk. The moving average, where there is one, is written in place of
+        what was trained; the weights themselves are not touched."""
         model, state = self.module.model, {}
-        is_adapter = has_adapters(model)
-        exported = ((name, p) for name, p in model.named_parameters() if p.requires_grad or not is_adapter)
-        for name, tensor in self._in_full(exported):
+        is_adapter, average = has_adapters(model), self.average
+        weights = self._in_full(
+            (name, p)
+            for name, p in model.named_parameters()
+            if (average is None if p.requires_grad else not is_adapter)
+        )
+        for name, tensor in chain(weights, average.in_full() if average else ()):
             if self.rank == 0:
                 state[name] = tensor.detach().cpu().clone()
         if self.rank == 0 and is_adapter:

@@ -46,14 +46,15 @@ def recorded_balance(model: PreTrainedModel) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def check_experts(path: str, flag: str) -> None:
-    """Raise ValueError, without loading weights, where `path` is no model with a balance loss."""
+def check_experts(path: str, flag: str, coef_flag: str = "--model.aux_loss_coef") -> None:
+    """Raise ValueError, without loading weights, where `path` is no model with a balance loss, for which
+    `coef_flag` asks."""
     config = load_config(path, flag)
     model_type: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_type is None or _balance_function(model_type) is None:
         raise ValueError(
             f"{flag} {path}: a {config.model_type} has no experts that a loss could balance.\n"
-            "Remove --model.aux_loss_coef."
+            f"Remove {coef_flag}."
         )
 
 

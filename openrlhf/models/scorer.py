@@ -1,5 +1,8 @@
-"""Reward models: a Hugging Face sequence classifier with one label that reads packed rows."""
+"""Reward models and critics: a Hugging Face sequence classifier with one label that reads packed rows."""
 
+from pathlib import Path
+
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,6 +27,18 @@ class ScoreModel(RowModel):
         hidden = hidden_states(self.model, row)
         head = getattr(self.model, self.head_name)
         return head(hidden[row.action_mask])[:, 0].float()
+
+
+class ValueModel(ScoreModel):
+    """A critic. The value of an action is that of the state in which it was chosen: it is read off the token
+    before the action."""
+
+    def forward(self, row: PackedRow) -> Tensor:
+        """(A,) float32"""
+        hidden = hidden_states(self.model, row)
+        head = getattr(self.model, self.head_name)
+        actions = row.action_mask.nonzero()[:, 0]
+        return head(hidden[actions - 1])[:, 0].float()
 
 
 def load_scorer(
@@ -61,16 +76,37 @@ def load_scorer(
         **({"quantization_config": nf4(dtype)} if in_4bit else {}),
     )
     if trained and any(key.startswith(f"{CLASSIFIER_HEAD}.") for key in loaded["missing_keys"]):
-        raise ValueError(
-            f"{flag} {path}: it has no scalar head called {name} or {CLASSIFIER_HEAD}, so it is no reward "
-            "model.\nTrain one with train_rm, or name its head with --ds.value_head_prefix."
-        )
+        raise _no_head(path, flag, name)
     model.config.use_cache = False
     if name != CLASSIFIER_HEAD:
         head = model.score
         del model.score
         setattr(model, name, head)
     return ScoreModel(model)
+
+
+def check_reward_model(path: str, flag: str, head_prefix: str) -> None:
+    """Raise ValueError, without loading weights, where `path` is no reward model. Of a name on the hub only
+    the configuration is looked at."""
+    name = getattr(load_config(path, flag), "value_head_prefix", None) or head_prefix
+    files = sorted(Path(path).glob("*.safetensors"))
+    if files and not any(key.startswith((f"{name}.", f"{CLASSIFIER_HEAD}.")) for key in _weight_names(files)):
+        raise _no_head(path, flag, name)
+
+
+def _weight_names(files: list[Path]) -> list[str]:
+    names: list[str] = []
+    for file in files:
+        with safe_open(file, "pt") as weights:
+            names += weights.keys()
+    return names
+
+
+def _no_head(path: str, flag: str, name: str) -> ValueError:
+    return ValueError(
+        f"{flag} {path}: it has no scalar head called {name} or {CLASSIFIER_HEAD}, so it is no reward "
+        "model.\nTrain one with train_rm, or name its head with --ds.value_head_prefix."
+    )
 
 
 def score_statistics(config, path: str) -> tuple[float, float]:

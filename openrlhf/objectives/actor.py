@@ -4,14 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from openrlhf.algos.correction import CORRECTIONS
 from openrlhf.algos.kl import approx_kl
-from openrlhf.algos.policy_loss import clipped_loss, sequence_log_ratio, token_log_ratio
-from openrlhf.algos.reduce import sample_mean, token_mean
-from openrlhf.config.choices import ISCorrectionType, KLEstimator, PolicyLossType
-from openrlhf.config.ppo import ActorConfig, AlgoConfig
+from openrlhf.algos.policy_loss import cispo_loss, clipped_loss, sequence_log_ratio, token_log_ratio
+from openrlhf.algos.reduce import constant_length_mean, sample_mean, token_mean
+from openrlhf.config.choices import ISCorrectionType, KLEstimator, LossAggregation, PolicyLossType
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.types import ExperienceRow, LossNorm, present
 
 
@@ -21,26 +22,44 @@ class PolicyLoss:
 
     log_ratio: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(log_probs (A,), old_log_probs (A,), counts (B,)) -> (A,)"""
-    share: Callable[[Tensor, Tensor, LossNorm], Tensor]
-    """(loss (A,), counts (B,), norm) -> ()"""
+    surrogate: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """(log_probs, log_ratio, advantages, clip_low=, clip_high=, dual_clip=) -> loss, and where the lower and
+    the upper bound were active: all (A,)"""
+    aggregation: LossAggregation
+    """What it takes the mean over, unless something else is asked for."""
 
 
 POLICY_LOSSES: dict[PolicyLossType, PolicyLoss] = {
-    "ppo": PolicyLoss(log_ratio=token_log_ratio, share=lambda loss, counts, norm: token_mean(loss, norm)),
-    "gspo": PolicyLoss(log_ratio=sequence_log_ratio, share=sample_mean),
+    "ppo": PolicyLoss(log_ratio=token_log_ratio, surrogate=clipped_loss, aggregation="token_mean"),
+    "gspo": PolicyLoss(log_ratio=sequence_log_ratio, surrogate=clipped_loss, aggregation="sample_mean"),
+    "cispo": PolicyLoss(log_ratio=token_log_ratio, surrogate=cispo_loss, aggregation="token_mean"),
 }
+
+AGGREGATIONS: dict[LossAggregation, Callable[[Tensor, Tensor, LossNorm, float], Tensor]] = {
+    "token_mean": lambda loss, counts, norm, length: token_mean(loss, norm),
+    "sample_mean": lambda loss, counts, norm, length: sample_mean(loss, counts, norm),
+    "constant_length": lambda loss, counts, norm, length: constant_length_mean(loss, norm, length),
+}
+"""(loss (A,), counts (B,), norm, longest response) -> ()"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorObjective:
-    """share(w * clipped loss) + kl_coef * share(KL to the reference) - entropy_coef * share(entropy)
+    """mean(w * surrogate) + kl_coef * mean(KL to the reference) - entropy_coef * mean(entropy)
 
-    The ratio pi / pi_prox, the correction w of the sampler's mismatch and the mean over actions are those of
-    `loss_type`: of tokens in `ppo`, of sequences in `gspo`. So in `gspo` w is made of the sequence's ratio
-    pi_prox / pi_behave, and one sequence is clipped, weighted or dropped as a whole.
+    The ratio pi / pi_prox and the correction w of the sampler's mismatch are those of `loss_type`: of tokens
+    in `ppo` and `cispo`, of sequences in `gspo`. So in `gspo` w is made of the sequence's ratio
+    pi_prox / pi_behave, and one sequence is clipped, weighted or dropped as a whole. All three means are of
+    one kind, `aggregation`.
+
+    A row without `old_log_probs` belongs to a step of one update: pi_prox is the policy itself.
     """
 
     loss_type: PolicyLossType = "ppo"
+    aggregation: LossAggregation | None = None
+    """None: that of `loss_type`."""
+    longest_response: float = 1.0
+    """Actions that a sequence counts as in `constant_length`."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -55,23 +74,25 @@ class ActorObjective:
     temperature: float = 1.0
 
     @classmethod
-    def from_config(cls, actor: ActorConfig, algo: AlgoConfig, temperature: float, kl_coef: float) -> Self:
+    def from_config(cls, config: PPOConfig, kl_coef: float) -> Self:
         """`kl_coef` is the coefficient as the controller has it now."""
-        advantage = algo.advantage
+        actor, algo = config.actor, config.algo
         clip_low, clip_high = actor.clip_range
-        correction_low, correction_high = advantage.is_correction_threshold
+        correction_low, correction_high = algo.advantage.is_correction_threshold
         return cls(
             loss_type=actor.policy_loss_type,
+            aggregation=actor.loss_aggregation,
+            longest_response=config.longest_response,
             clip_low=clip_low,
             clip_high=clip_high,
             dual_clip=actor.dual_clip,
-            correction=advantage.is_correction_type if advantage.is_correction_enable else None,
+            correction=algo.advantage.is_correction_type if algo.advantage.is_correction_enable else None,
             correction_low=correction_low,
             correction_high=correction_high,
             kl_coef=kl_coef if algo.kl.use_loss else 0.0,
             kl_estimator=algo.kl.estimator,
             entropy_coef=actor.entropy_coef,
-            temperature=temperature,
+            temperature=config.rollout.temperature,
         )
 
     def __call__(
@@ -80,33 +101,51 @@ class ActorObjective:
         """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""
         kind, counts = POLICY_LOSSES[self.loss_type], batch.row.num_actions
         scores = model(batch.row, temperature=self.temperature, with_entropy=self.entropy_coef is not None)
-        log_ratio = kind.log_ratio(scores.log_probs, batch.old_log_probs, counts)
-        policy_loss, clipped = clipped_loss(
-            log_ratio,
+        old = scores.log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+        policy_loss, at_low, at_high = kind.surrogate(
+            scores.log_probs,
+            kind.log_ratio(scores.log_probs, old, counts),
             batch.advantages,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
         )
         metrics = {
-            "policy/ppo_kl": token_mean(batch.old_log_probs - scores.log_probs, norm),
-            "policy/clip_fraction": token_mean(clipped.float(), norm),
+            "policy/ppo_kl": token_mean(old - scores.log_probs, norm),
+            "policy/clip_fraction": token_mean((at_low | at_high).float(), norm),
+            "policy/clip_low_fraction": token_mean(at_low.float(), norm),
+            "policy/clip_high_fraction": token_mean(at_high.float(), norm),
         }
+        if batch.old_log_probs is None:
+            metrics |= _mismatch(old, batch.rollout_log_probs, norm)
         if self.correction is not None:
-            mismatch = kind.log_ratio(batch.old_log_probs, batch.rollout_log_probs, counts)
+            mismatch = kind.log_ratio(old, batch.rollout_log_probs, counts)
             correct = CORRECTIONS[self.correction]
             weights = correct(mismatch, counts, self.correction_low, self.correction_high)
             policy_loss = policy_loss * weights
             metrics["policy/is_weight_mean"] = token_mean(weights, norm)
             metrics["policy/is_masked_fraction"] = token_mean((weights == 0).float(), norm)
 
-        loss = metrics["policy/loss"] = kind.share(policy_loss, counts, norm)
+        def share(x: Tensor) -> Tensor:
+            return AGGREGATIONS[self.aggregation or kind.aggregation](x, counts, norm, self.longest_response)
+
+        loss = metrics["policy/loss"] = share(policy_loss)
         if self.kl_coef > 0:
             kl = approx_kl(scores.log_probs, present(batch.ref_log_probs), self.kl_estimator)
-            metrics["policy/kl_loss"] = kind.share(kl, counts, norm)
+            metrics["policy/kl_loss"] = share(kl)
             loss = loss + self.kl_coef * metrics["policy/kl_loss"]
         if scores.entropy is not None:
-            metrics["policy/entropy"] = kind.share(scores.entropy, counts, norm)
+            metrics["policy/entropy"] = share(scores.entropy)
         if self.entropy_coef:
             loss = loss - self.entropy_coef * metrics["policy/entropy"]
         return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+@torch.no_grad()
+def _mismatch(log_probs: Tensor, rollout_log_probs: Tensor, norm: LossNorm) -> dict[str, Tensor]:
+    """This row's shares of what `algos.correction.mismatch_metrics` says of a whole rollout."""
+    log_ratio = (log_probs - rollout_log_probs).clamp(-20, 20)
+    return {
+        "mismatch/kl": token_mean(log_ratio.exp() - 1 - log_ratio, norm),
+        "mismatch/abs_diff_mean": token_mean(log_ratio.abs(), norm),
+    }

@@ -22,6 +22,7 @@ class BalancedObjective(Generic[RowT]):
 
     objective: Objective[RowT]
     coef: float
+    metric: str = "balance_loss"
 
     def __call__(self, model: Callable, batch: RowT, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         """`model` wraps a Hugging Face model as its `.model`, and may itself be wrapped by an engine."""
@@ -30,4 +31,4 @@ class BalancedObjective(Generic[RowT]):
             loss, metrics = self.objective(model, batch, norm)
         # The last pass is that of the model in training: whoever asks a reference asks it first.
         balance = losses[-1] * (batch.num_tokens / norm.num_tokens)
-        return loss + self.coef * balance, metrics | {"balance_loss": balance.detach()}
+        return loss + self.coef * balance, metrics | {self.metric: balance.detach()}

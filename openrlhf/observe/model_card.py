@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError
 
+from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.observe.run_folder import RunFolder
 from openrlhf.observe.trackers import read_metrics
 
@@ -76,7 +77,12 @@ def push_to_hub(folder: str | os.PathLike, repository: str) -> str:
 
 
 def _is_on_hub(name: str) -> bool:
-    return bool(name) and not os.path.exists(name.partition("@")[0]) and not name.startswith((".", "/", "~"))
+    return (
+        bool(name)
+        and not is_gym(name)
+        and not os.path.exists(name.partition("@")[0])
+        and not name.startswith((".", "/", "~"))
+    )
 
 
 def _metrics_table(run: RunFolder) -> str:

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from openrlhf.config.sections import LoggerConfig, is_due
+from openrlhf.observe.health import Health
 from openrlhf.observe.journal import write_journal
 from openrlhf.observe.progress import Phase, Progress
-from openrlhf.observe.report import write_report
-from openrlhf.observe.run_folder import RunFolder
+from openrlhf.observe.report import few_samples, print_samples, write_report
+from openrlhf.observe.run_folder import RunFolder, to_json
 from openrlhf.observe.trackers import JsonlTracker, TensorBoardTracker, Tracker, Trackers, WandbTracker
 from openrlhf.types import Metrics, Trajectory
 
@@ -32,6 +33,9 @@ class Observer:
         if resume_step is not None:
             folder.rewind(resume_step)
         self.progress = Progress()
+        self.health = Health()
+        self.samples: dict[str, list[Trajectory]] = {}
+        """A few of the last training step and of the last evaluation, by the names of `log_rollouts`."""
         self.trackers = Trackers(JsonlTracker(folder.metrics_path), _mirrors(folder, logger, resume_step))
 
     def start(self, total_steps: int, done: int = 0) -> None:
@@ -47,14 +51,18 @@ class Observer:
         self.current.advance(count)
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Everything about one step, once: the line on the screen and the row in the files."""
+        """Everything about one step, once: the line on the screen, the row in the files, and what looks
+        unhealthy."""
         metrics = metrics | self.progress.step(step, metrics)
+        for text in self.health.check(metrics):
+            self._warn(step, text)
         if step == 0 or is_due(step, self.logger.logging_steps):
             self.trackers.log(step, metrics)
 
     def log_rollouts(self, step: int, trajectories: Sequence[Trajectory], name: str = "step") -> None:
         """`name` is step for training and eval for evaluation."""
         write_journal(self.folder.rollouts_path, step, trajectories, decode=self.decode, name=name)
+        self.samples[name] = few_samples(trajectories)
         rows = [
             [t.prompt.text, self.response(t), t.reward if t.ok else t.outcome.value, t.truncated]
             for t in trajectories[:: max(1, len(trajectories) // SAMPLES_IN_TABLE)][:SAMPLES_IN_TABLE]
@@ -70,9 +78,18 @@ class Observer:
         self.progress.message(text)
 
     def close(self) -> None:
+        """End with the report and, on the screen, a few samples of the last evaluation, or of the last step
+        where there is none."""
         self.trackers.close()
         self.progress.close()
         write_report(self.folder.path)
+        if self.decode and self.samples:
+            print_samples(self.samples.get("eval") or self.samples["step"], self.decode)
+
+    def _warn(self, step: int, text: str) -> None:
+        self.message(f"unhealthy: {text}")
+        with open(self.folder.health_path, "a", encoding="utf-8") as file:
+            file.write(to_json({"step": step, "text": text}) + "\n")
 
 
 def _mirrors(folder: RunFolder, logger: LoggerConfig, resume_step: int | None) -> list[Tracker]:

@@ -22,9 +22,12 @@ from openrlhf.observe.trackers import read_metrics
 from openrlhf.types import Trajectory
 
 CURVE_POINTS = 160
-CURVES_SHOWN = 24
+CURVES_SHOWN = 32
 SAMPLE_CHARACTERS = 800
 FILE_CHARACTERS = 12_000
+WARNINGS_SHOWN = 20
+WARNING_CHARACTERS = 500
+SAMPLES_PRINTED = 4
 
 SECTIONS = (
     ("Results", ("reward", "score", "return", "acc", "margin", "pass_rate")),
@@ -49,6 +52,7 @@ def write_report(run_dir: str | Path) -> Path:
     files = journal_steps(folder.rollouts_path)
     body = [
         _header(folder, curves, steps),
+        _health_section(folder.health_path),
         *_metric_sections(curves),
         _time_section(curves),
         _samples_section(files),
@@ -64,19 +68,19 @@ def write_report(run_dir: str | Path) -> Path:
     return path
 
 
-def samples_table(
-    trajectories: Sequence[Trajectory],
-    decode: Callable[[list[int]], str],
-    *,
-    limit: int = 4,
-    stream: TextIO | None = None,
-) -> None:
-    """Print a few answers, evenly spaced from best to worst reward, then failures if there is room."""
-    stream = stream or sys.stdout
+def few_samples(trajectories: Sequence[Trajectory], limit: int = SAMPLES_PRINTED) -> list[Trajectory]:
+    """Evenly spaced from best to worst reward, then failures if there is room."""
     scored = sorted((t for t in trajectories if t.reward is not None), key=_reward, reverse=True)
     last = max(1, min(limit, len(scored)) - 1)
     chosen = [scored[i * (len(scored) - 1) // last] for i in range(min(limit, len(scored)))]
-    chosen += [t for t in trajectories if t.reward is None][: limit - len(chosen)]
+    return chosen + [t for t in trajectories if t.reward is None][: limit - len(chosen)]
+
+
+def print_samples(
+    samples: Sequence[Trajectory], decode: Callable[[list[int]], str], *, stream: TextIO | None = None
+) -> None:
+    """A table on a terminal, plain lines in a file."""
+    stream = stream or sys.stdout
     rows = [
         (
             "–" if t.reward is None else format_number(t.reward),
@@ -84,7 +88,7 @@ def samples_table(
             _shorten(t.prompt.text, 300, keep_end=True),
             _shorten(decode(_response_ids(t)) if t.ok else f"{t.outcome.value}: {t.error}", 500),
         )
-        for t in chosen
+        for t in samples
     ]
     if stream.isatty():
         _print_rich(rows, stream)
@@ -140,7 +144,7 @@ def _header(folder: RunFolder, curves: dict[str, Curve], steps: list[int]) -> st
 
 def _headline_names(curves: dict[str, Curve]) -> list[str]:
     wanted = ("reward_mean", "reward", "acc_mean", "response_length_mean", "truncated_rate", "loss", "kl")
-    evaluation = [name for name in curves if _is_evaluation(name) and "pass1" in name][:2]
+    evaluation = [name for name in curves if _is_evaluation(name) and name.endswith("_pass1")][:2]
     others = [next((n for n in curves if n.rpartition("/")[2] == w), None) for w in wanted]
     names = evaluation + [name for name in others if name and name not in evaluation]
     return list(dict.fromkeys(names))[:5]
@@ -156,6 +160,21 @@ def _tile(name: str, curve: Curve) -> str:
         f'<div class="tile"><span class="name">{_label(name)}</span>'
         f"<strong>{_number(last)}</strong><span>{change}</span></div>"
     )
+
+
+def _health_section(path: Path) -> str:
+    """The newest of what looked unhealthy, oldest first."""
+    if not path.exists():
+        return ""
+    warnings = list(read_jsonl(path))
+    shown = warnings[-WARNINGS_SHOWN:]
+    items = "".join(
+        f"<li><b>step {_step(row['step'])}</b> {_escape(_shorten(row['text'], WARNING_CHARACTERS))}</li>"
+        for row in shown
+    )
+    left_out = len(warnings) - len(shown)
+    note = f'<p class="facts">{left_out:,} earlier ones are in {path.name}</p>' if left_out else ""
+    return f'<section><h2>What looks unhealthy</h2>{note}<ul class="health">{items}</ul></section>'
 
 
 def _metric_sections(curves: dict[str, Curve]) -> list[str]:
@@ -178,10 +197,11 @@ def _metric_sections(curves: dict[str, Curve]) -> list[str]:
 
 
 def _place(name: str) -> tuple[int, int]:
-    """Section, and place of the first matching word in it. Evaluation comes first."""
-    if _is_evaluation(name):
-        return 0, -1
+    """Section, and place of the first matching word in it. Of an evaluation, all but what answers look like
+    comes first."""
     short = name.rpartition("/")[2].lower()
+    if _is_evaluation(name) and not any(word in short for word in dict(SECTIONS)["Answers"]):
+        return 0, -1
     for section, (_, words) in enumerate(SECTIONS):
         for place, word in enumerate(words):
             if word in short:
@@ -438,6 +458,8 @@ h4 { font-size: 13px; margin: 0 0 8px; font-weight: 600; }
   border-radius: 10px; }
 .tile { padding: 12px 16px; display: flex; flex-direction: column; color: var(--soft); font-size: 13px; }
 .tile strong { font-size: 28px; line-height: 1.25; color: var(--text); font-weight: 600; }
+.health { margin: 0; padding: 12px 16px 12px 32px; background: var(--card); font-size: 14px;
+  border: 1px solid var(--line); border-left: 4px solid var(--warn); border-radius: 10px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(250px, 1fr)); gap: 12px; }
 figure { margin: 0; padding: 10px 12px 6px; min-width: 0; }
 figcaption { display: flex; gap: 8px; font-size: 13px; align-items: baseline; }

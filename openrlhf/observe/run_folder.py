@@ -4,6 +4,7 @@ config.yaml     the configuration of the newest start; earlier ones that differ 
 argv.txt        the command line of every start, oldest first, as lines of a shell script
 env.json        versions, machine, relevant environment variables of the newest start; kept like config.yaml
 metrics.jsonl   one row per step
+health.jsonl    what looked unhealthy, {"step": 20, "text": "..."}; absent where nothing did
 rollouts/       step_000012.jsonl: every trajectory of step 12
 previous/001/   all of the above of an earlier run in the same folder that was not resumed
 """
@@ -32,6 +33,7 @@ OWN_FILES = (
     "argv.txt",
     "env.json",
     "metrics.jsonl",
+    "health.jsonl",
     "rollouts",
     "report.html",
     "wandb_id.txt",
@@ -67,6 +69,10 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def health_path(self) -> Path:
+        return self.path / "health.jsonl"
+
+    @property
     def rollouts_path(self) -> Path:
         return self.path / "rollouts"
 
@@ -75,9 +81,10 @@ class RunFolder:
 
         Killed at any moment, this leaves each file either as it was or rewound; run again, it finishes.
         """
-        if self.metrics_path.exists():
-            rows = read_jsonl(self.metrics_path)
-            write_atomically(self.metrics_path, (to_json(row) + "\n" for row in rows if row["step"] <= step))
+        for path in (self.metrics_path, self.health_path):
+            if path.exists():
+                rows = read_jsonl(path)
+                write_atomically(path, (to_json(row) + "\n" for row in rows if row["step"] <= step))
         for path in self.rollouts_path.glob("*_*.jsonl"):
             if int(path.stem.rpartition("_")[2]) > step:
                 path.unlink()

@@ -7,20 +7,17 @@ import json
 import logging
 import random
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import aiohttp
 
 from openrlhf.config.serve_rm import KEY_VARIABLE
-from openrlhf.rollout.reward_function import read_rewards
+from openrlhf.rollout.calls import BatchedReward, BatchFailed, Call
+from openrlhf.rollout.reward_values import read_rewards
 from openrlhf.utils.agent import Reward, RewardError
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 0.005
-"""Seconds that the first sample of a request waits for others."""
 CONNECT_TIMEOUT = 10.0
 """Seconds for a connection; a machine that is gone may not even refuse it."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
@@ -41,28 +38,7 @@ class _TryAgain(Exception):
         """Seconds that the server asks for."""
 
 
-class _PerhapsTooMuch(Exception):
-    """Half of the samples may fare better."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
-    query: str
-    prompt: str
-    label: Any
-    reward: asyncio.Future[Reward]
-
-    def finish(self, result: Reward | Exception) -> None:
-        """Unless nobody waits for it any more."""
-        if self.reward.done():
-            return
-        if isinstance(result, Exception):
-            self.reward.set_exception(result)
-        else:
-            self.reward.set_result(result)
-
-
-class RemoteReward:
+class RemoteReward(BatchedReward):
     """What the servers say of one sample at a time."""
 
     def __init__(
@@ -77,74 +53,22 @@ class RemoteReward:
         """`timeout`: seconds for one request, with all its tries, from when it is first sent. `batch_size`:
         samples in one request at most. `concurrency`: requests under way at most. `key`: sent as
         `Authorization: Bearer KEY`."""
-        self.timeout, self.batch_size = timeout, batch_size
+        super().__init__(batch_size=batch_size, concurrency=concurrency)
+        self.timeout = timeout
         self._num_urls, self._urls = len(urls), itertools.cycle(urls)
         self._headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {key}"} if key else {}
         )
-        self._slots = asyncio.Semaphore(concurrency)
-        self._waiting: list[_Call] = []
-        self._tasks: set[asyncio.Task] = set()
         self._session: aiohttp.ClientSession | None = None
+        self._closing: asyncio.Task[None] | None = None  # a loop itself may forget its tasks
         self._warned_at = -REMIND
 
-    async def __call__(self, query: str, prompt: str, label: Any) -> Reward:
-        """Raises RewardError with what went wrong."""
-        loop = asyncio.get_running_loop()
-        call = _Call(query=query, prompt=prompt, label=label, reward=loop.create_future())
-        self._waiting.append(call)
-        if len(self._waiting) == self.batch_size:
-            self._send_waiting()
-        elif len(self._waiting) == 1:
-            loop.call_later(WINDOW, self._send_waiting)
-        return await call.reward
-
     def close(self) -> None:
-        """Stop what is under way. In the event loop of the calls."""
-        for call in self._waiting:
-            call.reward.cancel()
-        self._waiting = []
-        for task in self._tasks:
-            task.cancel()
+        super().close()
         if self._session is not None:
-            self._start(self._session.close())
+            self._closing = asyncio.get_running_loop().create_task(self._session.close())
 
-    def _send_waiting(self) -> None:
-        calls, self._waiting = self._waiting, []
-        if calls:
-            self._start(self._send(calls))
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)  # the loop itself may forget it
-        task.add_done_callback(self._tasks.discard)
-
-    async def _send(self, calls: Sequence[_Call]) -> None:
-        """Bring every call its reward, or what went wrong."""
-        try:
-            async with self._slots:
-                rewards = await self._ask(calls)
-        except _PerhapsTooMuch as error:
-            if len(calls) == 1:
-                calls[0].finish(RewardError(str(error)))
-                return
-            middle = len(calls) // 2
-            await asyncio.gather(self._send(calls[:middle]), self._send(calls[middle:]))
-        except RewardError as error:
-            for call in calls:  # to each an error of its own, because they are told apart by their episodes
-                call.finish(RewardError(str(error)))
-        except asyncio.CancelledError:
-            for call in calls:
-                call.reward.cancel()
-            raise
-        except Exception as error:
-            for call in calls:
-                call.finish(error)
-        else:
-            for call, reward in zip(calls, rewards, strict=True):
-                call.finish(reward)
-
-    async def _ask(self, calls: Sequence[_Call]) -> list[Reward]:
+    async def ask(self, calls: Sequence[Call]) -> list[Reward]:
         """Try one server after the other until one answers, or the time is over."""
         body, problem = _body(calls), ""
         try:
@@ -179,7 +103,7 @@ class RemoteReward:
     async def _post(self, url: str, body: bytes, count: int) -> list[Reward]:
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
-            connector = aiohttp.TCPConnector(limit=0)  # the slots are the limit
+            connector = aiohttp.TCPConnector(limit=0)  # the lanes are the limit
             self._session = aiohttp.ClientSession(connector=connector, timeout=limits, headers=self._headers)
         try:
             async with self._session.post(url, data=body, allow_redirects=False) as response:
@@ -195,13 +119,13 @@ class RemoteReward:
             return _read_answer(url, answer, count)
         problem = f"{url}: HTTP {status}: {answer[:300].decode(errors='replace').strip()}"
         if status in PERHAPS_TOO_MUCH and (count > 1 or status < 500):
-            raise _PerhapsTooMuch(problem)
+            raise BatchFailed(problem)
         if status == 429 or status >= 500:
             raise _TryAgain(problem, float(pause) if pause.isdecimal() else 0.0)
         raise RewardError(f"{problem}{_remedy(status)}")
 
 
-def _body(calls: Sequence[_Call]) -> bytes:
+def _body(calls: Sequence[Call]) -> bytes:
     try:
         return json.dumps(
             {
@@ -212,16 +136,16 @@ def _body(calls: Sequence[_Call]) -> bytes:
             allow_nan=False,
         ).encode()
     except (TypeError, ValueError) as error:
-        raise _PerhapsTooMuch(f"the label cannot be sent as JSON: {error}") from error
+        raise BatchFailed(f"the label cannot be sent as JSON: {error}") from error
 
 
 def _read_answer(url: str, answer: bytes, count: int) -> list[Reward]:
     try:
         return read_rewards(json.loads(answer), count, source=url)
     except ValueError as error:
-        raise _PerhapsTooMuch(f"{url} answered with no JSON: {answer[:100]!r}") from error
+        raise BatchFailed(f"{url} answered with no JSON: {answer[:100]!r}") from error
     except RewardError as error:
-        raise _PerhapsTooMuch(str(error)) from error
+        raise BatchFailed(str(error)) from error
 
 
 def _remedy(status: int) -> str:

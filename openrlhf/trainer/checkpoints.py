@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf.config.sections import CkptConfig
@@ -17,10 +18,14 @@ _TAG = re.compile(r"global_step\d+")  # `ckpt.save_hf` may put global_step{N}_hf
 
 
 class CheckpointFolder:
-    """Checkpoints `global_step{N}` of a run, and at most one `best_global_step{N}`, in one folder."""
+    """Checkpoints `global_step{N}` of a run, and at most one `best_global_step{N}`, in one folder.
 
-    def __init__(self, path: str, ckpt: CkptConfig) -> None:
+    `others`: folders with the checkpoints of more models, under the same tags. They come and go together.
+    """
+
+    def __init__(self, path: str, ckpt: CkptConfig, others: Sequence[str] = ()) -> None:
         self.path, self.ckpt = Path(path), ckpt
+        self.folders = (self.path, *map(Path, others))
 
     def latest(self) -> str | None:
         """Tag of the last complete checkpoint, None where there is none."""
@@ -40,9 +45,9 @@ class CheckpointFolder:
         if metric is not None:
             (self.path / tag / METRIC).write_text(json.dumps({"metric_value": metric}))
         if tag.startswith(BEST):
-            for other in self.path.glob(f"{BEST}*"):
+            for other in list(self.path.glob(f"{BEST}*")):
                 if other.name != tag:
-                    shutil.rmtree(other)
+                    self._remove(other.name)
             return
         _write_atomically(self.path / LATEST, tag)
         self._rotate(tag)
@@ -53,13 +58,18 @@ class CheckpointFolder:
         ]
         # The worst metric goes first, then the oldest; one without a metric counts as worst.
         tags.sort(key=lambda tag: (_metric(self.path / tag), _step(tag)))
-        kept_bytes = {tag: _size(self.path / tag) for tag in [*tags, newest]}
+        kept_bytes = {tag: sum(_size(f / tag) for f in self.folders) for tag in [*tags, newest]}
         while tags and (
             len(tags) + 1 > self.ckpt.max_num or sum(kept_bytes.values()) > self.ckpt.max_mem * 1e9
         ):
             gone = tags.pop(0)
             del kept_bytes[gone]
-            shutil.rmtree(self.path / gone)
+            self._remove(gone)
+
+    def _remove(self, tag: str) -> None:
+        for folder in self.folders:
+            if (folder / tag).exists():
+                shutil.rmtree(folder / tag)
 
 
 def _metric(folder: Path) -> float:

@@ -1,7 +1,8 @@
 """Samples and scores in, credit out: the algorithm of a step apart from the gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence, unpad_sequence
 from openrlhf.algos.advantages import (
     ESTIMATORS,
     discounted_returns,
+    explained_variance,
     gae,
     group_std,
     token_rewards,
@@ -20,7 +22,7 @@ from openrlhf.algos.kl import approx_kl
 from openrlhf.algos.reduce import mean, segment_sum, whiten
 from openrlhf.algos.rewards import clip, overlong_penalty, stop_properly_penalty
 from openrlhf.config.ppo import AlgoConfig, RewardConfig
-from openrlhf.types import Credit, Metrics, Sample, Scores, Trajectory, present
+from openrlhf.types import Credit, Metrics, Sample, Scores, Trajectory, joined, present
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,15 +57,22 @@ def assign_credit(
     distillation, minus a sample of KL(policy || teacher). https://arxiv.org/abs/2306.13649
     """
     estimator = ESTIMATORS[algo.advantage.estimator]
-    counts = torch.tensor([len(s.log_probs) for s in scores])
+    counts = torch.tensor([s.num_actions for s in samples])
     group_ids = _group_ids(trajectories)
     rewards = _penalised_rewards(trajectories, reward, max_new_tokens)
     shaped = estimator.shape_rewards(rewards, group_ids) if estimator.shape_rewards else rewards
     clipped = clip(shaped, *reward.clip_range)
-    kl, log_ratio = _kl(scores, algo)
-    per_action = token_rewards(clipped, kl, counts, 0.0 if algo.kl.use_loss else kl_coef)
-    to_teacher = _log_ratio_to_teacher(scores)
-    per_action = per_action - teacher_coef * to_teacher
+    log_probs = joined([s.log_probs for s in scores])
+    ref_log_probs = joined([s.ref_log_probs for s in scores])
+    teacher_log_probs = joined([s.teacher_log_probs for s in scores])
+    zeros = torch.zeros(int(counts.sum()))
+    kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
+    to_teacher = _difference(log_probs, teacher_log_probs, torch.sub)
+    per_action = token_rewards(
+        clipped, zeros if kl is None else kl, counts, 0.0 if algo.kl.use_loss else kl_coef
+    )
+    if to_teacher is not None:
+        per_action = per_action - teacher_coef * to_teacher
     advantages, returns = _advantages(per_action, scores, counts, algo)
     if estimator.whiten:
         advantages = whiten(advantages, scale=not algo.advantage.no_std_norm)
@@ -72,15 +81,19 @@ def assign_credit(
         "reward/return_mean": float(segment_sum(per_action, counts).mean()),
         "advantage/mean": float(mean(advantages)),
         "advantage/std": float(mean((advantages - mean(advantages)) ** 2).sqrt()),
-        "kl/mean": float(mean(kl)),
-        "kl/log_ratio_mean": float(mean(log_ratio)),
         "kl/coef": kl_coef,
     }
-    if scores[0].teacher_log_probs is not None:
+    if kl is not None:
+        metrics["kl/mean"] = float(mean(kl))
+        metrics["kl/log_ratio_mean"] = float(mean(present(log_probs) - present(ref_log_probs)))
+    if to_teacher is not None:
         metrics["teacher/kl_mean"] = float(mean(to_teacher))
-    metrics |= mismatch_metrics(
-        torch.cat([s.log_probs for s in scores]), torch.cat([present(s.rollout_log_probs) for s in samples])
-    )
+    if estimator.needs_critic:
+        metrics["critic/explained_variance"] = explained_variance(
+            present(joined([s.values for s in scores])), returns
+        )
+    if log_probs is not None:
+        metrics |= mismatch_metrics(log_probs, present(joined([s.rollout_log_probs for s in samples])))
     return CreditResult(credit=_split(advantages, returns, counts), metrics=metrics)
 
 
@@ -110,21 +123,11 @@ def _penalised_rewards(
     return rewards
 
 
-def _kl(scores: Sequence[Scores], algo: AlgoConfig) -> tuple[Tensor, Tensor]:
-    """The KL estimate and the log ratio to the reference, both (A,), 0 without a reference."""
-    log_probs = torch.cat([s.log_probs for s in scores])
-    if scores[0].ref_log_probs is None:
-        return torch.zeros_like(log_probs), torch.zeros_like(log_probs)
-    ref_log_probs = torch.cat([present(s.ref_log_probs) for s in scores])
-    return approx_kl(log_probs, ref_log_probs, algo.kl.estimator), log_probs - ref_log_probs
-
-
-def _log_ratio_to_teacher(scores: Sequence[Scores]) -> Tensor:
-    """(A,) log p - log p_teacher, 0 without a teacher."""
-    log_probs = torch.cat([s.log_probs for s in scores])
-    if scores[0].teacher_log_probs is None:
-        return torch.zeros_like(log_probs)
-    return log_probs - torch.cat([present(s.teacher_log_probs) for s in scores])
+def _difference(
+    log_probs: Tensor | None, others: Tensor | None, measure: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor | None:
+    """(A,) None where one of the two is not known."""
+    return None if log_probs is None or others is None else measure(log_probs, others)
 
 
 def _advantages(

@@ -1,9 +1,7 @@
 """The single controller of PPO and its relatives."""
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from statistics import fmean, pstdev
+from dataclasses import InitVar, dataclass, field, replace
 
 from openrlhf.algos.kl import KLController
 from openrlhf.config.ppo import PPOConfig
@@ -12,10 +10,12 @@ from openrlhf.datasets.sampler import PromptSampler
 from openrlhf.engine.interfaces import ModelGroup, Rollout, TrainableGroup
 from openrlhf.observe.observer import Observer
 from openrlhf.trainer.checkpoints import CheckpointFolder
+from openrlhf.trainer.collect import Collector, finished_of
 from openrlhf.trainer.credit import assign_credit
+from openrlhf.trainer.diagnostics import rollout_metrics
 from openrlhf.trainer.evaluate import evaluation_metrics
 from openrlhf.trainer.schedule import num_batches
-from openrlhf.types import Experience, Metrics, Prompt, Sample, Scores, Trajectory, present
+from openrlhf.types import Experience, Metrics, Prompt, Sample, Scores, Trajectory
 
 
 @dataclass(kw_only=True)
@@ -29,7 +29,9 @@ class PPOTrainer:
     """None where the KL coefficient needs no reference."""
     teacher: ModelGroup | None = None
     """None without on-policy distillation."""
-    prompts: PromptSampler
+    critic: TrainableGroup | None = None
+    """None for the estimators that have none."""
+    prompts: InitVar[PromptSampler]
     eval_prompts: Sequence[Prompt]
     """Empty without evaluation."""
     checkpoints: CheckpointFolder
@@ -41,6 +43,10 @@ class PPOTrainer:
     step: int = 0
     """RL steps done; the version of the policy's weights."""
     best_metric: float | None = field(default=None, init=False)
+    collector: Collector = field(init=False)
+
+    def __post_init__(self, prompts: PromptSampler) -> None:
+        self.collector = Collector(self.config, prompts, self.generate)
 
     def fit(self) -> None:
         """Generate, score, credit, update, sync, evaluate, log, save."""
@@ -48,11 +54,13 @@ class PPOTrainer:
         if self.step == 0 and self.is_eval_due:
             self.observer.log_step(0, self.evaluate())
         while self.step < self.total_steps:
-            prompts = self.prompts.next_batch(self.config.rollout.batch_size)
-            num_samples = len(prompts) * self.config.rollout.n_samples_per_prompt
-            with self.observer.phase("generate", total=num_samples):
-                trajectories = self.rollout.generate(prompts).result()
-            metrics = self.train_on(trajectories)
+            collected = self.collector.next_batch(self.step + 1)
+            if not collected.trajectories:
+                self.end_early()
+                break
+            if self.collector.is_exhausted:
+                self.total_steps = self.step + 1
+            metrics = collected.metrics | self.train_on(collected.trajectories)
             self.step += 1
             with self.observer.phase("sync"):
                 self.rollout.load_weights(self.policy, self.step).result()
@@ -61,6 +69,18 @@ class PPOTrainer:
             self.observer.log_step(self.step, metrics)
             if is_due(self.step, self.config.ckpt.save_steps):
                 self.save(f"global_step{self.step}", self._metric_of(metrics))
+
+    def end_early(self) -> None:
+        """Filtering has rejected all prompts that were left."""
+        self.observer.message(f"no prompt is left for step {self.step + 1} of {self.total_steps}")
+        is_evaluated, self.total_steps = self.is_eval_due, self.step
+        if self.is_eval_due and not is_evaluated:
+            self.observer.log_step(self.step, self.evaluate())
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
+        num_samples = len(prompts) * self.config.rollout.n_samples_per_prompt
+        with self.observer.phase("generate", total=num_samples):
+            return self.rollout.generate(prompts).result()
 
     @property
     def is_eval_due(self) -> bool:
@@ -73,7 +93,7 @@ class PPOTrainer:
     def train_on(self, trajectories: list[Trajectory]) -> Metrics:
         """Score what was sampled, assign credit, update."""
         self.observer.log_rollouts(self.step + 1, trajectories)
-        finished = self.check(trajectories)
+        finished = finished_of(trajectories, self.config.reward.max_failed_ratio, self.step + 1)
         samples = [Sample.of(t) for t in finished]
         with self.observer.phase("score"):
             scores = self.score(samples)
@@ -92,36 +112,33 @@ class PPOTrainer:
             for s, sc, c in zip(samples, scores, result.credit, strict=True)
         ]
         with self.observer.phase("update"):
-            batches = num_batches(len(trajectories), self.config.train.batch_size)
-            updated = self.policy.update(experiences, batches, self.kl.coef).result()
-        metrics = rollout_metrics(trajectories) | result.metrics | updated
-        self.kl = self.kl.update(metrics["kl/mean"], len(finished))
+            updated = self.update(experiences, num_batches(len(trajectories), self.config.train.batch_size))
+        metrics = rollout_metrics(trajectories, self.step) | result.metrics | updated
+        self.kl = self.kl.update(metrics.get("kl/mean", 0.0), len(finished))
         return metrics
 
     def score(self, samples: list[Sample]) -> list[Scores]:
         """Ask every model what it thinks of the samples."""
-        log_probs = self.policy.forward(samples)
-        others = [
-            model.forward(samples).result() if model else [None] * len(samples)
-            for model in (self.reference, self.teacher)
-        ]
+        policy = None if self.config.algo.skip_old_log_probs else self.policy
+        models = (policy, self.reference, self.teacher, self.critic)
+        pending = [model.forward(samples) if model else None for model in models]
+        answers = [p.result() if p else [None] * len(samples) for p in pending]
         return [
-            Scores(log_probs=p, ref_log_probs=r, teacher_log_probs=t)
-            for p, r, t in zip(log_probs.result(), *others, strict=True)
+            Scores(log_probs=p, ref_log_probs=r, teacher_log_probs=t, values=v)
+            for p, r, t, v in zip(*answers, strict=True)
         ]
 
-    def check(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Those that can be trained on. Raises RuntimeError where too many failed."""
-        finished = [t for t in trajectories if t.ok]
-        failed = [t for t in trajectories if not t.ok]
-        limit = self.config.reward.max_failed_ratio
-        if not finished or len(failed) > limit * len(trajectories):
-            common, count = Counter(t.error for t in failed).most_common(1)[0]
-            raise RuntimeError(
-                f"step {self.step + 1}: {len(failed)} of {len(trajectories)} samples failed, more than "
-                f"--reward.max_failed_ratio {limit:g} allows. {count} of them with:\n{common}"
-            )
-        return finished
+    def update(self, experiences: list[Experience], num_batches: int) -> Metrics:
+        """The policy and the critic learn, at the same time where they have devices of their own. In the
+        critic's warm-up it learns alone."""
+        learners = [self.critic] if self.critic else []
+        if self.step >= self.config.frozen_actor_steps:
+            learners.append(self.policy)
+        pending = [model.update(experiences, num_batches, self.kl.coef) for model in learners]
+        metrics: Metrics = {}
+        for update in pending:
+            metrics |= update.result()
+        return metrics
 
     def evaluate(self) -> Metrics:
         num_samples = len(self.eval_prompts) * self.config.eval.n_samples_per_prompt
@@ -136,7 +153,8 @@ class PPOTrainer:
         """A checkpoint to resume from, or a Hugging Face copy, or both, as `ckpt.*` says."""
         with self.observer.phase("save"):
             if not self.config.ckpt.disable_ds:
-                self.policy.save_checkpoint(tag, self.state()).result()
+                for model in self.trained:
+                    model.save_checkpoint(tag, self.state()).result()
                 self.checkpoints.completed(tag, metric)
             if self.config.ckpt.save_hf:
                 self.policy.export(f"{self.config.ckpt.path}/{tag}_hf").result()
@@ -145,16 +163,21 @@ class PPOTrainer:
         """Everything that a run must remember beside its models."""
         return {
             "step": self.step,
-            "prompts": self.prompts.state_dict(),
+            "collector": self.collector.state_dict(),
             "kl_coef": self.kl.coef,
             "best_metric": self.best_metric,
         }
 
     def resume(self, tag: str) -> None:
-        state = self.policy.load_checkpoint(tag).result()
+        state = [model.load_checkpoint(tag).result() for model in self.trained][-1]
         self.step, self.best_metric = state["step"], state["best_metric"]
-        self.prompts.load_state_dict(state["prompts"])
+        self.collector.load_state_dict(state["collector"])
         self.kl = replace(self.kl, coef=state["kl_coef"])
+
+    @property
+    def trained(self) -> list[TrainableGroup]:
+        """The policy last."""
+        return [self.critic, self.policy] if self.critic else [self.policy]
 
     def _keep_if_best(self, metrics: Metrics) -> None:
         """A checkpoint of its own for the best evaluation so far. Only runs that save checkpoints have
@@ -167,36 +190,15 @@ class PPOTrainer:
             self.save(f"best_global_step{self.step}", value)
 
     def _metric_of(self, metrics: Metrics) -> float | None:
-        """What `ckpt.best_metric_key` names; None where it names nothing, or nothing was evaluated."""
+        """What `ckpt.best_metric_key` names; None where it names nothing, nothing was evaluated, or every
+        sample of its source failed."""
         key = self.config.ckpt.best_metric_key
         evaluated = sorted(name for name in metrics if name.startswith("eval/"))
         if key == "none" or not evaluated:
             return None
-        if not key:
-            return next((metrics[name] for name in evaluated if name.endswith("_pass1")), None)
-        for name in (key, f"eval/{key}"):
-            if name in metrics:
-                return metrics[name]
+        sources = sorted({p.source for p in self.eval_prompts})
+        name = f"eval/{key.removeprefix('eval/') or f'{sources[0]}_pass1'}"
+        failed = [s for s in sources if f"eval/{s}_pass1" not in metrics]
+        if name in metrics or any(name.startswith(f"eval/{source}_") for source in failed):
+            return metrics.get(name)
         raise ValueError(f"--ckpt.best_metric_key {key}: no such metric; there are {', '.join(evaluated)}")
-
-
-def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """What was sampled, failures included; means are over samples that did not fail, of which there is
-    one."""
-    finished = [t for t in trajectories if t.ok]
-    rewards = [present(t.reward) for t in finished]
-    metrics = {
-        "rollout/reward_mean": fmean(rewards),
-        "rollout/reward_std": pstdev(rewards),
-        "rollout/score_mean": fmean(present(t.score) for t in finished),
-        "rollout/response_length_mean": fmean(t.num_actions for t in finished),
-        "rollout/total_length_mean": fmean(len(t.token_ids) for t in finished),
-        "rollout/truncated_rate": fmean(t.truncated for t in finished),
-        "rollout/num_samples": float(len(trajectories)),
-        "rollout/failed_ratio": 1 - len(finished) / len(trajectories),
-    }
-    for outcome, count in Counter(t.outcome for t in trajectories if not t.ok).items():
-        metrics[f"rollout/{outcome.value}_count"] = float(count)
-    for name in sorted({name for t in finished for name in t.extra_logs}):
-        metrics[f"rollout/{name}"] = fmean(t.extra_logs[name] for t in finished if name in t.extra_logs)
-    return metrics

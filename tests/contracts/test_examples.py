@@ -19,20 +19,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(script for script in (EXAMPLES / "scripts").glob("*.sh") if not script.is_symlink())
 """A link is another name of a script."""
 
-CRITIC_AND_REWARD_MODEL = {
-    *("algo.advantage.estimator", "reward.model_name_or_path", "reward.normalize_enable"),
-}
 AGENT = {"train.agent_func_path", "ds.ring_attn_size"}
 NOT_YET = {
-    "train_ppo_ray_hybrid_engine.sh": CRITIC_AND_REWARD_MODEL,
-    "train_ppo_ray_slurm.sh": CRITIC_AND_REWARD_MODEL,
-    "train_dapo_ray_hybrid_engine.sh": {"algo.dynamic_filtering_enable"},
-    "train_prorlv2_math_hybrid_engine.sh": {"algo.dynamic_filtering_enable"},
     "train_reinforce_baseline_hybrid_engine.sh": AGENT,
     "train_reinforce_baseline_ray_agent_async.sh": AGENT
     | {"train.async_enable", "train.partial_rollout_enable"},
     "train_vlm_math_hybrid_engine.sh": {"actor.freeze_visual_encoder", "data.max_images_per_prompt"},
-    "train_ppo_with_reward_fn.sh": {"algo.advantage.estimator"},
 }
 """Flags and commands that a script uses and that are not available yet."""
 

@@ -1,7 +1,9 @@
 """The whole loop on Ray, vLLM and DeepSpeed, in every arrangement of ranks, engines and ZeRO stages."""
 
 import json
+import runpy
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -135,36 +137,69 @@ def test_reward_rises_and_a_resumed_run_continues(task: TaskFiles, tmp_path: Pat
         assert halves[step]["grad_norm"] == pytest.approx(whole[step]["grad_norm"], rel=1e-4)
 
 
-def test_failed_rewards_are_counted_and_not_trained_on(task: TaskFiles, tmp_path: Path) -> None:
-    reward = tmp_path / "flaky.py"
-    reward.write_text(
-        "import os, time, zlib\n"
-        "def reward_func(queries, prompts, labels):\n"
-        "    fate = zlib.crc32(queries[0].encode()) % 8\n"
-        "    if fate == 0: raise RuntimeError('no opinion')\n"
-        "    if fate == 1: time.sleep(60)\n"
-        "    if fate == 2: os._exit(7)\n"
-        "    if fate == 3: return {'rewards': [float('nan')]}\n"
-        "    return {'rewards': [len(queries[0]) % 5]}\n"
-    )
+FAULTY_REWARD = """
+import os, signal, time, zlib
+
+def fate(query):
+    place = zlib.crc32(query.encode()) % 1000
+    faults = {"raise": range(10), "hang": range(10, 20), "nan": range(20, 30), "kill": range(30, 33)}
+    return next((name for name, places in faults.items() if place in places), "fine")
+
+def reward_func(queries, prompts, labels):
+    end = fate(queries[0])
+    if end == "raise":
+        raise RuntimeError("no opinion")
+    if end == "hang":
+        time.sleep(60)
+    if end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [float("nan") if end == "nan" else len(queries[0]) % 5]
+"""
+SAID = {
+    "raise": "RuntimeError: no opinion",
+    "hang": "took longer than --reward.timeout 1 s",
+    "nan": "rewards that are not finite: [nan]",
+    "kill": "process died with exit code -9",
+}
+
+
+def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(
+    task: TaskFiles, tmp_path: Path
+) -> None:
+    """1536 samples, of which the function fails on one in thirty: it raises, hangs, dies or says NaN."""
+    reward = tmp_path / "faulty.py"
+    reward.write_text(FAULTY_REWARD)
     metrics = train(
         task,
         tmp_path,
         f"{COMMON} --algo.kl.init_coef 0 --actor.num_gpus_per_node 1 --train.colocate_all --eval.steps -1 "
-        f"--train.max_steps 1 --reward.remote_url {reward} --reward.timeout 2 --reward.num_workers 2 "
-        "--reward.max_failed_ratio 0.9",
+        "--rollout.batch_size 64 --rollout.n_samples_per_prompt 8 --train.batch_size 256 "
+        "--train.num_episodes 3 --train.max_steps 3 --train.dynamic_batch_enable "
+        f"--train.max_tokens_per_gpu 4096 --reward.remote_url {reward} --reward.timeout 1 "
+        "--reward.num_workers 2",
     )
-    sampled = read_journal(tmp_path / "run" / "rollouts" / "step_000001.jsonl")
-    failed = [t for t in sampled if not t.ok]
-    assert 0 < len(failed) < len(sampled) == 32
-    assert metrics[1]["rollout/reward_error_count"] == len(failed)
-    assert all(t.reward is None and t.outcome == "reward_error" and t.num_actions > 0 for t in failed)
-    kinds = ("no opinion", "longer than", "died with exit code 7", "not finite")
-    assert all(any(kind in t.error for kind in kinds) for t in failed)
-    assert sum(any(kind in t.error for t in failed) for kind in kinds) >= 3
-    finished = [t for t in sampled if t.ok]
-    assert metrics[1]["rollout/reward_mean"] == pytest.approx(sum(t.reward for t in finished) / len(finished))
-    assert metrics[1]["num_tokens"] == pytest.approx(sum(t.num_actions for t in finished) / 2)  # two batches
+    fate, decode = runpy.run_path(str(reward))["fate"], AutoTokenizer.from_pretrained(task.model).decode
+    fates: Counter[str] = Counter()
+    for step in (1, 2, 3):
+        sampled = read_journal(tmp_path / "run" / "rollouts" / f"step_{step:06d}.jsonl")
+        assert len(sampled) == 512
+        queries = [t.prompt.text + decode(t.token_ids[t.action_mask.index(True) :]) for t in sampled]
+        expected = [fate(query) for query in queries]
+        assert [t.ok for t in sampled] == [end == "fine" for end in expected]
+        for t, query, end in zip(sampled, queries, expected, strict=True):
+            if end == "fine":
+                assert (t.outcome, t.reward, t.error) == ("ok", len(query) % 5, "")
+            else:
+                assert (t.outcome, t.reward, t.score) == ("reward_error", None, None)
+                assert SAID[end] in t.error and t.num_actions > 0
+        finished = [t for t in sampled if t.ok]
+        assert metrics[step]["rollout/reward_error_count"] == 512 - len(finished)
+        mean = sum(t.reward for t in finished) / len(finished)
+        assert metrics[step]["rollout/reward_mean"] == pytest.approx(mean)
+        trained_on = sum(t.num_actions for t in finished) / 2  # two optimizer steps
+        assert metrics[step]["num_tokens"] == pytest.approx(trained_on)
+        fates.update(expected)
+    assert fates.keys() == {*SAID, "fine"}
 
 
 def test_run_folder_tells_what_happened(task: TaskFiles, tmp_path: Path) -> None:

@@ -105,3 +105,33 @@ def test_hugging_face_copies_are_not_touched(tmp_path, write):
         "global_step3",
         "global_step3_hf",
     ]
+
+
+def test_checkpoints_of_all_models_come_and_go_together(tmp_path):
+    paths = [tmp_path / "_actor", tmp_path / "_critic"]
+    ckpt = CkptConfig(path=str(tmp_path), max_num=1)
+    checkpoints = CheckpointFolder(str(paths[0]), ckpt, [str(paths[1])])
+
+    def write(tag: str, metric: float | None = None) -> None:
+        for path in paths:
+            (path / tag).mkdir(parents=True)
+            (path / tag / "weights").write_bytes(b"0" * 1000)
+        checkpoints.completed(tag, metric)
+
+    write("global_step1")
+    write("best_global_step1", 0.5)
+    write("global_step2")
+    write("best_global_step2", 0.7)
+    assert [names(path) for path in paths] == [["best_global_step2", "global_step2"]] * 2
+    assert checkpoints.latest() == "global_step2"
+
+
+def test_the_size_limit_counts_all_models(tmp_path):
+    ckpt = CkptConfig(path=str(tmp_path), max_num=9, max_mem=3.5e-6)
+    checkpoints = CheckpointFolder(str(tmp_path / "a"), ckpt, [str(tmp_path / "b")])
+    for step in (1, 2):
+        for name in ("a", "b"):
+            (tmp_path / name / f"global_step{step}").mkdir(parents=True)
+            (tmp_path / name / f"global_step{step}" / "weights").write_bytes(b"0" * 1000)
+        checkpoints.completed(f"global_step{step}")
+    assert names(tmp_path / "a") == names(tmp_path / "b") == ["global_step2"]

@@ -185,9 +185,11 @@ def another_value(field, default):
         return ["3"]
     return {
         "INT": ["7"],
+        "BOOL": ["true"],
         "FLOAT": ["2.5"] if field.name == "dual_clip" else ["0.375"],
         "TEXT": ['\'it: # "is"\n{} ä'],
         "TEXT ...": ["a", "b c"],
+        "FLOAT ...": ["0.25", "0.5", "0.75"],
         "FLOAT FLOAT": ["0.25", "0.75"],
     }[kind]
 
@@ -254,7 +256,7 @@ def test_all_problems_are_listed_at_once(capsys):
         "error: --actor.model_name_or_path: is required: Hugging Face name or folder of the policy; the "
         "reference model starts from it too.",
         "error: --data.prompt_dataset: is required: Comma list of `path[@data_dir]`: .json .jsonl .csv "
-        ".parquet .arrow files, folders, hub names.",
+        ".parquet .arrow files, folders, hub names; or of `reasoning_gym:NAME?size=N&seed=S`.",
         "error: --reward.remote_url r.txt: is neither a .py file nor a URL that starts with http:// or https://",
         "error: --rollout.n_samples_per_prompt 1: estimator rloo compares the samples of one prompt; use "
         "2 or more",
@@ -391,6 +393,9 @@ def test_the_reference_names_every_flag():
 
 ONE_GPU = "--actor.num_gpus_per_node 1 "
 GROUP = "--rollout.n_samples_per_prompt 8 --algo.advantage.estimator "
+GSPO = "--actor.policy_loss_type gspo --actor.eps_clip_low_high 3e-4 4e-4 "
+SKIP = "--algo.skip_old_log_probs --train.batch_size 1024 "
+FILTER = "--rollout.n_samples_per_prompt 8 --algo.dynamic_filtering_enable "
 
 CHECKS = [
     # paths
@@ -517,6 +522,21 @@ CHECKS = [
     # algorithm
     (
         PPO,
+        "--algo.dynamic_filtering_enable",
+        "filters groups; rollout.n_samples_per_prompt must be 2 or more",
+    ),
+    (
+        PPO,
+        FILTER + "--rollout.vllm_generate_batch_size 2049 --algo.dynamic_filtering_max_batches 2",
+        "is more than a step may ask for, algo.dynamic_filtering_max_batches x rollout.batch_size = 2048",
+    ),
+    (
+        PPO,
+        FILTER + "--reward.remote_url None --teacher.model_name_or_path org/teacher",
+        "nothing scores the groups; name a .py file with reward_func(queries, prompts, labels)",
+    ),
+    (
+        PPO,
         "--algo.advantage.estimator rloo",
         "--rollout.n_samples_per_prompt 1: estimator rloo compares the samples",
     ),
@@ -539,6 +559,42 @@ CHECKS = [
         PPO,
         "--reward.overlong_buffer_len 4096",
         "--reward.overlong_buffer_len 4096.0: is more than data.max_len 2048; use at most 2048",
+    ),
+    (
+        PPO,
+        GSPO + "--actor.loss_aggregation token_mean",
+        "--actor.loss_aggregation token_mean: gspo compares sequences, which count alike however long",
+    ),
+    (
+        PPO,
+        GSPO + "--actor.loss_aggregation constant_length",
+        "--actor.loss_aggregation constant_length: gspo compares sequences, which count alike however long",
+    ),
+    (
+        PPO,
+        "--actor.policy_loss_type cispo --actor.dual_clip 3",
+        "--actor.dual_clip 3.0: bounds what cispo bounds already, for every advantage; remove it",
+    ),
+    (
+        PPO,
+        "--algo.skip_old_log_probs --algo.kl.init_coef 0 --train.max_epochs 2",
+        "--algo.skip_old_log_probs: an RL step makes 16 optimizer steps, and only before the first the "
+        "policy is the old one;\nuse train.batch_size 1024 and train.max_epochs 1, or remove it",
+    ),
+    (
+        PPO,
+        SKIP,
+        "--algo.skip_old_log_probs: the KL in the reward needs those log-probs; add --algo.kl.use_loss",
+    ),
+    (
+        PPO,
+        SKIP + "--algo.kl.use_loss --algo.kl.estimator k2 --algo.kl.target 0.1",
+        "--algo.skip_old_log_probs: algo.kl.target adapts to the KL of those log-probs; remove one",
+    ),
+    (
+        PPO,
+        SKIP + "--algo.kl.init_coef 0 --teacher.model_name_or_path org/teacher",
+        "--algo.skip_old_log_probs: the teacher's reward needs those log-probs",
     ),
     (
         PPO,
@@ -580,21 +636,28 @@ CHECKS = [
         "--logger.wandb.key ***",
         "--logger.wandb.key: is a mask, not a key; use True and set WANDB_API_KEY",
     ),
-    # not available yet
+    # reward models
     (
         PPO,
-        "--algo.advantage.estimator gae",
-        "--algo.advantage.estimator gae: a critic is not available yet; choose reinforce,",
+        "--reward.model_name_or_path a/b,c/d --reward.model_weights 1",
+        "--reward.model_weights 1.0: has 1 weights for 2 reward models; give each model one",
     ),
+    (
+        PPO,
+        "--reward.remote_url reward.py --reward.normalize_enable",
+        "--reward.normalize_enable: nothing would read it: there is no reward model",
+    ),
+    (
+        PPO,
+        "--reward.model_name_or_path a/b --train.colocate_critic_reward --algo.advantage.estimator gae "
+        "--critic.num_gpus_per_node 4 --reward.num_gpus_per_node 2",
+        "--reward.num_gpus_per_node 2: shares the GPUs of the critic, which has 4; remove it",
+    ),
+    # URLs
     (
         PPO,
         "--reward.remote_url http://a/b,http://:80/c",
         "http://:80/c is no URL; write http://HOST:PORT/get_reward",
-    ),
-    (
-        PPO,
-        "--rollout.vllm_generate_batch_size 2048",
-        "generating ahead is not available yet; leave it at rollout.batch_size 1024",
     ),
     # nothing reads it
     (
@@ -671,12 +734,6 @@ CHECKS = [
     ),
     (
         PPO,
-        "--actor.policy_loss_type gspo --algo.advantage.is_correction_enable "
-        "--algo.advantage.is_correction_type icepop",
-        "nothing would read it: gspo puts the sampler's probabilities into its ratio",
-    ),
-    (
-        PPO,
         "--algo.kl.init_coef 0 --algo.kl.use_loss",
         "nothing would read it: there is no KL penalty (algo.kl.init_coef 0)",
     ),
@@ -684,6 +741,11 @@ CHECKS = [
     (
         PPO,
         "--algo.dynamic_filtering_range 0 0.9",
+        "nothing would read it: algo.dynamic_filtering_enable is off",
+    ),
+    (
+        PPO,
+        "--algo.dynamic_filtering_max_batches 3",
         "nothing would read it: algo.dynamic_filtering_enable is off",
     ),
     (
@@ -784,7 +846,22 @@ REMARKS = [
         "--vllm.kv_cache_gb 1 --vllm.gpu_memory_utilization 0.5",
         "has no effect: vllm.kv_cache_gb sets the size",
     ),
+    (
+        PPO,
+        "--actor.policy_loss_type gspo",
+        "the ratio of a sequence hardly ever leaves actor.eps_clip 0.2; its paper has --actor.eps_clip_low",
+    ),
+    (
+        PPO,
+        SKIP + "--algo.kl.init_coef 0 --actor.eps_clip 0.3",
+        "--actor.eps_clip 0.3: has no effect: with algo.skip_old_log_probs the ratio is 1",
+    ),
     (PPO, "--ckpt.best_metric_key x", "has no effect: without eval.dataset there is no metric"),
+    (
+        PPO,
+        "--rollout.vllm_generate_batch_size 2048",
+        "samples ahead: groups that wait are of an earlier policy; --algo.advantage.is_correction_enable",
+    ),
     # the old name of what today's name is refused for
     (PPO, "--critic_learning_rate 1", "--critic.adam.lr 1.0: has no effect: only estimator gae has a critic"),
     (PPO, "--use_icepop", "has no effect: algo.advantage.is_correction_enable is off"),
@@ -797,6 +874,22 @@ def test_remarks_do_not_stop_a_run(command, line, message, say):
     assert config is not None
     remarks = [text for text in lines if " is now --" not in text]
     assert len(remarks) == 1 and remarks[0].startswith("note: ") and message in remarks[0], lines
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        SKIP + "--algo.kl.init_coef 0",
+        SKIP + "--algo.kl.use_loss --algo.kl.estimator k3",
+        SKIP + "--algo.kl.init_coef 0 --actor.policy_loss_type gspo",
+        GSPO + "--actor.loss_aggregation sample_mean",
+        GSPO + "--algo.advantage.is_correction_enable --algo.advantage.is_correction_type icepop",
+        "--actor.policy_loss_type cispo --actor.loss_aggregation constant_length",
+    ],
+)
+def test_policy_losses_without_a_word(line, say):
+    config, lines = say(PPO, line)
+    assert config is not None and not lines
 
 
 def test_what_is_said_twice_over_two_models_is_no_remark(say):

@@ -3,6 +3,8 @@ from typing import get_args
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from openrlhf.algos.correction import CORRECTIONS, mismatch_metrics
 from openrlhf.algos.policy_loss import token_log_ratio
@@ -45,8 +47,36 @@ def test_mismatch_metrics():
     # r = 1 and e: (0 + e - 1 - 1) / 2
     assert metrics["mismatch/kl"] == pytest.approx((math.e - 2) / 2)
     assert metrics["mismatch/abs_diff_mean"] == pytest.approx(0.5)
-    assert metrics["mismatch/abs_diff_max"] == 1
-    assert set(mismatch_metrics(torch.zeros(0), torch.zeros(0)).values()) == {0.0}
+    assert metrics["mismatch/abs_diff_p99"] == metrics["mismatch/abs_diff_max"] == 1
+    # (1 + e)^2 / (2 (1 + e^2))
+    assert metrics["mismatch/ess"] == pytest.approx((1 + math.e) ** 2 / (2 * (1 + math.e**2)))
+
+
+def test_a_sampler_that_is_the_policy_has_no_mismatch():
+    for n in (0, 5):
+        metrics = mismatch_metrics(torch.full((n,), -2.0), torch.full((n,), -2.0))
+        assert metrics.pop("mismatch/ess") == 1
+        assert set(metrics.values()) == {0.0}
+
+
+@pytest.mark.parametrize("n", [1, 7, 99, 100, 101, 1000])
+def test_at_most_one_percent_of_the_actions_differ_by_more_than_p99(n):
+    differences = torch.randperm(n) / n
+    metrics = mismatch_metrics(-differences, torch.zeros(n))
+    p99 = metrics["mismatch/abs_diff_p99"]
+    assert (differences > p99).sum() <= n / 100 < (differences >= p99).sum()
+
+
+def test_the_effective_sample_size_counts_who_carries_the_weight():
+    """Of 4 actions one weighs e^20 and the others next to nothing: the share is a quarter."""
+    ess = mismatch_metrics(torch.tensor([0.0, -20, -20, -20]), torch.tensor([-20.0, 0, 0, 0]))["mismatch/ess"]
+    assert ess == pytest.approx(0.25)
+
+
+@given(st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=20))
+def test_the_effective_sample_size_is_a_share_whatever_the_weights(log_ratio):
+    ess = mismatch_metrics(torch.tensor(log_ratio), torch.zeros(len(log_ratio)))["mismatch/ess"]
+    assert 1 / len(log_ratio) - 1e-9 <= ess <= 1 + 1e-9
 
 
 def test_every_name_is_known():

@@ -1,10 +1,11 @@
+import math
 from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.trainer.evaluate import evaluation_metrics, expected_best
+from openrlhf.trainer.evaluate import evaluation_metrics, expected_best, ks_of
 from openrlhf.types import Outcome, Prompt, Trajectory
 
 
@@ -48,6 +49,9 @@ def test_by_hand():
     )
     assert metrics == {
         "eval/failed_ratio": 0,
+        "eval/num_samples": 6,
+        "eval/response_length_mean": pytest.approx(16 / 6),
+        "eval/truncated_rate": pytest.approx(1 / 3),
         "eval/math_pass1": 0.25,
         "eval/math_pass2": 0.5,
         "eval/math_response_length_mean": 3,
@@ -59,6 +63,61 @@ def test_by_hand():
         "eval/code_truncated_rate": 1,
         "eval/code_num_samples": 2,
     }
+
+
+def test_a_figure_for_every_power_of_two_and_for_all_samples():
+    """Of 6 samples 2 are right: 1 - C(4, k) / C(6, k)."""
+    samples = [trajectory(0, i, s) for i, s in enumerate([0.0, 1.0, 0.0, 0.0, 1.0, 0.0])]
+    passes = {n: v for n, v in evaluation_metrics(samples).items() if "pass" in n}
+    assert passes == pytest.approx(
+        {"eval/math_pass1": 1 / 3, "eval/math_pass2": 0.6, "eval/math_pass4": 14 / 15, "eval/math_pass6": 1}
+    )
+
+
+@pytest.mark.parametrize(
+    ("n", "ks"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (9, [1, 2, 4, 8, 9])]
+)
+def test_which_k_are_reported(n, ks):
+    assert ks_of(n) == ks
+
+
+def test_thousands_of_samples_do_not_overflow():
+    assert expected_best([0.0] * 2000 + [1.0] * 2000, 2000) == pytest.approx(1)
+    assert expected_best([0.0] * 3999 + [1.0], 1000) == pytest.approx(0.25)
+
+
+def test_prompts_of_the_same_text_in_two_sources_are_told_apart():
+    """All prompts of this file have the same text, and each its own id."""
+    samples = [trajectory(0, 0, 1.0), trajectory(0, 1, 1.0), trajectory(1, 0, 0.0), trajectory(1, 1, 0.0)]
+    samples += [trajectory(2, 0, 0.5, source="code"), trajectory(2, 1, 0.0, source="code")]
+    metrics = evaluation_metrics(samples)
+    assert metrics["eval/math_pass2"] == 0.5
+    assert (metrics["eval/code_pass1"], metrics["eval/code_pass2"]) == (0.25, 0.5)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.lists(st.none() | st.floats(-5, 5), min_size=4, max_size=4)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_more_samples_are_never_worse_whatever_fails(prompts):
+    samples = [
+        trajectory(prompt_id, i, score, source)
+        for prompt_id, (source, scores) in enumerate(prompts)
+        for i, score in enumerate(scores)
+    ]
+    metrics = evaluation_metrics(samples)
+    for source in {p.source for p in (t.prompt for t in samples if t.ok)}:
+        passes = [metrics[f"eval/{source}_pass{k}"] for k in (1, 2, 4)]
+        assert passes == pytest.approx(sorted(passes))
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_when_everything_failed_only_that_is_told():
+    metrics = evaluation_metrics([trajectory(0, i, None) for i in range(3)])
+    assert metrics == {"eval/failed_ratio": 1, "eval/num_samples": 0}
 
 
 def test_prompts_weigh_the_same_however_many_samples_failed():

@@ -3,21 +3,35 @@ import pytest
 from openrlhf.cluster.launch import resource_problems
 from openrlhf.config.ppo import (
     ActorConfig,
+    AdvantageConfig,
     AlgoConfig,
+    CriticConfig,
     KLConfig,
     PPOConfig,
     RefConfig,
+    RewardConfig,
     TrainConfig,
     VllmConfig,
 )
 
 
-def config(actors=2, refs=2, engines=2, tensor_parallel=1, kl=0.01, **train) -> PPOConfig:
+def config(
+    actors=2,
+    refs=2,
+    engines=2,
+    tensor_parallel=1,
+    kl=0.01,
+    estimator="rloo",
+    reward=None,
+    **train,
+) -> PPOConfig:
     return PPOConfig(
+        critic=CriticConfig(num_gpus_per_node=3),
+        reward=RewardConfig(model_name_or_path=reward, num_gpus_per_node=1),
         actor=ActorConfig(num_gpus_per_node=actors),
         ref=RefConfig(num_gpus_per_node=refs),
         vllm=VllmConfig(num_engines=engines, tensor_parallel_size=tensor_parallel),
-        algo=AlgoConfig(kl=KLConfig(init_coef=kl)),
+        algo=AlgoConfig(advantage=AdvantageConfig(estimator=estimator), kl=KLConfig(init_coef=kl)),
         train=TrainConfig(**train),
     )
 
@@ -30,6 +44,11 @@ def config(actors=2, refs=2, engines=2, tensor_parallel=1, kl=0.01, **train) -> 
         ({"colocate_actor_ref": True}, 4),
         ({"colocate_all": True}, 2),
         ({"tensor_parallel": 3}, 10),
+        ({"estimator": "gae"}, 9),
+        ({"estimator": "gae", "reward": "one,two"}, 10),
+        ({"estimator": "gae", "reward": "one", "colocate_critic_reward": True}, 9),
+        ({"estimator": "gae", "reward": "one", "colocate_all": True}, 2),
+        ({"reward": "one", "colocate_critic_reward": True}, 7),
     ],
 )
 def test_exactly_enough_gpus_are_enough(changes, gpus):

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from openrlhf.algos.correction import mismatch_metrics
 from openrlhf.algos.logprobs import linear_log_probs
 from openrlhf.config import choices
-from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, KLConfig
-from openrlhf.objectives.actor import POLICY_LOSSES, ActorObjective
+from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, RolloutConfig
+from openrlhf.objectives.actor import AGGREGATIONS, POLICY_LOSSES, ActorObjective
 from openrlhf.objectives.sft import SFTObjective
 from openrlhf.types import Credit, Experience, ExperienceRow, LossNorm, PackedRow, Sample, Scores
 
@@ -87,7 +88,10 @@ def test_ppo_by_hand():
     assert metrics["policy/loss"].item() == pytest.approx(loss.item())
     assert metrics["policy/clip_fraction"].item() == pytest.approx(1 / 10)
     assert metrics["policy/ppo_kl"].item() == pytest.approx((math.log(2 / 3) + math.log(2)) / 10)
-    assert set(metrics) == {"policy/loss", "policy/clip_fraction", "policy/ppo_kl"}
+    assert metrics["policy/clip_high_fraction"].item() == pytest.approx(1 / 10)
+    assert metrics["policy/clip_low_fraction"].item() == 0
+    clips = {f"policy/clip_{name}" for name in ("fraction", "low_fraction", "high_fraction")}
+    assert set(metrics) == {"policy/loss", "policy/ppo_kl"} | clips
 
 
 def test_kl_and_entropy_terms():
@@ -135,6 +139,69 @@ def test_gspo_by_hand():
     assert loss.item() == pytest.approx((-4 + 1.6) / 2)
 
 
+def test_gspo_drops_the_same_sequences_with_icepop_and_with_seq_mask_tis():
+    """All tokens of a sequence have its one ratio, which is their geometric mean."""
+    batch = ExperienceRow.of([random_experience(n, n) for n in (3, 1, 2, 5)])
+    losses = [
+        ActorObjective(loss_type="gspo", correction=correction, correction_low=0.8, correction_high=1.2)(
+            Bigram(), batch, LossNorm(15, 4)
+        )
+        for correction in ("icepop", "seq-mask-tis")
+    ]
+    assert losses[0] == losses[1]
+    assert 0 < losses[0][1]["policy/is_masked_fraction"] < 1
+
+
+def test_cispo_by_hand():
+    log_probs = torch.log(torch.tensor([0.3, 0.1, 0.4])).requires_grad_()
+    batch = row_of(
+        [2, 1],
+        old_log_probs=torch.log(torch.tensor([0.2, 0.2, 0.4])),
+        rollout_log_probs=torch.log(torch.tensor([0.2, 0.1, 0.1])),
+        advantages=torch.tensor([1.0, 1.0, -2.0]),
+    )
+    objective = ActorObjective(loss_type="cispo", correction="tis", correction_high=3.0)
+    loss, metrics = objective(fixed(log_probs), batch, LossNorm(3, 2))
+    # ratios 1.5, 0.5, 1 -> weights 1.2, 0.8, 1; corrections 0.2/0.2, 0.2/0.1 and 0.4/0.1 cut to 3
+    loss.backward()
+    assert log_probs.grad.tolist() == pytest.approx([-1.2 / 3, -0.8 * 2 / 3, 2 * 3 / 3])
+    assert loss.item() == pytest.approx((log_probs.grad * log_probs).sum().item(), abs=1e-6)
+    assert metrics["policy/clip_low_fraction"].item() == pytest.approx(1 / 3)
+    assert metrics["policy/clip_high_fraction"].item() == pytest.approx(1 / 3)
+    assert metrics["policy/clip_fraction"].item() == pytest.approx(2 / 3)
+
+
+def test_what_the_mean_is_over():
+    """Loss, KL and entropy by hand, over two sequences of 2 and 1 actions."""
+    log_probs = torch.tensor([-1.0, -1.0, -1.0])
+    batch = row_of(
+        [2, 1],
+        old_log_probs=log_probs,
+        ref_log_probs=torch.tensor([-2.0, -1.0, -3.0]),
+        advantages=torch.tensor([1.0, 2.0, 4.0]),
+    )
+    entropy = torch.tensor([0.0, 3.0, 6.0])
+
+    def parts(aggregation):
+        objective = ActorObjective(
+            aggregation=aggregation,
+            longest_response=10,
+            kl_coef=0.5,
+            kl_estimator="k2",
+            entropy_coef=0.1,
+        )
+        loss, metrics = objective(fixed(log_probs, entropy), batch, LossNorm(3, 2))
+        values = [metrics[f"policy/{name}"].item() for name in ("loss", "kl_loss", "entropy")]
+        assert loss.item() == pytest.approx(values[0] + 0.5 * values[1] - 0.1 * values[2])
+        return pytest.approx(values)
+
+    # the ratio is 1, so the loss is -A; the KL is 1/2, 0, 2
+    assert parts("token_mean") == [-7 / 3, 2.5 / 3, 9 / 3]
+    assert parts("sample_mean") == [-(1.5 + 4) / 2, (0.25 + 2) / 2, (1.5 + 6) / 2]
+    assert parts("constant_length") == [-7 / 20, 2.5 / 20, 9 / 20]
+    assert parts(None) == [-7 / 3, 2.5 / 3, 9 / 3]
+
+
 def test_gspo_corrects_with_the_ratio_of_the_sequence():
     batch = row_of(
         [2, 1], rollout_log_probs=-torch.log(torch.tensor([1.0, 9.0, 16.0])), advantages=torch.ones(3)
@@ -163,48 +230,97 @@ def test_first_step_is_the_policy_gradient():
 OBJECTIVES = [
     ActorObjective(
         loss_type=loss_type,
+        aggregation=aggregation,
+        longest_response=6,
         correction=correction,
-        dual_clip=3.0,
+        dual_clip=None if loss_type == "cispo" else 3.0,
         kl_coef=0.3,
         kl_estimator="k3",
         entropy_coef=0.1,
         temperature=0.8,
     )
     for loss_type in get_args(choices.PolicyLossType)
+    for aggregation in get_args(choices.LossAggregation)
     for correction in (None, *get_args(choices.ISCorrectionType))
 ]
 
 
-@settings(deadline=None, max_examples=40)
+def run_on(objective, rows, norm):
+    """Gradients of a fresh policy and metrics, added up over the rows."""
+    model, totals = Bigram(), {}
+    for row in rows:
+        loss, metrics = objective(model, row, norm)
+        loss.backward()
+        totals = {name: totals.get(name, 0.0) + value.item() for name, value in metrics.items()}
+    return [p.grad for p in model.parameters()], totals
+
+
+def assert_same(found, expected):
+    assert found[1] == pytest.approx(expected[1])
+    for gradient, other in zip(found[0], expected[0], strict=True):
+        torch.testing.assert_close(gradient, other)
+
+
+def longer_gap(experience: Experience, gap: list[int]) -> Experience:
+    """The same actions with more feedback before the last one. What the policy reads right before an action
+    stays, so a Bigram gives every action the probability that it had."""
+    sample = experience.sample
+    at = sample.length - 2
+    token_ids = torch.cat([sample.token_ids[:at], torch.tensor(gap, dtype=torch.long), sample.token_ids[at:]])
+    mask = torch.cat([sample.action_mask[:at], torch.zeros(len(gap)).bool(), sample.action_mask[at:]])
+    return replace(experience, sample=replace(sample, token_ids=token_ids, action_mask=mask))
+
+
+@settings(deadline=None, max_examples=150)
 @given(
     objective=st.sampled_from(OBJECTIVES),
     layout=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), min_size=1, max_size=4),
+    knows_old=st.booleans(),
     seed=st.integers(0, 100),
+    data=st.data(),
 )
-def test_the_loss_does_not_depend_on_the_rows(objective, layout, seed):
-    """Shares and gradients of any packing add up to those of one row that holds the whole step."""
+def test_the_loss_depends_on_actions_only(objective, layout, knows_old, seed, data):
+    """Not on rows, on the order of sequences, or on tokens that are no actions: shares and gradients add up
+    to those of one row that holds the whole step."""
     counts = [n for row in layout for n in row]
     experiences = [random_experience(n, seed + i) for i, n in enumerate(counts)]
+    if not knows_old:
+        experiences = [replace(e, scores=replace(e.scores, log_probs=None)) for e in experiences]
     whole = ExperienceRow.of(experiences)
     norm = LossNorm(whole.num_tokens, whole.num_sequences)
+    expected = run_on(objective, [whole], norm)
+
+    gaps = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=3), min_size=len(counts)))
+    order = data.draw(st.permutations(range(len(counts))))
+    moved = [longer_gap(experiences[i], gaps[i]) for i in order]
     rows, start = [whole.empty()], 0
     for sizes in layout:
-        rows.append(ExperienceRow.of(experiences[start : start + len(sizes)]))
+        rows.append(ExperienceRow.of(moved[start : start + len(sizes)]))
         start += len(sizes)
-    together, apart = Bigram(), Bigram()
-    expected, expected_metrics = objective(together, whole, norm)
-    expected.backward()
-    totals = dict.fromkeys(expected_metrics, 0.0)
-    for row in rows:
-        loss, metrics = objective(apart, row, norm)
-        loss.backward()
-        totals = {name: total + metrics[name].item() for name, total in totals.items()}
-    assert totals == pytest.approx({name: value.item() for name, value in expected_metrics.items()})
-    for p, q in zip(together.parameters(), apart.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+    assert_same(run_on(objective, rows, norm), expected)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: f"{o.loss_type}-{o.correction}")
+@pytest.mark.parametrize(
+    "objective", OBJECTIVES, ids=lambda o: f"{o.loss_type}-{o.aggregation}-{o.correction}"
+)
+def test_in_a_step_of_one_update_old_log_probs_change_nothing(objective):
+    """The policy before the update is the policy itself: rows without its log-probs have the same loss, the
+    same gradient, and also say how far the sampler is."""
+    batch = ExperienceRow.of([random_experience(n, n) for n in (3, 0, 5)])
+    norm = LossNorm(batch.num_tokens, batch.num_sequences)
+    old = Bigram()(batch.row, objective.temperature, False).log_probs.detach()
+    expected = run_on(objective, [replace(batch, old_log_probs=old)], norm)
+    gradients, metrics = run_on(objective, [replace(batch, old_log_probs=None)], norm)
+    mismatch = {name: metrics.pop(name) for name in ("mismatch/kl", "mismatch/abs_diff_mean")}
+    assert_same((gradients, metrics), expected)
+    of_rollout = mismatch_metrics(old, batch.rollout_log_probs)
+    assert mismatch == pytest.approx({name: of_rollout[name] for name in mismatch})
+    assert mismatch["mismatch/kl"] > 0.01
+
+
+@pytest.mark.parametrize(
+    "objective", OBJECTIVES, ids=lambda o: f"{o.loss_type}-{o.aggregation}-{o.correction}"
+)
 def test_a_row_without_actions_costs_nothing_and_still_has_a_gradient(objective):
     model = Bigram()
     batch = ExperienceRow.of([random_experience(2, 0)]).empty()
@@ -216,17 +332,26 @@ def test_a_row_without_actions_costs_nothing_and_still_has_a_gradient(objective)
 
 
 def test_from_config():
-    actor = ActorConfig(
-        eps_clip_low_high=(0.1, 0.4), policy_loss_type="gspo", entropy_coef=0.0, dual_clip=4.0
-    )
-    algo = AlgoConfig(
-        kl=KLConfig(init_coef=0.02, use_loss=True, estimator="k3"),
-        advantage=AdvantageConfig(
-            is_correction_enable=True, is_correction_type="icepop", is_correction_threshold=(0.3, 3.0)
+    config = PPOConfig(
+        actor=ActorConfig(
+            eps_clip_low_high=(0.1, 0.4),
+            policy_loss_type="ppo",
+            loss_aggregation="constant_length",
+            entropy_coef=0.0,
+            dual_clip=4.0,
+        ),
+        rollout=RolloutConfig(temperature=0.9, max_new_tokens=77),
+        algo=AlgoConfig(
+            kl=KLConfig(init_coef=0.02, use_loss=True, estimator="k3"),
+            advantage=AdvantageConfig(
+                is_correction_enable=True, is_correction_type="icepop", is_correction_threshold=(0.3, 3.0)
+            ),
         ),
     )
-    assert ActorObjective.from_config(actor, algo, temperature=0.9, kl_coef=0.05) == ActorObjective(
-        loss_type="gspo",
+    assert ActorObjective.from_config(config, kl_coef=0.05) == ActorObjective(
+        loss_type="ppo",
+        aggregation="constant_length",
+        longest_response=77,
         clip_low=0.1,
         clip_high=0.4,
         dual_clip=4.0,
@@ -241,11 +366,20 @@ def test_from_config():
 
 
 def test_from_config_leaves_out_what_is_off():
-    objective = ActorObjective.from_config(ActorConfig(), AlgoConfig(), temperature=1.0, kl_coef=0.05)
+    objective = ActorObjective.from_config(PPOConfig(), kl_coef=0.05)
     assert objective.kl_coef == 0  # it is in the reward
     assert objective.correction is None
     assert objective.entropy_coef is None
+    assert objective.aggregation is None
+
+
+def test_tables_agree_with_the_names_of_flags():
     assert set(POLICY_LOSSES) == set(get_args(choices.PolicyLossType))
+    assert set(AGGREGATIONS) == set(get_args(choices.LossAggregation))
+    means = {
+        name: "sample_mean" if name in choices.SEQUENCE_LOSSES else "token_mean" for name in POLICY_LOSSES
+    }
+    assert {name: kind.aggregation for name, kind in POLICY_LOSSES.items()} == means
 
 
 def test_sft_is_cross_entropy_on_the_marked_tokens():

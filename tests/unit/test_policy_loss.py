@@ -3,33 +3,64 @@ import math
 import pytest
 import torch
 
-from openrlhf.algos.policy_loss import clipped_loss, sequence_log_ratio, token_log_ratio
+from openrlhf.algos.policy_loss import cispo_loss, clipped_loss, sequence_log_ratio, token_log_ratio
 
 COUNTS = torch.tensor([2, 0, 1])
 
 
+def clipped(ratio, advantages, **bounds):
+    """PPO's surrogate, which does not look at the log-probs themselves."""
+    return clipped_loss(
+        torch.zeros(len(ratio)), torch.tensor(ratio).log(), torch.tensor(advantages), **bounds
+    )
+
+
 def test_clipped_loss_by_hand():
-    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.0])
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
-    loss, clipped = clipped_loss(ratio.log(), advantages, clip_low=0.2, clip_high=0.3)
-    # min(1.5, 1.3), min(-1.5, -1.3), min(0.5, 0.8), min(-0.5, -0.8), no clip
-    assert loss.tolist() == pytest.approx([-1.3, 1.5, -0.5, 0.8, -2])
-    assert clipped.tolist() == [True, False, False, True, False]
+    loss, at_low, at_high = clipped(
+        [1.5, 1.5, 0.5, 0.5, 1.0, 9.0], [1.0, -1.0, 1.0, -1.0, 2.0, 0.0], clip_low=0.2, clip_high=0.3
+    )
+    # min(1.5, 1.3), min(-1.5, -1.3), min(0.5, 0.8), min(-0.5, -0.8), no clip, nothing to clip
+    assert loss.tolist() == pytest.approx([-1.3, 1.5, -0.5, 0.8, -2, 0])
+    assert at_high.tolist() == [True, False, False, False, False, False]
+    assert at_low.tolist() == [False, False, False, True, False, False]
 
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
-    ratio, advantages = torch.tensor([5.0, 5.0, 0.9]), torch.tensor([-1.0, 1.0, -1.0])
-    loss, _ = clipped_loss(ratio.log(), advantages, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    loss, _, _ = clipped([5.0, 5.0, 0.9], [-1.0, 1.0, -1.0], clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     # max(min(-5, -1.2), 3 * -1) = -3; min(5, 1.2) = 1.2; max(-0.9, -3) = -0.9
     assert loss.tolist() == pytest.approx([3, -1.2, 0.9])
 
 
 def test_gradient_vanishes_where_clipped():
     log_probs = torch.tensor([math.log(1.5), math.log(1.5)], requires_grad=True)
-    loss, _ = clipped_loss(log_probs, torch.tensor([1.0, -1.0]), clip_low=0.2, clip_high=0.2)
+    loss, _, _ = clipped_loss(log_probs, log_probs, torch.tensor([1.0, -1.0]), clip_low=0.2, clip_high=0.2)
     loss.sum().backward()
     # d(-ratio * A) / dlog_prob = -ratio * A
     assert log_probs.grad.tolist() == pytest.approx([0, 1.5])
+
+
+def test_cispo_by_hand():
+    log_probs = torch.tensor([-1.0, -2.0, -3.0, -4.0], requires_grad=True)
+    ratio, advantages = torch.tensor([1.5, 0.5, 1.0, 1.5]), torch.tensor([1.0, 2.0, -1.0, -2.0])
+    old_log_probs = log_probs.detach() - ratio.log()
+    loss, at_low, at_high = cispo_loss(
+        log_probs, log_probs - old_log_probs, advantages, clip_low=0.2, clip_high=0.3
+    )
+    # weights 1.3, 0.8, 1, 1.3; the loss is -weight * A * log pi
+    assert loss.tolist() == pytest.approx([1.3, 0.8 * 2 * 2, -3, -1.3 * 2 * 4])
+    # the sign of the advantage does not matter
+    assert at_low.tolist() == [False, True, False, False]
+    assert at_high.tolist() == [True, False, False, True]
+    loss.sum().backward()
+    # -weight * A, also where a bound is active: the weight itself has no gradient
+    assert log_probs.grad.tolist() == pytest.approx([-1.3, -1.6, 1, 2.6])
+
+
+def test_cispo_without_a_lower_bound():
+    log_ratio = torch.tensor([-20.0, math.log(3.0), 20.0])
+    loss, at_low, _ = cispo_loss(-torch.ones(3), log_ratio, torch.ones(3), clip_low=1.0, clip_high=4.0)
+    assert loss.tolist() == pytest.approx([math.exp(-20), 3, 5])
+    assert not at_low.any()
 
 
 def test_token_ratio_is_clamped():

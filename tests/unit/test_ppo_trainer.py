@@ -14,6 +14,7 @@ from openrlhf.algos.kl import KLController
 from openrlhf.config.ppo import (
     AdvantageConfig,
     AlgoConfig,
+    CriticConfig,
     EvalConfig,
     KLConfig,
     PPOCkptConfig,
@@ -34,7 +35,7 @@ from openrlhf.types import Experience, Outcome, Prompt, Sample, Trajectory
 
 PROMPTS = [Prompt(prompt_id=i, text=f"prompt {i}") for i in range(8)]
 EVAL_PROMPTS = [Prompt(prompt_id=i, text=f"held out {i}", source="math") for i in range(2)]
-LOG_PROB, REF_LOG_PROB = -1.0, -1.5
+LOG_PROB, REF_LOG_PROB, VALUE = -1.0, -1.5, 0.5
 
 
 class Done:
@@ -90,26 +91,26 @@ class Model:
         return Done([torch.full((s.num_actions,), self.log_prob) for s in samples])
 
 
-class Policy(Model):
-    def __init__(self, calls: list, folder: Path) -> None:
-        super().__init__(calls, "policy", LOG_PROB)
+class Trained(Model):
+    def __init__(self, calls: list, folder: Path, name: str = "policy", log_prob: float = LOG_PROB) -> None:
+        super().__init__(calls, name, log_prob)
         self.folder = folder
         self.updates: list[tuple[list[Experience], float]] = []
         self.saved: dict[str, dict] = {}
 
     def update(self, experiences: Sequence[Experience], num_batches: int, kl_coef: float) -> Done:
-        self.calls.append(f"update {len(experiences)}")
+        self.calls.append(f"update {self.name} {len(experiences)}")
         self.updates.append((list(experiences), kl_coef))
-        return Done({"policy/loss": 0.25})
+        return Done({f"{self.name}/loss": 0.25})
 
     def save_checkpoint(self, tag: str, state: dict) -> Done:
-        self.calls.append(f"save {tag}")
+        self.calls.append(f"save {self.name} {tag}")
         (self.folder / tag).mkdir(parents=True)
         self.saved[tag] = copy.deepcopy(state)
         return Done()
 
     def load_checkpoint(self, tag: str) -> Done:
-        self.calls.append(f"resume {tag}")
+        self.calls.append(f"resume {self.name} {tag}")
         return Done(self.saved[tag])
 
     def export(self, folder: str) -> Done:
@@ -136,16 +137,18 @@ def trainer_of(
     eval_prompts: Sequence[Prompt] = EVAL_PROMPTS,
     resume: str | None = None,
     saved: dict | None = None,
+    critic: Trained | None = None,
     **rollout,
 ) -> PPOTrainer:
     calls: list[str] = []
-    policy = Policy(calls, path / "ckpt")
+    policy = Trained(calls, path / "ckpt")
     policy.saved = saved or {}
     trainer = PPOTrainer(
         config=config,
         rollout=Rollout(calls, **rollout),
         policy=policy,
         reference=Model(calls, "reference", REF_LOG_PROB) if config.uses_reference else None,
+        critic=critic or (Trained(calls, path / "critic", "critic", VALUE) if config.uses_critic else None),
         prompts=PromptSampler(PromptDataset(PROMPTS), seed=1, num_episodes=4),
         eval_prompts=eval_prompts,
         checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
@@ -169,12 +172,12 @@ def test_the_order_of_a_run(tmp_path):
     trainer.fit()
     trainer.observer.close()
     ids = [p.prompt_id for p in PromptSampler(PromptDataset(PROMPTS), seed=1).next_batch(6)]
-    step = [["policy 4", "reference 4", "update 4"]] * 3
+    step = [["policy 4", "reference 4", "update policy 4"]] * 3
     assert trainer.policy.calls == [
         *["load 0", "evaluate"],
         *[f"generate {ids[0:2]}", *step[0], "load 1"],
         *[f"generate {ids[2:4]}", *step[1], "load 2", "evaluate"],
-        *["save global_step2", "export global_step2_hf"],
+        *["save policy global_step2", "export global_step2_hf"],
         *[f"generate {ids[4:6]}", *step[2], "load 3", "evaluate"],
     ]
     assert trainer.step == 3
@@ -192,6 +195,7 @@ def test_what_a_run_writes(tmp_path):
     assert first["rollout/reward_mean"] == 0.5 and first["rollout/num_samples"] == 4
     assert first["rollout/failed_ratio"] == 0
     assert first["rollout/response_length_mean"] == 2.5
+    assert metrics[3]["rollout/staleness_max"] == 0
     assert first["policy/loss"] == 0.25
     assert first["kl/mean"] == pytest.approx(LOG_PROB - REF_LOG_PROB)
     assert first["mismatch/abs_diff_max"] == 0
@@ -233,7 +237,7 @@ def test_failed_samples_are_dropped_and_counted(tmp_path):
         tmp_path, config_of(tmp_path), total_steps=1, reward=lambda p, i: None if i else 1.0, eval_prompts=[]
     )
     trainer.fit()
-    assert trainer.policy.calls[2:] == ["policy 2", "reference 2", "update 2", "load 1"]
+    assert trainer.policy.calls[2:] == ["policy 2", "reference 2", "update policy 2", "load 1"]
     metrics = metrics_of(tmp_path)[1]
     assert metrics["rollout/failed_ratio"] == 0.5
     assert metrics["rollout/reward_error_count"] == 2
@@ -254,6 +258,47 @@ def test_too_many_failures_stop_the_run(tmp_path, ratio):
         trainer.fit()
     assert re.search(r"allows\. [34] of them with:\nno opinion$", str(error.value))
     assert not trainer.policy.updates
+
+
+def with_critic(path: Path, **critic) -> PPOConfig:
+    config = config_of(path, save_steps=2, best_metric_key="none")
+    algo = replace(config.algo, advantage=AdvantageConfig(estimator="gae"))
+    return replace(config, algo=algo, critic=CriticConfig(**critic))
+
+
+def test_policy_and_critic_learn_from_the_same_experiences(tmp_path):
+    trainer = trainer_of(tmp_path, with_critic(tmp_path), total_steps=2)
+    trainer.fit()
+    step = ["policy 4", "reference 4", "critic 4", "update critic 4", "update policy 4"]
+    calls = [call for call in trainer.policy.calls if not call.startswith(("generate", "evaluate", "load"))]
+    assert calls == [*step, *step, "save critic global_step2", "save policy global_step2"]
+    for (one, _), (other, _) in zip(trainer.policy.updates, trainer.critic.updates, strict=True):
+        assert one == other
+    experience = trainer.policy.updates[0][0][0]
+    assert_close(experience.scores.values, [VALUE] * 2)
+    # reward 0 and a KL of 0.5 with coefficient 0.1 on both actions: G = -0.1, -0.05
+    assert_close(experience.credit.returns, [-0.1, -0.05])
+    assert metrics_of(tmp_path)[2]["critic/loss"] == 0.25
+
+
+def test_the_critic_warms_up_alone(tmp_path):
+    trainer = trainer_of(tmp_path, with_critic(tmp_path, freezing_steps=2), total_steps=3)
+    trainer.fit()
+    updates = [call for call in trainer.policy.calls if call.startswith("update")]
+    assert updates == ["update critic 4", "update critic 4", "update critic 4", "update policy 4"]
+    assert len(trainer.policy.updates) == 1  # nothing of the warm-up was kept for it
+
+
+def test_a_resumed_run_loads_both_models(tmp_path):
+    config = with_critic(tmp_path)
+    first = trainer_of(tmp_path, config, total_steps=2)
+    first.fit()
+    second = trainer_of(
+        tmp_path, config, total_steps=3, resume="global_step2", saved=first.policy.saved, critic=first.critic
+    )
+    assert second.step == 2
+    assert [c for c in second.policy.calls if c.startswith("resume")] == ["resume policy global_step2"]
+    assert first.policy.calls[-1] == "resume critic global_step2"
 
 
 def assert_close(found: Tensor, expected: list[float]) -> None:
@@ -288,7 +333,7 @@ def test_a_resumed_run_continues(tmp_path):
     )
     second.fit()
     generated = [c for c in whole.policy.calls if c.startswith("generate")]
-    assert second.policy.calls[:2] == ["resume global_step2", "load 2"]
+    assert second.policy.calls[:2] == ["resume policy global_step2", "load 2"]
     assert [c for c in second.policy.calls if c.startswith("generate")] == generated[2:]
     assert [kl for _, kl in second.policy.updates] == [kl for _, kl in whole.policy.updates[2:]]
     assert len({kl for _, kl in whole.policy.updates}) == 5  # the controller moves the coefficient
@@ -305,11 +350,34 @@ def test_the_best_evaluation_is_kept(tmp_path, key):
     config = config_of(tmp_path, save_steps=3, best_metric_key=key)
     trainer = trainer_of(tmp_path, config, total_steps=6, score=scores.get)
     trainer.fit()
-    saved = [c.removeprefix("save ") for c in trainer.policy.calls if c.startswith("save")]
+    saved = [c.removeprefix("save policy ") for c in trainer.policy.calls if c.startswith("save")]
     assert saved == ["best_global_step0", "best_global_step2", "global_step3", "global_step6"]
     kept = sorted(p.name for p in (tmp_path / "ckpt").iterdir() if p.is_dir())
     assert kept == ["best_global_step2", "global_step3", "global_step6"]
     assert trainer.policy.saved["global_step3"]["best_metric"] == 0.7
+
+
+SETS = [Prompt(prompt_id=i, text="the same text", source=source) for i, source in enumerate(["math", "code"])]
+
+
+@pytest.mark.parametrize(
+    ("key", "best"), [("", 0.9), ("math_pass1", 0.6), ("eval/math_pass2", 0.6), ("code_pass1", 0.9)]
+)
+def test_the_best_of_several_sets_is_that_of_one_of_them(tmp_path, key, best):
+    """Left empty, it is the alphabetically first, whatever the others do; where all of its samples failed,
+    there is nothing to compare."""
+    scores = {"code": {0: 0.3, 2: None, 4: 0.9, 6: 0.1}, "math": {0: 0.2, 2: 0.6, 4: None, 6: 0.5}}
+    config = config_of(tmp_path, save_steps=3, best_metric_key=key)
+    trainer = trainer_of(tmp_path, config, total_steps=6, eval_prompts=SETS)
+    rollout = trainer.rollout
+    rollout.evaluate = lambda prompts: Done(
+        [rollout.trajectory(p, i, scores[p.source][rollout.version]) for p in prompts for i in range(2)]
+    )
+    trainer.fit()
+    assert trainer.best_metric == best
+    metrics = metrics_of(tmp_path)
+    assert (metrics[0]["eval/code_pass1"], metrics[0]["eval/math_pass1"]) == (0.3, 0.2)
+    assert "eval/code_pass1" not in metrics[2] and metrics[2]["eval/failed_ratio"] == 0.5
 
 
 def test_a_best_metric_that_does_not_exist(tmp_path):
@@ -332,3 +400,54 @@ def test_copies_alone(tmp_path):
     saved = [c for c in trainer.policy.calls if re.match("save|export", c)]
     assert saved == ["export global_step1_hf", "export global_step2_hf"]
     assert trainer.checkpoints.latest() is None
+
+
+def filtering(config: PPOConfig) -> PPOConfig:
+    algo = replace(config.algo, dynamic_filtering_enable=True, dynamic_filtering_max_batches=20)
+    return replace(config, algo=algo)
+
+
+def test_a_filtered_run_trains_on_full_batches_and_ends_with_its_prompts(tmp_path):
+    """Half of the prompts teach something: of 16 steps 8 are left."""
+    trainer = trainer_of(
+        tmp_path,
+        filtering(config_of(tmp_path)),
+        total_steps=16,
+        reward=lambda p, i: float(i) if p.prompt_id % 2 else 0.0,
+    )
+    trainer.fit()
+    metrics = metrics_of(tmp_path)
+    assert trainer.step == 8 and list(metrics) == list(range(9))
+    assert [c for c in trainer.policy.calls if c.startswith("update")] == ["update policy 4"] * 8
+    assert "eval/math_pass1" in metrics[8]
+    assert sum(metrics[s]["rollout/num_prompts"] for s in range(1, 9)) <= 32
+    for s, path in journal_steps(tmp_path / "run" / "rollouts").items():
+        assert {t.prompt.prompt_id % 2 for t in read_journal(path)} == {1}
+        assert metrics[s]["rollout/kept_ratio"] == 2 / metrics[s]["rollout/num_prompts"]
+
+
+def test_a_run_whose_last_prompts_are_rejected_is_evaluated_at_its_end(tmp_path):
+    trainer = trainer_of(
+        tmp_path,
+        filtering(config_of(tmp_path)),
+        total_steps=16,
+        reward=lambda p, i: float(i) if p.episode == 0 and p.prompt_id < 6 else 0.0,
+    )
+    trainer.fit()
+    metrics = metrics_of(tmp_path)
+    assert trainer.step == 3 and list(metrics) == [0, 1, 2, 3]
+    assert "eval/math_pass1" in metrics[3] and "policy/loss" in metrics[3]
+
+
+def test_groups_that_wait_are_in_the_checkpoint(tmp_path):
+    config = config_of(tmp_path, save_steps=1, best_metric_key="none")
+    config = replace(config, rollout=replace(config.rollout, vllm_generate_batch_size=6))
+    first = trainer_of(tmp_path, config, total_steps=1)
+    first.fit()
+    second = trainer_of(tmp_path, config, total_steps=4, resume="global_step1", saved=first.policy.saved)
+    second.fit()
+    ids = [p.prompt_id for p in PromptSampler(PromptDataset(PROMPTS), seed=1).next_batch(8)]
+    assert [c for c in first.policy.calls if c.startswith("generate")] == [f"generate {ids[:6]}"]
+    assert [c for c in second.policy.calls if c.startswith("generate")] == [f"generate {ids[6:]}"]
+    trained = [read_journal(path) for path in journal_steps(tmp_path / "run" / "rollouts").values()]
+    assert [t.prompt.prompt_id for step in trained for t in step[::2]] == ids

@@ -3,7 +3,9 @@ from itertools import chain
 
 import pytest
 
-from openrlhf.datasets.prompts import build_prompts
+from openrlhf.cli.train_ppo_ray import build_prompt_datasets
+from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig
+from openrlhf.datasets.prompts import build_prompts, source_names
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler
 from openrlhf.datasets.sources import Rows, load_rows
 from openrlhf.tasks.tiny_model import tiny_tokenizer
@@ -113,6 +115,66 @@ def test_a_template_that_refuses_a_row(tokenizer):
         ValueError, match=r"rows.json row 1: the chat template refuses .* roles must alternate"
     ):
         build([{"input": "x"}], strict)
+
+
+def test_ids_begin_where_they_are_told_to(tokenizer):
+    rows = [{"input": "a"}, {"input": None}, {"input": "b"}]
+    prompts = build(rows, tokenizer, first_id=10, bad_rows="skip", source="math")
+    assert [(p.prompt_id, p.source) for p in prompts] == [(10, "math"), (12, "math")]
+
+
+@pytest.mark.parametrize(
+    ("items", "names"),
+    [
+        (["held_out.jsonl"], ["default"]),
+        (["a.jsonl", "data/b.v2.parquet"], ["a", "b_v2"]),
+        (["a/test.jsonl", "/data/b/test.jsonl"], ["a_test", "b_test"]),
+        (["openai/gsm8k@main", "./aime/"], ["gsm8k_main", "aime"]),
+        (["a.jsonl", "a.jsonl"], ["a_1", "a_2"]),
+        (["a.jsonl", "x/a.parquet", "b"], ["a", "x_a", "b"]),
+        ([], []),
+    ],
+)
+def test_what_evaluation_sets_are_called(items, names):
+    assert source_names(items) == names
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def eval_prompts(model_folder, dataset, **data):
+    config = PPOConfig(
+        actor=ActorConfig(model_name_or_path=str(model_folder)),
+        data=PromptDataConfig(prompt_dataset=dataset.split(",")[0], max_len=64, **data),
+        eval=EvalConfig(dataset=dataset, max_samples=2),
+    )
+    return build_prompt_datasets(config)[1]
+
+
+def write(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_evaluation_sets_with_the_same_texts_are_told_apart(model_folder, tmp_path):
+    """`max_samples` is of each set, a skipped row keeps its id, and a `datasource` column comes first."""
+    rows = [{"input": "the same text"}, {"input": None}, {"input": "one too many"}]
+    one = write(tmp_path / "a" / "test.jsonl", rows)
+    two = write(tmp_path / "b" / "test.jsonl", [rows[0], rows[0] | {"datasource": "own"}])
+    prompts = eval_prompts(model_folder, f"{one},{two}", bad_rows="skip")
+    assert [(p.prompt_id, p.source) for p in prompts] == [(0, "a_test"), (2, "b_test"), (3, "own")]
+    assert len({p.text for p in prompts}) == 1
+
+
+def test_one_evaluation_set_is_the_default_source(model_folder, tmp_path):
+    one = write(tmp_path / "test.jsonl", [{"input": "x"}, {"input": "y", "datasource": "own"}])
+    prompts = eval_prompts(model_folder, one)
+    assert [(p.prompt_id, p.source) for p in prompts] == [(0, "default"), (1, "own")]
 
 
 def make_sampler(size=10, **options):

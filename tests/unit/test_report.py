@@ -12,10 +12,11 @@ from openrlhf.observe.report import (
     _running_mean,
     _thin,
     _ticks,
-    samples_table,
+    few_samples,
+    print_samples,
     write_report,
 )
-from openrlhf.observe.run_folder import RunFolder
+from openrlhf.observe.run_folder import RunFolder, to_json
 from openrlhf.observe.trackers import JsonlTracker
 from openrlhf.types import Outcome, Prompt, Trajectory
 
@@ -115,6 +116,28 @@ def test_a_curve_is_where_its_numbers_are(tmp_path):
     assert y2 < y3 < y1 and y3 == pytest.approx((y1 + y2) / 2)
 
 
+def test_what_looked_unhealthy_is_shown_newest_last(tmp_path):
+    folder = make_run(tmp_path)
+    assert "looks unhealthy" not in Page(write_report(folder.path).read_text()).text
+    rows = [{"step": step, "text": f"metric {step} {HOSTILE}"} for step in range(1, 31)]
+    folder.health_path.write_text("".join(to_json(row) + "\n" for row in rows))
+    page = Page(write_report(folder.path).read_text())
+    assert "What looks unhealthy10 earlier ones are in health.jsonl" in page.text
+    assert re.findall(r"step (\d+) metric (\d+)", page.text) == [(str(i), str(i)) for i in range(11, 31)]
+    assert not {"script", "img"} & {tag for tag, _ in page.tags}
+
+
+def test_the_figures_of_many_evaluation_sets_leave_room_for_training(tmp_path):
+    sources, kinds = ["math", "code"], ["pass1", "pass16", "num_samples", "response_length_mean"]
+    names = [f"eval/{source}_{kind}" for kind in kinds for source in sources] + ["rollout/reward_mean"]
+    folder = make_run(tmp_path, metrics=lambda step: dict.fromkeys(names, float(step)))
+    page = Page(write_report(folder.path).read_text())
+    drawn = [svg["aria-label"] for svg in page.named("svg")]
+    assert drawn[:5] == [f"eval/{s}_{kind}" for kind in kinds[:2] for s in sources] + ["rollout/reward_mean"]
+    tiles = [attrs for attrs in page.named("div") if attrs.get("class") == "tile"]
+    assert len(tiles) == 3  # pass1 of both, and the reward
+
+
 def test_hostile_text_is_inert(tmp_path):
     folder = make_run(tmp_path / "<b>run", metrics=lambda step: {HOSTILE: 1.0, f"eval/{HOSTILE}": step})
     write_journal(
@@ -136,15 +159,17 @@ def test_a_large_run_stays_below_300_kb(tmp_path):
     folder = make_run(
         tmp_path,
         num_steps=1500,
-        metrics=lambda step: {f"rollout/reward_{k}": noise(step, k) for k in range(30)},
+        metrics=lambda step: {f"rollout/reward_{k}": noise(step, k) for k in range(40)},
         config="".join(f"key_{i}: value\n" for i in range(10_000)),
     )
+    warnings = (to_json({"step": step, "text": "why " * 300}) + "\n" for step in range(1500))
+    folder.health_path.write_text("".join(warnings))
     for step in (1, 1500):
         rows = [trajectory(1.0, prompt='"' * 50_000), trajectory(0.0, prompt="日" * 50_000), FAILED]
         write_journal(folder.rollouts_path, step, rows, decode=lambda _: '"<' * 50_000)
     path = write_report(folder.path)
     assert path.stat().st_size < 300_000
-    assert "Also in metrics.jsonl: rollout/reward_24" in Page(path.read_text()).text
+    assert "Also in metrics.jsonl: rollout/reward_32" in Page(path.read_text()).text
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -198,16 +223,23 @@ def test_the_running_mean_does_not_lag():
 def test_samples_as_plain_text():
     stream = io.StringIO()
     rollouts = [trajectory(r) for r in (0.0, 0.25, 0.5, 0.75, 1.0)] + [FAILED, FAILED]
-    samples_table(rollouts, lambda ids: f"{HOSTILE} {ids}", limit=3, stream=stream)
+    print_samples(few_samples(rollouts, 3), lambda ids: f"{HOSTILE} {ids}", stream=stream)
     text = stream.getvalue()
     assert re.findall(r"reward (\S+)  tokens 2", text) == ["1", "0.5", "0"]
     assert "[3, 4]" in text and "What is 2+2?" in text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
 
 
+def test_few_samples_span_the_rewards_and_leave_room_for_failures():
+    rollouts = [FAILED, *(trajectory(r) for r in (0.3, 0.9, 0.1, 0.5, 0.7)), FAILED]
+    assert [t.reward for t in few_samples(rollouts, 3)] == [0.9, 0.5, 0.1]
+    assert [t.reward for t in few_samples(rollouts, 6)] == [0.9, 0.7, 0.5, 0.3, 0.1, None]
+    assert few_samples([], 3) == []
+
+
 def test_samples_with_failures_only():
     stream = io.StringIO()
-    samples_table([FAILED, FAILED], str, limit=1, stream=stream)
+    print_samples(few_samples([FAILED, FAILED], 1), str, stream=stream)
     assert stream.getvalue().count("reward –") == 1 and "env_error" in stream.getvalue()
 
 
@@ -219,7 +251,7 @@ def test_samples_on_a_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    samples_table([trajectory(1.0)], lambda ids: "[bold]not markup[/bold] \x1b[2J", stream=stream)
+    print_samples([trajectory(1.0)], lambda ids: "[bold]not markup[/bold] \x1b[2J", stream=stream)
     text = stream.getvalue()
     assert "[bold]not markup[/bold] [2J" in text and "\x1b[2J" not in text and "prompt" in text
 

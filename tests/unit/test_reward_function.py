@@ -1,10 +1,17 @@
 import asyncio
+import os
+import signal
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from openrlhf.rollout.reward_function import RewardFunction, check_reward_file, read_rewards
+from openrlhf.rollout.reward_function import RewardFunction, check_reward_file
+from openrlhf.rollout.reward_values import read_rewards
+from openrlhf.trainer.diagnostics import rollout_metrics
+from openrlhf.types import Outcome, Prompt, Trajectory
 from openrlhf.utils.agent import Reward, RewardError
 
 
@@ -27,13 +34,27 @@ def reward(value, score=None, **logs):
         ({"rewards": [1, 2], "extra_logs": {"a": [3, 4]}}, [reward(1.0, a=3.0), reward(2.0, a=4.0)]),
         ({"rewards": [1, 2], "extra_logs": {"a": 5}}, [reward(1.0, a=5.0), reward(2.0, a=5.0)]),
         ({"rewards": [1, 2], "extra_logs": {"a": torch.tensor(5)}}, [reward(1.0, a=5.0), reward(2.0, a=5.0)]),
+        ({"rewards": [1, 2], "extra_logs": {"a": torch.ones(1)}}, [reward(1.0, a=1.0), reward(2.0, a=1.0)]),
+        ({"rewards": [1, 2], "extra_logs": {"a": [True, False]}}, [reward(1.0, a=1.0), reward(2.0, a=0.0)]),
+        (
+            {"rewards": [1, 2], "extra_logs": {"a": np.array([3, 4])}},
+            [reward(1.0, a=3.0), reward(2.0, a=4.0)],
+        ),
+        ({"rewards": [1, 2], "extra_logs": {"a": np.bool_(True)}}, [reward(1.0, a=1.0), reward(2.0, a=1.0)]),
+        ({"rewards": [1, 2], "extra_logs": {"a": True}}, [reward(1.0, a=1.0), reward(2.0, a=1.0)]),
+        (
+            {"rewards": torch.ones(2, 1), "extra_logs": {"a": torch.tensor([[3], [4]])}},
+            [reward(1.0, a=3.0), reward(1.0, a=4.0)],
+        ),
+        ([[1], (2,)], [reward(1.0), reward(2.0)]),
+        (torch.tensor([1.0, 2.0], dtype=torch.bfloat16, requires_grad=True), [reward(1.0), reward(2.0)]),
     ],
 )
 def test_what_may_be_returned(answer, expected):
     assert read_rewards(answer, 2) == expected
 
 
-@pytest.mark.parametrize("answer", [0.5, torch.tensor(0.5), torch.tensor([0.5]), {"rewards": 0.5}, [0.5]])
+@pytest.mark.parametrize("answer", [0.5, torch.tensor(0.5), torch.tensor([[0.5]]), {"rewards": 0.5}, [0.5]])
 def test_one_sample_needs_no_list(answer):
     assert read_rewards(answer, 1) == [reward(0.5)]
 
@@ -44,7 +65,12 @@ def test_one_sample_needs_no_list(answer):
         ([1.0], "1 rewards for 2 samples"),
         ({"rewards": [1, 2, 3]}, "3 rewards for 2 samples"),
         ({"rewards": [1, 2], "scores": [1]}, "1 scores for 2 samples"),
-        ({"rewards": [1, 2], "extra_logs": {"length": [1]}}, r"1 extra_logs\['length'\] for 2 samples"),
+        ({"rewards": [1, 2], "extra_logs": {"length": [1] * 3}}, r"3 extra_logs\['length'\] for 2 samples"),
+        ({"rewards": [1, 2], "extra_logs": {"length": None}}, r"extra_logs\['length'\] that are not numbers"),
+        (
+            {"rewards": [1, 2], "extra_logs": {"length": "long"}},
+            r"extra_logs\['length'\] that are not numbers",
+        ),
         ({"rewards": [1, 2], "extra_logs": [1, 2]}, "extra_logs that are not a dict"),
         ({"reward": [1, 2]}, "without 'rewards'; it has 'reward'"),
         ({}, "without 'rewards'; it has nothing"),
@@ -53,7 +79,8 @@ def test_one_sample_needs_no_list(answer):
         ([1.0, None], "rewards that are not numbers"),
         (["good", "bad"], "rewards that are not numbers"),
         ([1, 10**400], "rewards that are not numbers"),
-        (torch.ones(2, 1), "rewards that are not numbers"),
+        (torch.ones(2, 2), "rewards that are not numbers"),
+        (torch.ones(1, 2), "1 rewards for 2 samples"),
         (None, "1 rewards for 2 samples"),
         ("11", "1 rewards for 2 samples"),
     ],
@@ -168,6 +195,7 @@ def test_a_file_that_cannot_be_imported(tmp_path):
         "from elsewhere import reward_func",
         "from elsewhere import judge as reward_func",
         "reward_func = lambda queries, prompts, labels: [1]",
+        "async def reward_func(queries, prompts, labels): return [1]",
         "raise SystemExit  # it is not run\ndef reward_func(queries, prompts, labels): return [1]",
     ],
 )
@@ -184,7 +212,6 @@ def test_files_that_may_be_reward_files(tmp_path, source):
         ("", "has no reward_func (it defines no function)"),
         ("class reward_func: pass", "has no reward_func (it defines no function)"),
         ("x = 1\ndef reward_func(queries:\n    return", "line 2:"),
-        ("async def reward_func(queries, prompts, labels): return [1]", "has no reward_func"),
     ],
 )
 def test_files_that_cannot(tmp_path, source, text):
@@ -199,9 +226,263 @@ def test_files_that_cannot(tmp_path, source, text):
         assert "Define `def reward_func(queries, prompts, labels)`" in str(error.value)
 
 
-def test_a_function_that_takes_keywords(tmp_path):
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def reward_func(queries, prompts, labels, **kwargs): return [len(kwargs)]",
+        "def reward_func(queries, prompts, labels, *, limit=0): return [limit]",
+        "def reward_func(*args): return [len(args) - 3]",
+        "async def reward_func(queries, prompts, labels): return [0]",
+        "import asyncio\nasync def reward_func(q, p, l):\n    await asyncio.sleep(0)\n    return [0]",
+        "import torch\ndef reward_func(queries, prompts, labels): return torch.zeros(1)",
+    ],
+)
+def test_functions_of_every_form_are_called_with_three_lists(tmp_path, source):
     path = tmp_path / "reward.py"
-    path.write_text("def reward_func(queries, prompts, labels, **kwargs): return [len(kwargs)]")
-    function = RewardFunction(str(path), timeout=5)
-    assert call(function, "").reward == 0
+    path.write_text(source)
+    check_reward_file(str(path), "--reward.remote_url")
+    function = RewardFunction(str(path), timeout=30)
+    assert call(function, "") == reward(0.0)
     function.close()
+
+
+def test_a_required_keyword_is_told_of(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("def reward_func(queries, prompts, labels, *, limit): return [limit]")
+    function = RewardFunction(str(path), timeout=5)
+    with pytest.raises(RewardError, match="missing 1 required keyword-only argument: 'limit'"):
+        call(function, "")
+    function.close()
+
+
+LOGGING_FILE = """
+import numpy, torch
+
+def reward_func(queries, prompts, labels):
+    numbers = [float(label) for label in labels]
+    return {
+        "rewards": torch.tensor(numbers)[:, None],
+        "extra_logs": {
+            "scalar": 2,
+            "flag": True,
+            "list": numbers,
+            "tensor": torch.tensor(numbers),
+            "column": torch.tensor(numbers)[:, None],
+            "array": numpy.array(numbers),
+            "truths": [number > 1 for number in numbers],
+            "no_dimension": torch.tensor(5),
+            "one_for_all": torch.tensor([6.0]),
+        },
+    }
+"""
+
+
+def test_extra_logs_of_every_form_become_metrics_over_samples(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(LOGGING_FILE)
+    function = RewardFunction(str(path), timeout=30, batch_size=3)  # batches of 3 and 1
+
+    async def ask():
+        return await asyncio.gather(*(function("", "", i) for i in range(4)))
+
+    rewards = asyncio.run(ask())
+    function.close()
+    trajectories = [
+        Trajectory(
+            prompt=Prompt(prompt_id=i, text=""),
+            sample_index=0,
+            token_ids=[1, 2],
+            action_mask=[False, True],
+            rollout_log_probs=[-1.0],
+            weight_versions=[0],
+            reward=reward.reward,
+            score=reward.score,
+            outcome=Outcome.OK,
+            extra_logs=reward.extra_logs,
+        )
+        for i, reward in enumerate(rewards)
+    ]
+    assert [t.reward for t in trajectories] == [0, 1, 2, 3]
+    assert [t.extra_logs["truths"] for t in trajectories] == [0, 0, 1, 1]
+    metrics = rollout_metrics(trajectories, version=0)
+    means = {"scalar": 2, "flag": 1, "truths": 0.5, "no_dimension": 5, "one_for_all": 6}
+    means |= dict.fromkeys(("list", "tensor", "column", "array"), 1.5)
+    assert {name: metrics[f"rollout/{name}"] for name in means} == means
+
+
+BATCH_FILE = """
+import os, signal, sys, time
+
+def reward_func(queries, prompts, labels):
+    with open(LOG, "a") as log:
+        log.write(f"{len(queries)}\\n")
+    if "hang" in labels:
+        time.sleep(60)
+    if "kill" in labels:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "raise" in labels:
+        raise KeyError("no such answer")
+    if "short" in labels:
+        return [1.0] * (len(queries) - 1)
+    nan = float("nan")
+    rewards = [nan if label == "nan" else len(query) for query, label in zip(queries, labels)]
+    return {"rewards": rewards, "extra_logs": {"batch": len(queries), "pid": os.getpid()}}
+"""
+
+
+def ask_batches(tmp_path, fates, **options):
+    """Rewards of texts of 0, 1, ... characters or the errors in their place, and the sizes of the calls."""
+    path, log = tmp_path / "reward.py", tmp_path / "calls.txt"
+    path.write_text(BATCH_FILE.replace("LOG", repr(str(log))))
+    function = RewardFunction(str(path), **{"timeout": 1.0, **options})
+
+    async def ask():
+        calls = [function("x" * i, "", fate) for i, fate in enumerate(fates)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    answers = asyncio.run(ask())
+    function.close()
+    return answers, [int(line) for line in log.read_text().splitlines()]
+
+
+def test_alone_each_sample_is_a_call(tmp_path):
+    answers, sizes = ask_batches(tmp_path, [""] * 6)
+    assert [a.reward for a in answers] == [0, 1, 2, 3, 4, 5]
+    assert sizes == [1] * 6
+
+
+def test_samples_that_finish_together_are_handed_over_together(tmp_path):
+    answers, sizes = ask_batches(tmp_path, [""] * 10, batch_size=4)
+    assert [a.reward for a in answers] == list(range(10))
+    assert sizes == [4, 4, 2]
+    assert [a.extra_logs["batch"] for a in answers] == [4] * 8 + [2] * 2
+
+
+def test_samples_that_finish_while_the_function_works_wait_and_go_together(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import time\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    time.sleep(0.3)\n"
+        "    return {'rewards': [0] * len(queries), 'extra_logs': {'batch': len(queries)}}\n"
+    )
+    function = RewardFunction(str(path), timeout=5, batch_size=16)
+
+    async def ask():
+        first = asyncio.create_task(function("first", "", ""))
+        while not function._processes[0]._pipe:  # it is at work
+            await asyncio.sleep(0.01)
+        later = []
+        for _ in range(5):
+            later.append(asyncio.create_task(function("later", "", "")))
+            await asyncio.sleep(0.01)  # longer than the window
+        return [await task for task in (first, *later)]
+
+    answers = asyncio.run(ask())
+    function.close()
+    assert [a.extra_logs["batch"] for a in answers] == [1, 5, 5, 5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("fate", "text"),
+    [
+        ("hang", "took longer than --reward.timeout 1 s"),
+        ("kill", "process died with exit code -9"),
+        ("raise", "KeyError: 'no such answer'"),
+        ("nan", "not finite: [nan]"),
+        ("short", "0 rewards for 1 samples"),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_one_bad_sample_of_a_batch_fails_alone(tmp_path, fate, text, num_workers):
+    fates = ["", "", "", "", "", fate, "", ""]
+    answers, sizes = ask_batches(tmp_path, fates, batch_size=8, num_workers=num_workers)
+    bad = answers.pop(5)
+    assert isinstance(bad, RewardError) and text in str(bad)
+    assert [a.reward for a in answers] == [0, 1, 2, 3, 4, 6, 7]
+    assert sorted(sizes, reverse=True) == [8, 4, 4, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(("batch_size", "samples"), [(1, 200), (16, 60)])
+def test_deaths_fail_nobody_else(tmp_path, batch_size, samples):
+    """Two workers; one sample of twenty kills the process that works on it."""
+    fates = ["kill" if i % 20 == 7 else "" for i in range(samples)]
+    answers, _ = ask_batches(tmp_path, fates, num_workers=2, batch_size=batch_size, timeout=30)
+    failed = [i for i, a in enumerate(answers) if isinstance(a, RewardError)]
+    assert failed == list(range(7, samples, 20))
+    assert all("died with exit code -9" in str(answers[i]) for i in failed)
+    assert all(a.reward == i for i, a in enumerate(answers) if i not in failed)
+
+
+def test_deaths_and_hangs_among_each_other(tmp_path):
+    fates = [{3: "hang", 11: "kill", 17: "nan"}.get(i % 20, "") for i in range(80)]
+    answers, _ = ask_batches(tmp_path, fates, num_workers=4, timeout=0.5)
+    kinds = {"hang": "longer than", "kill": "exit code -9", "nan": "not finite"}
+    for i, (fate, answer) in enumerate(zip(fates, answers, strict=True)):
+        assert kinds[fate] in str(answer) if fate else answer.reward == i
+
+
+def test_a_worker_that_is_killed_while_idle_costs_nothing(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("import os\ndef reward_func(q, p, l): return [os.getpid()]")
+    function = RewardFunction(str(path), timeout=30)
+    pid = int(call(function, "").reward)
+    os.kill(pid, signal.SIGKILL)
+    while function._processes[0]._process.is_alive():
+        time.sleep(0.01)
+    assert call(function, "").reward not in (pid, 0)
+    function.close()
+
+
+def test_a_file_that_kills_its_process_is_told_of(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("import os\nos._exit(3)\ndef reward_func(q, p, l): return [1.0]")
+    function = RewardFunction(str(path), timeout=30, batch_size=4, num_workers=2)
+
+    async def ask():
+        return await asyncio.gather(*(function("", "", "") for _ in range(4)), return_exceptions=True)
+
+    errors = asyncio.run(ask())
+    function.close()
+    assert [str(error) for error in errors] == [
+        f"{path}: the process that imported the file died with exit code 3"
+    ] * 4
+    assert len({id(error) for error in errors}) == 4
+
+
+def test_what_a_hanging_call_started_is_killed_with_it(tmp_path):
+    path, pid_file = tmp_path / "reward.py", tmp_path / "pid"
+    path.write_text(
+        "import pathlib, subprocess\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    child = subprocess.Popen(['sleep', '60'])\n"
+        f"    pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))\n"
+        "    child.wait()\n"
+    )
+    function = RewardFunction(str(path), timeout=0.5)
+    with pytest.raises(RewardError, match="took longer"):
+        call(function, "")
+    function.close()
+    status, deadline = Path("/proc", pid_file.read_text(), "status"), time.monotonic() + 10
+    while is_alive(status) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(status)
+
+
+def is_alive(status):
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def test_closing_frees_those_who_wait(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("import time\ndef reward_func(q, p, l): time.sleep(60)")
+
+    async def run():
+        function = RewardFunction(str(path), timeout=60)
+        calls = [asyncio.create_task(function("", "", "")) for _ in range(3)]
+        while not function._processes[0]._pipe:
+            await asyncio.sleep(0.01)
+        function.close()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert [type(answer) for answer in asyncio.run(run())] == [asyncio.CancelledError] * 3

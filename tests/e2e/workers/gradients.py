@@ -1,4 +1,5 @@
-"""Gradients of the SFT and the actor objective for several layouts of the same samples, at one ZeRO stage."""
+"""Gradients of the SFT, actor and critic objectives for several layouts of the same samples, at one ZeRO
+stage."""
 
 import itertools
 import json
@@ -11,21 +12,46 @@ from deepspeed.utils import safe_get_full_grad
 
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-from openrlhf.engine.distributed import init_distributed, leave_distributed
+from openrlhf.engine.distributed import init_distributed, leave_distributed, seed_everything
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
+from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.objectives.actor import ActorObjective
+from openrlhf.objectives.critic import CriticObjective
 from openrlhf.objectives.sft import SFTObjective
 from openrlhf.types import Credit, Experience, ExperienceRow, PackedRow, Sample, Scores
 
 LENGTHS = (5, 9, 17, 30, 8, 12, 3, 22, 11, 2)
+
+
+def policy(spec: dict) -> PolicyModel:
+    return PolicyModel(
+        load_causal_lm(spec["model"], flag="--model", dtype="fp32", attention=spec["attention"])
+    )
+
+
+def critic(spec: dict) -> ValueModel:
+    """With a new head, which must be the same everywhere."""
+    seed_everything(0, deterministic=False)
+    return ValueModel(
+        load_scorer(spec["model"], flag="--model", dtype="fp32", attention=spec["attention"]).model
+    )
+
+
 OBJECTIVES = {
-    "sft": (SFTObjective(), lambda group: PackedRow.of([e.sample for e in group])),
+    "sft": (policy, SFTObjective(), lambda group: PackedRow.of([e.sample for e in group])),
     "ppo": (
+        policy,
         ActorObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, correction="tis", temperature=0.7),
         ExperienceRow.of,
     ),
-    "gspo": (ActorObjective(loss_type="gspo"), ExperienceRow.of),
+    "gspo": (policy, ActorObjective(loss_type="gspo"), ExperienceRow.of),
+    "cispo": (
+        policy,
+        ActorObjective(loss_type="cispo", aggregation="constant_length", longest_response=20),
+        ExperienceRow.of,
+    ),
+    "critic": (critic, CriticObjective(value_clip=0.2), ExperienceRow.of),
 }
 LAYOUTS = {
     # (order of the samples, samples in a row)
@@ -51,18 +77,16 @@ def experiences() -> list[Experience]:
                     action_mask=mask,
                     rollout_log_probs=log_probs + noise(),
                 ),
-                scores=Scores(log_probs=log_probs, ref_log_probs=log_probs + noise()),
+                scores=Scores(log_probs=log_probs, ref_log_probs=log_probs + noise(), values=noise()),
                 credit=Credit(advantages=torch.randn(n, generator=random), returns=noise()),
             )
         )
     return made
 
 
-def gradients(spec: dict, objective, make_row, order, size: int) -> dict[str, torch.Tensor]:
+def gradients(spec: dict, build, objective, make_row, order, size: int) -> dict[str, torch.Tensor]:
     engine = DeepSpeedEngine(
-        lambda: PolicyModel(
-            load_causal_lm(spec["model"], flag="--model", dtype="fp32", attention=spec["attention"])
-        ),
+        lambda: build(spec),
         optim=OptimConfig(max_norm=0.0),
         ds=DeepSpeedConfig(zero_stage=spec["stage"], param_dtype="fp32"),
         total_steps=1,
@@ -86,10 +110,8 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     init_distributed()
     report = {}
-    for (kind, (objective, make_row)), (layout, (order, size)) in itertools.product(
-        OBJECTIVES.items(), LAYOUTS.items()
-    ):
-        found = gradients(spec, objective, make_row, order, size)
+    for (kind, what), (layout, (order, size)) in itertools.product(OBJECTIVES.items(), LAYOUTS.items()):
+        found = gradients(spec, *what, order, size)
         path = f"{spec['out']}/{kind} {layout}.pt"
         if dist.get_rank() == 0:
             torch.save(found, path)

@@ -1,0 +1,62 @@
+"""`reasoning_gym:NAME?size=N&seed=S&...` in a flag that names datasets: problems of the package
+reasoning-gym."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+PREFIX = "reasoning_gym:"
+GYM_VERIFIER = str(Path(__file__).parents[1] / "tasks" / "reasoning_gym_reward.py")
+"""The reward function that asks the package whether an answer is right."""
+SIZE, SEED = 500, 42
+"""Where the specification says nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GymSpec:
+    """Which problems: the i-th comes from the name, the parameters, the seed and i alone."""
+
+    name: str
+    size: int = SIZE
+    seed: int = SEED
+    parameters: Mapping[str, Any]
+
+    def overlaps(self, other: "GymSpec") -> bool:
+        """Whether they share problems: the i-th problem of most datasets has the seed `seed + i`."""
+        same = self.name == other.name and self.parameters == other.parameters
+        return same and max(self.seed, other.seed) < min(self.seed + self.size, other.seed + other.size)
+
+
+def is_gym(item: str) -> bool:
+    return item.startswith(PREFIX)
+
+
+def parse_gym(item: str) -> GymSpec:
+    """Values are JSON, or else text; commas and & in them are written %2C and %26. ValueError, without the
+    flag's name, for what is no specification."""
+    name, _, query = item.removeprefix(PREFIX).partition("?")
+    if not name:
+        raise ValueError(f"no dataset is named; write {PREFIX}NAME?size=1000&seed=1")
+    values: dict[str, Any] = {}
+    for setting in filter(None, query.split("&")):
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise ValueError(f"{setting!r} is no setting; write {PREFIX}{name}?size=1000&seed=1")
+        if key in values:
+            raise ValueError(f"{key} is set twice")
+        values[key] = _value(unquote(value))
+    size, seed = values.pop("size", SIZE), values.pop("seed", SEED)
+    for key, value, least in (("size", size, 1), ("seed", seed, 0)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"{key}={value} must be a whole number of at least {least}")
+    return GymSpec(name=name, size=size, seed=seed, parameters=values)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    except ValueError:
+        return text

@@ -1,0 +1,68 @@
+"""What a source of rewards may answer, as numbers."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from openrlhf.utils.agent import Reward, RewardError
+
+
+def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[Reward]:
+    """What a reward function or a reward server may return, as one Reward for each sample. Raises
+    RewardError for anything else, which names the `source`.
+
+    {"rewards": n values, "scores": n values (optional), "extra_logs": {name: n values, or one that holds for
+    all} (optional)}, or the rewards alone. Values are a list, a tensor or an array, each value a number, a
+    truth value, or a list of one; a single one needs no list.
+    """
+    if not isinstance(answer, dict):
+        answer = {"rewards": answer}
+    if "rewards" not in answer:
+        raise RewardError(
+            f"{source} returned a dict without 'rewards'; it has {', '.join(map(repr, answer)) or 'nothing'}"
+        )
+    rewards = _floats("rewards", answer["rewards"], count, source)
+    scores = rewards if answer.get("scores") is None else _floats("scores", answer["scores"], count, source)
+    extra_logs = answer.get("extra_logs") or {}
+    if not isinstance(extra_logs, dict):
+        raise RewardError(f"{source} returned extra_logs that are not a dict: {extra_logs!r}")
+    logs = {
+        name: _floats(f"extra_logs[{name!r}]", value, count, source, one_is_for_all=True)
+        for name, value in extra_logs.items()
+    }
+    return [
+        Reward(
+            reward=rewards[i], score=scores[i], extra_logs={name: values[i] for name, values in logs.items()}
+        )
+        for i in range(count)
+    ]
+
+
+def _floats(name: str, value: Any, count: int, source: str, one_is_for_all: bool = False) -> list[float]:
+    values = _plain(value)
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        values = [values]
+    if len(values) == 1 and one_is_for_all:
+        values = [values[0]] * count
+    if len(values) != count:
+        raise RewardError(f"{source} returned {len(values)} {name} for {count} samples")
+    try:
+        floats = [_float(v) for v in values]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RewardError(f"{source} returned {name} that are not numbers: {error}") from error
+    if not all(math.isfinite(f) for f in floats):
+        raise RewardError(f"{source} returned {name} that are not finite: {floats}")
+    return floats
+
+
+def _float(value: Any) -> float:
+    """Also of a list of one, as the rows of (n, 1) are."""
+    value = _plain(value)
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1:
+        return _float(value[0])
+    return float(value)
+
+
+def _plain(value: Any) -> Any:
+    """A tensor or an array as numbers and lists; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,100 @@
+"""What the samples of a step say about the run, before anything is learnt from them."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from math import hypot
+from statistics import fmean, pstdev
+
+from openrlhf.types import Metrics, Trajectory, present
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics:
+    """`rollout/...` of at least one sample. `version`: of the weights that the samples are about to update.
+
+    Failed samples are counted and enter nothing else. What nothing was measured for is left out: means where
+    all samples failed, a correlation where one side does not vary. `extra_logs` are reported by their names,
+    except those that the run uses itself.
+    """
+    finished = [t for t in trajectories if t.ok]
+    metrics = {
+        "rollout/num_samples": float(len(trajectories)),
+        "rollout/failed_ratio": sum(not t.ok for t in trajectories) / len(trajectories),
+    }
+    for outcome, count in Counter(t.outcome for t in trajectories if not t.ok).items():
+        metrics[f"rollout/{outcome.value}_count"] = float(count)
+    if not finished:
+        return metrics
+    return (
+        _extra_means(finished)
+        | _reward_and_length(finished)
+        | _staleness(finished, version)
+        | _duplicates(finished)
+        | metrics
+    )
+
+
+def _reward_and_length(finished: Sequence[Trajectory]) -> Metrics:
+    rewards = [present(t.reward) for t in finished]
+    lengths = [float(t.num_actions) for t in finished]
+    metrics = {
+        "rollout/reward_mean": fmean(rewards),
+        "rollout/reward_std": pstdev(rewards),
+        "rollout/score_mean": fmean(present(t.score) for t in finished),
+        "rollout/response_length_mean": fmean(lengths),
+        "rollout/response_length_std": pstdev(lengths),
+        "rollout/response_length_max": max(lengths),
+        "rollout/total_length_mean": fmean(len(t.token_ids) for t in finished),
+        "rollout/truncated_rate": fmean(t.truncated for t in finished),
+    }
+    if metrics["rollout/reward_std"] > 0 and metrics["rollout/response_length_std"] > 0:
+        metrics["rollout/length_reward_correlation"] = _correlation(lengths, rewards)
+    return metrics
+
+
+def _correlation(x: Sequence[float], y: Sequence[float]) -> float:
+    """Pearson's, of values that vary."""
+    return sum(a * b for a, b in zip(_direction(x), _direction(y), strict=True))
+
+
+def _direction(x: Sequence[float]) -> list[float]:
+    """Distances from the mean, scaled to length 1."""
+    mean = fmean(x)
+    distances = [value - mean for value in x]
+    length = hypot(*distances)
+    return [distance / length for distance in distances]
+
+
+def _staleness(finished: Sequence[Trajectory], version: int) -> Metrics:
+    """By how many updates the weights that chose an action are behind, over all actions."""
+    ages = Counter(version - v for t in finished for v in t.weight_versions)
+    if not ages:
+        return {}
+    return {
+        "rollout/staleness_mean": sum(age * count for age, count in ages.items()) / ages.total(),
+        "rollout/staleness_max": float(max(ages)),
+    }
+
+
+def _duplicates(finished: Sequence[Trajectory]) -> Metrics:
+    """Of the samples that come after another one of their group, those whose actions repeat an earlier one's:
+    0 where all differ, 1 where all are the same."""
+    groups: dict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
+    for t in finished:
+        groups[t.prompt.episode, t.prompt.prompt_id].append(_actions(t))
+    with_earlier = sum(len(answers) - 1 for answers in groups.values())
+    if not with_earlier:
+        return {}
+    repeated = sum(len(answers) - len(set(answers)) for answers in groups.values())
+    return {"rollout/duplicate_ratio": repeated / with_earlier}
+
+
+def _actions(t: Trajectory) -> tuple[int, ...]:
+    return tuple(token for token, is_action in zip(t.token_ids, t.action_mask, strict=True) if is_action)
+
+
+def _extra_means(finished: Sequence[Trajectory]) -> Metrics:
+    names = sorted({name for t in finished for name in t.extra_logs})
+    return {
+        f"rollout/{name}": fmean(t.extra_logs[name] for t in finished if name in t.extra_logs)
+        for name in names
+    }

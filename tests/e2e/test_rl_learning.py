@@ -1,0 +1,90 @@
+"""What reinforcement learning is for: each kind of credit and of reward makes a model solve more problems."""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+from openrlhf.observe.trackers import read_metrics
+
+COMMON = (
+    "--rollout.n_samples_per_prompt 8 --rollout.batch_size 32 --rollout.max_new_tokens 48 --data.max_len 128 "
+    "--train.batch_size 256 --train.dynamic_batch_enable --train.max_tokens_per_gpu 8192 "
+    "--actor.adam.lr 5e-4 --actor.lr_scheduler constant --actor.num_gpus_per_node 1 --train.colocate_all "
+    "--ds.zero_stage 2 --ds.param_dtype fp32 --data.apply_chat_template --data.label_key label "
+    "--algo.kl.init_coef 0"
+)
+MetricsOfSteps = dict[int, dict[str, float]]
+
+
+@pytest.fixture
+def train(openrlhf, knowing, tmp_path) -> Callable[[str, str], tuple[Path, MetricsOfSteps]]:
+    """Run `openrlhf ppo` on the word problems; returns the model's folder and the metrics of each step."""
+
+    def run(flags: str, reward: str = f"--reward.remote_url {knowing.files.reward}"):
+        openrlhf(
+            f"ppo --actor.model_name_or_path {knowing.chat} --data.prompt_dataset {knowing.files.prompts} "
+            f"--ckpt.output_dir {tmp_path / 'policy'} --logger.run_dir {tmp_path / 'run'} "
+            f"{COMMON} {reward} {flags}"
+        )
+        return tmp_path / "policy", read_metrics(tmp_path / "run" / "metrics.jsonl")
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def reward_model(openrlhf, knowing, tmp_path_factory) -> Path:
+    """Prefers right answers; it has never seen a verifier."""
+    folder = tmp_path_factory.mktemp("reward_model")
+    openrlhf(
+        f"rm --model.model_name_or_path {knowing.chat} --data.dataset {knowing.files.pairs} "
+        "--data.prompt_key prompt --data.apply_chat_template --data.max_len 256 --train.batch_size 16 "
+        "--train.micro_batch_size 16 --train.max_epochs 1 --ds.zero_stage 0 --ds.param_dtype fp32 "
+        f"--adam.lr 1e-3 --ckpt.output_dir {folder}"
+    )
+    return folder
+
+
+def solved(metrics: MetricsOfSteps, steps: range) -> float:
+    return sum(metrics[s]["rollout/score_mean"] for s in steps) / len(steps)
+
+
+ESTIMATORS = {
+    "gae": "--critic.adam.lr 3e-3 --critic.lr_scheduler constant --critic.freezing_steps 2 "
+    "--critic.save_value_network",
+    "group_norm": "",
+    "reinforce_baseline": "",
+}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_verifier_raises_the_share_of_solved_problems(train, estimator: str) -> None:
+    folder, metrics = train(
+        f"--algo.advantage.estimator {estimator} --train.max_steps 14 {ESTIMATORS[estimator]}"
+    )
+    assert solved(metrics, range(12, 15)) > solved(metrics, range(1, 4)) + 0.15
+    if estimator == "gae":
+        critic = AutoModelForSequenceClassification.from_pretrained(f"{folder}_critic", num_labels=1)
+        assert critic.score.weight.abs().max() > 0
+        assert "policy/loss" not in metrics[2] and "policy/loss" in metrics[3]  # the critic's warm-up
+        assert solved(metrics, range(1, 4)) == pytest.approx(solved(metrics, range(1, 3)), abs=0.1)
+
+
+def test_a_reward_model_raises_the_share_of_solved_problems(
+    train, knowing, accuracy, reward_model: Path
+) -> None:
+    """The run never sees a label; two copies of the model, weighted to one, are summed."""
+    before = accuracy(knowing.chat)
+    folder, metrics = train(
+        "--algo.advantage.estimator gae --train.max_steps 14 --critic.adam.lr 1e-3 "
+        f"--reward.normalize_enable --reward.model_weights 0.75 0.25 --ref.offload",
+        reward=f"--reward.model_name_or_path {reward_model},{reward_model}",
+    )
+    after = accuracy(folder)
+    assert metrics[14]["rollout/score_mean"] > metrics[1]["rollout/score_mean"] + 0.3
+    assert metrics[14]["rollout/reward_model/" + reward_model.name + "_0"] == pytest.approx(
+        metrics[14]["rollout/score_mean"], abs=1e-4
+    )
+    assert after > before + 0.3, shlex.join([str(before), str(after)])

@@ -1,0 +1,48 @@
+"""A critic of a plain language model at several ZeRO stages: the head that every rank starts from."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
+from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
+from openrlhf.engine.distributed import init_distributed, leave_distributed, seed_everything
+from openrlhf.models.scorer import load_scorer
+
+
+def start(spec: dict, stage: int, dtype: str, folder: Path) -> dict:
+    seed_everything(spec["seed"], deterministic=False)
+    engine = DeepSpeedEngine(
+        lambda: load_scorer(
+            spec["model"],
+            flag="--critic.model_name_or_path",
+            dtype=dtype,
+            attention="auto",
+            head_prefix=spec["head"],
+        ),
+        optim=OptimConfig(),
+        ds=DeepSpeedConfig(zero_stage=stage, param_dtype=dtype),
+        total_steps=1,
+    )
+    engine.export(str(folder))
+    (head,) = [w[0].tolist() for name, w in engine.weights() if name == f"{spec['head']}.weight"]
+    return {"head": head, "folder": str(folder)}
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    init_distributed()
+    rank, out = dist.get_rank(), Path(spec["out"])
+    report = {
+        f"stage {stage}, {dtype}": start(spec, stage, dtype, out / f"{stage}-{dtype}")
+        for stage in spec["stages"]
+        for dtype in ("fp32", "bf16")
+    }
+    (out / f"rank{rank}.json").write_text(json.dumps(report))
+    leave_distributed()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,512 @@
+"""Groups against a world in which the score of a sample depends on its address alone."""
+
+import math
+import pickle
+import random
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from threading import Timer
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.config.ppo import AlgoConfig, PPOConfig, RewardConfig, RolloutConfig
+from openrlhf.datasets.sampler import PromptDataset, PromptSampler
+from openrlhf.rollout.generator import generate
+from openrlhf.trainer.collect import Collected, Collector, finished_of, group_by_prompt
+from openrlhf.types import Outcome, Prompt, Trajectory
+
+Score = float | None
+"""None: the sample failed."""
+Address = tuple[int, int]
+"""Episode and prompt."""
+
+
+def trajectory(prompt: Prompt, i: int, score: Score) -> Trajectory:
+    failed = score is None
+    return Trajectory(
+        prompt=prompt,
+        sample_index=i,
+        token_ids=[1, 2],
+        action_mask=[False, True],
+        rollout_log_probs=[-1.0],
+        weight_versions=[0],
+        reward=score,
+        score=score,
+        outcome=Outcome.REWARD_ERROR if failed else Outcome.OK,
+        error="no opinion" if failed else "",
+    )
+
+
+class World:
+    """Samples prompts and remembers how many were asked for at a time. `scores(episode, prompt_id)` gives the
+    scores of a group."""
+
+    def __init__(
+        self,
+        scores: Callable[[int, int], Sequence[Score]] = lambda episode, prompt: (0.0, 1.0),
+        *,
+        num_prompts: int = 8,
+        num_episodes: int | None = 1,
+        shuffle: bool = False,
+        arrival: Callable[[list[Trajectory]], list[Trajectory]] = list,
+        **flags,
+    ) -> None:
+        self.scores, self.arrival = scores, arrival
+        self.asked: list[list[Address]] = []
+        dataset = PromptDataset([Prompt(prompt_id=i, text=f"prompt {i}") for i in range(num_prompts)])
+        self.prompts = PromptSampler(dataset, seed=1, num_episodes=num_episodes, shuffle=shuffle)
+        self.config = config_of(**flags)
+        self.collector = Collector(self.config, self.prompts, self.generate)
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
+        self.asked.append([(p.episode, p.prompt_id) for p in prompts])
+        scores = {p: self.scores(p.episode, p.prompt_id) for p in prompts}
+        return self.arrival([trajectory(p, i, score) for p in prompts for i, score in enumerate(scores[p])])
+
+    def run(self, first_step: int = 1) -> list[Collected]:
+        """Every step until nothing is left."""
+        steps: list[Collected] = []
+        while (step := self.collector.next_batch(first_step + len(steps))).trajectories:
+            steps.append(step)
+        assert self.collector.is_exhausted
+        return steps
+
+
+def config_of(
+    batch: int = 4,
+    at_a_time: int | None = None,
+    filters: bool = False,
+    score_range: tuple[float, float] = (0.0, 1.0),
+    max_batches: int = 10,
+    max_failed_ratio: float = 0.5,
+) -> PPOConfig:
+    return PPOConfig(
+        rollout=RolloutConfig(batch_size=batch, vllm_generate_batch_size=at_a_time, n_samples_per_prompt=2),
+        algo=AlgoConfig(
+            dynamic_filtering_enable=filters,
+            dynamic_filtering_range=score_range,
+            dynamic_filtering_max_batches=max_batches,
+        ),
+        reward=RewardConfig(max_failed_ratio=max_failed_ratio),
+    )
+
+
+def addresses(trajectories: Sequence[Trajectory]) -> list[Address]:
+    """Of each group, once, after checking that its samples are together and in order."""
+    found: list[Address] = []
+    for t in trajectories:
+        address = (t.prompt.episode, t.prompt.prompt_id)
+        if t.sample_index == 0:
+            found.append(address)
+        assert found[-1] == address
+    return found
+
+
+def prompts_of(step: Collected) -> list[int]:
+    return [prompt for _, prompt in addresses(step.trajectories)]
+
+
+# ---- every prompt
+
+
+def test_without_further_flags_a_step_asks_for_its_batch_once():
+    world = World(num_prompts=10, num_episodes=2)
+    steps = world.run()
+    assert [len(asked) for asked in world.asked] == [4, 4, 2, 4, 4, 2]
+    assert [addresses(step.trajectories) for step in steps] == world.asked
+    assert all(step.sampled == step.trajectories for step in steps)
+    assert [step.metrics for step in steps[1:3]] == [
+        {"rollout/num_prompts": 4.0},
+        {"rollout/num_prompts": 2.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("at_a_time", "asked", "buffered"),
+    [
+        (2, [2, 2, 2, 2, 2], None),
+        (3, [3, 1, 3, 1, 2], None),
+        (4, [4, 4, 2], None),
+        (6, [6, 4], [2, 2, 0]),
+        (9, [9, 1], [5, 1, 0]),
+        (64, [10], [6, 2, 0]),
+    ],
+)
+def test_how_many_are_sampled_at_a_time_does_not_change_what_a_step_trains_on(at_a_time, asked, buffered):
+    world, plain = World(num_prompts=10, at_a_time=at_a_time), World(num_prompts=10)
+    steps = world.run()
+    assert [step.trajectories for step in steps] == [step.trajectories for step in plain.run()]
+    assert [len(prompts) for prompts in world.asked] == asked
+    assert [step.metrics.get("rollout/buffered_groups") for step in steps] == (buffered or [None] * 3)
+
+
+def test_a_step_that_the_buffer_fills_samples_nothing():
+    world = World(num_prompts=8, at_a_time=8)
+    first, second = world.run()
+    assert len(first.sampled) == 16 and second.sampled == []
+    assert second.metrics == {"rollout/num_prompts": 0.0, "rollout/buffered_groups": 0.0}
+
+
+def test_failed_samples_stay_in_their_batch_without_filtering():
+    world = World(lambda episode, prompt: (None, None), num_prompts=4)
+    (step,) = world.run()
+    assert [t.ok for t in step.trajectories] == [False] * 8
+
+
+# ---- filtered
+
+
+def solved(*prompts: int) -> Callable[[int, int], Sequence[Score]]:
+    """These prompts are solved once in two times, the even ones of the others never, the odd ones always."""
+    return lambda episode, prompt: (0.0, 1.0) if prompt in prompts else (float(prompt % 2),) * 2
+
+
+def test_rejected_groups_are_replaced():
+    """0 1 2 3 -> 1 2 and 4 5 -> 4, 6 -> none, 7: four kept of eight."""
+    world = World(solved(1, 2, 4, 7), num_prompts=9, filters=True)
+    step = world.collector.next_batch(1)
+    assert prompts_of(step) == [1, 2, 4, 7]
+    assert [len(asked) for asked in world.asked] == [4, 2, 1, 1]
+    assert addresses(step.sampled) == [(0, i) for i in range(8)]
+    assert step.metrics == {
+        "rollout/num_prompts": 8.0,
+        "rollout/buffered_groups": 0.0,
+        "rollout/kept_ratio": 4 / 8,
+        "rollout/filtered_low_ratio": 2 / 8,  # 0 6
+        "rollout/filtered_high_ratio": 2 / 8,  # 3 5
+        "rollout/filtered_failed_ratio": 0.0,
+        "rollout/sampled_score_mean": 0.5,
+    }
+
+
+def test_accepted_groups_above_the_batch_come_first_in_the_next_step():
+    world = World(solved(0, 1, 2, 4, 5, 7, 8), num_prompts=9, at_a_time=3, batch=2, filters=True)
+    steps = world.run()
+    assert [prompts_of(step) for step in steps] == [[0, 1], [2, 4], [5, 7], [8]]
+    assert [len(asked) for asked in world.asked] == [3, 3, 3]
+    assert [step.metrics["rollout/buffered_groups"] for step in steps] == [1, 1, 1, 0]
+    assert [step.metrics["rollout/num_prompts"] for step in steps] == [3, 3, 3, 0]
+    assert "rollout/kept_ratio" not in steps[3].metrics
+
+
+def test_a_batch_goes_on_in_the_next_episode():
+    world = World(solved(1, 2, 3), num_prompts=4, num_episodes=2, filters=True)
+    first, second = world.run()
+    assert addresses(first.trajectories) == [(0, 1), (0, 2), (0, 3), (1, 1)]
+    assert addresses(second.trajectories) == [(1, 2), (1, 3)]
+
+
+def test_what_was_accepted_when_the_prompts_ran_out_is_the_last_batch():
+    world = World(solved(3), num_prompts=6, filters=True)
+    assert [prompts_of(step) for step in world.run()] == [[3]]
+
+
+def test_nothing_is_left_when_the_last_prompts_are_rejected():
+    world = World(solved(0, 1), num_prompts=4, batch=2, filters=True)
+    assert prompts_of(world.collector.next_batch(1)) == [0, 1]
+    assert not world.collector.is_exhausted
+    last = world.collector.next_batch(2)
+    assert last.trajectories == [] and len(last.sampled) == 4
+    assert last.metrics["rollout/kept_ratio"] == 0
+    assert world.collector.is_exhausted
+
+
+@pytest.mark.parametrize(
+    ("scores", "is_kept"),
+    [
+        ((0.0, 0.0), False),
+        ((0.2, 0.2), False),  # at the bound
+        ((0.2, 0.3), True),
+        ((0.6, 0.8), False),  # their mean is the bound
+        ((0.6, 0.7), True),
+        ((0.0, 1.0), True),  # the mean counts, not its parts
+        ((0.3, None), True),  # of what finished
+        ((0.1, None), False),
+        ((None, None), False),
+    ],
+)
+def test_a_group_is_kept_if_the_mean_of_its_finished_samples_is_inside(scores, is_kept):
+    world = World(
+        lambda episode, prompt: scores if prompt else (0.5, 0.5),
+        num_prompts=2,
+        batch=2,
+        filters=True,
+        score_range=(0.2, 0.7),
+        max_failed_ratio=1.0,
+    )
+    assert prompts_of(world.collector.next_batch(1)) == [0, 1][: 1 + is_kept]
+
+
+def test_equal_scores_at_a_bound_are_not_inside_by_rounding():
+    assert (0.1 + 0.1 + 0.1) / 3 > 0.1
+    world = World(lambda episode, prompt: (0.1,) * 3, batch=1, filters=True, score_range=(0.1, 0.9))
+    with pytest.raises(RuntimeError, match="kept 0 of the 8"):
+        world.collector.next_batch(1)
+
+
+# ---- bounds
+
+
+def test_a_step_that_asks_for_too_many_prompts_stops_the_run():
+    """Of 0 to 5 one is kept; 0 and 4 are never solved, 1 and 3 always, 5 gives no score."""
+    scores = solved(2)
+    world = World(
+        lambda episode, prompt: (None, None) if prompt == 5 else scores(episode, prompt),
+        num_prompts=9,
+        num_episodes=None,
+        batch=2,
+        at_a_time=4,
+        max_batches=3,
+        filters=True,
+    )
+    with pytest.raises(RuntimeError) as error:
+        world.collector.next_batch(7)
+    assert [len(asked) for asked in world.asked] == [4, 2]
+    first, *remedies = str(error.value).splitlines()
+    assert first == (
+        "step 7: dynamic filtering kept 1 of the 6 groups asked for, and the step needs 2. Mean score 0 or "
+        "less: 2; 1 or more: 2; no finished sample: 1."
+    )
+    assert len(remedies) == 2
+    assert "--algo.dynamic_filtering_range" in remedies[0]
+    assert "--algo.dynamic_filtering_max_batches 3" in remedies[1]
+
+
+def test_prompts_that_end_with_the_bound_are_no_error():
+    world = World(solved(1), num_prompts=4, batch=2, max_batches=2, filters=True)
+    assert [prompts_of(step) for step in world.run()] == [[1]]
+
+
+def test_a_buffer_does_not_count_towards_the_bound():
+    world = World(solved(0, 1, 3, 5, 7), num_prompts=8, batch=2, at_a_time=2, max_batches=2, filters=True)
+    assert [prompts_of(step) for step in world.run()] == [[0, 1], [3, 5], [7]]
+
+
+def test_a_first_step_without_anything_is_an_error():
+    world = World(lambda episode, prompt: (0.0, 0.0), num_prompts=3, filters=True)
+    with pytest.raises(
+        RuntimeError, match=r"^step 1: dynamic filtering kept 0 of the 3 .* less: 3; 1 or more: 0"
+    ):
+        world.collector.next_batch(1)
+
+
+@pytest.mark.parametrize("at_a_time", [None, 1, 3, 4, 7])
+@pytest.mark.parametrize("num_prompts", [2, 1000])
+def test_rewards_that_always_fail_stop_a_filtered_run_after_one_batch(at_a_time, num_prompts):
+    world = World(
+        lambda episode, prompt: (None, None), num_prompts=num_prompts, at_a_time=at_a_time, filters=True
+    )
+    text = (
+        r"^step 3: (\d+) of \1 samples failed, .*--reward.max_failed_ratio 0.5 .* \1 of them .*\nno opinion$"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        world.collector.next_batch(3)
+    portion = at_a_time or 4
+    assert sum(map(len, world.asked)) == min(num_prompts, -(-4 // portion) * portion)
+
+
+def test_one_prompt_that_fails_does_not_stop_a_filtered_run():
+    """Though it is all of the first portion."""
+    world = World(
+        lambda episode, prompt: (0.0, 1.0) if prompt else (None, None),
+        num_prompts=5,
+        at_a_time=1,
+        filters=True,
+    )
+    (step,) = world.run()
+    assert prompts_of(step) == [1, 2, 3, 4]
+    assert step.metrics["rollout/filtered_failed_ratio"] == 1 / 5
+    assert step.metrics["rollout/sampled_score_mean"] == 0.5
+
+
+def test_failures_up_to_the_ratio_are_dropped():
+    prompt = Prompt(prompt_id=0, text="")
+    mixed = [trajectory(prompt, i, None if i == 1 else 0.5) for i in range(3)]
+    assert finished_of(mixed, 1 / 3, 5) == [mixed[0], mixed[2]]
+    with pytest.raises(RuntimeError, match=re.escape("step 5: 1 of 3 samples failed, more than")):
+        finished_of(mixed, 0.3, 5)
+    with pytest.raises(RuntimeError, match="step 5: 1 of 1 samples failed"):
+        finished_of(mixed[1:2], 1.0, 5)
+
+
+# ---- order
+
+
+def test_groups_have_the_order_of_the_prompts():
+    prompts = [Prompt(prompt_id=i, text="", episode=e) for e, i in ((0, 7), (0, 2), (1, 7))]
+    samples = [trajectory(p, i, 0.5) for i in (1, 0) for p in reversed(prompts)]
+    found = group_by_prompt(prompts, samples)
+    assert [[t.prompt for t in group] for group in found] == [[p, p] for p in prompts]
+    assert [[t.sample_index for t in group] for group in found] == [[0, 1]] * 3
+
+
+def test_engines_that_finish_in_another_order_change_nothing():
+    class Engine:
+        """The later a prompt is asked for, the sooner its samples are there."""
+
+        def __init__(self, scores) -> None:
+            self.scores = scores
+
+        def run_group(self, prompt: Prompt, purpose: str) -> Future[list[Trajectory]]:
+            future: Future[list[Trajectory]] = Future()
+            scores = self.scores(prompt.episode, prompt.prompt_id)
+            group = [trajectory(prompt, i, score) for i, score in enumerate(scores)]
+            Timer(0.02 * (8 - prompt.prompt_id), future.set_result, [group]).start()
+            return future
+
+    arrived: list[int] = []
+    world, other = (World(solved(1, 2, 4, 6, 7), at_a_time=8, batch=2, filters=True) for _ in range(2))
+    engines = [Engine(world.scores)] * 2
+    world.collector = Collector(
+        world.config,
+        world.prompts,
+        lambda prompts: generate(
+            prompts,
+            engines,
+            purpose="train",
+            num_samples=2,
+            on_finished=lambda group: arrived.append(group[0].prompt.prompt_id),
+        ),
+    )
+    assert world.run() == other.run()
+    assert arrived != sorted(arrived)
+
+
+# ---- any world
+
+
+@st.composite
+def worlds(draw) -> Callable[..., World]:
+    """A function that makes the same world again, with other options."""
+    num_prompts, num_episodes = draw(st.integers(1, 12)), draw(st.integers(1, 3))
+    n = draw(st.integers(1, 3))
+    score = st.sampled_from((0.0, 1.0, 1.0, 0.5, None))
+    group = st.lists(score, min_size=n, max_size=n)
+    scores = draw(st.lists(group, min_size=36, max_size=36))
+    options: dict[str, Any] = {
+        "num_prompts": num_prompts,
+        "num_episodes": num_episodes,
+        "shuffle": draw(st.booleans()),
+        "batch": draw(st.integers(1, 6)),
+        "at_a_time": draw(st.none() | st.integers(1, 14)),
+        "filters": draw(st.booleans()),
+        "max_batches": 36,
+        "max_failed_ratio": 1.0,
+    }
+    return lambda **more: World(lambda episode, i: scores[12 * episode + i], **(options | more))
+
+
+def every_prompt(prompts: PromptSampler) -> list[Prompt]:
+    return [prompt for batch in iter(lambda: prompts.next_batch(5), []) for prompt in batch]
+
+
+def is_inside(scores: Sequence[Score]) -> bool:
+    finished = [score for score in scores if score is not None]
+    return bool(finished) and 0 < sum(finished) / len(finished) < 1
+
+
+def run_or_error(world: World) -> list[Collected] | str:
+    try:
+        return world.run()
+    except RuntimeError as error:
+        return str(error)
+
+
+@settings(max_examples=300, deadline=None)
+@given(worlds())
+def test_no_accepted_group_is_lost_or_used_twice(world_of):
+    world = world_of()
+    steps = run_or_error(world)
+    everything = [(p.episode, p.prompt_id) for p in every_prompt(world_of().prompts)]
+    asked = [address for prompts in world.asked for address in prompts]
+    assert asked == everything[: len(asked)]
+    if isinstance(steps, str):  # nothing at all in the first step, or nothing but failures
+        assert world.config.algo.dynamic_filtering_enable
+        assert "max_failed_ratio" in steps or not any(is_inside(world.scores(*a)) for a in asked)
+        return
+    filters, size = world.config.algo.dynamic_filtering_enable, world.config.rollout.batch_size
+    accepted = [a for a in everything if not filters or is_inside(world.scores(*a))]
+    batches = [addresses(step.trajectories) for step in steps]
+    assert [a for batch in batches for a in batch] == accepted
+    if filters:
+        assert all(len(batch) == size for batch in batches[:-1]) and 0 < len(batches[-1]) <= size
+    else:
+        assert all(len({episode for episode, _ in batch}) == 1 for batch in batches)
+        num_episodes = everything[-1][0] + 1
+        assert len(batches) == num_episodes * math.ceil(len(everything) // num_episodes / size)
+    sampled = [a for step in steps for a in addresses(step.sampled)]
+    assert sampled == everything[: len(sampled)]
+    assert all(step.metrics["rollout/num_prompts"] == len(addresses(step.sampled)) for step in steps)
+
+
+@settings(max_examples=200, deadline=None)
+@given(worlds(), st.randoms(use_true_random=False))
+def test_the_order_of_arrival_changes_nothing(world_of, rng: random.Random):
+    def shuffled(trajectories: list[Trajectory]) -> list[Trajectory]:
+        return rng.sample(trajectories, len(trajectories))
+
+    assert run_or_error(world_of(arrival=shuffled)) == run_or_error(world_of())
+
+
+@settings(max_examples=200, deadline=None)
+@given(worlds())
+def test_a_run_that_is_resumed_at_any_step_goes_on_with_the_same_batches(world_of):
+    whole = run_or_error(world_of())
+    if isinstance(whole, str):
+        return
+    interrupted = world_of()
+    for done in range(len(whole) + 1):
+        resumed = world_of()
+        resumed.collector.load_state_dict(pickle.loads(pickle.dumps(interrupted.collector.state_dict())))
+        assert resumed.run(first_step=done + 1) == whole[done:]
+        if done < len(whole):
+            assert interrupted.collector.next_batch(done + 1) == whole[done]
+
+
+@settings(max_examples=200, deadline=None)
+@given(worlds(), st.integers(1, 4))
+def test_a_step_never_asks_for_more_than_the_bound(world_of, max_batches):
+    world = world_of(max_batches=max_batches, filters=True)
+    bound = max_batches * world.config.rollout.batch_size
+    for step in range(1, 40):
+        before = len(world.asked)
+        try:
+            trajectories = world.collector.next_batch(step).trajectories
+        except RuntimeError:
+            trajectories = []
+        assert sum(map(len, world.asked[before:])) <= bound
+        if not trajectories:
+            return
+    raise AssertionError("36 groups give at most 36 batches")
+
+
+# ---- checkpoints
+
+
+def test_the_buffer_goes_through_a_checkpoint_file(tmp_path):
+    world, other = (World(num_prompts=6, at_a_time=6) for _ in range(2))
+    world.collector.next_batch(1)
+    torch.save({"openrlhf": world.collector.state_dict()}, tmp_path / "state.pt")
+    other.collector.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False)["openrlhf"])
+    assert not other.collector.is_exhausted
+    assert other.collector.next_batch(2) == world.collector.next_batch(2)
+    assert other.asked == [] and other.collector.is_exhausted
+
+
+def test_a_saved_state_does_not_change_with_the_run():
+    world = World(num_prompts=6, at_a_time=6)
+    world.collector.next_batch(1)
+    state = world.collector.state_dict()
+    world.run(first_step=2)
+    assert len(state["buffer"]) == 2
+
+
+def test_the_state_of_other_prompts_is_refused():
+    state = World(num_prompts=6).collector.state_dict()
+    with pytest.raises(ValueError, match="other prompts: num_prompts was 6, and is 8"):
+        World(num_prompts=8).collector.load_state_dict(state)

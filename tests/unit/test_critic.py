@@ -1,0 +1,119 @@
+"""The critic: where its values are read, what it minimises, and when it learns."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.algos.advantages import explained_variance
+from openrlhf.models.scorer import ValueModel, load_scorer
+from openrlhf.objectives.critic import CriticObjective
+from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.types import Credit, Experience, ExperienceRow, LossNorm, Sample, Scores
+
+
+@pytest.fixture(scope="module")
+def critic(tmp_path_factory) -> ValueModel:
+    folder = tiny_chat_model(tmp_path_factory.mktemp("model"), seed=0)
+    torch.manual_seed(0)
+    return ValueModel(load_scorer(str(folder), flag="--critic", dtype="fp32", attention="auto").model)
+
+
+def experience(seed: int, length: int, spans: list[tuple[int, int]], old: float = 0.0) -> Experience:
+    """A sequence with actions in `spans`."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(length, dtype=torch.bool)
+    for start, end in spans:
+        mask[start:end] = True
+    count = int(mask.sum())
+    returns = torch.randn(count, generator=generator)
+    return Experience(
+        sample=Sample(
+            token_ids=torch.randint(5, 300, (length,), generator=generator),
+            action_mask=mask,
+            rollout_log_probs=torch.zeros(count),
+        ),
+        scores=Scores(log_probs=None, values=torch.full((count,), old)),
+        credit=Credit(advantages=torch.zeros(count), returns=returns),
+    )
+
+
+def test_a_value_is_of_the_state_before_its_action(critic):
+    """It depends on what came before the action, and neither on the action nor on what follows."""
+    first = experience(0, 12, [(5, 8)])
+    other = replace(first, sample=replace(first.sample, token_ids=first.sample.token_ids.clone()))
+    other.sample.token_ids[6:] = 7  # from the second action on
+    with torch.no_grad():
+        one, two = (critic(ExperienceRow.of([e]).row) for e in (first, other))
+        whole = critic.model.score(critic.model.base_model(first.sample.token_ids[None]).last_hidden_state)
+    assert one[0] == two[0] and one[1] == two[1] and one[2] != two[2]
+    torch.testing.assert_close(one, whole[0, 4:7, 0], atol=1e-5, rtol=0)
+
+
+def test_the_loss_by_hand():
+    """Values 1, 3 with returns 2, 0 and old values 0, 0: max(1, (0.5 - 2)^2) / 2 and max(9, 0.25) / 2."""
+    row = ExperienceRow.of([experience(0, 4, [(2, 4)])])
+    row = replace(row, returns=torch.tensor([2.0, 0.0]))
+    values = torch.tensor([1.0, 3.0], requires_grad=True)
+    loss, metrics = CriticObjective(value_clip=0.5)(lambda row: values, row, LossNorm(2, 1))
+    assert loss.item() == pytest.approx((2.25 / 2 + 9 / 2) / 2)
+    assert metrics["critic/clip_fraction"] == 0.5 and metrics["critic/value_mean"] == 2
+    loss.backward()
+    assert values.grad.tolist() == [0, 1.5]  # the clipped one has no gradient
+
+
+spans = st.sampled_from([[(2, 6)], [(1, 3), (5, 8)], [(4, 5)], [(2, 4), (6, 7), (8, 9)]])
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.integers(9, 14), spans), min_size=2, max_size=5), st.randoms())
+def test_loss_and_gradient_do_not_depend_on_rows(critic, shapes, random):
+    experiences = [experience(i, length, where, old=0.1) for i, (length, where) in enumerate(shapes)]
+    norm = LossNorm(sum(e.sample.num_actions for e in experiences), len(experiences))
+
+    def gradient(rows: list[list[Experience]]) -> tuple[float, torch.Tensor]:
+        critic.zero_grad()
+        losses = [CriticObjective(value_clip=0.5)(critic, ExperienceRow.of(row), norm)[0] for row in rows]
+        sum(losses).backward()
+        return sum(losses).item(), critic.model.score.weight.grad.clone()
+
+    loss, grad = gradient([experiences])
+    shuffled = random.sample(experiences, len(experiences))
+    cut = random.randrange(1, len(experiences))
+    for rows in ([shuffled], [shuffled[:cut], shuffled[cut:]], [[e] for e in experiences]):
+        other_loss, other_grad = gradient(rows)
+        assert other_loss == pytest.approx(loss, abs=1e-5)
+        torch.testing.assert_close(other_grad, grad, atol=1e-5, rtol=1e-4)
+
+
+def test_explained_variance():
+    returns = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    assert explained_variance(returns, returns) == 1
+    assert explained_variance(returns + 5, returns) == 1  # a constant error is no variance
+    assert explained_variance(torch.ones(4), returns) == 0
+    assert explained_variance(-returns, returns) == pytest.approx(1 - 4)
+    assert explained_variance(returns, torch.ones(4)) == 0
+
+
+def test_only_a_plain_language_model_gets_a_new_head(tmp_path):
+    folder = tiny_chat_model(tmp_path / "model", seed=0)
+
+    def build(path: Path, seed: int) -> ValueModel:
+        torch.manual_seed(seed)
+        return ValueModel(load_scorer(str(path), flag="--critic", dtype="fp32", attention="auto").model)
+
+    one, two = build(folder, 1), build(folder, 2)
+    assert not torch.equal(one.model.score.weight, two.model.score.weight)
+    assert one.model.score.weight.std() < 0.1  # values start near 0
+    one.model.save_pretrained(tmp_path / "critic")
+    again = build(tmp_path / "critic", 2)
+    assert torch.equal(again.model.score.weight, one.model.score.weight)
+    assert json.loads((tmp_path / "critic" / "config.json").read_text())["architectures"] == [
+        "Qwen3ForSequenceClassification"
+    ]
+    assert math.isfinite(float(again.model.score.weight.sum()))

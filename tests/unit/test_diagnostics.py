@@ -1,0 +1,144 @@
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf.trainer.diagnostics import rollout_metrics
+from openrlhf.types import Outcome, Prompt, Trajectory
+
+
+def trajectory(
+    reward: float | None = 1.0,
+    actions: tuple[int, ...] = (7, 8),
+    *,
+    prompt_id: int = 0,
+    episode: int = 0,
+    versions: list[int] | None = None,
+    **changes,
+) -> Trajectory:
+    """A failed one where the reward is None. The prompt is one token."""
+    fields = {
+        "prompt": Prompt(prompt_id=prompt_id, text="", episode=episode),
+        "sample_index": 0,
+        "token_ids": [1, *actions],
+        "action_mask": [False] + [True] * len(actions),
+        "rollout_log_probs": [-1.0] * len(actions),
+        "weight_versions": versions or [3] * len(actions),
+        "reward": reward,
+        "score": reward,
+        "outcome": Outcome.OK if reward is not None else Outcome.ENV_ERROR,
+    }
+    return Trajectory(**(fields | changes))
+
+
+def test_by_hand():
+    """Two samples of one prompt and one of another, and one that failed."""
+    metrics = rollout_metrics(
+        [
+            trajectory(0.0, (5, 6), versions=[4, 4], extra_logs={"format": 1.0}),
+            trajectory(1.0, (5, 6, 7, 8), versions=[4, 4, 5, 5], truncated=True),
+            trajectory(2.0, (5, 6, 7), prompt_id=1, versions=[2, 5, 5], extra_logs={"format": 0.5}),
+            trajectory(None, (5, 6), versions=[0, 0], truncated=True, extra_logs={"format": 9.0}),
+        ],
+        version=5,
+    )
+    assert metrics == {
+        "rollout/num_samples": 4,
+        "rollout/failed_ratio": 0.25,
+        "rollout/env_error_count": 1,
+        "rollout/reward_mean": 1,
+        "rollout/reward_std": pytest.approx(math.sqrt(2 / 3)),
+        "rollout/score_mean": 1,
+        "rollout/response_length_mean": 3,
+        "rollout/response_length_std": pytest.approx(math.sqrt(2 / 3)),
+        "rollout/response_length_max": 4,
+        "rollout/total_length_mean": 4,
+        "rollout/truncated_rate": pytest.approx(1 / 3),
+        "rollout/staleness_mean": pytest.approx((4 * 1 + 2 * 0 + 1 * 3 + 2 * 0) / 9),
+        "rollout/staleness_max": 3,
+        "rollout/duplicate_ratio": 0,
+        # lengths 2, 4, 3 and rewards 0, 1, 2: covariance 1/3, variances 2/3 and 2/3
+        "rollout/length_reward_correlation": pytest.approx(0.5),
+        "rollout/format": 0.75,
+    }
+
+
+def test_when_every_sample_failed_only_that_is_told():
+    assert rollout_metrics([trajectory(None), trajectory(None, outcome=Outcome.ABORTED)], version=1) == {
+        "rollout/num_samples": 2,
+        "rollout/failed_ratio": 1,
+        "rollout/env_error_count": 1,
+        "rollout/aborted_count": 1,
+    }
+
+
+@pytest.mark.parametrize("change", [{"reward": 2.0}, {"actions": (5,)}, {}])
+def test_where_nothing_varies_there_is_no_correlation(change):
+    metrics = rollout_metrics([trajectory(0.1), trajectory(0.1), trajectory(**{"reward": 0.1} | change)], 3)
+    assert "rollout/length_reward_correlation" not in metrics
+
+
+def test_samples_without_an_action_have_no_staleness():
+    metrics = rollout_metrics([trajectory(1.0, ()), trajectory(0.0, ())], version=3)
+    assert not any("staleness" in name for name in metrics)
+    assert metrics["rollout/response_length_mean"] == 0 and metrics["rollout/duplicate_ratio"] == 1
+
+
+def test_only_actions_count_as_repetition():
+    """The environment's answer between two actions is not the policy's."""
+    mask = [False, True, False, True]
+    one, other = (trajectory(token_ids=[1, 7, feedback, 8], action_mask=mask) for feedback in (2, 3))
+    assert rollout_metrics([one, other], 3)["rollout/duplicate_ratio"] == 1
+    assert rollout_metrics([one, trajectory(actions=(7, 2, 8))], 3)["rollout/duplicate_ratio"] == 0
+
+
+def test_only_samples_of_the_same_prompt_and_episode_repeat_each_other():
+    apart = [trajectory(), trajectory(prompt_id=1), trajectory(episode=1), trajectory(None)]
+    assert "rollout/duplicate_ratio" not in rollout_metrics(apart, 3)
+    # one more in two of the groups: it repeats in one and differs in the other
+    more = [trajectory(prompt_id=1), trajectory(episode=1, actions=(9,))]
+    assert rollout_metrics(apart + more, 3)["rollout/duplicate_ratio"] == 0.5
+
+
+def test_a_name_of_the_run_is_not_overwritten_by_an_extra_log():
+    metrics = rollout_metrics([trajectory(extra_logs={"failed_ratio": 0.7, "reward_mean": 0.7})], 3)
+    assert metrics["rollout/failed_ratio"] == 0 and metrics["rollout/reward_mean"] == 1
+
+
+GROUPS = st.lists(
+    st.lists(
+        st.tuples(st.none() | st.floats(-3, 3), st.lists(st.integers(0, 1), max_size=3).map(tuple)),
+        min_size=1,
+        max_size=4,
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(GROUPS, st.randoms())
+def test_order_does_not_matter_and_everything_is_finite(groups, random):
+    samples = [
+        trajectory(reward, actions, prompt_id=i, versions=[i] * len(actions))
+        for i, group in enumerate(groups)
+        for reward, actions in group
+    ]
+    metrics = rollout_metrics(samples, version=4)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert 0 <= metrics.get("rollout/duplicate_ratio", 0) <= 1
+    assert abs(metrics.get("rollout/length_reward_correlation", 0)) <= 1 + 1e-9
+    shuffled = random.sample(samples, len(samples))
+    assert rollout_metrics(shuffled, version=4) == pytest.approx(metrics)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.floats(-100, 100, width=16)), min_size=2, max_size=20))
+def test_the_correlation_is_that_of_the_standard_library(pairs):
+    lengths, rewards = zip(*pairs, strict=True)
+    metrics = rollout_metrics([trajectory(r, (0,) * n) for n, r in pairs], version=3)
+    if len(set(lengths)) > 1 and len(set(rewards)) > 1:
+        expected = statistics.correlation(lengths, rewards)
+        assert metrics["rollout/length_reward_correlation"] == pytest.approx(expected, abs=1e-6)
+    else:
+        assert "rollout/length_reward_correlation" not in metrics

@@ -1,0 +1,151 @@
+import math
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.sections import LoggerConfig
+from openrlhf.observe.health import RULES, Health, Rule
+from openrlhf.observe.observer import Observer
+from openrlhf.observe.run_folder import RunFolder, read_jsonl
+from openrlhf.types import Prompt, Trajectory
+
+PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+HIGH = Rule(metric="loss", sign=">", limit=2, steps=3, text="too high. Lower it.")
+LOW = Rule(metric="kl", sign="<", limit=0, steps=1, text="too low. Raise it.")
+
+
+def spoken(values, rules=(HIGH,), metric="loss"):
+    """The numbers of the steps at which something is said; None is a step without the metric."""
+    health = Health(rules=rules)
+    rows = [{} if value is None else {metric: value} for value in values]
+    return [step for step, metrics in enumerate(rows) if health.check(metrics)]
+
+
+@pytest.mark.parametrize(
+    ("values", "steps"),
+    [
+        ([3, 3], []),
+        ([3, 3, 3], [2]),
+        ([3, 3, 3, 3, 3, 3, 3], [2]),
+        ([3, 3, 2, 3, 3, 3], [5]),
+        ([3, 3, 3, 2, 3, 3, 3], [2, 6]),
+        ([3, None, 3, None, None, 3], [5]),
+        ([3, 3, math.nan, 3], [3]),
+        ([math.inf] * 3, [2]),
+        ([2, 2, 2], []),
+        ([], []),
+    ],
+)
+def test_a_rule_speaks_once_when_its_condition_has_held_long_enough(values, steps):
+    assert spoken(values) == steps
+
+
+def test_below_a_limit():
+    assert spoken([0, -1, -1, 0, -1], (LOW,), "kl") == [1, 4]
+
+
+def test_the_line_says_what_it_means_and_what_to_do():
+    health = Health(rules=(HIGH, LOW))
+    assert health.check({"loss": 3.0, "kl": -0.5}) == ["kl < 0 for 1 step (last -0.5): too low. Raise it."]
+    assert health.check({"loss": 3.0}) == []
+    assert health.check({"loss": 2.345678}) == ["loss > 2 for 3 steps (last 2.35): too high. Lower it."]
+
+
+def flags_of(config, prefix="--") -> set[str]:
+    return {
+        flag
+        for f in fields(config)
+        for value in [getattr(config, f.name)]
+        for flag in (flags_of(value, f"{prefix}{f.name}.") if is_dataclass(value) else {prefix + f.name})
+    }
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[rule.metric for rule in RULES])
+def test_every_rule_can_speak_names_flags_that_exist_and_is_documented(rule):
+    worse = rule.limit + (1 if rule.sign == ">" else -1)
+    health = Health()
+    lines = [health.check({rule.metric: worse}) for _ in range(rule.steps)]
+    assert lines[:-1] == [[]] * (rule.steps - 1)
+    assert [line for line in lines[-1] if line.startswith(rule.metric) and line.endswith(rule.text)]
+    named = re.findall(r"--[\w.]*\w", rule.text)
+    assert set(named) <= flags_of(PPOConfig())
+    assert f"| `{rule.metric}` {rule.condition.removeprefix(rule.metric).strip()} | {rule.text} |" in PAGE
+    assert f"`{rule.metric}`" in PAGE.partition("## What looks unhealthy")[0]
+
+
+def test_no_metric_has_two_rules_and_the_page_has_no_others():
+    table = PAGE.partition("## What looks unhealthy")[2]
+    assert re.findall(r"^\| `(.*?)`", table, re.MULTILINE) == [rule.metric for rule in RULES]
+    assert len({rule.metric for rule in RULES}) == len(RULES)
+
+
+def observe(path, values, resume_step=None, decode=None) -> Observer:
+    folder = RunFolder.create(path, config_yaml="{}", argv=["test"], resume=resume_step is not None)
+    observer = Observer(folder, LoggerConfig(), resume_step=resume_step, decode=decode)
+    observer.start(10, done=resume_step or 0)
+    for step, value in enumerate(values, start=(resume_step or 0) + 1):
+        observer.log_step(step, {"eval/failed_ratio": value})
+    return observer
+
+
+def test_what_looks_unhealthy_is_printed_kept_and_shown(tmp_path, capsys):
+    observe(tmp_path, [0.5, 0.0, 0.25]).close()
+    lines = capsys.readouterr().out.splitlines()
+    said = [line.partition("unhealthy: ")[2] for line in lines if "unhealthy" in line]
+    assert [line[:45] for line in said] == [
+        "eval/failed_ratio > 0.1 for 1 step (last 0.5)",
+        "eval/failed_ratio > 0.1 for 1 step (last 0.25)"[:45],
+    ]
+    rows = list(read_jsonl(tmp_path / "health.jsonl"))
+    assert [row["step"] for row in rows] == [1, 3] and [row["text"] for row in rows] == said
+    report = (tmp_path / "report.html").read_text()
+    assert "What looks unhealthy" in report and "(last 0.25)" in report
+
+
+def test_a_healthy_run_says_nothing(tmp_path, capsys):
+    observe(tmp_path, [0.0, 0.1]).close()
+    assert "unhealthy" not in capsys.readouterr().out
+    assert not (tmp_path / "health.jsonl").exists()
+    assert "What looks unhealthy" not in (tmp_path / "report.html").read_text()
+
+
+def test_a_resumed_run_forgets_what_was_said_after_its_checkpoint(tmp_path):
+    observe(tmp_path, [0.5, 0.0, 0.25]).close()
+    observe(tmp_path, [0.0, 0.0, 0.75], resume_step=2).close()
+    assert [row["step"] for row in read_jsonl(tmp_path / "health.jsonl")] == [1, 5]
+
+
+def test_another_run_in_the_same_folder_begins_with_nothing_said(tmp_path):
+    observe(tmp_path, [0.5]).close()
+    observe(tmp_path, [0.0]).close()
+    assert not (tmp_path / "health.jsonl").exists()
+    assert (tmp_path / "previous" / "001" / "health.jsonl").exists()
+
+
+def trajectory(reward: float, text: str) -> Trajectory:
+    return Trajectory(
+        prompt=Prompt(prompt_id=0, text=text),
+        sample_index=0,
+        token_ids=[1, 2],
+        action_mask=[False, True],
+        rollout_log_probs=[-1.0],
+        weight_versions=[0],
+        reward=reward,
+        score=reward,
+    )
+
+
+@pytest.mark.parametrize("names", [("step",), ("step", "eval", "step")])
+def test_a_run_ends_with_a_few_samples_of_its_last_evaluation(tmp_path, capsys, names):
+    observer = observe(tmp_path, [], decode=lambda ids: f"says {ids}")
+    for step, name in enumerate(names):
+        rollout = [trajectory(float(i), f"{name} asks") for i in range(20)]
+        observer.log_rollouts(step, rollout, name=name)
+    observer.close()
+    text = capsys.readouterr().out
+    shown = "eval" if "eval" in names else "step"
+    assert re.findall(r"prompt: (.*)", text) == [f"{shown} asks"] * 4
+    assert re.findall(r"--- reward (\d+)", text) == ["19", "13", "7", "0"] and "answer: says [2]" in text

@@ -1,0 +1,85 @@
+"""The average of weights against numbers worked by hand. Sharded weights are in tests/e2e."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from openrlhf.engine.moving_average import MovingAverage
+
+
+def averaged(*weights: Tensor, beta: float, num_parts: int = 1) -> tuple[MovingAverage, list[nn.Parameter]]:
+    parameters = [nn.Parameter(w) for w in weights]
+    named = [(f"w{i}", param) for i, param in enumerate(parameters)]
+    return MovingAverage(named, beta=beta, rank=0, num_parts=num_parts), parameters
+
+
+def step(average: MovingAverage, param: nn.Parameter, value: list[float]) -> list[float]:
+    param.data.copy_(torch.tensor(value))
+    average.update()
+    return dict(average.in_full())["w0"].tolist()
+
+
+def test_each_step_moves_the_average_by_its_share() -> None:
+    """0.75 * (4, 8) + 0.25 * (8, 0) = (5, 6), then 0.75 * (5, 6) + 0.25 * (1, 2) = (4, 5)."""
+    average, (param,) = averaged(torch.tensor([4.0, 8.0]), beta=0.75)
+    assert dict(average.in_full())["w0"].tolist() == [4, 8]
+    assert step(average, param, [8, 0]) == [5, 6]
+    assert step(average, param, [1, 2]) == [4, 5]
+    assert param.tolist() == [1, 2]
+
+
+def test_weights_that_stay_are_their_own_average() -> None:
+    average, (param,) = averaged(torch.randn(1000), beta=0.992)
+    for _ in range(20):
+        average.update()
+    assert torch.equal(dict(average.in_full())["w0"], param)
+
+
+def test_the_average_of_bfloat16_weights_keeps_what_bfloat16_cannot() -> None:
+    """100 steps of 1e-5 each are lost in bfloat16, whose numbers after 1 are 2 ** -7 apart."""
+    average, (param,) = averaged(torch.ones(3, dtype=torch.bfloat16), beta=1 - 1e-5)
+    param.data.fill_(2)
+    for _ in range(100):
+        average.update()
+    torch.testing.assert_close(average.parts["w0"], torch.full((3,), 1.001), atol=1e-5, rtol=0)
+    assert dict(average.in_full())["w0"].dtype == torch.bfloat16
+
+
+def test_frozen_weights_have_no_average() -> None:
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    named = [("frozen", frozen), ("trained", nn.Parameter(torch.zeros(2)))]
+    assert MovingAverage(named, beta=0.9, rank=0, num_parts=1).parts.keys() == {"trained"}
+
+
+def test_of_one_part_only_rank_0_holds_anything() -> None:
+    named = [("trained", nn.Parameter(torch.zeros(2)))]
+    second = MovingAverage(named, beta=0.9, rank=1, num_parts=1)
+    second.update()
+    assert not second.parts and not list(second.in_full())
+
+
+def test_a_saved_average_goes_on_as_it_was(tmp_path: Path) -> None:
+    average, (param,) = averaged(torch.randn(7), beta=0.9)
+    param.data.normal_()
+    average.update()
+    average.save(tmp_path)
+    resumed, (same,) = averaged(torch.zeros(7), beta=0.9)
+    resumed.load(tmp_path)
+    for each in (param, same):
+        each.data.copy_(torch.arange(7))
+    average.update()
+    resumed.update()
+    assert torch.equal(resumed.parts["w0"], average.parts["w0"])
+
+
+def test_a_checkpoint_without_an_average_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--train.enable_ema: .* saved without a moving average"):
+        averaged(torch.zeros(7), beta=0.9)[0].load(tmp_path)
+
+
+def test_an_average_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    averaged(torch.zeros(7), beta=0.9, num_parts=4)[0].save(tmp_path)
+    with pytest.raises(ValueError, match=r"has 4 part\(s\), and that of this run 2(.|\n)*it was saved with"):
+        averaged(torch.zeros(7), beta=0.9, num_parts=2)[0].load(tmp_path)

@@ -1,0 +1,280 @@
+"""Problems of reasoning-gym as prompts, and their verifier as the reward; the real package."""
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import pytest
+
+from openrlhf.config.commands import PPO
+from openrlhf.config.parse import parse
+from openrlhf.config.ppo import EvalConfig, PPOConfig, PromptDataConfig, RewardConfig
+from openrlhf.config.reasoning_gym import GYM_VERIFIER, parse_gym
+from openrlhf.datasets.prompts import build_prompts
+from openrlhf.datasets.sources import check_columns, load_rows, rows_digest
+from openrlhf.rollout.reward_function import RewardFunction, check_reward_file
+from openrlhf.tasks.reasoning_gym import NOT_REPEATABLE, entry_of, gym_dataset, gym_rows
+from openrlhf.tasks.reasoning_gym_reward import extract_answer, reward_func
+from openrlhf.tasks.tiny_model import tiny_tokenizer
+
+FLAG = "--data.prompt_dataset"
+LEGS = "reasoning_gym:leg_counting?size=5&seed=7&max_animals=4"
+CHAIN = "reasoning_gym:chain_sum?size=3&seed=1"
+
+
+def load(spec, **options):
+    return load_rows(spec, flag=FLAG, required_columns={"--data.input_key": "input"}, **options)
+
+
+def test_rows_are_those_of_the_package():
+    dataset = gym_dataset(LEGS, FLAG)
+    rows = list(load(LEGS))
+    assert [row["input"] for row in rows] == [dataset[i]["question"] for i in range(5)]
+    assert all(row["label"].startswith(f"{LEGS}#{i}#") for i, row in enumerate(rows))
+    assert {row["datasource"] for row in rows} == {"leg_counting"}
+    assert max(entry_of(row["label"])[1]["metadata"]["num_animals"] for row in rows) <= 4
+
+
+def test_rows_depend_on_the_seed_alone():
+    first, again = (list(load(LEGS)) for _ in range(2))
+    other = list(load(LEGS.replace("seed=7", "seed=70")))
+    assert first == again
+    assert not {row["input"] for row in first} & {row["input"] for row in other}
+
+
+def test_a_comma_list_mixes_them_with_files(tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps({"input": "1+1?", "label": "2", "datasource": "own"}) + "\n")
+    rows = load(f"{LEGS},{path},{CHAIN}")
+    assert [row["datasource"] for row in rows] == ["leg_counting"] * 5 + ["own"] + ["chain_sum"] * 3
+    assert rows.origin(8) == f"{CHAIN} row 3"
+    assert len(load(LEGS, max_samples=2)) == 2
+
+
+def test_rows_become_prompts_with_a_source(tmp_path):
+    rows = load(CHAIN)
+    prompts = build_prompts(
+        rows,
+        tiny_tokenizer(),
+        input_key="input",
+        label_key="label",
+        apply_chat_template=True,
+        input_template=None,
+        max_len=512,
+    )
+    assert [(p.label, p.source) for p in prompts] == [(row["label"], "chain_sum") for row in rows]
+
+
+def test_the_digest_of_rows_follows_the_specification():
+    digests = [rows_digest(spec, flag=FLAG) for spec in (LEGS, LEGS, CHAIN)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_the_verifier_in_a_process_of_its_own():
+    """The entry's own answer is right in every form, another one is wrong."""
+    check_reward_file(GYM_VERIFIER, "--reward.remote_url")
+    function = RewardFunction(GYM_VERIFIER, timeout=60, batch_size=8)
+    rows = list(load(f"{LEGS},{CHAIN}"))
+    forms = "<think>7?</think><answer>{}</answer><|end|>", "So \\boxed{{{}}}.</s>", "Hm.\n{}\n<|im_end|>\n"
+
+    async def ask():
+        right = [
+            function(
+                f"Q: {row['input']}{form.format(entry_of(row['label'])[1]['answer'])}", "Q: ", row["label"]
+            )
+            for row in rows
+            for form in forms
+        ]
+        wrong = [function(f"Q<answer>-12345</answer>{row['input']}", "Q", row["label"]) for row in rows]
+        return await asyncio.gather(*right), await asyncio.gather(*wrong)
+
+    right, wrong = asyncio.run(ask())
+    function.close()
+    assert [(r.reward, r.score) for r in right] == [(1.0, 1.0)] * 24
+    assert [r.extra_logs["answer_marked"] for r in right] == [1.0, 1.0, 0.0] * 8
+    assert all(r.reward < 1 for r in wrong) and len(wrong) == 8
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<answer>1</answer> no, <answer> 2 </answer>", ("2", True)),
+        ("<answer>\\boxed{3}</answer>", ("\\boxed{3}", True)),
+        ("\\boxed{1} or \\boxed{2}<|endoftext|>", ("2", True)),
+        ("<think><answer>1</answer></think>42<|im_end|>", ("42", False)),
+        ("first\n\nsecond line \n\n<|end|>\n", ("second line", False)),
+        ("12</s>", ("12", False)),
+        ("12<eos><pad><pad>", ("12", False)),
+        ("12<｜end▁of▁sentence｜>", ("12", False)),
+        ("a < b", ("a < b", False)),
+        ("x <b>", ("x <b>", False)),
+        ("<|end|>", (None, False)),
+        ("", (None, False)),
+    ],
+)
+def test_the_answer_of_a_response(response, expected):
+    assert extract_answer(response) == expected
+
+
+def test_an_answer_that_breaks_the_verifier_is_wrong_and_counted():
+    (label,) = (row["label"] for row in gym_rows("reasoning_gym:prime_factorization?size=1", FLAG))
+    dataset, entry = entry_of(label)
+    with pytest.raises(ValueError, match="invalid literal"):
+        dataset.score_answer("I do not know", entry)
+    answer = reward_func(["p<answer>I do not know</answer>"], ["p"], [label])
+    assert answer["rewards"] == [0.0]
+    assert answer["extra_logs"] == {"answer_marked": [1.0], "verifier_failed": [1.0]}
+
+
+def test_a_label_of_another_problem_is_an_error():
+    label = next(gym_rows(LEGS, FLAG))["label"]
+    with pytest.raises(ValueError, match="made another problem where the prompt was made"):
+        entry_of(label[:-8] + "00000000")
+
+
+LABELS = """
+import json, sys
+from openrlhf.tasks import reasoning_gym
+reasoning_gym.NOT_REPEATABLE = ()
+names = json.loads(sys.argv[1])
+rows = {n: list(reasoning_gym.gym_rows(f"reasoning_gym:{n}?size=4&seed=5", "--flag")) for n in names}
+json.dump({name: [row["label"] for row in made] for name, made in rows.items()}, sys.stdout)
+"""
+
+
+def test_other_processes_make_the_same_problems(monkeypatch):
+    """Not of the datasets that are refused for it."""
+    names = ["leg_counting", "chain_sum", "basic_arithmetic", "word_ladder", "countdown"]
+    unsteady = ["isomorphic_strings", "polynomial_multiplication", "ransom_note"]
+    assert set(unsteady) <= set(NOT_REPEATABLE)
+    made = []
+    for hash_seed in "12":
+        monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
+        command = [sys.executable, "-c", LABELS, json.dumps(names + unsteady)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        made.append(json.loads(done.stdout))
+    assert {name for name in made[0] if made[0][name] != made[1][name]} == set(unsteady)
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        ("leg_countin", "reasoning_gym has no leg_countin. Did you mean leg_counting?"),
+        (
+            "leg_counting?max_animal=3",
+            "has no parameter max_animal. Did you mean max_animals?\nIts parameters: ",
+        ),
+        ("leg_counting?min_animals=9&max_animals=2", "refuses its parameters: "),
+        ("leg_counting?max_animals=many", "refuses its parameters: "),
+        ("leg_counting?size=0", "size=0 must be a whole number of at least 1"),
+        ("leg_counting?size=many", "size=many must be a whole number of at least 1"),
+        ("leg_counting?seed=-1", "seed=-1 must be a whole number of at least 0"),
+        ("leg_counting?size", "'size' is no setting; write reasoning_gym:leg_counting?size=1000&seed=1"),
+        ("leg_counting?size=1&size=2", "size is set twice"),
+        ("", "no dataset is named"),
+        ("ransom_note", "makes other problems in every process"),
+        ("composite", "name the parts with commas between them"),
+    ],
+)
+def test_what_is_wrong_with_a_specification_is_said(item, text):
+    with pytest.raises(ValueError) as error:
+        check_columns(f"reasoning_gym:{item}", flag=FLAG, required_columns={})
+    assert str(error.value).startswith(f"{FLAG} reasoning_gym:{item}: ")
+    assert text in str(error.value)
+    assert len(str(error.value).splitlines()) <= 3
+
+
+def test_a_column_that_they_do_not_have():
+    with pytest.raises(ValueError, match=r"has no such column\.\nIts columns: input, label, datasource"):
+        check_columns(LEGS, flag=FLAG, required_columns={"--data.label_key": "answer"})
+
+
+def test_without_the_package_its_name_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match=r"\nRun: pip install openrlhf\[gym\]"):
+        gym_dataset(LEGS, FLAG)
+
+
+def test_values_of_parameters():
+    spec = parse_gym("reasoning_gym:x?a=1&b=0.5&c=true&d=False&e=None&f=text&g=%5B1%2C2%5D&h=a%26b&i=%2B")
+    plain = {"a": 1, "b": 0.5, "c": True, "d": False, "e": None}
+    assert spec.parameters == plain | {"f": "text", "g": [1, 2], "h": "a&b", "i": "+"}
+    assert (spec.size, spec.seed) == (500, 42)
+
+
+def configured(prompts, evaluation=None, url=None, label_key=None):
+    return PPOConfig(
+        data=PromptDataConfig(prompt_dataset=prompts, label_key=label_key),
+        eval=EvalConfig(dataset=evaluation),
+        reward=RewardConfig(remote_url=url),
+    )
+
+
+def test_who_gives_the_reward():
+    assert configured(f"{LEGS},{CHAIN}").reward_function_path == GYM_VERIFIER
+    assert configured(LEGS, evaluation=CHAIN).label_key == "label"
+    assert configured(LEGS, label_key="other").label_key == "other"
+    assert configured(LEGS, url="own.py").reward_function_path == "own.py"
+    assert configured(LEGS, url="own.py").label_key is None
+    for other in (configured(f"{LEGS},own.jsonl"), configured(LEGS, evaluation="own.jsonl"), configured("")):
+        assert other.reward_function_path is None
+
+
+PPO_FLAGS = (
+    *("--actor.model_name_or_path", "some/model", "--algo.advantage.estimator", "group_norm"),
+    *("--rollout.n_samples_per_prompt", "2", "--rollout.batch_size", "8", "--train.batch_size", "16"),
+)
+
+
+def test_the_verifier_is_source_enough(capsys):
+    flags = ["--data.prompt_dataset", f"{LEGS},{CHAIN}", "--reward.batch", "4", "--reward.timeout", "9"]
+    config = parse(PPO, [*PPO_FLAGS, *flags]).config
+    assert config.gym_verifies and config.reward.batch == 4
+    assert "reward." not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (
+            ["--data.prompt_dataset", f"{LEGS},some/hub"],
+            "only reasoning_gym's own problems have a verifier; name",
+        ),
+        (["--data.prompt_dataset", LEGS, "--eval.dataset", "some/hub"], "nothing scores its answers; name"),
+        (["--data.prompt_dataset", "reasoning_gym:x?size=no"], "size=no must be a whole number"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(capsys, flags, text):
+    with pytest.raises(SystemExit):
+        parse(PPO, [*PPO_FLAGS, *flags])
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "overlaps"), [("seed=11", True), ("seed=12", False), ("seed=2", False)]
+)
+def test_evaluation_on_problems_of_training_is_remarked_upon(capsys, evaluation, overlaps):
+    """The i-th problem of training has seed 7 + i, for 5 problems."""
+    held_out = LEGS.replace("seed=7", evaluation)
+    flags = ["--data.prompt_dataset", LEGS, "--eval.dataset", held_out, "--eval.steps", "5"]
+    parse(PPO, [*PPO_FLAGS, *flags])
+    said = (
+        "leg_counting has problems of training: the i-th is made with seed + i; use another seed, such as 12"
+    )
+    assert (said in capsys.readouterr().err) == overlaps
+    shared = {row["input"] for row in load(LEGS)} & {row["input"] for row in load(held_out)}
+    assert bool(shared) == overlaps
+
+
+def test_a_reward_batch_without_a_function_has_no_effect(capsys):
+    flags = [
+        "--data.prompt_dataset",
+        "some/data",
+        "--reward.remote_url",
+        "http://a:1/x",
+        "--reward.batch",
+        "4",
+    ]
+    parse(PPO, [*PPO_FLAGS, *flags])
+    assert "reward.batch" in capsys.readouterr().err
