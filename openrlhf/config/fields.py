@@ -156,7 +156,9 @@ def _describe(type_: Any) -> str:
     if origin is Literal:
         return "{" + ",".join(args) + "}"
     if origin is tuple:
-        return f"{_describe(args[0])} ..." if args[-1] is Ellipsis else " ".join(_describe(arg) for arg in args)
+        if args[-1] is Ellipsis:
+            return f"{_describe(args[0])} ..."
+        return " ".join(_describe(arg) for arg in args)
     return {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL"}[type_]
 
 

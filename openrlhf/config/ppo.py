@@ -295,8 +295,8 @@ class EvalConfig:
     """Evaluation: sampled responses, scored by the same reward."""
 
     dataset: str | None = None
-    """Evaluation prompts, as data.prompt_dataset; each dataset of a comma list is reported on its own. None: no
-    evaluation."""
+    """Evaluation prompts, as data.prompt_dataset; each dataset of a comma list is reported on its own. None:
+    no evaluation."""
     split: str = "train"
     """Split to take where the dataset has splits."""
     steps: Steps = -1

@@ -79,7 +79,7 @@ def test_a_reward_model_raises_the_share_of_solved_problems(
     before = accuracy(knowing.chat)
     folder, metrics = train(
         "--algo.advantage.estimator gae --train.max_steps 14 --critic.adam.lr 1e-3 "
-        f"--reward.normalize_enable --reward.model_weights 0.75 0.25 --ref.offload",
+        "--reward.normalize_enable --reward.model_weights 0.75 0.25 --ref.offload",
         reward=f"--reward.model_name_or_path {reward_model},{reward_model}",
     )
     after = accuracy(folder)

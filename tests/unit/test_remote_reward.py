@@ -8,18 +8,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from aiohttp import web
 
-from openrlhf.config.ppo import PPOConfig, RewardConfig
 from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.rollout import remote_reward
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.remote_reward import RemoteReward
-from openrlhf.trainer.ppo import PPOTrainer
+from openrlhf.trainer.collect import finished_of
 from openrlhf.types import Outcome, Prompt, Trajectory
 from openrlhf.utils.agent import AgentExecutorBase, Reward, RewardError
 
@@ -430,9 +427,8 @@ def test_a_dead_server_ends_the_run_with_its_name() -> None:
     """What a run does with the samples of a step."""
     url = unused_url()
     trajectories = run_episodes(urls=(url,), timeout=0.2)
-    trainer: Any = SimpleNamespace(config=PPOConfig(reward=RewardConfig(max_failed_ratio=0.9)), step=4)
     with pytest.raises(RuntimeError) as error:
-        PPOTrainer.check(trainer, trajectories)
+        finished_of(trajectories, 0.9, step=5)
     first_line, second_line = str(error.value).splitlines()
     assert first_line == (
         "step 5: 8 of 8 samples failed, more than --reward.max_failed_ratio 0.9 allows. 8 of them with:"
