@@ -15,32 +15,41 @@ from torch import Tensor
 from openrlhf.algos.reduce import mean, segment_mean, spread
 from openrlhf.types import Metrics
 
+Bounds = tuple[float, float]
 
-def tis(log_ratio: Tensor, counts: Tensor, low: float, high: float) -> Tensor:
+
+def tis(
+    log_ratio: Tensor, counts: Tensor, low: float, high: float, of_sequences: Bounds | None = None
+) -> Tensor:
     """Truncated importance sampling: w = clip(ratio, low, high). https://fengyao.notion.site/off-policy-rl"""
     return log_ratio.exp().clamp(low, high)
 
 
-def icepop(log_ratio: Tensor, counts: Tensor, low: float, high: float) -> Tensor:
+def icepop(
+    log_ratio: Tensor, counts: Tensor, low: float, high: float, of_sequences: Bounds | None = None
+) -> Tensor:
     """Actions whose ratio is outside [low, high] are dropped. https://arxiv.org/abs/2510.18855"""
     ratio = log_ratio.exp()
     return torch.where((low <= ratio) & (ratio <= high), ratio, 0)
 
 
-def seq_mask_tis(log_ratio: Tensor, counts: Tensor, low: float, high: float) -> Tensor:
-    """Sequences whose geometric mean ratio is outside [low, high] are dropped; the others are weighted as in
-    `tis`."""
+def seq_mask_tis(
+    log_ratio: Tensor, counts: Tensor, low: float, high: float, of_sequences: Bounds | None = None
+) -> Tensor:
+    """Sequences whose geometric mean ratio is outside `of_sequences` (None: outside [low, high]) are dropped;
+    the others are weighted as in `tis`."""
+    lowest, highest = of_sequences or (low, high)
     geometric_mean = segment_mean(log_ratio, counts).exp()
-    kept = (low <= geometric_mean) & (geometric_mean <= high)
+    kept = (lowest <= geometric_mean) & (geometric_mean <= highest)
     return torch.where(spread(kept, counts, len(log_ratio)), tis(log_ratio, counts, low, high), 0)
 
 
-CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
+CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float, float, Bounds | None], Tensor]] = {
     "tis": tis,
     "icepop": icepop,
     "seq-mask-tis": seq_mask_tis,
 }
-"""(log_ratio (A,), counts (B,), low, high) -> weights (A,)"""
+"""(log_ratio (A,), counts (B,), low, high, bounds of sequences) -> weights (A,)"""
 
 
 def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor) -> Metrics:

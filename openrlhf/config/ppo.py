@@ -376,6 +376,9 @@ class AdvantageConfig:
     sequences."""
     is_correction_threshold: tuple[PositiveOrZero, Positive] = (0.5, 5.0)
     """`low high`: range of the ratio trainer / sampler."""
+    is_correction_sequence_threshold: tuple[PositiveOrZero, Positive] | None = None
+    """`low high`: range of a sequence's geometric mean ratio in seq-mask-tis, which stays much closer to 1.
+    None: is_correction_threshold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

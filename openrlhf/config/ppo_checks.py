@@ -50,6 +50,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_kl(config, explicit),
             *_policy_loss(config, explicit),
             *_old_log_probs(config),
+            *_balance(config),
             *_lengths(config),
             *optimizer("actor.", config.actor),
             *(optimizer("critic.", config.critic) if config.uses_critic else ()),
@@ -108,6 +109,13 @@ PPO_UNREAD = (
         why="algo.advantage.is_correction_enable is off",
     ),
     Unread(
+        keys=("algo.advantage.is_correction_sequence_threshold",),
+        when=lambda c: (
+            not c.algo.advantage.is_correction_enable or c.algo.advantage.is_correction_type != "seq-mask-tis"
+        ),
+        why="only algo.advantage.is_correction_type seq-mask-tis drops sequences",
+    ),
+    Unread(
         keys=("algo.kl.target", "algo.kl.horizon", "algo.kl.estimator", "algo.kl.use_loss"),
         when=lambda c: not c.uses_reference,
         why="there is no KL penalty (algo.kl.init_coef 0)",
@@ -156,7 +164,10 @@ PPO_UNREAD = (
     ),
     Unread(
         keys=("actor.gradient_checkpointing_reentrant",),
-        when=lambda c: not c.actor.gradient_checkpointing_enable,
+        when=lambda c: (
+            not c.actor.gradient_checkpointing_enable
+            and not (c.uses_critic and c.critic.gradient_checkpointing_enable)
+        ),
         why="actor.gradient_checkpointing_enable is off",
     ),
     Unread(
@@ -308,6 +319,10 @@ def _rising(key: str, bounds: tuple[float, float]) -> Iterator[Problem]:
 def _estimator(config: PPOConfig) -> Iterator[Problem]:
     advantage = config.algo.advantage
     yield from _rising("algo.advantage.is_correction_threshold", advantage.is_correction_threshold)
+    if advantage.is_correction_sequence_threshold is not None:
+        yield from _rising(
+            "algo.advantage.is_correction_sequence_threshold", advantage.is_correction_sequence_threshold
+        )
     yield from _rising("algo.dynamic_filtering_range", config.algo.dynamic_filtering_range)
     samples = config.rollout.n_samples_per_prompt
     if advantage.estimator in GROUP_ESTIMATORS:
@@ -411,6 +426,18 @@ def _old_log_probs(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(
             key=key, text="the teacher's reward needs those log-probs (teacher.model_name_or_path); remove it"
         )
+
+
+def _balance(config: PPOConfig) -> Iterator[Problem]:
+    coefs = {"actor": config.actor.aux_loss_coef}
+    if config.uses_critic:
+        coefs["critic"] = config.critic.aux_loss_coef or 0.0
+    for role, coef in coefs.items():
+        if coef > 0 and config.actor.gradient_checkpointing_reentrant:
+            yield Problem(
+                key="actor.gradient_checkpointing_reentrant",
+                text=f"hides the routers from the balance loss ({role}.aux_loss_coef); remove one",
+            )
 
 
 def _lengths(config: PPOConfig) -> Iterator[Problem]:

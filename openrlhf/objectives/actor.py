@@ -66,6 +66,8 @@ class ActorObjective:
     correction: ISCorrectionType | None = None
     correction_low: float = 0.5
     correction_high: float = 5.0
+    correction_of_sequences: tuple[float, float] | None = None
+    """Bounds of a sequence's ratio in seq-mask-tis. None: those of tokens."""
     kl_coef: float = 0.0
     """0 leaves the KL out of the loss."""
     kl_estimator: KLEstimator = "k1"
@@ -89,6 +91,7 @@ class ActorObjective:
             correction=algo.advantage.is_correction_type if algo.advantage.is_correction_enable else None,
             correction_low=correction_low,
             correction_high=correction_high,
+            correction_of_sequences=algo.advantage.is_correction_sequence_threshold,
             kl_coef=kl_coef if algo.kl.use_loss else 0.0,
             kl_estimator=algo.kl.estimator,
             entropy_coef=actor.entropy_coef,
@@ -120,8 +123,8 @@ class ActorObjective:
             metrics |= _mismatch(old, batch.rollout_log_probs, norm)
         if self.correction is not None:
             mismatch = kind.log_ratio(old, batch.rollout_log_probs, counts)
-            correct = CORRECTIONS[self.correction]
-            weights = correct(mismatch, counts, self.correction_low, self.correction_high)
+            bounds = self.correction_low, self.correction_high, self.correction_of_sequences
+            weights = CORRECTIONS[self.correction](mismatch, counts, *bounds)
             policy_loss = policy_loss * weights
             metrics["policy/is_weight_mean"] = token_mean(weights, norm)
             metrics["policy/is_masked_fraction"] = token_mean((weights == 0).float(), norm)

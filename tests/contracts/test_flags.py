@@ -116,6 +116,7 @@ OURS = {
     "ppo": {
         "actor.loss_aggregation",
         "algo.dynamic_filtering_max_batches",
+        "algo.advantage.is_correction_sequence_threshold",
         "algo.skip_old_log_probs",
         "ckpt.push_to_hub",
         "critic.aux_loss_coef",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.cli.train_ppo_ray import run
@@ -29,15 +30,16 @@ ARRANGEMENTS = {
         "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all"
     ),
     "zero 3, two ranks, one engine": (
-        "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2"
+        "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --critic.num_gpus_per_node 2"
     ),
     "zero 2, two ranks, two engines, colocated": (
         "--ds.zero_stage 2 --actor.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all "
         "--train.dynamic_batch_enable --train.max_tokens_per_gpu 256"
     ),
     "zero 3, one rank, two engines": (
-        "--ds.zero_stage 3 --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 2 "
-        "--vllm.enable_prefix_caching --train.micro_batch_size 4"
+        "--ds.zero_stage 3 --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 "
+        "--critic.num_gpus_per_node 1 --vllm.num_engines 2 --vllm.enable_prefix_caching "
+        "--train.micro_batch_size 4"
     ),
 }
 
@@ -62,7 +64,10 @@ def first_run() -> dict:
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement: str) -> None:
-    flags = f"{COMMON} --algo.kl.init_coef 0.01 --actor.adam.lr 1e-3 {ARRANGEMENTS[arrangement]}"
+    flags = (
+        f"{COMMON.replace('group_norm', 'gae')} --algo.kl.init_coef 0.01 --actor.adam.lr 1e-3 "
+        f"--critic.adam.lr 1e-3 {ARRANGEMENTS[arrangement]}"
+    )
     metrics = train(task, tmp_path, flags)
     rollouts = tmp_path / "run" / "rollouts"
     sampled = read_journal(rollouts / "step_000001.jsonl"), read_journal(rollouts / "step_000002.jsonl")
@@ -81,9 +86,12 @@ def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement
     assert [t.reward for t in sampled[0]] == [t.reward for t in reference[0]]
     assert [t.token_ids for t in sampled[1]] == [t.token_ids for t in reference[1]]
     expected = first_run.setdefault("metrics", metrics)
-    for name in ("grad_norm", "policy/loss", "rollout/reward_mean", "kl/mean", "lr"):
-        for step in (1, 2):
+    for step in (1, 2):
+        for name in ("grad_norm", "policy/loss", "rollout/reward_mean", "kl/mean", "lr"):
             assert metrics[step][name] == pytest.approx(expected[step][name], abs=2e-5), (name, step)
+        for name in ("loss", "grad_norm", "value_mean", "explained_variance"):
+            ours, theirs = metrics[step][f"critic/{name}"], expected[step][f"critic/{name}"]
+            assert ours == pytest.approx(theirs, rel=1e-3), (name, step)
 
     check_samplers_hold_the_trained_weights(tmp_path)
 
@@ -119,22 +127,35 @@ def test_first_update_starts_at_ratio_one(task: TaskFiles, tmp_path: Path) -> No
         assert metrics[step]["policy/entropy"] > 1
 
 
-def test_reward_rises_and_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
+def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
+    """With everything that has a state of its own: two models and optimizers, a moving average, an adaptive
+    coefficient, samples that wait, the order of prompts."""
     flags = (
-        f"{COMMON} --algo.kl.init_coef 0 --actor.num_gpus_per_node 1 --train.colocate_all "
-        "--actor.adam.lr 3e-3 --rollout.batch_size 16 --train.batch_size 64 --eval.steps -1 "
-        "--train.num_episodes 4 --ckpt.save_steps 5 --ckpt.max_num 1 "
+        f"{COMMON.replace('group_norm', 'gae')} --algo.kl.init_coef 0.01 --algo.kl.target 0.02 "
+        "--algo.kl.horizon 100 --actor.num_gpus_per_node 1 --train.colocate_all --actor.adam.lr 3e-3 "
+        "--critic.adam.lr 3e-3 --critic.lr_scheduler constant --critic.save_value_network "
+        "--rollout.vllm_generate_batch_size 12 --train.enable_ema --eval.steps -1 --train.num_episodes 2 "
+        "--ckpt.save_steps 3 --ckpt.max_num 1 "
     )
-    whole = train(task, tmp_path / "whole", f"{flags} --train.max_steps 10")
-    assert whole[10]["rollout/reward_mean"] > whole[1]["rollout/reward_mean"] + 0.15
-    assert sorted(p.name for p in (tmp_path / "whole/ckpt/_actor").glob("global_step*")) == ["global_step10"]
+    whole = train(task, tmp_path / "whole", f"{flags} --train.max_steps 6")
+    for role in ("actor", "critic"):
+        kept = (tmp_path / f"whole/ckpt/_{role}").glob("global_step*")
+        assert [p.name for p in kept] == ["global_step6"]
 
-    train(task, tmp_path / "halves", f"{flags} --train.max_steps 5")
-    halves = train(task, tmp_path / "halves", f"{flags} --train.max_steps 10 --ckpt.load_enable")
-    assert list(halves) == list(range(1, 11))
-    for step in range(6, 11):
-        assert halves[step]["rollout/reward_mean"] == whole[step]["rollout/reward_mean"]
-        assert halves[step]["grad_norm"] == pytest.approx(whole[step]["grad_norm"], rel=1e-4)
+    train(task, tmp_path / "halves", f"{flags} --train.max_steps 3")
+    halves = train(task, tmp_path / "halves", f"{flags} --train.max_steps 6 --ckpt.load_enable")
+    assert list(halves) == list(range(1, 7))
+    assert [whole[step]["rollout/buffered_groups"] for step in range(1, 7)] == [4, 8, 0, 4, 8, 0]
+    assert whole[6]["kl/coef"] != whole[4]["kl/coef"] != 0.01
+    same = ("rollout/reward_mean", "grad_norm", "critic/grad_norm", "critic/value_mean", "kl/coef", "kl/mean")
+    for step in range(4, 7):
+        for name in same:
+            assert halves[step][name] == pytest.approx(whole[step][name], rel=1e-4, abs=1e-7), (name, step)
+    for folder in ("policy", "policy_critic"):
+        one, other = (load_file(tmp_path / run / folder / "model.safetensors") for run in ("whole", "halves"))
+        assert one.keys() == other.keys()
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], atol=1e-5, rtol=1e-4)
 
 
 FAULTY_REWARD = """
@@ -202,13 +223,26 @@ def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(
     assert fates.keys() == {*SAID, "fine"}
 
 
-def test_run_folder_tells_what_happened(task: TaskFiles, tmp_path: Path) -> None:
-    train(
+def test_a_run_on_problems_of_reasoning_gym_and_what_it_leaves(task: TaskFiles, tmp_path: Path) -> None:
+    """Two sets to evaluate on, the package's own verifier, and no forward pass for old log-probs."""
+    metrics = train(
         task,
         tmp_path,
         f"{COMMON} --algo.kl.init_coef 0 --actor.num_gpus_per_node 1 --train.colocate_all "
+        "--data.prompt_dataset reasoning_gym:chain_sum?size=16&seed=1 --reward.remote_url none "
+        "--eval.dataset reasoning_gym:chain_sum?size=4&seed=900,reasoning_gym:leg_counting?size=4&seed=900 "
+        "--data.label_key none --data.max_len 256 --train.batch_size 32 --algo.skip_old_log_probs "
         f"--logger.tensorboard_dir {tmp_path / 'tb'}",
     )
+    assert "timing/score" in metrics[1] and "kl/mean" not in metrics[1]
+    assert metrics[1]["mismatch/abs_diff_mean"] < 1e-4
+    assert metrics[1]["policy/clip_fraction"] == 0 and metrics[2]["policy/clip_fraction"] == 0
+    for source in ("chain_sum", "leg_counting"):
+        assert 0 <= metrics[2][f"eval/{source}_pass1"] <= 1
+        assert metrics[2][f"eval/{source}_num_samples"] == 4
+    sampled = read_journal(tmp_path / "run" / "rollouts" / "step_000001.jsonl")
+    assert all(t.ok and t.prompt.source == "chain_sum" for t in sampled)
+
     folder = tmp_path / "run"
     assert json.loads((folder / "env.json").read_text())
     assert "--train.colocate_all" in (folder / "argv.txt").read_text()

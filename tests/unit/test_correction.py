@@ -28,6 +28,16 @@ def test_seq_mask_tis_drops_sequences_and_clamps_the_rest():
     assert correct(RATIO.log(), COUNTS, 0.4, 3.0).tolist() == pytest.approx([0.4, 1, 0, 0, 0])
 
 
+def test_sequences_have_bounds_of_their_own():
+    """Ratios 1.2, 1.2 and 0.9, 1.1: geometric means 1.2 and 0.995."""
+    ratio, counts = torch.tensor([1.2, 1.2, 0.9, 1.1]), torch.tensor([2, 2])
+    correct = CORRECTIONS["seq-mask-tis"]
+    assert correct(ratio.log(), counts, 0.95, 1.05, (0.99, 1.01)).tolist() == pytest.approx(
+        [0, 0, 0.95, 1.05]
+    )
+    assert correct(ratio.log(), counts, 0.95, 1.3).tolist() == pytest.approx([1.2, 1.2, 0.95, 1.1])
+
+
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_weights_are_finite_however_far_the_sampler_is(name):
     log_probs, rollout = torch.tensor([0.0, -900, 0, -1, -1]), torch.tensor([-900.0, 0, -torch.inf, -1, -1])

@@ -1,7 +1,7 @@
 """The balance loss of experts against transformers' own."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,23 @@ from openrlhf.config.parse import parse
 from openrlhf.models.experts import check_experts, recorded_balance
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.models.scorer import load_scorer
+from openrlhf.models.scorer import ValueModel, load_scorer
+from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.balanced import BalancedObjective
+from openrlhf.objectives.critic import CriticObjective
 from openrlhf.objectives.rm import RewardObjective
 from openrlhf.objectives.sft import SFTObjective
-from openrlhf.types import LossNorm, PackedRow, Pair, PairRow, Sample
+from openrlhf.types import (
+    Credit,
+    Experience,
+    ExperienceRow,
+    LossNorm,
+    PackedRow,
+    Pair,
+    PairRow,
+    Sample,
+    Scores,
+)
 
 SHAPE = {
     "vocab_size": 61,
@@ -182,3 +194,26 @@ def test_a_model_without_experts_is_refused(folders: dict) -> None:
         check_experts(str(folders["dense"]), "--model")
     for name in MODELS:
         check_experts(str(folders[name]), "--model")
+
+
+def test_policies_and_critics_balance_their_experts(folders: dict) -> None:
+    one = sample(20, seed=1)
+    count = one.num_actions
+    experience = Experience(
+        sample=replace(one, rollout_log_probs=torch.full((count,), -4.0)),
+        scores=Scores(log_probs=torch.full((count,), -4.0), values=torch.zeros(count)),
+        credit=Credit(advantages=torch.ones(count), returns=torch.ones(count)),
+    )
+    row = ExperienceRow.of([experience])
+    path = str(folders["qwen3_moe"])
+    critic = ValueModel(load_scorer(path, flag="--critic", dtype="fp32", attention="auto").model)
+    for model, inner in (
+        (policy_of(folders["qwen3_moe"]), ActorObjective()),
+        (critic, CriticObjective(value_clip=0.5)),
+    ):
+        objective = BalancedObjective(objective=inner, coef=COEF, metric="policy/balance_loss")
+        loss, metrics = objective(model, row, norm_of(row))
+        plain, _ = inner(model, row, norm_of(row))
+        balance = metrics["policy/balance_loss"]
+        assert balance > 2.01
+        assert loss.item() == pytest.approx((plain + COEF * balance).item(), rel=1e-5)

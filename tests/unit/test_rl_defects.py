@@ -1,0 +1,953 @@
+"""Defects that reinforcement learning frameworks were seen to have: each test fails where its defect is.
+
+Controller, groups and workers are the real ones. Ray's actors live in this process, and the engine behind
+each rank computes nothing: it remembers the rows that it was given.
+"""
+
+import asyncio
+import itertools
+import math
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from openrlhf.algos.advantages import ESTIMATORS
+from openrlhf.algos.correction import CORRECTIONS
+from openrlhf.algos.kl import KLController
+from openrlhf.cli.train_ppo_ray import Models, build_prompt_datasets, build_trainer, num_rl_steps
+from openrlhf.cluster import group, worker
+from openrlhf.cluster.group import CriticGroup, FrozenGroup, Group, PolicyGroup
+from openrlhf.cluster.placement import Bundles, Turns, place
+from openrlhf.cluster.rollout import engine_options
+from openrlhf.cluster.worker import CriticWorker, PolicyWorker, policy_tokenizer, row_groups
+from openrlhf.config import choices
+from openrlhf.config.commands import PPO
+from openrlhf.config.parse import parse
+from openrlhf.config.ppo import (
+    ActorConfig,
+    AdvantageConfig,
+    AlgoConfig,
+    CriticConfig,
+    EvalConfig,
+    KLConfig,
+    PPOCkptConfig,
+    PPOConfig,
+    PromptDataConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from openrlhf.config.sections import ScorerDeepSpeedConfig, logger_for
+from openrlhf.datasets.sampler import PromptDataset, PromptSampler
+from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
+from openrlhf.engine.vllm_engine import VLLMEngine
+from openrlhf.models.loading import DTYPES
+from openrlhf.objectives.actor import POLICY_LOSSES, ActorObjective
+from openrlhf.objectives.balanced import BalancedObjective
+from openrlhf.objectives.critic import CriticObjective
+from openrlhf.rollout.remote_reward import RemoteReward
+from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.trainer.checkpoints import CheckpointFolder
+from openrlhf.trainer.credit import assign_credit
+from openrlhf.trainer.evaluate import evaluation_metrics
+from openrlhf.trainer.ppo import PPOTrainer
+from openrlhf.types import (
+    Credit,
+    Experience,
+    ExperienceRow,
+    LossNorm,
+    Metrics,
+    Outcome,
+    PackedRow,
+    Prompt,
+    Sample,
+    Scores,
+    Trajectory,
+)
+
+NUM_SAMPLES = 2
+"""Of each prompt."""
+
+
+# ---- a cluster in this process
+
+
+class Handle:
+    """A worker whose methods are called at once, and what was sent to it."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.sent: list[tuple[str, tuple]] = []
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        def remote(*args):
+            self.sent.append((name, args))
+            return getattr(self.worker, name)(*args)
+
+        return SimpleNamespace(remote=remote)
+
+
+@dataclass
+class Engine:
+    """One rank of a model. Its log-prob (or value) of an action is that token's number times `slope`."""
+
+    slope: float = 0.0
+    asked: list[list[PackedRow]] = field(default_factory=list)
+    """The rows of each forward."""
+    steps: list[list[ExperienceRow]] = field(default_factory=list)
+    """The rows of each optimizer step."""
+    dies_at: str = ""
+    """The checkpoint that it dies at while it writes it."""
+
+    def forward(self, rows: Sequence[PackedRow], read: Callable) -> list[Tensor]:
+        self.asked.append(list(rows))
+        return [row.token_ids[row.action_mask] * self.slope for row in rows]
+
+    def train_step(self, rows: Sequence[ExperienceRow], objective: Callable) -> Metrics:
+        self.steps.append(list(rows))
+        return {"policy/loss": 0.0}
+
+    def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
+        path = Path(folder) / tag
+        path.mkdir(parents=True, exist_ok=True)
+        if tag == self.dies_at:
+            raise OSError("the disk is full")
+        (path / "state").write_bytes(pickle.dumps(state))
+
+    def load_checkpoint(self, folder: str, tag: str) -> dict:
+        return pickle.loads((Path(folder) / tag / "state").read_bytes())
+
+
+@pytest.fixture(autouse=True)
+def everything_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def remote(worker_class: type) -> SimpleNamespace:
+        actor = SimpleNamespace(remote=lambda *args: Handle(worker_class(*args)))
+        return SimpleNamespace(options=lambda **options: actor)
+
+    monkeypatch.setattr(group.ray, "remote", remote)
+    monkeypatch.setattr(group.ray, "get", lambda refs: refs)
+
+
+def group_of(group_class: type, config: PPOConfig, num_ranks: int, slope: float = 0.0, **options) -> Any:
+    made = group_class(config, Bundles(None, num_ranks, Turns(needed=False)), **options)
+    for handle in made.workers:
+        handle.worker.model = Engine(slope=slope)
+    return made
+
+
+def engines_of(models: Group) -> list[Engine]:
+    return [handle.worker.model for handle in models.workers]
+
+
+def sample_of(length: int, number: int = 0, num_actions: int | None = None) -> Sample:
+    """Its first token is its `number`; by default all others are actions."""
+    count = length - 1 if num_actions is None else num_actions
+    return Sample(
+        token_ids=torch.tensor([number, *range(1, length)]),
+        action_mask=torch.arange(length) >= length - count,
+        rollout_log_probs=torch.zeros(count),
+    )
+
+
+def experience_of(sample: Sample) -> Experience:
+    zeros = torch.zeros(sample.num_actions)
+    return Experience(
+        sample=sample, scores=Scores(log_probs=zeros), credit=Credit(advantages=zeros, returns=zeros)
+    )
+
+
+def numbers_in(rows: Sequence[PackedRow]) -> list[int]:
+    """Of the samples with actions: those of stand-ins are not counted."""
+    return [
+        int(sequence[0])
+        for row in rows
+        for sequence, actions in zip(row.token_ids.split(row.lengths), row.num_actions, strict=True)
+        if actions > 0
+    ]
+
+
+def learned_in(step: Sequence[ExperienceRow]) -> list[int]:
+    return numbers_in([row.row for row in step])
+
+
+class Silent:
+    """An observer that tells nobody."""
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[None]:
+        yield
+
+    def log_step(self, step: int, metrics: Metrics) -> None:
+        assert all(math.isfinite(value) for value in metrics.values()), metrics
+
+    def log_rollouts(self, step: int, trajectories: Sequence[Trajectory], name: str = "step") -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+
+Opinion = Callable[[int, int], Sequence[float | None]]
+"""(episode, prompt) -> the reward of each of its samples, None where it failed."""
+
+
+@dataclass
+class Run:
+    """A whole run whose `opinion` and `evaluation` (version -> score) are given."""
+
+    config: PPOConfig
+    num_prompts: int
+    opinion: Opinion
+    evaluation: Callable[[int], float] = lambda version: 0.0
+    num_ranks: int = 1
+    version: int = 0
+    asked: list[tuple[int, int]] = field(default_factory=list)
+    """Episode and number of each prompt, in the order of sampling."""
+
+    def __post_init__(self) -> None:
+        config = self.config
+        prompts = PromptDataset([Prompt(prompt_id=i, text="the same") for i in range(self.num_prompts)])
+        self.policy = group_of(PolicyGroup, config, self.num_ranks, slope=-0.1)
+        reference = {"path": "", "flag": "", "offload": False}
+        critic = group_of(CriticGroup, config, self.num_ranks) if config.uses_critic else None
+        others = [f"{config.ckpt.path}/_critic"] if config.uses_critic else []
+        self.trainer = PPOTrainer(
+            config=config,
+            rollout=self,
+            policy=self.policy,
+            reference=group_of(FrozenGroup, config, 1, **reference) if config.uses_reference else None,
+            critic=critic,
+            prompts=PromptSampler(prompts, seed=3, num_episodes=config.train.num_episodes),
+            eval_prompts=[Prompt(prompt_id=0, text="held out")] if config.eval.dataset else [],
+            checkpoints=CheckpointFolder(f"{config.ckpt.path}/_actor", config.ckpt, others),
+            kl=KLController(coef=config.algo.kl.init_coef, target=config.algo.kl.target, horizon=100),
+            total_steps=num_rl_steps(config, self.num_prompts),
+        )
+        self.trainer.observer = Silent()
+
+    def result(self) -> None:
+        """Nothing is under way."""
+
+    def load_weights(self, policy: PolicyGroup, version: int) -> "Run":
+        self.version = version
+        return self
+
+    def generate(self, prompts: Sequence[Prompt]) -> SimpleNamespace:
+        self.asked += [(p.episode, p.prompt_id) for p in prompts]
+        made = [self.sampled(p, i) for p in prompts for i in range(NUM_SAMPLES)]
+        return SimpleNamespace(result=lambda: made)
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> SimpleNamespace:
+        score = self.evaluation(self.version)
+        made = [replace(self.sampled(p, i), reward=score, score=score) for p in prompts for i in range(2)]
+        return SimpleNamespace(result=lambda: made)
+
+    def sampled(self, prompt: Prompt, i: int) -> Trajectory:
+        reward = self.opinion(prompt.episode, prompt.prompt_id)[i]
+        count = 1 + (prompt.prompt_id + 2 * i) % 4
+        return Trajectory(
+            prompt=prompt,
+            sample_index=i,
+            token_ids=[self.number_of(prompt.episode, prompt.prompt_id, i), *range(1, count + 1)],
+            action_mask=[False] + [True] * count,
+            rollout_log_probs=[0.0] * count,
+            weight_versions=[self.version] * count,
+            reward=reward,
+            score=reward,
+            outcome=Outcome.REWARD_ERROR if reward is None else Outcome.OK,
+            error="no opinion" if reward is None else "",
+        )
+
+    def number_of(self, episode: int, prompt_id: int, i: int) -> int:
+        return (episode * self.num_prompts + prompt_id) * NUM_SAMPLES + i
+
+    def learned(self, models: Group) -> list[list[list[int]]]:
+        """[optimizer step][rank] -> numbers of samples."""
+        ranks = [[learned_in(step) for step in engine.steps] for engine in engines_of(models)]
+        return [list(step) for step in zip(*ranks, strict=True)]
+
+
+def in_order(steps: Sequence[Sequence[Sequence[int]]]) -> list[int]:
+    return sorted(number for step in steps for rank in step for number in rank)
+
+
+def config_of(
+    path: Path | str = "unused",
+    *,
+    batch: int = 2,
+    at_a_time: int | None = None,
+    train_batch: int = 4,
+    filters: bool = False,
+    estimator: str = "rloo",
+    kl: KLConfig | None = None,
+    freezing_steps: int = -1,
+    save_steps: int = -1,
+    evaluated: bool = False,
+    **train,
+) -> PPOConfig:
+    return PPOConfig(
+        rollout=RolloutConfig(
+            batch_size=batch, vllm_generate_batch_size=at_a_time, n_samples_per_prompt=NUM_SAMPLES
+        ),
+        train=TrainConfig(batch_size=train_batch, **train),
+        algo=AlgoConfig(
+            advantage=AdvantageConfig(estimator=estimator),
+            kl=kl or KLConfig(init_coef=0.0),
+            dynamic_filtering_enable=filters,
+            dynamic_filtering_max_batches=1000,
+        ),
+        critic=CriticConfig(freezing_steps=freezing_steps),
+        reward=RewardConfig(max_failed_ratio=1.0),
+        eval=EvalConfig(dataset="held_out" if evaluated else None, steps=1 if evaluated else -1),
+        ckpt=PPOCkptConfig(path=str(path), save_steps=save_steps, max_num=100),
+    )
+
+
+# ---- numbers that overflow
+
+
+@pytest.mark.parametrize("correction", [None, *CORRECTIONS])
+@pytest.mark.parametrize("loss_type", POLICY_LOSSES)
+def test_policies_a_thousand_nats_apart_have_a_finite_loss_and_gradient(loss_type, correction):
+    """The first sequence moved away from the old policy, the second one from the sampler, and the third one
+    from both: each up and down."""
+    far = torch.tensor([1000.0, -1000.0])
+    zeros = torch.zeros(2)
+    log_probs = torch.cat([far, zeros, far]).requires_grad_()
+    samples = [sample_of(3) for _ in range(3)]
+    batch = replace(
+        ExperienceRow.of([experience_of(s) for s in samples]),
+        old_log_probs=torch.zeros(6),
+        rollout_log_probs=torch.cat([zeros, far, far]),
+        advantages=torch.tensor([-1.0, 1.0] * 3),
+        ref_log_probs=torch.zeros(6),
+    )
+    objective = ActorObjective(loss_type=loss_type, correction=correction, kl_coef=0.1, kl_estimator="k3")
+    loss, metrics = objective(
+        lambda row, temperature, with_entropy: SimpleNamespace(log_probs=log_probs, entropy=None),
+        batch,
+        LossNorm(6, 3),
+    )
+    loss.backward()
+    assert log_probs.grad is not None and log_probs.grad.isfinite().all()
+    assert all(value.isfinite() for value in (loss, *metrics.values()))
+    if correction:
+        assert metrics["policy/is_weight_mean"] <= objective.correction_high
+
+
+# ---- samples that are lost or used twice
+
+REWARDS = {"compared": (0.0, 1.0), "solved": (1.0, 1.0), "alone": (0.5, None)}
+"""Of the samples of a prompt; filtering does not keep those that are solved."""
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_every_accepted_sample_is_learned_from_once_in_each_epoch(data):
+    """Through filtering, batches that are sampled ahead, failures, a critic that warms up, a last rollout of
+    fewer samples than ranks, and any number of ranks."""
+    filters, num_prompts = data.draw(st.booleans(), "filters"), data.draw(st.integers(1, 9), "prompts")
+    kinds = data.draw(
+        st.lists(st.sampled_from(sorted(REWARDS)), min_size=num_prompts, max_size=num_prompts), "kinds"
+    )
+    accepted = [kind != "solved" or not filters for kind in kinds]
+    assume(any(accepted))
+    epochs, frozen = data.draw(st.integers(1, 2), "epochs"), data.draw(st.integers(0, 2), "frozen")
+    config = config_of(
+        batch=data.draw(st.integers(1, 4), "batch"),
+        at_a_time=data.draw(st.none() | st.integers(1, 9), "at a time"),
+        train_batch=data.draw(st.integers(1, 8), "train batch"),
+        num_episodes=data.draw(st.integers(1, 2), "episodes"),
+        max_epochs=epochs,
+        filters=filters,
+        estimator="gae",
+        freezing_steps=frozen,
+        dynamic_batch_enable=data.draw(st.booleans(), "dynamic"),
+        max_tokens_per_gpu=data.draw(st.integers(1, 12), "budget"),
+    )
+    ranks = data.draw(st.integers(1, 4), "ranks")
+    run = Run(config, num_prompts, lambda episode, prompt: REWARDS[kinds[prompt]], num_ranks=ranks)
+    run.trainer.fit()
+
+    groups = [(episode, prompt) for episode, prompt in run.asked if accepted[prompt]]
+    assert sorted(run.asked) == list(itertools.product(range(config.train.num_episodes), range(num_prompts)))
+    finished = [
+        [run.number_of(e, p, i) for i, reward in enumerate(REWARDS[kinds[p]]) if reward is not None]
+        for e, p in groups
+    ]
+    critic = run.learned(run.trainer.critic)
+    assert in_order(critic) == sorted(epochs * [n for numbers in finished for n in numbers])
+    assert all(any(ranks) for ranks in critic)  # no optimizer step without a sample
+    policy = run.learned(run.policy)
+    warm_up, after = critic[: len(critic) - len(policy)], critic[len(critic) - len(policy) :]
+    assert in_order(policy) == in_order(after)
+    assert bool(warm_up) == (frozen > 0) and (len(policy) > 0) == (run.trainer.step > frozen)
+
+
+def test_groups_that_were_accepted_when_the_prompts_ran_out_are_learned_from():
+    """Three of five prompts teach something. The third one is alone in the last batch of two."""
+    teaches = {0, 2, 4}
+    run = Run(config_of(filters=True), 5, lambda episode, prompt: (0.0, float(prompt in teaches)))
+    run.trainer.fit()
+    steps = run.learned(run.policy)
+    assert [len(ranks[0]) for ranks in steps] == [4, 2]
+    assert in_order(steps) == sorted(run.number_of(0, p, i) for p in teaches for i in (0, 1))
+
+
+def test_what_the_critic_warmed_up_on_is_kept_for_nobody():
+    """The policy's workers hear nothing of the two steps in which only the critic learns, and then of the
+    third step's samples alone."""
+    run = Run(config_of(estimator="gae", freezing_steps=2), 6, lambda episode, prompt: (0.0, 1.0))
+    run.trainer.fit()
+    (handle,) = run.policy.workers
+    (experiences, _, _), *more = [args for name, args in handle.sent if name == "update"]
+    third = sorted(run.number_of(0, prompt, i) for _, prompt in run.asked[4:] for i in (0, 1))
+    assert not more
+    assert sorted(int(e.sample.token_ids[0]) for e in experiences if e.sample.num_actions) == third
+
+
+# ---- dispatch to ranks
+
+lengths_lists = st.lists(st.integers(2, 20), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths_lists, st.integers(1, 5), st.booleans(), st.integers(2, 40), st.integers(1, 3))
+def test_every_rank_has_a_row_and_no_row_is_too_long(lengths, num_ranks, dynamic, budget, most):
+    """Where models score and where they learn: also of fewer samples than ranks."""
+    config = config_of(
+        train_batch=len(lengths),
+        dynamic_batch_enable=dynamic,
+        max_tokens_per_gpu=budget,
+        micro_batch_size=most,
+    )
+    config = replace(config, rollout=replace(config.rollout, micro_batch_size=most))
+    samples = [sample_of(length, number) for number, length in enumerate(lengths)]
+    policy = group_of(PolicyGroup, config, num_ranks, slope=1.0)
+    answers = policy.forward(samples).result()
+    policy.update([experience_of(s) for s in samples], 1, 0.0).result()
+
+    for sample, answer in zip(samples, answers, strict=True):
+        assert answer.tolist() == sample.token_ids[sample.action_mask].tolist()
+    scored = [rows for engine in engines_of(policy) for rows in engine.asked]
+    learned = [[row.row for row in step] for engine in engines_of(policy) for step in engine.steps]
+    for ranks in (scored, learned):
+        assert len(ranks) == num_ranks and all(ranks)
+        assert sorted(n for rows in ranks for n in numbers_in(rows)) == list(range(len(lengths)))
+        for row in (row for rows in ranks for row in rows):
+            assert len(row.lengths) == 1 or (
+                sum(row.lengths) <= budget if dynamic else len(row.lengths) <= most
+            )
+
+
+def test_nine_samples_occupy_all_of_four_ranks():
+    """Not three ranks with three samples each."""
+    policy = group_of(PolicyGroup, config_of(), 4)
+    policy.forward([sample_of(5, number) for number in range(9)]).result()
+    policy.update([experience_of(sample_of(5, number)) for number in range(9)], 1, 0.0).result()
+    engines = engines_of(policy)
+    assert sorted(len(numbers_in(engine.asked[0])) for engine in engines) == [2, 2, 2, 3]
+    assert sorted(len(learned_in(engine.steps[0])) for engine in engines) == [2, 2, 2, 3]
+
+
+def test_one_more_token_than_two_rows_hold_needs_a_third():
+    """21 tokens of budget 10: rounded down it would be two rows, and one of them too long."""
+    assert len(row_groups([7, 7, 7], max_tokens=10, max_sequences=1)) == 3
+    rows = row_groups([5, 5, 5, 5, 1], max_tokens=10, max_sequences=1)
+    assert sorted(sum([5, 5, 5, 5, 1][i] for i in row) for row in rows) == [1, 10, 10]
+
+
+def test_a_sample_travels_to_one_rank_only():
+    """Once to be scored and once to be learned from; beside its share a rank gets one stand-in."""
+    policy = group_of(PolicyGroup, config_of(train_batch=4), 3)
+    samples = [sample_of(3 + number % 5, number) for number in range(12)]
+    policy.forward(samples).result()
+    policy.update([experience_of(sample) for sample in samples], 3, 0.0).result()
+    scored = [args[0] for handle in policy.workers for name, args in handle.sent if name == "forward"]
+    sent = [args[0] for handle in policy.workers for name, args in handle.sent if name == "update"]
+    assert len(scored) == len(sent) == 3
+    once = Counter(range(12))
+    assert Counter(int(s.token_ids[0]) for share in scored for s in share) == once
+    learned = [[e.sample for e in share if e.sample.num_actions] for share in sent]
+    assert Counter(int(s.token_ids[0]) for share in learned for s in share) == once
+    assert [len(share) for share in sent] == [len(share) + 1 for share in learned]
+
+
+@pytest.mark.xfail(strict=True, reason="cluster/worker.py answers with views of rows")
+def test_a_score_carries_nothing_but_itself():
+    """A view would send the memory of the whole row with every sample of it."""
+    config = config_of(dynamic_batch_enable=True, max_tokens_per_gpu=100)
+    samples = [sample_of(length, number) for number, length in enumerate([5, 10, 20])]
+    scores = group_of(PolicyGroup, config, 1).forward(samples).result()
+    assert [s.untyped_storage().nbytes() for s in scores] == [4 * n for n in (4, 9, 19)]
+
+
+# ---- rewards
+
+
+def test_every_server_is_asked_and_none_is_asked_for_nothing():
+    """Five samples for three servers; the reward of each is of the server that was asked for it."""
+    urls = [f"http://server{i}/get_reward" for i in range(3)]
+    posted: list[tuple[str, int]] = []
+
+    class Servers(RemoteReward):
+        async def _post(self, url: str, body: bytes, count: int) -> list[Any]:
+            posted.append((url, count))
+            return [SimpleNamespace(reward=url)] * count
+
+    async def ask() -> list:
+        reward = Servers(urls, timeout=5.0, batch_size=1)
+        return await asyncio.gather(*(reward(f"text {i}", "text", "") for i in range(5)))
+
+    answers = asyncio.run(ask())
+    assert Counter(count for _, count in posted) == {1: 5}
+    assert Counter(url for url, _ in posted) == Counter([*urls, *urls[:2]])
+    assert Counter(answer.reward for answer in answers) == Counter(url for url, _ in posted)
+
+
+def test_prompts_with_the_same_text_are_told_apart():
+    """One is always solved and one never: as one prompt of four samples, two of them would have a solved one
+    with 5/6, and every sample would differ from its group's mean."""
+    prompts = [Prompt(prompt_id=i, text="the same") for i in range(2)]
+    trajectories = [trajectory_of(p, i, float(p.prompt_id)) for p in prompts for i in range(2)]
+    metrics = evaluation_metrics(trajectories)
+    assert (metrics["eval/default_pass1"], metrics["eval/default_pass2"]) == (0.5, 0.5)
+    credit, _ = credit_of(trajectories, AlgoConfig(advantage=AdvantageConfig(estimator="dr_grpo")))
+    assert [c.advantages.tolist() for c in credit] == [[0.0]] * 4
+
+
+def test_rates_of_filtering_count_prompts_and_not_samples():
+    """Of five prompts the first is kept; of the second one a sample failed; all the others are solved."""
+    scores = {0: (0.0, 1.0), 1: (0.5, None)}
+    run = Run(
+        config_of(batch=2, filters=True, at_a_time=5),
+        5,
+        lambda episode, prompt: scores.get(prompt, (1.0, 1.0)),
+    )
+    collected = run.trainer.collector.next_batch(1)
+    shares = {name: collected.metrics[f"rollout/{name}_ratio"] for name in ("kept", "filtered_high")}
+    assert shares == {"kept": 2 / 5, "filtered_high": 3 / 5}
+    assert collected.metrics["rollout/num_prompts"] == 5
+
+
+# ---- credit
+
+
+def trajectory_of(prompt: Prompt, i: int, reward: float, num_actions: int = 1) -> Trajectory:
+    return Trajectory(
+        prompt=prompt,
+        sample_index=i,
+        token_ids=[0] * (2 + num_actions),
+        action_mask=[False] * 2 + [True] * num_actions,
+        rollout_log_probs=[-1.0] * num_actions,
+        weight_versions=[0] * num_actions,
+        reward=reward,
+        score=reward,
+    )
+
+
+def credit_of(
+    trajectories: Sequence[Trajectory],
+    algo: AlgoConfig,
+    *,
+    log_ratio: float = 0.0,
+    kl_coef: float = 0.0,
+    reward: RewardConfig | None = None,
+) -> tuple[list[Credit], Metrics]:
+    """Where the policy's log-prob of every action is -1, and the reference's `log_ratio` less."""
+    counts = [t.num_actions for t in trajectories]
+    scores = [
+        Scores(
+            log_probs=torch.full((n,), -1.0),
+            ref_log_probs=torch.full((n,), -1.0 - log_ratio),
+            values=torch.full((n,), 0.5),
+        )
+        for n in counts
+    ]
+    result = assign_credit(
+        [Sample.of(t) for t in trajectories],
+        scores,
+        trajectories,
+        algo=algo,
+        reward=reward or RewardConfig(),
+        kl_coef=kl_coef,
+        max_new_tokens=8,
+    )
+    return result.credit, result.metrics
+
+
+CENTERING = [name for name, e in ESTIMATORS.items() if e.needs_group]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    estimator=st.sampled_from(CENTERING),
+    groups=st.lists(
+        st.lists(st.tuples(st.floats(-5, 5, width=32), st.integers(1, 6)), min_size=1, max_size=4),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_what_the_samples_of_a_prompt_earn_adds_up_to_nothing(estimator, groups):
+    """However long they are: an advantage that is positive on average would only make samples likelier."""
+    trajectories = [
+        trajectory_of(Prompt(prompt_id=p, text=""), i, reward, length)
+        for p, members in enumerate(groups)
+        for i, (reward, length) in enumerate(members)
+    ]
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator=estimator))
+    credit, metrics = credit_of(trajectories, algo, reward=RewardConfig(clip_range=(-100, 100)))
+    if ESTIMATORS[estimator].whiten:
+        assert metrics["advantage/mean"] == pytest.approx(0, abs=1e-5)
+    for p in range(len(groups)):
+        earned = [
+            c.returns[0].item() for c, t in zip(credit, trajectories, strict=True) if t.prompt.prompt_id == p
+        ]
+        assert sum(earned) == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("estimator", WHITENING := choices.WHITENING_ESTIMATORS)
+def test_whitened_advantages_have_the_mean_zero_over_actions(estimator):
+    trajectories = [
+        trajectory_of(Prompt(prompt_id=i // 2, text=""), i % 2, reward, n)
+        for i, (reward, n) in enumerate([(3.0, 1), (5.0, 4), (2.0, 2), (9.0, 3)])
+    ]
+    _, metrics = credit_of(trajectories, AlgoConfig(advantage=AdvantageConfig(estimator=estimator)))
+    assert metrics["advantage/mean"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("use_loss", [False, True])
+def test_the_kl_counts_once(use_loss):
+    """Two actions, a coefficient of 0.1, and a policy 2 nats above its reference: the KL costs each action
+    0.2 of reward, or adds 0.1 * 2^2 / 2 to the loss, and never both."""
+    kl = KLConfig(init_coef=0.1, use_loss=use_loss, estimator="k2" if use_loss else "k1")
+    config = config_of(kl=kl, estimator="dr_grpo")
+    trajectories = [trajectory_of(Prompt(prompt_id=0, text=""), i, 1.0, 2) for i in range(2)]
+    (credit, _), _ = credit_of(trajectories, config.algo, log_ratio=2.0, kl_coef=0.1)
+    cost = 0.0 if use_loss else 0.2
+    assert credit.advantages.tolist() == pytest.approx([-2 * cost, -cost])
+
+    experience = Experience(
+        sample=Sample.of(trajectories[0]),
+        scores=Scores(log_probs=torch.full((2,), -1.0), ref_log_probs=torch.full((2,), -3.0)),
+        credit=Credit(advantages=torch.zeros(2), returns=torch.zeros(2)),
+    )
+    loss, _ = ActorObjective.from_config(config, 0.1)(
+        lambda row, temperature, with_entropy: SimpleNamespace(
+            log_probs=torch.full((2,), -1.0), entropy=None
+        ),
+        ExperienceRow.of([experience]),
+        LossNorm(2, 1),
+    )
+    assert loss.item() == pytest.approx(0.1 * 2.0 if use_loss else 0.0)
+
+
+def test_a_coefficient_of_zero_loads_no_reference_and_trains_without_one():
+    """GRPO without KL: nothing is placed, asked or missing, and the loss is the policy's alone."""
+    kl = KLConfig(init_coef=0.0, use_loss=True, estimator="k3")
+    assert place(config_of(kl=kl), on_gpu=False).reference is None
+    assert place(config_of(kl=replace(kl, init_coef=0.01)), on_gpu=False).reference is not None
+    run = Run(config_of(kl=kl, estimator="group_norm"), 2, lambda episode, prompt: (0.0, 1.0))
+    run.trainer.fit()
+    (row, *_) = engines_of(run.policy)[0].steps[0]
+    assert run.trainer.reference is None and row.ref_log_probs is None
+    objective = run.policy.workers[0].worker.objective(0.0)
+    log_probs = present_log_probs(row)
+    loss, metrics = objective(
+        lambda row, temperature, with_entropy: SimpleNamespace(log_probs=log_probs, entropy=None),
+        row,
+        LossNorm(row.num_tokens, row.num_sequences),
+    )
+    assert "policy/kl_loss" not in metrics
+    assert loss.item() == pytest.approx(-row.advantages.mean().item())
+
+
+def present_log_probs(row: ExperienceRow) -> Tensor:
+    assert row.old_log_probs is not None
+    return row.old_log_probs
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_rollout_without_a_single_action_makes_no_nan(estimator):
+    """Every mean is over nothing, from credit to both losses and their metrics."""
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator=estimator), kl=KLConfig(use_loss=True))
+    trajectories = [trajectory_of(Prompt(prompt_id=0, text=""), i, float(i), 0) for i in range(2)]
+    credit, metrics = credit_of(trajectories, algo, kl_coef=0.1)
+    nothing = torch.zeros(0)
+    experiences = [
+        Experience(
+            sample=Sample.of(t),
+            scores=Scores(log_probs=nothing, ref_log_probs=nothing, values=nothing),
+            credit=c,
+        )
+        for t, c in zip(trajectories, credit, strict=True)
+    ]
+    row, values = ExperienceRow.of(experiences), nothing.clone().requires_grad_()
+    norm = LossNorm(row.num_tokens, row.num_sequences)
+    assert norm == LossNorm(0, 0)
+    objective = ActorObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.1, correction="seq-mask-tis")
+    answers = SimpleNamespace(log_probs=values, entropy=values)
+    for loss, found in (
+        objective(lambda row, temperature, with_entropy: answers, row, norm),
+        CriticObjective(value_clip=0.5)(lambda row: values, row, norm),
+    ):
+        loss.backward()
+        assert loss.item() == 0 and set(map(float, found.values())) == {0.0}
+    assert all(math.isfinite(value) for value in metrics.values()), metrics
+
+
+# ---- checkpoints
+
+
+def folders_in(path: Path) -> dict[str, list[str]]:
+    return {role: sorted(p.name for p in (path / role).glob("*_step*")) for role in ("_actor", "_critic")}
+
+
+def test_the_old_best_is_there_until_the_new_one_is_complete(tmp_path):
+    """The critic's part is written and the policy's is not: the best of both models is still the old one."""
+    config = config_of(tmp_path, estimator="gae", evaluated=True, save_steps=100)
+    run = Run(config, 8, lambda episode, prompt: (0.0, 1.0), evaluation=lambda version: version / 10)
+    engines_of(run.policy)[0].dies_at = "best_global_step2"
+    with pytest.raises(OSError, match="disk is full"):
+        run.trainer.fit()
+    for role in ("_actor", "_critic"):
+        assert (tmp_path / role / "best_global_step1" / "state").exists()
+    assert (tmp_path / "_critic" / "best_global_step2" / "state").exists()
+
+    run = Run(config, 8, lambda episode, prompt: (0.0, 1.0), evaluation=lambda version: version / 10)
+    run.trainer.fit()
+    assert folders_in(tmp_path) == {role: ["best_global_step4"] for role in ("_actor", "_critic")}
+    assert run.trainer.checkpoints.latest() is None  # the best is not what a run resumes from
+
+
+def test_latest_names_a_checkpoint_of_its_own_and_never_the_best(tmp_path):
+    config = config_of(tmp_path, evaluated=True, save_steps=2)
+    run = Run(config, 6, lambda episode, prompt: (0.0, 1.0), evaluation=lambda version: version / 10)
+    run.trainer.fit()
+    assert run.trainer.step == 3
+    assert folders_in(tmp_path)["_actor"] == ["best_global_step3", "global_step2"]
+    assert run.trainer.checkpoints.latest() == "global_step2"
+
+
+def test_a_resumed_run_goes_on_as_one_that_was_not_stopped(tmp_path):
+    """The prompts, groups that wait, the order of every optimizer step on every rank, the coefficient of the
+    KL as its controller has it, and the best evaluation so far."""
+    scores = [0.1, 0.2, 0.9, 0.3, 0.5, 0.7, 0.8, 0.6]
+    rewards = {0: (1.0, 1.0)}
+
+    def run_in(path: Path) -> Run:
+        config = config_of(
+            path,
+            filters=True,
+            at_a_time=5,
+            train_batch=2,
+            num_episodes=2,
+            kl=KLConfig(init_coef=0.1, target=0.001),
+            evaluated=True,
+            save_steps=1,
+        )
+        return Run(
+            config,
+            8,
+            lambda episode, prompt: rewards.get(prompt, (0.0, 1.0)),
+            evaluation=lambda version: scores[version],
+            num_ranks=2,
+        )
+
+    whole = run_in(tmp_path / "whole")
+    whole.trainer.fit()
+    first = run_in(tmp_path / "halves")
+    first.trainer.total_steps = 3
+    first.trainer.fit()
+    second = run_in(tmp_path / "halves")
+    second.trainer.resume(second.trainer.checkpoints.latest())
+    assert second.trainer.step == 3
+    assert second.trainer.collector.state_dict()["buffer"]  # some groups wait
+    second.trainer.fit()
+
+    def told(run: Run) -> list[float]:
+        return [args[2] for name, args in run.policy.workers[0].sent if name == "update"]
+
+    assert whole.trainer.step == second.trainer.step == 7
+    assert first.asked + second.asked == whole.asked
+    assert first.learned(first.policy) + second.learned(second.policy) == whole.learned(whole.policy)
+    assert told(first) + told(second) == told(whole) and len(set(told(whole))) == 7
+    assert second.trainer.best_metric == whole.trainer.best_metric == 0.9
+    best = [p.name for p in (tmp_path / "halves" / "_actor").glob("best*")]
+    assert best == ["best_global_step2"]
+
+
+def test_the_moving_average_is_in_the_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("openrlhf.engine.deepspeed_engine.dist.barrier", lambda: None)
+    calls: list[str] = []
+    engine = engine_without_deepspeed(found=True)
+    engine.average = SimpleNamespace(
+        save=lambda folder: calls.append(f"save {folder}"), load=lambda folder: calls.append(f"load {folder}")
+    )
+    engine.save_checkpoint("folder", "global_step1", {"step": 1})
+    assert engine.load_checkpoint("folder", "global_step1") == {"step": 1}
+    assert calls == ["save folder/global_step1", "load folder/global_step1"]
+
+
+def engine_without_deepspeed(found: bool) -> Any:
+    """A DeepSpeedEngine around an engine that keeps what it saves, or finds nothing."""
+    engine, kept = DeepSpeedEngine.__new__(DeepSpeedEngine), {}
+
+    def save(folder: str, **options) -> None:
+        kept.update(options["client_state"])
+
+    engine.engine = SimpleNamespace(
+        save_checkpoint=save,
+        load_checkpoint=lambda folder, **options: (folder, kept) if found else (None, None),
+    )
+    engine.average = None
+    return engine
+
+
+def test_a_checkpoint_that_is_not_found_is_an_error_and_no_empty_state():
+    with pytest.raises(ValueError, match=r"--ckpt\.path folder: checkpoint global_step1 could not be loaded"):
+        engine_without_deepspeed(found=False).load_checkpoint("folder", "global_step1")
+
+
+def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_path):
+    config = config_of(tmp_path / "ckpt", kl=KLConfig(init_coef=0.25), save_steps=1)
+    config = replace(
+        config,
+        ckpt=replace(config.ckpt, load_enable=True),
+        logger=replace(logger_for("ppo", "test"), run_dir=str(tmp_path / "run")),
+    )
+    run = Run(config, 4, lambda episode, prompt: (0.0, 1.0))
+    prompts = PromptDataset([Prompt(prompt_id=i, text="") for i in range(4)])
+
+    def build() -> PPOTrainer:
+        models = Models(policy=run.policy, reference=run.trainer.reference)
+        return build_trainer(config, [], run, models, prompts, [], SimpleNamespace(decode=str))
+
+    trainer = build()
+    assert (trainer.step, trainer.kl.coef, trainer.best_metric) == (0, 0.25, None)
+    trainer.fit()
+    trainer.observer.close()
+    again = build()
+    assert again.step == trainer.step == 2
+    again.observer.close()
+
+
+# ---- whose setting is it?
+
+
+@pytest.mark.parametrize("name", get_args(choices.ParamDtype))
+def test_the_sampler_has_the_precision_of_the_trainer(monkeypatch, name):
+    """Otherwise weights could not be loaded bit by bit: fp16 is no exception."""
+
+    class Started(Exception):
+        pass
+
+    class Arguments:
+        def __init__(self, dtype: str, **options) -> None:
+            raise Started(dtype)
+
+    names = {
+        "vllm": {},
+        "vllm.config": {"WeightTransferConfig": lambda **options: None},
+        "vllm.config.model": {"ModelDType": str},
+        "vllm.engine": {},
+        "vllm.engine.arg_utils": {"AsyncEngineArgs": Arguments},
+        "vllm.v1": {},
+        "vllm.v1.engine": {},
+        "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=None)},
+    }
+    for module_name, attributes in names.items():
+        module = ModuleType(module_name)
+        module.__dict__.update(attributes)
+        monkeypatch.setitem(sys.modules, module_name, module)
+    config = replace(PPOConfig(), ds=ScorerDeepSpeedConfig(param_dtype=name))
+    with pytest.raises(Started) as started:
+        asyncio.run(VLLMEngine(engine_options(config, on_gpu=False)).start())
+    assert getattr(torch, str(started.value)) is DTYPES[name]
+
+
+def test_the_chat_template_of_the_flag_is_that_of_prompts_and_of_the_exported_tokenizer(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1 + 1"}\n')
+    template = "{% for message in messages %}Q: {{ message['content'] }} A:{% endfor %}"
+    config = PPOConfig(
+        actor=ActorConfig(model_name_or_path=str(tmp_path / "model")),
+        data=PromptDataConfig(
+            prompt_dataset=str(tmp_path / "prompts.jsonl"),
+            apply_chat_template=True,
+            tokenizer_chat_template=template,
+        ),
+        algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo")),
+    )
+    prompts, _, tokenizer = build_prompt_datasets(config)
+    assert prompts[0].text == "Q: 1 + 1 A:"
+    assert tokenizer.chat_template == policy_tokenizer(config).chat_template == template
+
+
+@pytest.mark.parametrize(("own", "expected"), [(0.5, 0.5), (0.0, 0.0), (None, 0.25)])
+def test_the_critic_balances_its_experts_by_its_own_coefficient(own, expected):
+    """The actor's where it has none; 0 is one."""
+    config = replace(
+        PPOConfig(), actor=ActorConfig(aux_loss_coef=0.25), critic=CriticConfig(aux_loss_coef=own)
+    )
+    objective = CriticWorker(config, 0, 1).objective(0.0)
+    assert (objective.coef if isinstance(objective, BalancedObjective) else 0.0) == expected
+    of_policy = PolicyWorker(config, 0, 1).objective(0.0)
+    assert isinstance(of_policy, BalancedObjective) and of_policy.coef == 0.25
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "expected"),
+    [(False, True, True), (True, False, False), (True, None, True), (False, None, False)],
+)
+def test_the_critic_recomputes_activations_by_its_own_flag(monkeypatch, actor, critic, expected):
+    config = replace(
+        PPOConfig(),
+        actor=ActorConfig(gradient_checkpointing_enable=actor),
+        critic=CriticConfig(gradient_checkpointing_enable=critic),
+    )
+    made = [
+        options_of_engine(worker_class, config, monkeypatch) for worker_class in (PolicyWorker, CriticWorker)
+    ]
+    assert [options["gradient_checkpointing"] for options in made] == [actor, expected]
+    assert made[0]["optim"] is config.actor and made[1]["optim"] is config.critic
+
+
+def options_of_engine(
+    worker_class: type, config: PPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """What a worker builds its engine with."""
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(worker_class, "join", lambda self, address, port: None)
+    monkeypatch.setattr(worker, "DeepSpeedEngine", lambda build, **options: made.update(options))
+    worker_class(config, 0, 1).start("", 0, 10)
+    return made
+
+
+COMMAND = "--actor.model_name_or_path m --data.prompt_dataset d --reward.remote_url http://localhost:1/reward"
+REENTRANT = "--actor.gradient_checkpointing_reentrant"
+
+
+def test_the_variant_of_checkpointing_may_be_set_for_the_critic_alone():
+    config = parse(PPO, f"{COMMAND} --critic.gradient_checkpointing_enable {REENTRANT}".split()).config
+    assert config.actor.gradient_checkpointing_reentrant
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_checkpointing_that_hides_the_routers_from_the_balance_loss_is_refused(role, capsys):
+    words = f"--{role}.gradient_checkpointing_enable --{role}.aux_loss_coef 0.1"
+    with pytest.raises(SystemExit):
+        parse(PPO, f"{COMMAND} {words} {REENTRANT}".split())
+    assert f"hides the routers from the balance loss ({role}.aux_loss_coef)" in capsys.readouterr().err
