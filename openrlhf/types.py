@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,9 +102,10 @@ class Sample:
     @classmethod
     def of(cls, trajectory: Trajectory) -> Self:
         return cls(
-            token_ids=torch.tensor(trajectory.token_ids),
-            action_mask=torch.tensor(trajectory.action_mask),
-            rollout_log_probs=torch.tensor(trajectory.rollout_log_probs),
+            # By way of numpy, which reads lists several times faster.
+            token_ids=torch.from_numpy(np.array(trajectory.token_ids, np.int64)),
+            action_mask=torch.from_numpy(np.array(trajectory.action_mask, np.bool_)),
+            rollout_log_probs=torch.from_numpy(np.array(trajectory.rollout_log_probs, np.float32)),
         )
 
     def without_actions(self) -> Self:

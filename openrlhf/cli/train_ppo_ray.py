@@ -3,22 +3,11 @@ submit`."""
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from openrlhf.cli.publish import publish
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
-from openrlhf.config.ppo import PPOConfig
-
-if TYPE_CHECKING:
-    from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
-    from openrlhf.cluster.rollout import RolloutGroup
-
-ACTOR_FLAG = "--actor.model_name_or_path"
-CRITIC_FLAG = "--critic.model_name_or_path"
-REWARD_FLAG = "--reward.model_name_or_path"
-TEACHER_FLAG = "--teacher.model_name_or_path"
+from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -36,93 +25,46 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     import ray
 
     from openrlhf.cluster.launch import cluster_has_gpus, resource_problems, start_ray
+    from openrlhf.cluster.roles import start_roles
 
     start_ray()
     if problems := resource_problems(config, ray.cluster_resources()):
         raise ValueError("\n".join(problems))
     prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
-    rollout, models = start_models(config, cluster_has_gpus(), num_rl_steps(config, len(prompts)))
-    trainer = build_trainer(config, argv, rollout, models, prompts, eval_prompts, tokenizer)
-    rollout.on_finished = lambda group: trainer.observer.advance(len(group))
+    roles = start_roles(config, cluster_has_gpus(), num_rl_steps(config, len(prompts)))
+    trainer = build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer)
+    roles.rollout.on_finished = lambda group: trainer.observer.advance(len(group))
     try:
         trainer.fit()
-        models.policy.export(config.ckpt.output_dir).result()
-        if models.critic and config.critic.save_value_network:
-            models.critic.export(f"{config.ckpt.output_dir}_critic").result()
+        roles.policy.export(config.ckpt.output_dir).result()
+        if roles.critic and config.critic.save_value_network:
+            roles.critic.export(f"{config.ckpt.output_dir}_critic").result()
     finally:
         trainer.observer.close()
     publish(config, PPO, base_model=config.actor.model_name_or_path, datasets=config.data.prompt_dataset)
-    rollout.close()
+    roles.rollout.close()
     ray.shutdown()
-
-
-@dataclass(kw_only=True, slots=True)
-class Models:
-    """The groups of a run; None for a role that it does not have."""
-
-    policy: "PolicyGroup"
-    reference: "FrozenGroup | None" = None
-    teacher: "FrozenGroup | None" = None
-    critic: "CriticGroup | None" = None
-    reward: "RewardGroup | None" = None
-
-
-def start_models(config: PPOConfig, on_gpu: bool, num_steps: int) -> tuple["RolloutGroup", Models]:
-    """Every engine and model of a run of `num_steps` RL steps, loaded, with weights flowing between them."""
-    from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
-    from openrlhf.cluster.placement import place
-    from openrlhf.cluster.rollout import RolloutGroup
-
-    placement = place(config, on_gpu)
-    rollout = RolloutGroup(config, placement.engines, on_gpu)
-    models = Models(policy=PolicyGroup(config, placement.actor))
-    if placement.reference:
-        models.reference = FrozenGroup(
-            config,
-            placement.reference,
-            path=config.actor.model_name_or_path,
-            flag=ACTOR_FLAG,
-            offload=config.ref.offload,
-        )
-    if placement.teacher and (path := config.teacher.model_name_or_path):
-        models.teacher = FrozenGroup(
-            config, placement.teacher, path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
-        )
-    if placement.critic:
-        models.critic = CriticGroup(config, placement.critic)
-    if placement.reward:
-        models.reward = RewardGroup(config, placement.reward)
-        rollout.judge = models.reward.judge
-    starting = [rollout.start()]
-    if config.engines_sleep and on_gpu:
-        starting.pop().result()  # engines size their cache by the memory that is free, so they come first
-        rollout.residency.rest()
-    updates = config.updates_per_step
-    starting.append(models.policy.start((num_steps - config.frozen_actor_steps) * updates))
-    if models.critic:
-        starting.append(models.critic.start(num_steps * updates))
-    starting += [model.start() for model in (models.reference, models.teacher, models.reward) if model]
-    for model in starting:
-        model.result()
-    rollout.connect(models.policy)
-    return rollout, models
 
 
 def check(config: PPOConfig) -> None:
     """Everything that can be wrong with files, before anything is loaded or started."""
     from openrlhf.datasets.sources import check_columns
     from openrlhf.models.experts import check_experts
-    from openrlhf.models.loading import check_model, load_config
+    from openrlhf.models.loading import check_model, check_room, load_config
     from openrlhf.models.scorer import check_reward_model, score_statistics
     from openrlhf.rollout.reward_function import check_reward_file
 
-    check_model(config.actor.model_name_or_path, ACTOR_FLAG)
+    trained = {ACTOR_FLAG: config.actor.model_name_or_path}
+    if config.uses_critic:
+        trained[CRITIC_FLAG] = config.critic_path
+    for flag, path in trained.items():
+        check_room(load_config(path, flag), config.data.max_len, flags="--data.max_len", path=path)
     if config.actor.aux_loss_coef:
         check_experts(config.actor.model_name_or_path, ACTOR_FLAG, "--actor.aux_loss_coef")
     if config.teacher.model_name_or_path:
         check_model(config.teacher.model_name_or_path, TEACHER_FLAG)
-    if config.uses_critic:
-        check_model(config.critic_path, CRITIC_FLAG)
+    if config.uses_critic and config.critic_aux_loss_coef:
+        check_experts(config.critic_path, CRITIC_FLAG, "--critic.aux_loss_coef")
     for path in config.reward.models:
         check_reward_model(path, REWARD_FLAG, config.ds.value_head_prefix)
         if config.reward.normalize_enable:
@@ -144,15 +86,11 @@ def build_prompt_datasets(config: PPOConfig):
     from openrlhf.config.checks import split_spec
     from openrlhf.datasets.prompts import build_prompts, source_names
     from openrlhf.datasets.sources import load_rows
-    from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
+    from openrlhf.models.loading import policy_tokenizer
 
     data, evaluation = config.data, config.eval
-    tokenizer = load_tokenizer(
-        config.actor.model_name_or_path,
-        flag=ACTOR_FLAG,
-        use_fast=not data.disable_fast_tokenizer,
-        chat_template=data.tokenizer_chat_template,
-    )
+    tokenizer = policy_tokenizer(config)
+    check_vocabularies(config, tokenizer)
 
     def build(
         spec: str,
@@ -186,11 +124,6 @@ def build_prompt_datasets(config: PPOConfig):
             first_id=first_id,
         )
 
-    if path := config.teacher.model_name_or_path:
-        check_same_vocabulary(tokenizer, load_tokenizer(path, flag=TEACHER_FLAG), TEACHER_FLAG, path)
-    if config.uses_critic:
-        own = load_tokenizer(config.critic_path, flag=CRITIC_FLAG)
-        check_same_vocabulary(tokenizer, own, CRITIC_FLAG, config.critic_path)
     prompts = build(
         data.prompt_dataset,
         "--data.prompt_dataset",
@@ -214,13 +147,45 @@ def build_prompt_datasets(config: PPOConfig):
     return prompts, eval_prompts, tokenizer
 
 
+def check_vocabularies(config: PPOConfig, tokenizer) -> None:
+    """Raise ValueError where a model cannot read what the policy writes, or not as long a text."""
+    from openrlhf.models.loading import (
+        check_room,
+        check_same_vocabulary,
+        load_config,
+        load_tokenizer,
+        reads_the_tokens_of,
+    )
+
+    if path := config.teacher.model_name_or_path:
+        check_same_vocabulary(tokenizer, load_tokenizer(path, flag=TEACHER_FLAG), TEACHER_FLAG, path)
+    if config.uses_critic:
+        path = config.critic_path
+        if not reads_the_tokens_of(load_tokenizer(path, flag=CRITIC_FLAG), tokenizer):
+            raise ValueError(
+                f"{CRITIC_FLAG}: the critic would start from {path}, to which the policy's tokens mean "
+                f"something else.\nName one of the policy's family, as {config.actor.model_name_or_path}."
+            )
+    for path in config.reward.models:
+        own = load_tokenizer(path, flag=REWARD_FLAG)
+        if reads_the_tokens_of(own, tokenizer):  # another one reads another number of tokens
+            model = load_config(path, REWARD_FLAG)
+            check_room(model, config.data.max_len, flags="--data.max_len", path=path)
+
+
 def num_rl_steps(config: PPOConfig, num_prompts: int) -> int:
     """An episode's last step takes the prompts that are left."""
     steps = -(-num_prompts // config.rollout.batch_size) * config.train.num_episodes
-    return min(steps, config.train.max_steps or steps)
+    steps = min(steps, config.train.max_steps or steps)
+    if steps <= config.frozen_actor_steps:
+        raise ValueError(
+            f"--critic.freezing_steps {config.critic.freezing_steps}: the run has {steps} steps, so the "
+            "policy would never learn. Use less."
+        )
+    return steps
 
 
-def build_trainer(config, argv, rollout, models, prompts, eval_prompts, tokenizer):
+def build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer):
     """The controller with everything it speaks to, at the step it resumes from."""
     from openrlhf.algos.kl import KLController
     from openrlhf.config.parse import to_yaml
@@ -242,11 +207,11 @@ def build_trainer(config, argv, rollout, models, prompts, eval_prompts, tokenize
     kl = config.algo.kl
     trainer = PPOTrainer(
         config=config,
-        rollout=rollout,
-        policy=models.policy,
-        reference=models.reference,
-        teacher=models.teacher,
-        critic=models.critic,
+        rollout=roles.rollout,
+        policy=roles.policy,
+        reference=roles.reference,
+        teacher=roles.teacher,
+        critic=roles.critic,
         prompts=PromptSampler(prompts, seed=config.train.seed, num_episodes=config.train.num_episodes),
         eval_prompts=eval_prompts,
         checkpoints=checkpoints,

@@ -14,17 +14,17 @@ from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.worker import (
     CriticWorker,
     FrozenWorker,
-    ModelWorker,
     PolicyWorker,
     RewardWorker,
     TrainedWorker,
+    Worker,
 )
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.rollout.reward_model import add_model_rewards, short_names
 from openrlhf.trainer.schedule import mean_metrics, training_schedule
 from openrlhf.types import Experience, Metrics, Sample, Trajectory
 
-WorkerT = TypeVar("WorkerT", bound=ModelWorker)
+WorkerT = TypeVar("WorkerT", bound=Worker)
 TrainedT = TypeVar("TrainedT", bound=TrainedWorker)
 
 
@@ -112,7 +112,10 @@ class TrainedGroup(Group[TrainedT]):
     def start(self, total_steps: int) -> Gathered[None]:
         """`total_steps`: optimizer steps of the whole run."""
         address, port = self.meeting_point()
-        return self.on_all(lambda worker: worker.start.remote(address, port, total_steps))
+        refs = self.bundles.turns.take(
+            lambda: [worker.start.remote(address, port, total_steps) for worker in self.workers]
+        )
+        return Gathered(refs, first)
 
     def update(
         self, experiences: Sequence[Experience], num_batches: int, kl_coef: float
@@ -173,15 +176,3 @@ class PolicyGroup(TrainedGroup[PolicyWorker]):
 class CriticGroup(TrainedGroup[CriticWorker]):
     def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
         super().__init__(CriticWorker, config, bundles)
-
-    def update(
-        self, experiences: Sequence[Experience], num_batches: int, kl_coef: float
-    ) -> Gathered[Metrics]:
-        """As for the policy; every metric's name starts with `critic/`."""
-        pending = super().update(experiences, num_batches, kl_coef)
-
-        def named(results: list[list[Metrics]]) -> Metrics:
-            metrics = pending.combine(results)
-            return {f"critic/{name.removeprefix('critic/')}": value for name, value in metrics.items()}
-
-        return Gathered(pending.refs, named)

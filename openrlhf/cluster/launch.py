@@ -1,6 +1,5 @@
 """Joining or starting a Ray cluster, and asking it whether a run fits before anything is loaded."""
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -63,23 +62,12 @@ def resource_problems(config: PPOConfig, resources: Mapping[str, float]) -> list
 
 def _demands(config: PPOConfig) -> list[tuple[str, int]]:
     """(flags, devices) of each role that has devices of its own."""
-    train = config.train
-    sizes = {
-        "actor": (True, (config.actor.num_nodes, config.actor.num_gpus_per_node)),
-        "ref": (config.uses_reference and not config.ref_shares_actor, config.ref_size),
-        "critic": (config.uses_critic and not train.colocate_all, config.critic_size),
-        "reward": (
-            config.uses_reward_model and not (train.colocate_all or config.reward_shares_critic),
-            config.reward_size,
-        ),
-        "teacher": (config.uses_teacher and not train.colocate_all, config.teacher_size),
-    }
     demands = [
-        (f"--{role}.num_nodes x --{role}.num_gpus_per_node", math.prod(size))
-        for role, (has_own, size) in sizes.items()
-        if has_own
+        (f"--{role}.num_nodes x --{role}.num_gpus_per_node", home.num_workers)
+        for role, home in config.homes.items()
+        if home.host is None
     ]
-    if not train.colocate_all:
+    if not config.train.colocate_all:
         engine_gpus = config.num_engines * config.vllm.tensor_parallel_size
         demands.append(("--vllm.num_engines x --vllm.tensor_parallel_size", engine_gpus))
     return demands

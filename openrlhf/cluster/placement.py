@@ -1,7 +1,6 @@
 """Who sits where. With GPUs a role holds bundles of a Ray placement group; without, everybody shares the
 cores."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,41 +63,15 @@ class Bundles:
         return {"num_cpus": 0, "scheduling_strategy": strategy}, environment
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    actor: Bundles
-    reference: Bundles | None
-    """None without a reference model."""
-    teacher: Bundles | None
-    """None without a teacher."""
-    critic: Bundles | None
-    """None for the estimators that have none."""
-    reward: Bundles | None
-    """None without a reward model."""
-    engines: Bundles
-
-
-def place(config: PPOConfig, on_gpu: bool) -> Placement:
-    """Reserve what the roles need. Blocks until the cluster has granted it."""
-    actor = _reserve(config.actor.num_gpus, on_gpu)
-
-    def role(runs: bool, size: tuple[int, int], host: Bundles | None) -> Bundles | None:
-        """Those of `host`, or some of its own."""
-        return (host or _reserve(math.prod(size), on_gpu)) if runs else None
-
-    everyone = actor if config.train.colocate_all else None
-    critic = role(config.uses_critic, config.critic_size, everyone)
-    engine_gpus = config.num_engines * config.vllm.tensor_parallel_size
-    return Placement(
-        actor=actor,
-        reference=role(config.uses_reference, config.ref_size, actor if config.ref_shares_actor else None),
-        teacher=role(config.uses_teacher, config.teacher_size, everyone),
-        critic=critic,
-        reward=role(
-            config.uses_reward_model, config.reward_size, critic if config.reward_shares_critic else everyone
-        ),
-        engines=everyone if everyone and on_gpu else _reserve(engine_gpus, on_gpu),
-    )
+def place(config: PPOConfig, on_gpu: bool) -> tuple[dict[str, Bundles], Bundles]:
+    """Reserve what the run needs: the places of each role, and those of the engines. Blocks until the cluster
+    has granted it."""
+    bundles: dict[str, Bundles] = {}
+    for role, home in config.homes.items():
+        bundles[role] = bundles[home.host] if home.host else _reserve(home.num_workers, on_gpu)
+    if config.train.colocate_all and on_gpu:
+        return bundles, bundles["actor"]
+    return bundles, _reserve(config.num_engines * config.vllm.tensor_parallel_size, on_gpu)
 
 
 def _reserve(count: int, on_gpu: bool) -> Bundles:

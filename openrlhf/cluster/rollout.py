@@ -16,7 +16,7 @@ from openrlhf.cluster.residency import Residency
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
-from openrlhf.models.loading import load_tokenizer, stop_token_ids
+from openrlhf.models.loading import policy_tokenizer, stop_token_ids
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.generator import generate
 from openrlhf.rollout.remote_reward import RemoteReward
@@ -39,12 +39,7 @@ class EngineActor(VLLMEngine):
     async def start(self) -> None:
         await super().start()
         config, path = self.config, self.config.actor.model_name_or_path
-        tokenizer = load_tokenizer(
-            path,
-            flag="--actor.model_name_or_path",
-            use_fast=not config.data.disable_fast_tokenizer,
-            chat_template=config.data.tokenizer_chat_template,
-        )
+        tokenizer = policy_tokenizer(config)
         self.reward = self._build_reward()
         executor = SingleTurnAgentExecutor(self.reward)
         self.runner = EpisodeRunner(self, tokenizer, executor, stop_token_ids(path, tokenizer))

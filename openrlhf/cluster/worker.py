@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algos.balance import pack_to_budget
-from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
+from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, ActorConfig, CriticConfig, PPOConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
 from openrlhf.engine.distributed import (
@@ -24,18 +24,14 @@ from openrlhf.engine.distributed import (
 from openrlhf.engine.interfaces import Objective
 from openrlhf.engine.weight_sync import EngineClient, WeightSender
 from openrlhf.models.backbone import RowModel
-from openrlhf.models.loading import load_causal_lm, load_config, load_tokenizer
+from openrlhf.models.loading import load_causal_lm, load_config, load_tokenizer, policy_tokenizer
 from openrlhf.models.policy import PolicyModel
-from openrlhf.models.scorer import ValueModel, load_scorer, score_statistics
+from openrlhf.models.scorer import ScoreModel, ValueModel, load_scorer, score_statistics
 from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.balanced import BalancedObjective
 from openrlhf.objectives.critic import CriticObjective
 from openrlhf.rollout.reward_model import RewardReader
 from openrlhf.types import Experience, ExperienceRow, Metrics, PackedRow, Sample
-
-ACTOR_FLAG = "--actor.model_name_or_path"
-CRITIC_FLAG = "--critic.model_name_or_path"
-REWARD_FLAG = "--reward.model_name_or_path"
 
 ModelT = TypeVar("ModelT", DeepSpeedEngine, FrozenModel)
 
@@ -107,19 +103,6 @@ class ModelWorker(Worker, Generic[ModelT]):
             )
         )
 
-    def build_scorer(self, path: str, flag: str, trained: bool = False):
-        """A reward model, or what is going to be one."""
-        ds = self.config.ds
-        return load_scorer(
-            path,
-            flag=flag,
-            dtype=ds.param_dtype,
-            attention=ds.attn_implementation,
-            head_prefix=ds.value_head_prefix,
-            experts=ds.experts_implementation,
-            trained=trained,
-        )
-
 
 class FrozenWorker(ModelWorker[FrozenModel]):
     """The reference model, or a teacher."""
@@ -129,7 +112,7 @@ class FrozenWorker(ModelWorker[FrozenModel]):
         self.model = FrozenModel(partial(self.build_model, path, flag), ds=self.config.ds, offload=offload)
 
 
-class RewardWorker(ModelWorker[FrozenModel]):
+class RewardWorker(Worker):
     """One rank of all reward models."""
 
     def start(self, address: str, port: int) -> None:
@@ -138,7 +121,7 @@ class RewardWorker(ModelWorker[FrozenModel]):
         policy = policy_tokenizer(config)
         self.models, self.readers, self.statistics = [], [], []
         for path in config.reward.models:
-            build = partial(self.build_scorer, path, REWARD_FLAG, trained=True)
+            build = partial(_build_scorer, config, path, REWARD_FLAG, trained=True)
             self.models.append(FrozenModel(build, ds=config.ds, offload=config.reward.offload))
             own = load_tokenizer(path, flag=REWARD_FLAG)
             model_config = load_config(path, REWARD_FLAG)
@@ -290,15 +273,21 @@ class CriticWorker(TrainedWorker):
 
     def build_model(self, path: str, flag: str) -> ValueModel:
         """A reward model keeps its head; a plain language model gets a new one."""
-        return ValueModel(self.build_scorer(path, flag).model)
+        return ValueModel(_build_scorer(self.config, path, flag).model)
 
     def read(self, model, row: PackedRow) -> Tensor:
         return model(row)
 
     def objective(self, kl_coef: float) -> Objective[ExperienceRow]:
-        critic = self.config.critic
-        coef = self.config.actor.aux_loss_coef if critic.aux_loss_coef is None else critic.aux_loss_coef
-        return balanced(CriticObjective(value_clip=critic.value_clip), coef, "critic")
+        objective = CriticObjective(value_clip=self.config.critic.value_clip)
+        return balanced(objective, self.config.critic_aux_loss_coef, "critic")
+
+    def update(
+        self, experiences: Sequence[Experience], windows: Sequence[Sequence[int]], kl_coef: float
+    ) -> list[Metrics]:
+        """As for the policy; every metric's name starts with `critic/`."""
+        steps = super().update(experiences, windows, kl_coef)
+        return [{f"critic/{name.removeprefix('critic/')}": m for name, m in step.items()} for step in steps]
 
 
 def balanced(objective: Objective[ExperienceRow], coef: float, section: str) -> Objective[ExperienceRow]:
@@ -308,12 +297,17 @@ def balanced(objective: Objective[ExperienceRow], coef: float, section: str) -> 
     return BalancedObjective(objective=objective, coef=coef, metric=f"{section}/balance_loss")
 
 
-def policy_tokenizer(config: PPOConfig):
-    return load_tokenizer(
-        config.actor.model_name_or_path,
-        flag=ACTOR_FLAG,
-        use_fast=not config.data.disable_fast_tokenizer,
-        chat_template=config.data.tokenizer_chat_template,
+def _build_scorer(config: PPOConfig, path: str, flag: str, trained: bool = False) -> ScoreModel:
+    """A reward model, or with `trained` off also what is going to be one."""
+    ds = config.ds
+    return load_scorer(
+        path,
+        flag=flag,
+        dtype=ds.param_dtype,
+        attention=ds.attn_implementation,
+        head_prefix=ds.value_head_prefix,
+        experts=ds.experts_implementation,
+        trained=trained,
     )
 
 

@@ -1,7 +1,7 @@
 """Everything that `train_ppo_ray` can be told."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import (
@@ -32,6 +32,11 @@ from openrlhf.config.sections import (
     logger_for,
     run_dir,
 )
+
+ACTOR_FLAG = "--actor.model_name_or_path"
+CRITIC_FLAG = "--critic.model_name_or_path"
+REWARD_FLAG = "--reward.model_name_or_path"
+TEACHER_FLAG = "--teacher.model_name_or_path"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -429,6 +434,14 @@ class PPOCkptConfig(CkptConfig):
     best."""
 
 
+class Home(NamedTuple):
+    """Where the workers of a model are."""
+
+    num_workers: int
+    host: str | None
+    """The role whose GPUs it shares; None: its own."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PPOConfig:
     """Reinforcement learning with Ray, vLLM and DeepSpeed."""
@@ -466,10 +479,9 @@ class PPOConfig:
         return self.critic.model_name_or_path or (*self.reward.models, self.actor.model_name_or_path)[0]
 
     @property
-    def critic_size(self) -> tuple[int, int]:
-        """Nodes and workers per node of the critic."""
-        size = self.actor if self.train.colocate_all else self.critic
-        return size.num_nodes, size.num_gpus_per_node
+    def critic_aux_loss_coef(self) -> float:
+        own = self.critic.aux_loss_coef
+        return self.actor.aux_loss_coef if own is None else own
 
     @property
     def frozen_actor_steps(self) -> int:
@@ -498,41 +510,38 @@ class PPOConfig:
         return bool(self.reward.models)
 
     @property
-    def reward_shares_critic(self) -> bool:
-        """The reward models live on the critic's GPUs, which are not the actor's."""
-        return self.uses_critic and self.train.colocate_critic_reward and not self.train.colocate_all
-
-    @property
-    def reward_size(self) -> tuple[int, int]:
-        """Nodes and workers per node of the reward models."""
-        size = self.critic if self.reward_shares_critic else self.reward
-        size = self.actor if self.train.colocate_all else size
-        return size.num_nodes, size.num_gpus_per_node
-
-    @property
     def uses_reference(self) -> bool:
         return self.algo.kl.init_coef > 0
-
-    @property
-    def ref_shares_actor(self) -> bool:
-        """The reference model lives on the actor's GPUs."""
-        return self.train.colocate_all or self.train.colocate_actor_ref
-
-    @property
-    def ref_size(self) -> tuple[int, int]:
-        """Nodes and workers per node of the reference model."""
-        size = self.actor if self.ref_shares_actor else self.ref
-        return size.num_nodes, size.num_gpus_per_node
 
     @property
     def uses_teacher(self) -> bool:
         return self.teacher.model_name_or_path is not None
 
     @property
-    def teacher_size(self) -> tuple[int, int]:
-        """Nodes and workers per node of the teacher."""
-        size = self.actor if self.train.colocate_all else self.teacher
-        return size.num_nodes, size.num_gpus_per_node
+    def homes(self) -> dict[str, Home]:
+        """The models of this run by their role; a host comes before its guests."""
+        train, everyone = self.train, "actor" if self.train.colocate_all else None
+        hosts: dict[str, str | None] = {"actor": None}
+        if self.uses_critic:
+            hosts["critic"] = everyone
+        if self.uses_reference:
+            hosts["ref"] = "actor" if train.colocate_actor_ref else everyone
+        if self.uses_reward_model:
+            with_critic = self.uses_critic and train.colocate_critic_reward
+            hosts["reward"] = everyone or ("critic" if with_critic else None)
+        if self.uses_teacher:
+            hosts["teacher"] = everyone
+        sizes = {
+            "actor": self.actor,
+            "critic": self.critic,
+            "ref": self.ref,
+            "reward": self.reward,
+            "teacher": self.teacher,
+        }
+        return {
+            role: Home((size := sizes[host or role]).num_nodes * size.num_gpus_per_node, host)
+            for role, host in hosts.items()
+        }
 
     @property
     def num_engines(self) -> int:

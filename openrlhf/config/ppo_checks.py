@@ -92,6 +92,12 @@ PPO_UNREAD = (
         why="only estimator gae has a critic",
         fatal=False,
     ),
+    Unread(
+        keys=("train.colocate_critic_reward",),
+        when=lambda c: not c.uses_reward_model,
+        why="there is no reward model",
+        fatal=False,
+    ),
     Unread(keys=("critic.",), when=lambda c: not c.uses_critic, why="only estimator gae has a critic"),
     Unread(
         keys=("algo.advantage.lambd",),
@@ -257,6 +263,8 @@ def _reward_source(config: PPOConfig) -> Iterator[Problem]:
             yield from _server_url(key, url)
         else:
             yield from python_file(key, url, alone=len(reward.urls) == 1)
+    if reward.model_weights and not any(reward.model_weights):
+        yield Problem(key="reward.model_weights", text="leaves nothing of the reward models; remove them")
     if reward.model_weights is not None and reward.models and len(reward.model_weights) != len(reward.models):
         yield Problem(
             key="reward.model_weights",
@@ -431,7 +439,7 @@ def _old_log_probs(config: PPOConfig) -> Iterator[Problem]:
 def _balance(config: PPOConfig) -> Iterator[Problem]:
     coefs = {"actor": config.actor.aux_loss_coef}
     if config.uses_critic:
-        coefs["critic"] = config.critic.aux_loss_coef or 0.0
+        coefs["critic"] = config.critic_aux_loss_coef
     for role, coef in coefs.items():
         if coef > 0 and config.actor.gradient_checkpointing_reentrant:
             yield Problem(
@@ -455,22 +463,9 @@ def _made(config: PPOConfig) -> str:
 
 
 def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
-    everyone = "actor" if config.train.colocate_all else None
-    hosts = {  # role -> whose GPUs it has, None for its own
-        "ref": "actor" if config.ref_shares_actor else None,
-        "critic": everyone,
-        "reward": "critic" if config.reward_shares_critic else everyone,
-        "teacher": everyone,
-    }
-    uses = {
-        "ref": config.uses_reference,
-        "critic": config.uses_critic,
-        "reward": config.uses_reward_model,
-        "teacher": config.uses_teacher,
-    }
     values = values_of(config)
-    for role, host in hosts.items():
-        for name in ("num_nodes", "num_gpus_per_node") if uses[role] else ():
+    for role, (_, host) in config.homes.items():
+        for name in ("num_nodes", "num_gpus_per_node"):
             key = f"{role}.{name}"
             if host and key in explicit and values[key] not in (0, values[f"{host}.{name}"]):
                 yield Problem(
@@ -488,6 +483,10 @@ def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
             key="vllm.num_engines",
             text=f"{config.num_engines} engines x {per_engine} GPUs must be the actor's {gpus} GPUs "
             f"with train.colocate_all; {fits}",
+        )
+    if config.ds.enable_sleep and config.ds.zero_stage == 0:
+        yield Problem(
+            key="ds.enable_sleep", text="moves sharded optimizer states; use --ds.zero_stage 1, 2 or 3"
         )
     if config.eval.dataset is not None and config.eval.steps < 1:
         yield Problem(

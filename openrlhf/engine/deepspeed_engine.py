@@ -10,6 +10,7 @@ from typing import cast
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor, nn
 from transformers import get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
@@ -209,7 +210,9 @@ class DeepSpeedEngine:
     def offload(self) -> None:
         """Move optimizer state, master weights and gradients to the CPU. On a CPU there is nowhere to go."""
         if DEVICE_TYPE == "cuda":
-            self.engine.offload_states()
+            # Left to itself DeepSpeed would also take away the weights, which forwards and weight syncs read.
+            states = [s for s in OffloadStateTypeEnum if s is not OffloadStateTypeEnum.lp_params]
+            self.engine.offload_states(include=states)
 
     def reload(self) -> None:
         if DEVICE_TYPE == "cuda":

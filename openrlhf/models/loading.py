@@ -14,11 +14,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.datasets.cache import digest, file_digest
 from openrlhf.models.attention import resolve_attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """`--ds.param_dtype` in torch's words."""
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt", "spiece*", "sentencepiece*")
 
 
 def load_causal_lm(
@@ -61,6 +63,11 @@ def load_tokenizer(
     path: str, *, flag: str, use_fast: bool = True, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
     """The tokenizer, with a pad token (the end-of-sequence token where it has none of its own)."""
+    folder = Path(path)
+    if folder.is_dir() and not any(next(folder.glob(name), None) for name in TOKENIZER_FILES):
+        raise ValueError(  # transformers would make up an empty one
+            f"{flag} {path}: the folder has no tokenizer. Save it beside the model."
+        )
     try:
         tokenizer = cast(Any, AutoTokenizer.from_pretrained(path, use_fast=use_fast))
     except (OSError, ValueError) as error:
@@ -72,6 +79,16 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def policy_tokenizer(config: PPOConfig) -> PreTrainedTokenizerBase:
+    """What a run's prompts and responses are written in."""
+    return load_tokenizer(
+        config.actor.model_name_or_path,
+        flag=ACTOR_FLAG,
+        use_fast=not config.data.disable_fast_tokenizer,
+        chat_template=config.data.tokenizer_chat_template,
+    )
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -92,6 +109,11 @@ def model_digest(path: str, flag: str) -> str:
         return str(load_config(path, flag)._commit_hash)
     files = sorted(f for f in Path(path).iterdir() if f.suffix in (".safetensors", ".bin", ".json"))
     return digest([[file.name, file_digest(file)] for file in files])
+
+
+def reads_the_tokens_of(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Every token of `other` means the same in `own`, which may have more."""
+    return other.get_vocab().items() <= own.get_vocab().items()
 
 
 def check_same_vocabulary(

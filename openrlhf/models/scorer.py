@@ -90,16 +90,17 @@ def check_reward_model(path: str, flag: str, head_prefix: str) -> None:
     the configuration is looked at."""
     name = getattr(load_config(path, flag), "value_head_prefix", None) or head_prefix
     files = sorted(Path(path).glob("*.safetensors"))
-    if files and not any(key.startswith((f"{name}.", f"{CLASSIFIER_HEAD}.")) for key in _weight_names(files)):
+    heads = [head for file in files for head in _heads(file, (f"{name}.weight", f"{CLASSIFIER_HEAD}.weight"))]
+    if files and not heads:
         raise _no_head(path, flag, name)
+    if heads and heads[0] != 1:
+        raise ValueError(f"{flag} {path}: its head has {heads[0]} labels; a reward model has one.")
 
 
-def _weight_names(files: list[Path]) -> list[str]:
-    names: list[str] = []
-    for file in files:
-        with safe_open(file, "pt") as weights:
-            names += weights.keys()
-    return names
+def _heads(file: Path, names: tuple[str, ...]) -> list[int]:
+    """Labels of the heads in a file of weights."""
+    with safe_open(file, "pt") as weights:
+        return [weights.get_slice(key).get_shape()[0] for key in weights.keys() if key in names]  # noqa: SIM118
 
 
 def _no_head(path: str, flag: str, name: str) -> ValueError:
@@ -116,6 +117,11 @@ def score_statistics(config, path: str) -> tuple[float, float]:
         raise ValueError(
             f"--reward.normalize_enable: {path}/config.json has no mean and std.\n"
             "train_rm writes them; without them remove the flag."
+        )
+    if not std > 0:
+        raise ValueError(
+            f"--reward.normalize_enable: {path}/config.json has std {std}, so its scores do not vary.\n"
+            "Train it on pairs that differ, or remove the flag."
         )
     return float(mean), float(std)
 

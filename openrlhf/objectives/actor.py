@@ -138,9 +138,9 @@ class ActorObjective:
             metrics["policy/kl_loss"] = share(kl)
             loss = loss + self.kl_coef * metrics["policy/kl_loss"]
         if scores.entropy is not None:
-            metrics["policy/entropy"] = share(scores.entropy)
+            metrics["policy/entropy"] = token_mean(scores.entropy, norm)
         if self.entropy_coef:
-            loss = loss - self.entropy_coef * metrics["policy/entropy"]
+            loss = loss - self.entropy_coef * share(present(scores.entropy))
         return loss, {name: value.detach() for name, value in metrics.items()}
 
 

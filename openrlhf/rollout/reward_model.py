@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.encode import Encoder, Text, with_end
 from openrlhf.datasets.inference import score_last
+from openrlhf.models.loading import reads_the_tokens_of
 from openrlhf.types import Outcome, Sample, Trajectory, present
 
 
@@ -24,7 +25,7 @@ class RewardReader:
     ) -> None:
         """`max_len`: tokens that the reward model reads at most, None for any number."""
         self.policy, self.own, self.max_len = policy, own, max_len
-        self.encode = None if policy.get_vocab() == own.get_vocab() else Encoder(own)
+        self.encode = None if reads_the_tokens_of(own, policy) else Encoder(own)
 
     def __call__(self, sample: Sample) -> Sample:
         token_ids = with_end(self._in_own_tokens(sample), self.own)
@@ -78,6 +79,6 @@ def _with_scores(
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """The last part of each path, with its number where two would be called the same."""
+    """The last part of each path, with numbers where two would be called the same."""
     names = [path.rstrip("/").rpartition("/")[2] for path in paths]
-    return [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
+    return names if len({*names}) == len(names) else [f"{name}_{i}" for i, name in enumerate(names)]

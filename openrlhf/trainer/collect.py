@@ -82,7 +82,7 @@ class Collector:
                     self._buffer.append(group)
             # Of fewer prompts than a batch a ratio says little, unless there are no others.
             if self._filters and (verdicts.total() >= size or self._prompts.is_exhausted):
-                finished_of(sampled, self._config.reward.max_failed_ratio, step)
+                check_failures(sampled, self._config.reward.max_failed_ratio, step)
         batch, self._buffer = self._buffer[:size], self._buffer[size:]
         if self._filters and step == 1 and not batch:
             raise RuntimeError(self._kept_too_little(step, verdicts))
@@ -172,15 +172,12 @@ def group_by_prompt(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory
     return list(groups.values())
 
 
-def finished_of(trajectories: Sequence[Trajectory], max_failed_ratio: float, step: int) -> list[Trajectory]:
-    """Those of the trajectories, at least one, that can be trained on. RuntimeError where too many failed, or
-    all."""
-    finished = [t for t in trajectories if t.ok]
+def check_failures(trajectories: Sequence[Trajectory], max_failed_ratio: float, step: int) -> None:
+    """RuntimeError where more of them failed than the ratio allows, or all."""
     failed = [t for t in trajectories if not t.ok]
-    if not finished or len(failed) > max_failed_ratio * len(trajectories):
+    if failed and (len(failed) > max_failed_ratio * len(trajectories) or len(failed) == len(trajectories)):
         error, count = Counter(t.error for t in failed).most_common(1)[0]
         raise RuntimeError(
             f"step {step}: {len(failed)} of {len(trajectories)} samples failed, more than "
             f"--reward.max_failed_ratio {max_failed_ratio:g} allows. {count} of them with:\n{error}"
         )
-    return finished

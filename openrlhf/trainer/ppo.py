@@ -10,7 +10,7 @@ from openrlhf.datasets.sampler import PromptSampler
 from openrlhf.engine.interfaces import ModelGroup, Rollout, TrainableGroup
 from openrlhf.observe.observer import Observer
 from openrlhf.trainer.checkpoints import CheckpointFolder
-from openrlhf.trainer.collect import Collector, finished_of
+from openrlhf.trainer.collect import Collected, Collector, check_failures
 from openrlhf.trainer.credit import assign_credit
 from openrlhf.trainer.diagnostics import rollout_metrics
 from openrlhf.trainer.evaluate import evaluation_metrics
@@ -60,7 +60,7 @@ class PPOTrainer:
                 break
             if self.collector.is_exhausted:
                 self.total_steps = self.step + 1
-            metrics = collected.metrics | self.train_on(collected.trajectories)
+            metrics = collected.metrics | self.train_on(collected)
             self.step += 1
             with self.observer.phase("sync"):
                 self.rollout.load_weights(self.policy, self.step).result()
@@ -90,10 +90,13 @@ class PPOTrainer:
             return False
         return is_due(self.step, steps) or self.step == self.total_steps
 
-    def train_on(self, trajectories: list[Trajectory]) -> Metrics:
+    def train_on(self, collected: Collected) -> Metrics:
         """Score what was sampled, assign credit, update."""
+        trajectories = collected.trajectories
         self.observer.log_rollouts(self.step + 1, trajectories)
-        finished = finished_of(trajectories, self.config.reward.max_failed_ratio, self.step + 1)
+        check_failures(collected.sampled, self.config.reward.max_failed_ratio, self.step + 1)
+        check_failures(trajectories, 1.0, self.step + 1)
+        finished = [t for t in trajectories if t.ok]
         samples = [Sample.of(t) for t in finished]
         with self.observer.phase("score"):
             scores = self.score(samples)
@@ -114,25 +117,30 @@ class PPOTrainer:
         with self.observer.phase("update"):
             updated = self.update(experiences, num_batches(len(trajectories), self.config.train.batch_size))
         metrics = rollout_metrics(trajectories, self.step) | result.metrics | updated
-        self.kl = self.kl.update(metrics.get("kl/mean", 0.0), len(finished))
+        if self.policy_learns:
+            self.kl = self.kl.update(metrics.get("kl/mean", 0.0), len(finished))
         return metrics
 
     def score(self, samples: list[Sample]) -> list[Scores]:
         """Ask every model what it thinks of the samples."""
         policy = None if self.config.algo.skip_old_log_probs else self.policy
-        models = (policy, self.reference, self.teacher, self.critic)
+        models = (policy, self.critic, self.teacher, self.reference)
         pending = [model.forward(samples) if model else None for model in models]
         answers = [p.result() if p else [None] * len(samples) for p in pending]
         return [
-            Scores(log_probs=p, ref_log_probs=r, teacher_log_probs=t, values=v)
-            for p, r, t, v in zip(*answers, strict=True)
+            Scores(log_probs=p, values=v, teacher_log_probs=t, ref_log_probs=r)
+            for p, v, t, r in zip(*answers, strict=True)
         ]
 
+    @property
+    def policy_learns(self) -> bool:
+        """In the next update; not in the critic's warm-up."""
+        return self.step >= self.config.frozen_actor_steps
+
     def update(self, experiences: list[Experience], num_batches: int) -> Metrics:
-        """The policy and the critic learn, at the same time where they have devices of their own. In the
-        critic's warm-up it learns alone."""
+        """The policy and the critic learn, at the same time where they have devices of their own."""
         learners = [self.critic] if self.critic else []
-        if self.step >= self.config.frozen_actor_steps:
+        if self.policy_learns:
             learners.append(self.policy)
         pending = [model.update(experiences, num_batches, self.kl.coef) for model in learners]
         metrics: Metrics = {}
@@ -153,8 +161,9 @@ class PPOTrainer:
         """A checkpoint to resume from, or a Hugging Face copy, or both, as `ckpt.*` says."""
         with self.observer.phase("save"):
             if not self.config.ckpt.disable_ds:
-                for model in self.trained:
-                    model.save_checkpoint(tag, self.state()).result()
+                if self.critic:
+                    self.critic.save_checkpoint(tag, {}).result()
+                self.policy.save_checkpoint(tag, self.state()).result()
                 self.checkpoints.completed(tag, metric)
             if self.config.ckpt.save_hf:
                 self.policy.export(f"{self.config.ckpt.path}/{tag}_hf").result()
@@ -169,15 +178,12 @@ class PPOTrainer:
         }
 
     def resume(self, tag: str) -> None:
-        state = [model.load_checkpoint(tag).result() for model in self.trained][-1]
+        if self.critic:
+            self.critic.load_checkpoint(tag).result()
+        state = self.policy.load_checkpoint(tag).result()
         self.step, self.best_metric = state["step"], state["best_metric"]
         self.collector.load_state_dict(state["collector"])
         self.kl = replace(self.kl, coef=state["kl_coef"])
-
-    @property
-    def trained(self) -> list[TrainableGroup]:
-        """The policy last."""
-        return [self.critic, self.policy] if self.critic else [self.policy]
 
     def _keep_if_best(self, metrics: Metrics) -> None:
         """A checkpoint of its own for the best evaluation so far. Only runs that save checkpoints have

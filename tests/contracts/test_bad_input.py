@@ -16,7 +16,7 @@ PAIRS = ("--data.prompt_key", "question", "--data.rejected_key", "wrong", "--dat
 PPO = (
     *("--algo.advantage.estimator", "rloo", "--algo.kl.init_coef", "0", "--data.apply_chat_template"),
     *("--rollout.batch_size", "8", "--rollout.n_samples_per_prompt", "2", "--train.batch_size", "16"),
-    *("--actor.num_gpus_per_node", "1", "--ds.param_dtype", "fp32"),
+    *("--actor.num_gpus_per_node", "1", "--ds.param_dtype", "fp32", "--data.max_len", "512"),
 )
 
 
@@ -245,8 +245,13 @@ def test_a_batch_that_does_not_fill_rows(refused):
 
 
 def test_no_room_for_a_prompt(refused):
-    text = refused("ppo", "--rollout.max_new_tokens", "2048")
-    assert "error: --rollout.max_new_tokens 2048: leaves no room for a prompt in data.max_len 2048" in text
+    text = refused("ppo", "--rollout.max_new_tokens", "512")
+    assert "error: --rollout.max_new_tokens 512: leaves no room for a prompt in data.max_len 512" in text
+
+
+def test_a_model_that_reads_less(refused):
+    text = refused("ppo", "--data.max_len", "4096")
+    assert "error: --data.max_len 4096: " in text and "reads at most 512 tokens" in text
 
 
 def test_a_flag_that_does_not_exist(refused):

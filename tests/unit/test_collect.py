@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from openrlhf.config.ppo import AlgoConfig, PPOConfig, RewardConfig, RolloutConfig
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler
 from openrlhf.rollout.generator import generate
-from openrlhf.trainer.collect import Collected, Collector, finished_of, group_by_prompt
+from openrlhf.trainer.collect import Collected, Collector, check_failures, group_by_prompt
 from openrlhf.types import Outcome, Prompt, Trajectory
 
 Score = float | None
@@ -327,11 +327,11 @@ def test_one_prompt_that_fails_does_not_stop_a_filtered_run():
 def test_failures_up_to_the_ratio_are_dropped():
     prompt = Prompt(prompt_id=0, text="")
     mixed = [trajectory(prompt, i, None if i == 1 else 0.5) for i in range(3)]
-    assert finished_of(mixed, 1 / 3, 5) == [mixed[0], mixed[2]]
+    check_failures(mixed, 1 / 3, 5)
     with pytest.raises(RuntimeError, match=re.escape("step 5: 1 of 3 samples failed, more than")):
-        finished_of(mixed, 0.3, 5)
+        check_failures(mixed, 0.3, 5)
     with pytest.raises(RuntimeError, match="step 5: 1 of 1 samples failed"):
-        finished_of(mixed[1:2], 1.0, 5)
+        check_failures(mixed[1:2], 1.0, 5)
 
 
 # ---- order

@@ -734,6 +734,21 @@ CHECKS = [
     ),
     (
         PPO,
+        "--algo.advantage.is_correction_enable --algo.advantage.is_correction_sequence_threshold 0.99 1.01",
+        "nothing would read it: only algo.advantage.is_correction_type seq-mask-tis drops sequences",
+    ),
+    (
+        PPO,
+        "--train.colocate_all --vllm.num_engines 8 --ds.enable_sleep --ds.zero_stage 0",
+        "--ds.enable_sleep: moves sharded optimizer states; use --ds.zero_stage 1, 2 or 3",
+    ),
+    (
+        PPO,
+        "--reward.model_name_or_path a/b --reward.model_weights 0",
+        "--reward.model_weights 0.0: leaves nothing of the reward models; remove them",
+    ),
+    (
+        PPO,
         "--algo.kl.init_coef 0 --algo.kl.use_loss",
         "nothing would read it: there is no KL penalty (algo.kl.init_coef 0)",
     ),
@@ -941,7 +956,7 @@ def test_derived_values(say):
     assert config.actor.clip_range == (0.2, 0.2)
     assert (
         config.num_engines == 1
-        and config.ref_size == (1, 8)
+        and config.homes["ref"] == (8, None)
         and config.uses_reference
         and not config.uses_critic
     )
@@ -952,7 +967,7 @@ def test_derived_values(say):
     )
     assert say(PPO, line)[0].data_parallel_size == 8
     config, _ = say(PPO, line + " --actor.eps_clip_low_high 0.2 0.27 --vllm.enable_sleep --ref_num_nodes 0")
-    assert config.num_engines == 4 and config.ref_size == (2, 4) and config.engines_sleep
+    assert config.num_engines == 4 and config.homes["ref"] == (8, "actor") and config.engines_sleep
     assert config.actor.clip_range == (0.2, 0.27)
 
 

@@ -280,7 +280,7 @@ def test_four_bits_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch, capsys)
     assert 'pip install "openrlhf[qlora]"' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", ["--ds.lora.rank 8", "--ds.load_in_4bit", "--actor.aux_loss_coef 0.1"])
+@pytest.mark.parametrize("flags", ["--ds.lora.rank 8", "--ds.load_in_4bit"])
 def test_reinforcement_learning_has_no_adapters(flags: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         parse(PPO, flags.split())

@@ -172,7 +172,8 @@ def test_cispo_by_hand():
 
 
 def test_what_the_mean_is_over():
-    """Loss, KL and entropy by hand, over two sequences of 2 and 1 actions."""
+    """Loss, KL and entropy by hand, over two sequences of 2 and 1 actions. The entropy that is reported is
+    always that of an action."""
     log_probs = torch.tensor([-1.0, -1.0, -1.0])
     batch = row_of(
         [2, 1],
@@ -191,9 +192,9 @@ def test_what_the_mean_is_over():
             entropy_coef=0.1,
         )
         loss, metrics = objective(fixed(log_probs, entropy), batch, LossNorm(3, 2))
-        values = [metrics[f"policy/{name}"].item() for name in ("loss", "kl_loss", "entropy")]
-        assert loss.item() == pytest.approx(values[0] + 0.5 * values[1] - 0.1 * values[2])
-        return pytest.approx(values)
+        assert metrics["policy/entropy"].item() == 3
+        policy_loss, kl = (metrics[f"policy/{name}"].item() for name in ("loss", "kl_loss"))
+        return pytest.approx([policy_loss, kl, (policy_loss + 0.5 * kl - loss.item()) / 0.1])
 
     # the ratio is 1, so the loss is -A; the KL is 1/2, 0, 2
     assert parts("token_mean") == [-7 / 3, 2.5 / 3, 9 / 3]

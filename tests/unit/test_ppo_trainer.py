@@ -269,7 +269,7 @@ def with_critic(path: Path, **critic) -> PPOConfig:
 def test_policy_and_critic_learn_from_the_same_experiences(tmp_path):
     trainer = trainer_of(tmp_path, with_critic(tmp_path), total_steps=2)
     trainer.fit()
-    step = ["policy 4", "reference 4", "critic 4", "update critic 4", "update policy 4"]
+    step = ["policy 4", "critic 4", "reference 4", "update critic 4", "update policy 4"]
     calls = [call for call in trainer.policy.calls if not call.startswith(("generate", "evaluate", "load"))]
     assert calls == [*step, *step, "save critic global_step2", "save policy global_step2"]
     for (one, _), (other, _) in zip(trainer.policy.updates, trainer.critic.updates, strict=True):

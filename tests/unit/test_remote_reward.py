@@ -16,7 +16,7 @@ from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.rollout import remote_reward
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.remote_reward import RemoteReward
-from openrlhf.trainer.collect import finished_of
+from openrlhf.trainer.collect import check_failures
 from openrlhf.types import Outcome, Prompt, Trajectory
 from openrlhf.utils.agent import AgentExecutorBase, Reward, RewardError
 
@@ -428,7 +428,7 @@ def test_a_dead_server_ends_the_run_with_its_name() -> None:
     url = unused_url()
     trajectories = run_episodes(urls=(url,), timeout=0.2)
     with pytest.raises(RuntimeError) as error:
-        finished_of(trajectories, 0.9, step=5)
+        check_failures(trajectories, 0.9, step=5)
     first_line, second_line = str(error.value).splitlines()
     assert first_line == (
         "step 5: 8 of 8 samples failed, more than --reward.max_failed_ratio 0.9 allows. 8 of them with:"

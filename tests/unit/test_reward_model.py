@@ -104,7 +104,7 @@ def test_a_score_that_is_not_finite_is_a_failed_reward(value):
 
 def test_short_names():
     assert short_names(["models/helpful/", "harmless"]) == ["helpful", "harmless"]
-    assert short_names(["a/rm", "b/rm", "c/other"]) == ["rm_0", "rm_1", "other"]
+    assert short_names(["a/rm", "b/rm", "c/other"]) == ["rm_0", "rm_1", "other_2"]
 
 
 def test_a_model_without_a_head_is_refused_before_it_is_loaded(tmp_path: Path):

@@ -26,12 +26,12 @@ from torch import Tensor
 from openrlhf.algos.advantages import ESTIMATORS
 from openrlhf.algos.correction import CORRECTIONS
 from openrlhf.algos.kl import KLController
-from openrlhf.cli.train_ppo_ray import Models, build_prompt_datasets, build_trainer, num_rl_steps
+from openrlhf.cli.train_ppo_ray import build_prompt_datasets, build_trainer, num_rl_steps
 from openrlhf.cluster import group, worker
 from openrlhf.cluster.group import CriticGroup, FrozenGroup, Group, PolicyGroup
 from openrlhf.cluster.placement import Bundles, Turns, place
 from openrlhf.cluster.rollout import engine_options
-from openrlhf.cluster.worker import CriticWorker, PolicyWorker, policy_tokenizer, row_groups
+from openrlhf.cluster.worker import CriticWorker, PolicyWorker, row_groups
 from openrlhf.config import choices
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
@@ -53,12 +53,12 @@ from openrlhf.config.sections import ScorerDeepSpeedConfig, logger_for
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
 from openrlhf.engine.vllm_engine import VLLMEngine
-from openrlhf.models.loading import DTYPES
-from openrlhf.objectives.actor import POLICY_LOSSES, ActorObjective
+from openrlhf.models.loading import DTYPES, policy_tokenizer
+from openrlhf.objectives.actor import AGGREGATIONS, POLICY_LOSSES, ActorObjective
 from openrlhf.objectives.balanced import BalancedObjective
 from openrlhf.objectives.critic import CriticObjective
 from openrlhf.rollout.remote_reward import RemoteReward
-from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.trainer.checkpoints import CheckpointFolder
 from openrlhf.trainer.credit import assign_credit
 from openrlhf.trainer.evaluate import evaluation_metrics
@@ -75,6 +75,7 @@ from openrlhf.types import (
     Sample,
     Scores,
     Trajectory,
+    present,
 )
 
 NUM_SAMPLES = 2
@@ -321,24 +322,21 @@ def config_of(
 @pytest.mark.parametrize("correction", [None, *CORRECTIONS])
 @pytest.mark.parametrize("loss_type", POLICY_LOSSES)
 def test_policies_a_thousand_nats_apart_have_a_finite_loss_and_gradient(loss_type, correction):
-    """The first sequence moved away from the old policy, the second one from the sampler, and the third one
-    from both: each up and down."""
-    far = torch.tensor([1000.0, -1000.0])
-    zeros = torch.zeros(2)
-    log_probs = torch.cat([far, zeros, far]).requires_grad_()
-    samples = [sample_of(3) for _ in range(3)]
+    """Five sequences of two actions: the policy moved up and down from the old one, the old one is above and
+    below the sampler, and in the last sequence everything happens at once."""
+    far = 1000.0
+    log_probs = torch.tensor([far, far, -far, -far, 0, 0, 0, 0, far, -far], requires_grad=True)
     batch = replace(
-        ExperienceRow.of([experience_of(s) for s in samples]),
-        old_log_probs=torch.zeros(6),
-        rollout_log_probs=torch.cat([zeros, far, far]),
-        advantages=torch.tensor([-1.0, 1.0] * 3),
-        ref_log_probs=torch.zeros(6),
+        ExperienceRow.of([experience_of(sample_of(3)) for _ in range(5)]),
+        rollout_log_probs=torch.tensor([0, 0, 0, 0, -far, -far, far, far, far, -far]),
+        advantages=torch.tensor([-1.0, 1.0] * 5),
+        ref_log_probs=torch.zeros(10),
     )
     objective = ActorObjective(loss_type=loss_type, correction=correction, kl_coef=0.1, kl_estimator="k3")
     loss, metrics = objective(
         lambda row, temperature, with_entropy: SimpleNamespace(log_probs=log_probs, entropy=None),
         batch,
-        LossNorm(6, 3),
+        LossNorm(10, 5),
     )
     loss.backward()
     assert log_probs.grad is not None and log_probs.grad.isfinite().all()
@@ -364,12 +362,14 @@ def test_every_accepted_sample_is_learned_from_once_in_each_epoch(data):
     )
     accepted = [kind != "solved" or not filters for kind in kinds]
     assume(any(accepted))
-    epochs, frozen = data.draw(st.integers(1, 2), "epochs"), data.draw(st.integers(0, 2), "frozen")
+    batch, episodes = data.draw(st.integers(1, 4), "batch"), data.draw(st.integers(1, 2), "episodes")
+    epochs = data.draw(st.integers(1, 2), "epochs")
+    frozen = data.draw(st.integers(0, min(2, -(-num_prompts // batch) * episodes - 1)), "frozen")
     config = config_of(
-        batch=data.draw(st.integers(1, 4), "batch"),
+        batch=batch,
         at_a_time=data.draw(st.none() | st.integers(1, 9), "at a time"),
         train_batch=data.draw(st.integers(1, 8), "train batch"),
-        num_episodes=data.draw(st.integers(1, 2), "episodes"),
+        num_episodes=episodes,
         max_epochs=epochs,
         filters=filters,
         estimator="gae",
@@ -588,12 +588,9 @@ def credit_of(
     return result.credit, result.metrics
 
 
-CENTERING = [name for name, e in ESTIMATORS.items() if e.needs_group]
-
-
 @settings(deadline=None, max_examples=60)
 @given(
-    estimator=st.sampled_from(CENTERING),
+    estimator=st.sampled_from(choices.GROUP_ESTIMATORS),
     groups=st.lists(
         st.lists(st.tuples(st.floats(-5, 5, width=32), st.integers(1, 6)), min_size=1, max_size=4),
         min_size=1,
@@ -618,7 +615,7 @@ def test_what_the_samples_of_a_prompt_earn_adds_up_to_nothing(estimator, groups)
         assert sum(earned) == pytest.approx(0, abs=1e-4)
 
 
-@pytest.mark.parametrize("estimator", WHITENING := choices.WHITENING_ESTIMATORS)
+@pytest.mark.parametrize("estimator", choices.WHITENING_ESTIMATORS)
 def test_whitened_advantages_have_the_mean_zero_over_actions(estimator):
     trajectories = [
         trajectory_of(Prompt(prompt_id=i // 2, text=""), i % 2, reward, n)
@@ -657,14 +654,15 @@ def test_the_kl_counts_once(use_loss):
 def test_a_coefficient_of_zero_loads_no_reference_and_trains_without_one():
     """GRPO without KL: nothing is placed, asked or missing, and the loss is the policy's alone."""
     kl = KLConfig(init_coef=0.0, use_loss=True, estimator="k3")
-    assert place(config_of(kl=kl), on_gpu=False).reference is None
-    assert place(config_of(kl=replace(kl, init_coef=0.01)), on_gpu=False).reference is not None
+    with_kl = replace(kl, init_coef=0.01)
+    placed = [set(place(config_of(kl=one), on_gpu=False)[0]) for one in (kl, with_kl)]
+    assert placed == [{"actor"}, {"actor", "ref"}]
     run = Run(config_of(kl=kl, estimator="group_norm"), 2, lambda episode, prompt: (0.0, 1.0))
     run.trainer.fit()
     (row, *_) = engines_of(run.policy)[0].steps[0]
     assert run.trainer.reference is None and row.ref_log_probs is None
     objective = run.policy.workers[0].worker.objective(0.0)
-    log_probs = present_log_probs(row)
+    log_probs = present(row.old_log_probs)
     loss, metrics = objective(
         lambda row, temperature, with_entropy: SimpleNamespace(log_probs=log_probs, entropy=None),
         row,
@@ -672,11 +670,6 @@ def test_a_coefficient_of_zero_loads_no_reference_and_trains_without_one():
     )
     assert "policy/kl_loss" not in metrics
     assert loss.item() == pytest.approx(-row.advantages.mean().item())
-
-
-def present_log_probs(row: ExperienceRow) -> Tensor:
-    assert row.old_log_probs is not None
-    return row.old_log_probs
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -697,12 +690,18 @@ def test_a_rollout_without_a_single_action_makes_no_nan(estimator):
     row, values = ExperienceRow.of(experiences), nothing.clone().requires_grad_()
     norm = LossNorm(row.num_tokens, row.num_sequences)
     assert norm == LossNorm(0, 0)
-    objective = ActorObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.1, correction="seq-mask-tis")
     answers = SimpleNamespace(log_probs=values, entropy=values)
-    for loss, found in (
-        objective(lambda row, temperature, with_entropy: answers, row, norm),
-        CriticObjective(value_clip=0.5)(lambda row: values, row, norm),
-    ):
+    parts = [CriticObjective(value_clip=0.5)(lambda row: values, row, norm)]
+    for aggregation in AGGREGATIONS:
+        objective = ActorObjective(
+            aggregation=aggregation,
+            correction="seq-mask-tis",
+            kl_coef=0.1,
+            kl_estimator="k3",
+            entropy_coef=0.1,
+        )
+        parts.append(objective(lambda row, temperature, with_entropy: answers, row, norm))
+    for loss, found in parts:
         loss.backward()
         assert loss.item() == 0 and set(map(float, found.values())) == {0.0}
     assert all(math.isfinite(value) for value in metrics.values()), metrics
@@ -832,8 +831,10 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
     prompts = PromptDataset([Prompt(prompt_id=i, text="") for i in range(4)])
 
     def build() -> PPOTrainer:
-        models = Models(policy=run.policy, reference=run.trainer.reference)
-        return build_trainer(config, [], run, models, prompts, [], SimpleNamespace(decode=str))
+        roles = SimpleNamespace(
+            rollout=run, policy=run.policy, critic=None, reference=run.trainer.reference, teacher=None
+        )
+        return build_trainer(config, [], roles, prompts, [], SimpleNamespace(decode=str))
 
     trainer = build()
     assert (trainer.step, trainer.kl.coef, trainer.best_metric) == (0, 0.25, None)
@@ -879,7 +880,7 @@ def test_the_sampler_has_the_precision_of_the_trainer(monkeypatch, name):
 
 
 def test_the_chat_template_of_the_flag_is_that_of_prompts_and_of_the_exported_tokenizer(tmp_path):
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    tiny_chat_model(tmp_path / "model")
     (tmp_path / "prompts.jsonl").write_text('{"input": "1 + 1"}\n')
     template = "{% for message in messages %}Q: {{ message['content'] }} A:{% endfor %}"
     config = PPOConfig(
@@ -888,6 +889,7 @@ def test_the_chat_template_of_the_flag_is_that_of_prompts_and_of_the_exported_to
             prompt_dataset=str(tmp_path / "prompts.jsonl"),
             apply_chat_template=True,
             tokenizer_chat_template=template,
+            max_len=64,
         ),
         algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo")),
     )

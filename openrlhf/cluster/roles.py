@@ -1,0 +1,54 @@
+"""The roles of a run: every engine and model, placed, loaded, and with weights flowing between them."""
+
+from dataclasses import dataclass
+
+from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
+from openrlhf.cluster.placement import place
+from openrlhf.cluster.rollout import RolloutGroup
+from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class Roles:
+    """None for a role that the run does not have."""
+
+    rollout: RolloutGroup
+    policy: PolicyGroup
+    critic: CriticGroup | None = None
+    reference: FrozenGroup | None = None
+    teacher: FrozenGroup | None = None
+    reward: RewardGroup | None = None
+
+
+def start_roles(config: PPOConfig, on_gpu: bool, num_steps: int) -> Roles:
+    """`num_steps`: RL steps of the run."""
+    bundles, engine_bundles = place(config, on_gpu)
+    rollout = RolloutGroup(config, engine_bundles, on_gpu)
+    roles = Roles(rollout=rollout, policy=PolicyGroup(config, bundles["actor"]))
+    if "critic" in bundles:
+        roles.critic = CriticGroup(config, bundles["critic"])
+    if "ref" in bundles:
+        path = config.actor.model_name_or_path
+        roles.reference = FrozenGroup(
+            config, bundles["ref"], path=path, flag=ACTOR_FLAG, offload=config.ref.offload
+        )
+    if "teacher" in bundles and (path := config.teacher.model_name_or_path):
+        roles.teacher = FrozenGroup(
+            config, bundles["teacher"], path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
+        )
+    if "reward" in bundles:
+        roles.reward = RewardGroup(config, bundles["reward"])
+        rollout.judge = roles.reward.judge
+    starting = [rollout.start()]
+    if config.engines_sleep and on_gpu:
+        starting.pop().result()  # engines size their cache by the memory that is free, so they come first
+        rollout.residency.rest()
+    updates = config.updates_per_step
+    starting.append(roles.policy.start((num_steps - config.frozen_actor_steps) * updates))
+    if roles.critic:
+        starting.append(roles.critic.start(num_steps * updates))
+    starting += [model.start() for model in (roles.reference, roles.teacher, roles.reward) if model]
+    for start in starting:
+        start.result()
+    rollout.connect(roles.policy)
+    return roles
