@@ -47,9 +47,12 @@ KEY_METRICS = {
     "rollout/response_length_mean": "length",
     "rollout/truncated_rate": "truncated",
     "rollout/failed_ratio": "failed",
+    "rollout/kept_ratio": "kept",
     "policy/loss": "loss",
     "policy/ppo_kl": "ppo_kl",
     "policy/entropy": "entropy",
+    "critic/loss": "critic_loss",
+    "critic/explained_variance": "explained",
     "kl/mean": "kl",
     "mismatch/abs_diff_mean": "gap",
     "grad_norm": "grad_norm",
@@ -58,6 +61,8 @@ KEY_METRICS = {
 """Metrics on the line of a step, and what they are called there. Evaluations are shown too."""
 
 EVALUATION_METRICS_SHOWN = 6
+EVALUATION_DETAILS = ("num_samples", "response_length_mean", "truncated_rate")
+"""What evaluations also report; not on the line."""
 ETA_STEPS = 50
 
 
@@ -152,7 +157,11 @@ class Progress:
     def _chosen(self, metrics: Metrics) -> list[tuple[str, float]]:
         """(label, value) of what is worth a place on the line."""
         chosen = [(label, metrics[name]) for name, label in self._key_metrics.items() if name in metrics]
-        evaluation = [(name, value) for name, value in metrics.items() if _is_evaluation(name)]
+        evaluation = [
+            (name, value)
+            for name, value in metrics.items()
+            if _is_evaluation(name) and not name.endswith(EVALUATION_DETAILS)
+        ]
         return chosen + evaluation[:EVALUATION_METRICS_SHOWN]
 
     def _report_long_phases(self) -> None:

@@ -749,6 +749,7 @@ def test_a_resumed_run_goes_on_as_one_that_was_not_stopped(tmp_path):
     def run_in(path: Path) -> Run:
         config = config_of(
             path,
+            estimator="gae",
             filters=True,
             at_a_time=5,
             train_batch=2,
@@ -781,7 +782,9 @@ def test_a_resumed_run_goes_on_as_one_that_was_not_stopped(tmp_path):
 
     assert whole.trainer.step == second.trainer.step == 7
     assert first.asked + second.asked == whole.asked
-    assert first.learned(first.policy) + second.learned(second.policy) == whole.learned(whole.policy)
+    for role in ("policy", "critic"):
+        one, other, both = (run.learned(getattr(run.trainer, role)) for run in (first, second, whole))
+        assert one + other == both
     assert told(first) + told(second) == told(whole) and len(set(told(whole))) == 7
     assert second.trainer.best_metric == whole.trainer.best_metric == 0.9
     best = [p.name for p in (tmp_path / "halves" / "_actor").glob("best*")]
