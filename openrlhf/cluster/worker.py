@@ -73,7 +73,7 @@ class Worker:
         for group, answers in zip(groups, model.forward(rows, read), strict=True):
             parts = answers.split([samples[i].num_actions for i in group])
             for i, part in zip(group, parts, strict=True):
-                outputs[i] = part
+                outputs[i] = part.clone()  # a view would be sent with the memory of its whole row
         release_cached_memory()
         return [outputs[i] for i in range(len(samples))]
 

@@ -1,5 +1,6 @@
 """What is wrong between the flags of reinforcement learning."""
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 from urllib.parse import urlsplit
@@ -483,6 +484,12 @@ def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
             key="vllm.num_engines",
             text=f"{config.num_engines} engines x {per_engine} GPUs must be the actor's {gpus} GPUs "
             f"with train.colocate_all; {fits}",
+        )
+    best = config.ckpt.best_metric_key
+    if best not in ("", "none") and not re.search(r"_pass\d+$", best):
+        yield Problem(
+            key="ckpt.best_metric_key",
+            text="the largest value is kept as the best; name a metric that ends in _pass1, _pass2 and so on",
         )
     if config.ds.enable_sleep and config.ds.zero_stage == 0:
         yield Problem(

@@ -150,7 +150,7 @@ class CkptConfig:
     save_steps: Steps = -1
     """Save a checkpoint every N steps. -1: never."""
     save_hf: bool = False
-    """With each checkpoint, also write a Hugging Face model to `{path}/{tag}_hf`."""
+    """With each checkpoint, also write a Hugging Face model to `{path}/{tag}_hf`, which is kept as long."""
     disable_ds: bool = False
     """Write no resumable checkpoints, only what save_hf asks for."""
     max_num: Count = 3

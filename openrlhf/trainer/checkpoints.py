@@ -14,13 +14,17 @@ LATEST = "latest"
 
 METRIC = "metric.json"
 BEST = "best_"
-_TAG = re.compile(r"global_step\d+")  # `ckpt.save_hf` may put global_step{N}_hf beside them
+COPY = "_hf"
+"""What `ckpt.save_hf` puts behind the tag, in the folder `ckpt.path`."""
+_TAG = re.compile(r"global_step\d+")
+_BEST_TAG = re.compile(rf"{BEST}global_step\d+")
 
 
 class CheckpointFolder:
     """Checkpoints `global_step{N}` of a run, and at most one `best_global_step{N}`, in one folder.
 
-    `others`: folders with the checkpoints of more models, under the same tags. They come and go together.
+    `others`: folders with the checkpoints of more models, under the same tags. They come and go together, and
+    with them the Hugging Face copies of the same step.
     """
 
     def __init__(self, path: str, ckpt: CkptConfig, others: Sequence[str] = ()) -> None:
@@ -41,24 +45,24 @@ class CheckpointFolder:
         return tag
 
     def completed(self, tag: str, metric: float | None = None) -> None:
-        """Every rank has written `tag`: from now on it counts. Older checkpoints make room."""
-        if metric is not None:
+        """Every rank has written `tag`, a checkpoint or a copy or both: from now on it counts. Older ones
+        make room."""
+        is_checkpoint = (self.path / tag).is_dir()
+        if is_checkpoint and metric is not None:
             (self.path / tag / METRIC).write_text(json.dumps({"metric_value": metric}))
         if tag.startswith(BEST):
-            for other in list(self.path.glob(f"{BEST}*")):
-                if other.name != tag:
-                    self._remove(other.name)
+            for other in self._tags(_BEST_TAG) - {tag}:
+                self._remove(other)
             return
-        _write_atomically(self.path / LATEST, tag)
+        if is_checkpoint:
+            _write_atomically(self.path / LATEST, tag)
         self._rotate(tag)
 
     def _rotate(self, newest: str) -> None:
-        tags = [
-            p.name for p in self.path.iterdir() if p.is_dir() and _TAG.fullmatch(p.name) and p.name != newest
-        ]
+        tags = list(self._tags(_TAG) - {newest})
         # The worst metric goes first, then the oldest; one without a metric counts as worst.
         tags.sort(key=lambda tag: (_metric(self.path / tag), _step(tag)))
-        kept_bytes = {tag: sum(_size(f / tag) for f in self.folders) for tag in [*tags, newest]}
+        kept_bytes = {tag: sum(map(_size, self._places(tag))) for tag in [*tags, newest]}
         while tags and (
             len(tags) + 1 > self.ckpt.max_num or sum(kept_bytes.values()) > self.ckpt.max_mem * 1e9
         ):
@@ -67,9 +71,18 @@ class CheckpointFolder:
             self._remove(gone)
 
     def _remove(self, tag: str) -> None:
-        for folder in self.folders:
-            if (folder / tag).exists():
-                shutil.rmtree(folder / tag)
+        for place in self._places(tag):
+            if place.exists():
+                shutil.rmtree(place)
+
+    def _places(self, tag: str) -> list[Path]:
+        """Where something of this step may be."""
+        return [*(folder / tag for folder in self.folders), Path(self.ckpt.path) / f"{tag}{COPY}"]
+
+    def _tags(self, kind: re.Pattern[str]) -> set[str]:
+        checkpoints = {p.name for folder in self.folders for p in folder.glob("*") if p.is_dir()}
+        copies = {p.name.removesuffix(COPY) for p in Path(self.ckpt.path).glob(f"*{COPY}") if p.is_dir()}
+        return {tag for tag in checkpoints | copies if kind.fullmatch(tag)}
 
 
 def _metric(folder: Path) -> float:

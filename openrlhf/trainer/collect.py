@@ -177,7 +177,10 @@ def check_failures(trajectories: Sequence[Trajectory], max_failed_ratio: float, 
     failed = [t for t in trajectories if not t.ok]
     if failed and (len(failed) > max_failed_ratio * len(trajectories) or len(failed) == len(trajectories)):
         error, count = Counter(t.error for t in failed).most_common(1)[0]
+        allowed = f", more than --reward.max_failed_ratio {max_failed_ratio:g} allows"
+        if len(failed) <= max_failed_ratio * len(trajectories):
+            allowed = f"; --reward.max_failed_ratio {max_failed_ratio:g} allows that, but nothing is left"
         raise RuntimeError(
-            f"step {step}: {len(failed)} of {len(trajectories)} samples failed, more than "
-            f"--reward.max_failed_ratio {max_failed_ratio:g} allows. {count} of them with:\n{error}"
+            f"step {step}: {len(failed)} of {len(trajectories)} samples failed{allowed}. "
+            f"{count} of them with:\n{error}"
         )

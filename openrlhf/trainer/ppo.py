@@ -9,7 +9,7 @@ from openrlhf.config.sections import is_due
 from openrlhf.datasets.sampler import PromptSampler
 from openrlhf.engine.interfaces import ModelGroup, Rollout, TrainableGroup
 from openrlhf.observe.observer import Observer
-from openrlhf.trainer.checkpoints import CheckpointFolder
+from openrlhf.trainer.checkpoints import COPY, CheckpointFolder
 from openrlhf.trainer.collect import Collected, Collector, check_failures
 from openrlhf.trainer.credit import assign_credit
 from openrlhf.trainer.diagnostics import rollout_metrics
@@ -164,9 +164,9 @@ class PPOTrainer:
                 if self.critic:
                     self.critic.save_checkpoint(tag, {}).result()
                 self.policy.save_checkpoint(tag, self.state()).result()
-                self.checkpoints.completed(tag, metric)
             if self.config.ckpt.save_hf:
-                self.policy.export(f"{self.config.ckpt.path}/{tag}_hf").result()
+                self.policy.export(f"{self.config.ckpt.path}/{tag}{COPY}").result()
+            self.checkpoints.completed(tag, metric)
 
     def state(self) -> dict:
         """Everything that a run must remember beside its models."""
@@ -203,7 +203,8 @@ class PPOTrainer:
         if key == "none" or not evaluated:
             return None
         sources = sorted({p.source for p in self.eval_prompts})
-        name = f"eval/{key.removeprefix('eval/') or f'{sources[0]}_pass1'}"
+        key = key.removeprefix("eval/").removeprefix("eval_")  # older versions wrote eval_default_pass1
+        name = f"eval/{key or f'{sources[0]}_pass1'}"
         failed = [s for s in sources if f"eval/{s}_pass1" not in metrics]
         if name in metrics or any(name.startswith(f"eval/{source}_") for source in failed):
             return metrics.get(name)

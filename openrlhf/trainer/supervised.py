@@ -8,7 +8,7 @@ from openrlhf.config.sections import is_due
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.engine.interfaces import Objective, RowT, TrainEngine
 from openrlhf.observe.observer import Observer
-from openrlhf.trainer.checkpoints import CheckpointFolder
+from openrlhf.trainer.checkpoints import COPY, CheckpointFolder
 from openrlhf.types import Metrics
 
 
@@ -66,10 +66,10 @@ class SupervisedTrainer(Generic[RowT]):
         """A checkpoint to resume from, or a Hugging Face copy, or both, as `ckpt.*` says."""
         if not self.config.ckpt.disable_ds:
             self.engine.save_checkpoint(str(self.checkpoints.path), tag, {"step": self.step})
-            if self.observer:
-                self.checkpoints.completed(tag)
         if self.config.ckpt.save_hf:
-            self.export(f"{self.config.ckpt.path}/{tag}_hf")
+            self.export(f"{self.config.ckpt.path}/{tag}{COPY}")
+        if self.observer:
+            self.checkpoints.completed(tag)
 
     def resume(self, tag: str) -> None:
         self.step = self.engine.load_checkpoint(str(self.checkpoints.path), tag)["step"]

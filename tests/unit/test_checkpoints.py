@@ -93,18 +93,26 @@ def test_the_best_is_kept_beside_the_others_and_is_not_resumed_from(tmp_path, wr
     assert write(checkpoints, "best_global_step6", 0.7) == ["best_global_step6", "global_step4"]
 
 
-def test_hugging_face_copies_are_not_touched(tmp_path, write):
-    """Supervised trainers put them beside their checkpoints."""
-    checkpoints = folder(tmp_path, max_num=1)
-    for step in (1, 2, 3):
-        write(checkpoints, f"global_step{step}")
+@pytest.mark.parametrize("inside", ["", "_actor"])
+def test_hugging_face_copies_go_with_their_checkpoints(tmp_path, inside):
+    """Supervised trainers have both in one folder."""
+    checkpoints = CheckpointFolder(str(tmp_path / inside), CkptConfig(path=str(tmp_path), max_num=2))
+    for tag in ("global_step1", "best_global_step1", "global_step2", "global_step3", "best_global_step3"):
+        (tmp_path / inside / tag).mkdir(parents=True)
+        (tmp_path / f"{tag}_hf").mkdir()
+        checkpoints.completed(tag)
+    kept = ["best_global_step3", "global_step2", "global_step3"]
+    assert [name for name in names(tmp_path / inside) if not name.endswith("_hf")] == kept
+    assert sorted(p.name for p in tmp_path.glob("*_hf")) == [f"{tag}_hf" for tag in kept]
+
+
+def test_copies_without_checkpoints_make_room_too(tmp_path):
+    checkpoints = folder(tmp_path, max_num=2)
+    for step in (8, 9, 10):
         (tmp_path / f"global_step{step}_hf").mkdir()
-    assert names(tmp_path) == [
-        "global_step1_hf",
-        "global_step2_hf",
-        "global_step3",
-        "global_step3_hf",
-    ]
+        checkpoints.completed(f"global_step{step}")
+    assert names(tmp_path) == ["global_step10_hf", "global_step9_hf"]
+    assert checkpoints.latest() is None
 
 
 def test_checkpoints_of_all_models_come_and_go_together(tmp_path):

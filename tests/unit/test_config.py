@@ -744,6 +744,11 @@ CHECKS = [
     ),
     (
         PPO,
+        "--eval.dataset a/b --eval.steps 1 --ckpt.best_metric_key eval/default_response_length_mean",
+        "the largest value is kept as the best; name a metric that ends in _pass1, _pass2 and so on",
+    ),
+    (
+        PPO,
         "--reward.model_name_or_path a/b --reward.model_weights 0",
         "--reward.model_weights 0.0: leaves nothing of the reward models; remove them",
     ),
@@ -871,7 +876,7 @@ REMARKS = [
         SKIP + "--algo.kl.init_coef 0 --actor.eps_clip 0.3",
         "--actor.eps_clip 0.3: has no effect: with algo.skip_old_log_probs the ratio is 1",
     ),
-    (PPO, "--ckpt.best_metric_key x", "has no effect: without eval.dataset there is no metric"),
+    (PPO, "--ckpt.best_metric_key x_pass1", "has no effect: without eval.dataset there is no metric"),
     (
         PPO,
         "--rollout.vllm_generate_batch_size 2048",

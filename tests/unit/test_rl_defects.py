@@ -485,7 +485,6 @@ def test_a_sample_travels_to_one_rank_only():
     assert [len(share) for share in sent] == [len(share) + 1 for share in learned]
 
 
-@pytest.mark.xfail(strict=True, reason="cluster/worker.py answers with views of rows")
 def test_a_score_carries_nothing_but_itself():
     """A view would send the memory of the whole row with every sample of it."""
     config = config_of(dynamic_batch_enable=True, max_tokens_per_gpu=100)
