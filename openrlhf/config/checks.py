@@ -289,7 +289,8 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
     if ckpt.save_steps > 0 and ckpt.disable_ds and not ckpt.save_hf:
         yield Problem(
             key="ckpt.disable_ds",
-            text="leaves nothing to save every ckpt.save_steps; add --ckpt.save_hf, or remove it",
+            text="leaves nothing to save every ckpt.save_steps; --ckpt.save_hf would write copies",
+            fatal=False,
         )
     folders = {
         "ckpt.output_dir": ckpt.output_dir,

@@ -145,10 +145,11 @@ class RewardConfig:
     remote_url: str | None = None
     """A .py file with `reward_func(queries, prompts, labels)`, or a comma list of http URLs."""
     model_name_or_path: str | None = None
-    """Hugging Face name or folder of a reward model; a comma list adds up several, and the reward function's
-    where there is one."""
+    """Hugging Face name or folder of a reward model; a comma list adds up several. Where remote_url gives
+    rewards it is only used with model_weights."""
     model_weights: tuple[float, ...] | None = None
-    """What the scores of the reward models are multiplied by, in their order. None: 1 each."""
+    """What the scores of the reward models are multiplied by, in their order, before they are added up, and
+    to the rewards of remote_url. None: 1 each, and nothing beside remote_url."""
     num_nodes: CountOrZero = 1
     """Nodes of the reward model's workers. On shared GPUs the actor's size holds; 0 says the same."""
     num_gpus_per_node: CountOrZero = 8
@@ -185,7 +186,9 @@ class RewardConfig:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The items of model_name_or_path."""
+        """The items of model_name_or_path, where they are used."""
+        if self.urls and self.model_weights is None:
+            return ()
         return tuple(name.strip() for name in (self.model_name_or_path or "").split(",") if name.strip())
 
     @property

@@ -99,7 +99,12 @@ PPO_UNREAD = (
         why="there is no reward model",
         fatal=False,
     ),
-    Unread(keys=("critic.",), when=lambda c: not c.uses_critic, why="only estimator gae has a critic"),
+    Unread(
+        keys=("critic.",),
+        when=lambda c: not c.uses_critic,
+        why="only estimator gae has a critic",
+        fatal=False,
+    ),
     Unread(
         keys=("algo.advantage.lambd",),
         when=lambda c: c.algo.advantage.estimator != "gae",
@@ -126,6 +131,7 @@ PPO_UNREAD = (
         keys=("algo.kl.target", "algo.kl.horizon", "algo.kl.estimator", "algo.kl.use_loss"),
         when=lambda c: not c.uses_reference,
         why="there is no KL penalty (algo.kl.init_coef 0)",
+        fatal=False,
     ),
     Unread(
         keys=("algo.kl.horizon",),
@@ -201,7 +207,19 @@ PPO_UNREAD = (
         fatal=False,
     ),
     Unread(
-        keys=("reward.normalize_enable", "reward.model_weights"),
+        keys=("reward.model_name_or_path",),
+        when=lambda c: bool(c.reward.urls) and c.reward.model_weights is None,
+        why="reward.remote_url gives the rewards; reward.model_weights adds those of models",
+        fatal=False,
+    ),
+    Unread(
+        keys=("reward.normalize_enable",),
+        when=lambda c: not c.uses_reward_model,
+        why="there is no reward model",
+        fatal=False,
+    ),
+    Unread(
+        keys=("reward.model_weights",),
         when=lambda c: not c.uses_reward_model,
         why="there is no reward model",
     ),
@@ -343,7 +361,8 @@ def _estimator(config: PPOConfig) -> Iterator[Problem]:
         if advantage.gamma != 1:
             yield Problem(
                 key="algo.advantage.gamma",
-                text=f"estimator {advantage.estimator} does not discount; remove it, or choose reinforce",
+                text=f"has no effect: estimator {advantage.estimator} does not discount; reinforce does",
+                fatal=False,
             )
     if config.train.partial_rollout_enable and not config.train.async_enable:
         yield Problem(key="train.partial_rollout_enable", text="needs --train.async_enable")
@@ -352,18 +371,17 @@ def _estimator(config: PPOConfig) -> Iterator[Problem]:
 def _collecting(config: PPOConfig) -> Iterator[Problem]:
     algo, rollout = config.algo, config.rollout
     at_a_time = rollout.vllm_generate_batch_size or rollout.batch_size
-    at_most = algo.dynamic_filtering_max_batches * rollout.batch_size
     if algo.dynamic_filtering_enable:
         if rollout.n_samples_per_prompt == 1:
             yield Problem(
                 key="algo.dynamic_filtering_enable",
                 text="filters groups; rollout.n_samples_per_prompt must be 2 or more",
             )
-        if at_a_time > at_most:
+        if config.uses_reward_model and not config.reward.urls and algo.dynamic_filtering_range == (0.0, 1.0):
             yield Problem(
-                key="rollout.vllm_generate_batch_size",
-                text="is more than a step may ask for, algo.dynamic_filtering_max_batches x "
-                f"rollout.batch_size = {at_most}; use at most that",
+                key="algo.dynamic_filtering_range",
+                text="the scores of a reward model need not lie between 0 and 1; set a range of its own",
+                fatal=False,
             )
     if at_a_time > rollout.batch_size and not algo.advantage.is_correction_enable:
         yield Problem(
@@ -438,11 +456,14 @@ def _old_log_probs(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _balance(config: PPOConfig) -> Iterator[Problem]:
-    coefs = {"actor": config.actor.aux_loss_coef}
+    actor, critic = config.actor, config.critic
+    recomputes = actor.gradient_checkpointing_enable
+    roles = {"actor": (actor.aux_loss_coef, recomputes)}
     if config.uses_critic:
-        coefs["critic"] = config.critic_aux_loss_coef
-    for role, coef in coefs.items():
-        if coef > 0 and config.actor.gradient_checkpointing_reentrant:
+        own = critic.gradient_checkpointing_enable
+        roles["critic"] = (config.critic_aux_loss_coef, recomputes if own is None else own)
+    for role, (coef, recomputes) in roles.items():
+        if coef > 0 and recomputes and actor.gradient_checkpointing_reentrant:
             yield Problem(
                 key="actor.gradient_checkpointing_reentrant",
                 text=f"hides the routers from the balance loss ({role}.aux_loss_coef); remove one",
@@ -486,10 +507,11 @@ def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
             f"with train.colocate_all; {fits}",
         )
     best = config.ckpt.best_metric_key
-    if best not in ("", "none") and not re.search(r"_pass\d+$", best):
+    if config.eval.dataset and best not in ("", "none") and not re.search(r"_pass\d+$", best):
         yield Problem(
             key="ckpt.best_metric_key",
             text="the largest value is kept as the best; name a metric that ends in _pass1, _pass2 and so on",
+            fatal=False,
         )
     if config.ds.enable_sleep and config.ds.zero_stage == 0:
         yield Problem(

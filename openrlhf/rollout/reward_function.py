@@ -3,6 +3,7 @@ crashes, raises or returns nonsense fails only the samples in question."""
 
 import ast
 import atexit
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,11 @@ class RewardFunction(BatchedReward):
         super().__init__(batch_size=batch_size, concurrency=num_workers)
         path = str(Path(path).resolve())
         self._processes = [RewardProcess(path, timeout=timeout) for _ in range(num_workers)]
-        self._idle = list(self._processes)
+        self._idle = deque(self._processes)
         atexit.register(self._stop)  # before multiprocessing waits for processes that wait for calls
 
     async def ask(self, calls: Sequence[Call]) -> list[Reward]:
-        process = self._idle.pop()  # there are as many as lanes
+        process = self._idle.popleft()  # there are as many as lanes, and they take turns
         try:
             return await process.ask(
                 [call.query for call in calls],

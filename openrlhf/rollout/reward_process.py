@@ -6,10 +6,12 @@ import inspect
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from openrlhf.rollout.calls import BatchFailed
@@ -43,8 +45,7 @@ class RewardProcess:
             pipe = await self._ready()
             pipe.send((queries, prompts, labels))
             async with asyncio.timeout(self.timeout):
-                await _readable(pipe)
-            answer = pipe.recv()
+                answer = await self._receive(pipe)
         except TimeoutError:
             self.stop()
             raise BatchFailed(
@@ -84,8 +85,7 @@ class RewardProcess:
         self._process.start()
         theirs.close()  # so that the pipe ends when the process does
         try:
-            await _readable(self._pipe)
-            self._import_problem = self._pipe.recv()
+            self._import_problem = await self._receive(self._pipe)
         except (EOFError, ConnectionError):
             raise RewardError(
                 f"{self.path}: the process that imported the file died with exit code {self.stop()}"
@@ -94,50 +94,69 @@ class RewardProcess:
             raise RewardError(self._import_problem)
         return self._pipe
 
-
-async def _readable(pipe: Connection) -> None:
-    """Until there is something to receive, or the other end is gone."""
-    loop, ready = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(pipe.fileno(), ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(pipe.fileno())
+    async def _receive(self, pipe: Connection) -> Any:
+        """What the process sends. EOFError where it has died, even if something that it started holds on to
+        its end of the pipe."""
+        assert self._process is not None and self._process.pid is not None
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        death = os.pidfd_open(self._process.pid)
+        for end in (pipe.fileno(), death):
+            loop.add_reader(end, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            for end in (pipe.fileno(), death):
+                loop.remove_reader(end)
+            os.close(death)
+        if not pipe.poll():
+            raise EOFError
+        return pipe.recv()
 
 
 def _serve(path: str, pipe: Connection) -> None:
     """What the process does until the other end of the pipe is gone."""
     os.setpgid(0, 0)  # to be killed together with what the function starts, and by no Ctrl-C
+    threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
         function = _load(path)
     except BaseException:
         pipe.send(f"{path} could not be imported:\n{traceback.format_exc(limit=-3)}")
         return
     pipe.send("")
-    while True:
-        try:
-            queries, prompts, labels = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(_call(function, queries, prompts, labels))
+    with asyncio.Runner() as runner:  # one loop for all calls: what a file keeps open belongs to its loop
+        while True:
+            try:
+                queries, prompts, labels = pipe.recv()
+            except EOFError:
+                return
+            pipe.send(_call(function, queries, prompts, labels, runner))
+
+
+def _die_with_parent() -> None:
+    """Also in the middle of a call that never ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # of a process that multiprocessing started
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)
 
 
 def _load(path: str) -> RewardFunc:
     spec = importlib.util.spec_from_file_location("reward_func", path)
     assert spec is not None and spec.loader is not None  # as of every .py file
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look it up
     spec.loader.exec_module(module)
     return module.reward_func
 
 
 def _call(
-    function: RewardFunc, queries: list[str], prompts: list[str], labels: list[Any]
+    function: RewardFunc, queries: list[str], prompts: list[str], labels: list[Any], runner: asyncio.Runner
 ) -> list[Reward] | str:
     """The rewards, or what went wrong: the exception itself may not survive the way between processes."""
     try:
         answer = function(queries, prompts, labels)
         if inspect.iscoroutine(answer):
-            answer = asyncio.run(answer)
+            answer = runner.run(answer)
     except RewardError as error:
         return str(error)
     except BaseException:  # SystemExit too

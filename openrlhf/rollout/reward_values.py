@@ -27,7 +27,7 @@ def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[R
     if not isinstance(extra_logs, dict):
         raise RewardError(f"{source} returned extra_logs that are not a dict: {extra_logs!r}")
     logs = {
-        name: _floats(f"extra_logs[{name!r}]", value, count, source, one_is_for_all=True)
+        str(name): _floats(f"extra_logs[{name!r}]", value, count, source, one_is_for_all=True)
         for name, value in extra_logs.items()
     }
     return [

@@ -32,6 +32,8 @@ class Collected:
     """The groups to train on, one after the other. Empty when no prompt is left."""
     sampled: list[Trajectory]
     """What was sampled in this step: also what was filtered out, or is kept for a later step."""
+    filtered: list[Trajectory]
+    """What was filtered out."""
     metrics: Metrics
 
 
@@ -72,6 +74,7 @@ class Collector:
         """
         size = self._config.rollout.batch_size
         sampled: list[Trajectory] = []
+        filtered: list[Trajectory] = []
         verdicts = Counter[Verdict]()
         while len(self._buffer) < size and (prompts := self._next_prompts(step, verdicts)):
             for group in group_by_prompt(prompts, self._generate(prompts)):
@@ -80,15 +83,19 @@ class Collector:
                 sampled += group
                 if verdict is Verdict.KEPT:
                     self._buffer.append(group)
-            # Of fewer prompts than a batch a ratio says little, unless there are no others.
-            if self._filters and (verdicts.total() >= size or self._prompts.is_exhausted):
+                else:
+                    filtered += group
+            if self._filters and verdicts.total() >= size:
                 check_failures(sampled, self._config.reward.max_failed_ratio, step)
+            elif self._filters and self._prompts.is_exhausted:
+                check_failures(sampled, 1.0, step)  # of fewer prompts than a batch a ratio says little
         batch, self._buffer = self._buffer[:size], self._buffer[size:]
         if self._filters and step == 1 and not batch:
             raise RuntimeError(self._kept_too_little(step, verdicts))
         return Collected(
             trajectories=[t for group in batch for t in group],
             sampled=sampled,
+            filtered=filtered,
             metrics=self._metrics(sampled, verdicts),
         )
 
@@ -119,7 +126,8 @@ class Collector:
         if not self._runs_ahead:
             size = min(size, missing)
         if self._filters:
-            left = self._config.algo.dynamic_filtering_max_batches * rollout.batch_size - verdicts.total()
+            at_most = self._config.algo.dynamic_filtering_max_batches * rollout.batch_size
+            left = max(at_most, rollout.vllm_generate_batch_size or 0) - verdicts.total()
             if left == 0 and not self._prompts.is_exhausted:
                 raise RuntimeError(self._kept_too_little(step, verdicts))
             return self._prompts.next_batch(min(size, left))

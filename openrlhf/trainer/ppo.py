@@ -60,7 +60,7 @@ class PPOTrainer:
                 break
             if self.collector.is_exhausted:
                 self.total_steps = self.step + 1
-            metrics = collected.metrics | self.train_on(collected)
+            metrics = self.train_on(collected) | collected.metrics
             self.step += 1
             with self.observer.phase("sync"):
                 self.rollout.load_weights(self.policy, self.step).result()
@@ -94,7 +94,10 @@ class PPOTrainer:
         """Score what was sampled, assign credit, update."""
         trajectories = collected.trajectories
         self.observer.log_rollouts(self.step + 1, trajectories)
-        check_failures(collected.sampled, self.config.reward.max_failed_ratio, self.step + 1)
+        if collected.filtered:
+            self.observer.log_rollouts(self.step + 1, collected.filtered, name="filtered")
+        if len(collected.sampled) >= self.config.samples_per_step:  # of a few a ratio says little
+            check_failures(collected.sampled, self.config.reward.max_failed_ratio, self.step + 1)
         check_failures(trajectories, 1.0, self.step + 1)
         finished = [t for t in trajectories if t.ok]
         samples = [Sample.of(t) for t in finished]
@@ -188,8 +191,10 @@ class PPOTrainer:
     def _keep_if_best(self, metrics: Metrics) -> None:
         """A checkpoint of its own for the best evaluation so far. Only runs that save checkpoints have
         one."""
+        if self.config.ckpt.save_steps <= 0:
+            return
         value = self._metric_of(metrics)
-        if value is None or self.config.ckpt.save_steps <= 0:
+        if value is None:
             return
         if self.best_metric is None or value > self.best_metric:
             self.best_metric = value
@@ -203,8 +208,9 @@ class PPOTrainer:
         if key == "none" or not evaluated:
             return None
         sources = sorted({p.source for p in self.eval_prompts})
-        key = key.removeprefix("eval/").removeprefix("eval_")  # older versions wrote eval_default_pass1
-        name = f"eval/{key or f'{sources[0]}_pass1'}"
+        asked = key.removeprefix("eval/") or f"{sources[0]}_pass1"
+        names = (f"eval/{asked}", f"eval/{asked.removeprefix('eval_')}")  # older versions: eval_default_pass1
+        name = next((name for name in names if name in metrics), names[-1])
         failed = [s for s in sources if f"eval/{s}_pass1" not in metrics]
         if name in metrics or any(name.startswith(f"eval/{source}_") for source in failed):
             return metrics.get(name)

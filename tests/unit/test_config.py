@@ -527,11 +527,6 @@ CHECKS = [
     ),
     (
         PPO,
-        FILTER + "--rollout.vllm_generate_batch_size 2049 --algo.dynamic_filtering_max_batches 2",
-        "is more than a step may ask for, algo.dynamic_filtering_max_batches x rollout.batch_size = 2048",
-    ),
-    (
-        PPO,
         FILTER + "--reward.remote_url None --teacher.model_name_or_path org/teacher",
         "nothing scores the groups; name a .py file with reward_func(queries, prompts, labels)",
     ),
@@ -539,11 +534,6 @@ CHECKS = [
         PPO,
         "--algo.advantage.estimator rloo",
         "--rollout.n_samples_per_prompt 1: estimator rloo compares the samples",
-    ),
-    (
-        PPO,
-        GROUP + "group_norm --algo.advantage.gamma 0.9",
-        "--algo.advantage.gamma 0.9: estimator group_norm does not discount",
     ),
     (
         PPO,
@@ -628,11 +618,6 @@ CHECKS = [
     ),
     (
         SFT,
-        "--ckpt.save_steps 5 --ckpt.disable_ds",
-        "--ckpt.disable_ds: leaves nothing to save every ckpt.save_steps",
-    ),
-    (
-        SFT,
         "--logger.wandb.key ***",
         "--logger.wandb.key: is a mask, not a key; use True and set WANDB_API_KEY",
     ),
@@ -644,13 +629,8 @@ CHECKS = [
     ),
     (
         PPO,
-        "--reward.remote_url reward.py --reward.normalize_enable",
-        "--reward.normalize_enable: nothing would read it: there is no reward model",
-    ),
-    (
-        PPO,
         "--reward.model_name_or_path a/b --train.colocate_critic_reward --algo.advantage.estimator gae "
-        "--critic.num_gpus_per_node 4 --reward.num_gpus_per_node 2",
+        "--reward.remote_url none --critic.num_gpus_per_node 4 --reward.num_gpus_per_node 2",
         "--reward.num_gpus_per_node 2: shares the GPUs of the critic, which has 4; remove it",
     ),
     # URLs
@@ -716,11 +696,6 @@ CHECKS = [
         "nothing would read it: model.gradient_checkpointing_enable is off",
     ),
     (SFT, "--ds.enable_sleep", "nothing would read it: supervised training shares its GPUs with nobody"),
-    (
-        PPO,
-        "--critic.adam.lr 1",
-        "--critic.adam.lr 1.0: nothing would read it: only estimator gae has a critic",
-    ),
     (PPO, "--algo.advantage.lambd 0.9", "nothing would read it: only estimator gae looks ahead"),
     (
         PPO,
@@ -744,18 +719,8 @@ CHECKS = [
     ),
     (
         PPO,
-        "--eval.dataset a/b --eval.steps 1 --ckpt.best_metric_key eval/default_response_length_mean",
-        "the largest value is kept as the best; name a metric that ends in _pass1, _pass2 and so on",
-    ),
-    (
-        PPO,
         "--reward.model_name_or_path a/b --reward.model_weights 0",
         "--reward.model_weights 0.0: leaves nothing of the reward models; remove them",
-    ),
-    (
-        PPO,
-        "--algo.kl.init_coef 0 --algo.kl.use_loss",
-        "nothing would read it: there is no KL penalty (algo.kl.init_coef 0)",
     ),
     (PPO, "--algo.kl.horizon 5", "nothing would read it: without algo.kl.target the weight stays"),
     (
@@ -821,6 +786,46 @@ def test_a_feature_that_does_not_exist_yet_is_refused(command, key, what, say):
 
 
 REMARKS = [
+    (
+        SFT,
+        "--ckpt.save_steps 5 --ckpt.disable_ds",
+        "--ckpt.disable_ds: leaves nothing to save every ckpt.save_steps",
+    ),
+    (
+        PPO,
+        "--reward.remote_url reward.py --reward.normalize_enable",
+        "--reward.normalize_enable: has no effect: there is no reward model",
+    ),
+    (
+        PPO,
+        "--critic.adam.lr 1",
+        "--critic.adam.lr 1.0: has no effect: only estimator gae has a critic",
+    ),
+    (
+        PPO,
+        "--eval.dataset a/b --eval.steps 1 --ckpt.best_metric_key eval/default_response_length_mean",
+        "the largest value is kept as the best; name a metric that ends in _pass1, _pass2 and so on",
+    ),
+    (
+        PPO,
+        "--algo.kl.init_coef 0 --algo.kl.use_loss",
+        "has no effect: there is no KL penalty (algo.kl.init_coef 0)",
+    ),
+    (
+        PPO,
+        GROUP + "group_norm --algo.advantage.gamma 0.9",
+        "--algo.advantage.gamma 0.9: has no effect: estimator group_norm does not discount; reinforce does",
+    ),
+    (
+        PPO,
+        "--reward.model_name_or_path a/b",
+        "has no effect: reward.remote_url gives the rewards; reward.model_weights adds those of models",
+    ),
+    (
+        PPO,
+        FILTER + "--reward.remote_url none --reward.model_name_or_path a/b",
+        "the scores of a reward model need not lie between 0 and 1; set a range of its own",
+    ),
     (
         PPO,
         "--algo.kl.use_loss",

@@ -348,7 +348,7 @@ def ckpt_in(path: Path) -> PPOCkptConfig:
     return PPOCkptConfig(path=str(path / "ckpt"), save_steps=2, best_metric_key="none")
 
 
-@pytest.mark.parametrize("key", ["", "math_pass1", "eval/math_pass1"])
+@pytest.mark.parametrize("key", ["", "math_pass1", "eval/math_pass1", "eval_math_pass1"])
 def test_the_best_evaluation_is_kept(tmp_path, key):
     scores = {0: 0.1, 2: 0.7, 4: 0.4, 6: 0.7}
     config = config_of(tmp_path, save_steps=3, best_metric_key=key)
@@ -455,3 +455,18 @@ def test_groups_that_wait_are_in_the_checkpoint(tmp_path):
     assert [c for c in second.policy.calls if c.startswith("generate")] == [f"generate {ids[6:]}"]
     trained = [read_journal(path) for path in journal_steps(tmp_path / "run" / "rollouts").values()]
     assert [t.prompt.prompt_id for step in trained for t in step[::2]] == ids
+
+
+def test_what_filtering_leaves_out_can_be_looked_at(tmp_path):
+    config = config_of(tmp_path)
+    config = replace(config, algo=replace(config.algo, dynamic_filtering_enable=True))
+    trainer = trainer_of(
+        tmp_path, config, total_steps=1, eval_prompts=[], reward=lambda p, i: float(p.prompt_id % 2 and i)
+    )
+    trainer.fit()
+    trained = read_journal(journal_steps(tmp_path / "run" / "rollouts")[1])
+    filtered = read_journal(journal_steps(tmp_path / "run" / "rollouts", "filtered")[1])
+    assert {t.prompt.prompt_id % 2 for t in trained} == {1} and len(trained) == 4
+    assert {t.prompt.prompt_id % 2 for t in filtered} == {0}
+    metrics = metrics_of(tmp_path)[1]
+    assert metrics["rollout/kept_ratio"] == 2 / (2 + len(filtered) / 2)

@@ -1,6 +1,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -486,3 +488,106 @@ def test_closing_frees_those_who_wait(tmp_path):
         return await asyncio.gather(*calls, return_exceptions=True)
 
     assert [type(answer) for answer in asyncio.run(run())] == [asyncio.CancelledError] * 3
+
+
+def ask_in_turn(path: Path, count: int, **options) -> list:
+    """One sample after the other: the rewards, or what went wrong."""
+
+    async def ask():
+        function = RewardFunction(str(path), **({"timeout": 20.0} | options))
+        answers = []
+        for i in range(count):
+            answers += await asyncio.gather(function(f"query {i}", "prompt", ""), return_exceptions=True)
+        function.close()
+        return answers
+
+    return asyncio.run(ask())
+
+
+def test_an_asynchronous_function_keeps_what_belongs_to_its_loop(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import asyncio\n"
+        "loops = []\n"
+        "async def reward_func(queries, prompts, labels):\n"
+        "    loops.append(asyncio.get_running_loop())\n"
+        "    return [len({id(loop) for loop in loops})]\n"
+    )
+    assert [answer.reward for answer in ask_in_turn(path, 3)] == [1, 1, 1]
+
+
+def test_a_file_is_a_module_like_any_other(tmp_path):
+    """Dataclasses look their module up, pickle too, and an enum may name a log."""
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "from __future__ import annotations\n"
+        "import pickle\n"
+        "from dataclasses import dataclass\n"
+        "from enum import StrEnum\n"
+        "class Log(StrEnum):\n"
+        "    LENGTH = 'length'\n"
+        "@dataclass\n"
+        "class Verdict:\n"
+        "    value: float\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    verdict = pickle.loads(pickle.dumps(Verdict(0.5)))\n"
+        "    return {'rewards': [verdict.value], 'extra_logs': {Log.LENGTH: len(queries[0])}}\n"
+    )
+    assert ask_in_turn(path, 1) == [reward(0.5, length=7.0)]
+
+
+def test_a_death_is_noticed_though_a_child_lives_on(tmp_path):
+    """The child has the pipe too, so its end is not the end of the pipe."""
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import os, signal, time\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    if os.fork() == 0:\n"
+        "        time.sleep(60)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    (error,) = ask_in_turn(path, 1, timeout=50.0)
+    assert isinstance(error, RewardError) and "process died with exit code -9" in str(error)
+
+
+def test_a_worker_whose_import_fails_does_not_get_all_the_work(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import os\n"
+        f"os.mkdir({str(tmp_path / 'only_once')!r})\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    return [1.0]\n"
+    )
+    answers = ask_in_turn(path, 8, num_workers=2)
+    assert [isinstance(answer, RewardError) for answer in answers] == [False, True] * 4
+
+
+def test_nothing_survives_a_parent_that_is_killed(tmp_path):
+    """Not even a call that never ends."""
+    file, pid = tmp_path / "reward.py", tmp_path / "pid"
+    file.write_text(
+        "import os\n"
+        "def reward_func(queries, prompts, labels):\n"
+        f"    open({str(pid)!r}, 'w').write(str(os.getpid()))\n"
+        "    while True: pass\n"
+    )
+    parent = tmp_path / "parent.py"
+    parent.write_text(
+        "import asyncio\n"
+        "from openrlhf.rollout.reward_function import RewardFunction\n"
+        "async def main():\n"
+        f"    await RewardFunction({str(file)!r}, timeout=500.0)('query', 'prompt', '')\n"
+        "if __name__ == '__main__':\n"
+        "    asyncio.run(main())\n"
+    )
+    process = subprocess.Popen([sys.executable, str(parent)])
+    deadline = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    status = Path(f"/proc/{pid.read_text()}/status")
+    assert is_alive(status)
+    process.kill()
+    process.wait()
+    while is_alive(status) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(status)
