@@ -460,13 +460,17 @@ def test_groups_that_wait_are_in_the_checkpoint(tmp_path):
 def test_what_filtering_leaves_out_can_be_looked_at(tmp_path):
     config = config_of(tmp_path)
     config = replace(config, algo=replace(config.algo, dynamic_filtering_enable=True))
+    (first,) = PromptSampler(PromptDataset(PROMPTS), seed=1).next_batch(1)
     trainer = trainer_of(
-        tmp_path, config, total_steps=1, eval_prompts=[], reward=lambda p, i: float(p.prompt_id % 2 and i)
+        tmp_path,
+        config,
+        total_steps=1,
+        eval_prompts=[],
+        reward=lambda p, i: 0.0 if p.prompt_id == first.prompt_id else float(i),
     )
     trainer.fit()
-    trained = read_journal(journal_steps(tmp_path / "run" / "rollouts")[1])
-    filtered = read_journal(journal_steps(tmp_path / "run" / "rollouts", "filtered")[1])
-    assert {t.prompt.prompt_id % 2 for t in trained} == {1} and len(trained) == 4
-    assert {t.prompt.prompt_id % 2 for t in filtered} == {0}
-    metrics = metrics_of(tmp_path)[1]
-    assert metrics["rollout/kept_ratio"] == 2 / (2 + len(filtered) / 2)
+    rollouts = tmp_path / "run" / "rollouts"
+    trained, filtered = (read_journal(journal_steps(rollouts, name)[1]) for name in ("step", "filtered"))
+    assert {t.prompt.prompt_id for t in filtered} == {first.prompt_id} and len(filtered) == 2
+    assert first.prompt_id not in {t.prompt.prompt_id for t in trained} and len(trained) == 4
+    assert metrics_of(tmp_path)[1]["rollout/kept_ratio"] == 2 / 3
