@@ -31,9 +31,11 @@ def init_distributed(timeout_minutes: int = 60) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     else:  # its shared-memory collectives would be compiled on first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(
-        dist_backend=BACKENDS[DEVICE_TYPE], timeout=datetime.timedelta(minutes=timeout_minutes), verbose=False
-    )
+    backend, timeout = BACKENDS[DEVICE_TYPE], datetime.timedelta(minutes=timeout_minutes)
+    if os.environ["WORLD_SIZE"] == "1" and not dist.is_initialized():
+        # Alone a process needs no port, which another one could have taken.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
