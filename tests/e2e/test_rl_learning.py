@@ -82,16 +82,17 @@ def test_the_verifier_raises_the_share_of_solved_problems(train, estimator: str)
 def test_a_reward_model_raises_the_share_of_solved_problems(
     train, knowing, accuracy, reward_model: Path
 ) -> None:
-    """The run never sees a label; two copies of the model, weighted to one, are summed."""
+    """The run never sees a label; two copies of the model, weighted to one, are summed. Four steps: the
+    policy would go on to find what the model likes more than right answers."""
     before = accuracy(knowing.chat)
     folder, metrics = train(
-        "--algo.advantage.estimator gae --train.max_steps 14 --critic.adam.lr 1e-3 "
-        "--reward.normalize_enable --reward.model_weights 0.75 0.25 --ref.offload",
+        "--algo.advantage.estimator gae --train.max_steps 4 --critic.adam.lr 1e-3 "
+        "--reward.normalize_enable --reward.model_weights 0.75 0.25",
         reward=f"--reward.model_name_or_path {reward_model},{reward_model}",
     )
     after = accuracy(folder)
-    assert metrics[14]["rollout/score_mean"] > metrics[1]["rollout/score_mean"] + 0.3
-    assert metrics[14]["rollout/reward_model/" + reward_model.name + "_0"] == pytest.approx(
-        metrics[14]["rollout/score_mean"], abs=1e-4
+    assert metrics[4]["rollout/score_mean"] > metrics[1]["rollout/score_mean"] + 0.3
+    assert metrics[4]["rollout/reward_model/" + reward_model.name + "_0"] == pytest.approx(
+        metrics[4]["rollout/score_mean"], abs=1e-4
     )
     assert after > before + 0.3, shlex.join([str(before), str(after)])
