@@ -88,19 +88,13 @@ PPO_NOT_YET: Mapping[str, str] = {
 
 PPO_UNREAD = (
     Unread(
-        keys=("critic.num_nodes", "critic.num_gpus_per_node", "train.colocate_critic_reward"),
-        when=lambda c: not c.uses_critic,
-        why="only estimator gae has a critic",
-        fatal=False,
-    ),
-    Unread(
         keys=("train.colocate_critic_reward",),
         when=lambda c: not c.uses_reward_model,
         why="there is no reward model",
         fatal=False,
     ),
     Unread(
-        keys=("critic.",),
+        keys=("critic.", "train.colocate_critic_reward"),
         when=lambda c: not c.uses_critic,
         why="only estimator gae has a critic",
         fatal=False,
@@ -201,7 +195,7 @@ PPO_UNREAD = (
         fatal=False,
     ),
     Unread(
-        keys=("reward.num_nodes", "reward.num_gpus_per_node", "reward.offload"),
+        keys=("reward.num_nodes", "reward.num_gpus_per_node", "reward.offload", "reward.normalize_enable"),
         when=lambda c: not c.uses_reward_model,
         why="there is no reward model",
         fatal=False,
@@ -210,12 +204,6 @@ PPO_UNREAD = (
         keys=("reward.model_name_or_path",),
         when=lambda c: bool(c.reward.urls) and c.reward.model_weights is None,
         why="reward.remote_url gives the rewards; reward.model_weights adds those of models",
-        fatal=False,
-    ),
-    Unread(
-        keys=("reward.normalize_enable",),
-        when=lambda c: not c.uses_reward_model,
-        why="there is no reward model",
         fatal=False,
     ),
     Unread(

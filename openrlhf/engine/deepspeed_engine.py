@@ -265,8 +265,8 @@ class DeepSpeedEngine:
 
 
 class FrozenModel:
-    """One rank of a model that only answers: the reference. Sharded at ZeRO stage 3 or when offloaded, else a
-    copy on every rank."""
+    """One rank of a model that only answers: a reference, teacher or reward model. Sharded at ZeRO stage 3 or
+    when offloaded, else a copy on every rank."""
 
     def __init__(self, build_model: Callable[[], RowModel], *, ds: DeepSpeedConfig, offload: bool) -> None:
         self.device = current_device()

@@ -42,7 +42,7 @@ def check_reward_file(path: str, flag: str) -> None:
 
 
 class NoReward:
-    """Every sample's own reward is 0: a teacher judges its tokens."""
+    """Every sample's own reward is 0: a teacher judges its tokens, or reward models are asked later."""
 
     async def __call__(self, query: str, prompt: str, label: Any) -> Reward:
         return Reward(reward=0.0, score=0.0)

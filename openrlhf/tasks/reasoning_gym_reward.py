@@ -11,22 +11,15 @@ _END = re.compile(r"(?:\s|<[|｜][^<>\s]*[|｜]>|</s>|<eos>|<pad>|<end_of_turn>|
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict:
-    """The verifier's score, from 0 to 1. An answer that the verifier fails on is no answer: 0.
-
-    extra_logs: whether the answer was marked, and whether the verifier failed on it.
-    """
-    scores, marked, failed = [], [], []
+    """The verifier's score, from 0 to 1, and as an extra log whether the answer was marked. What the verifier
+    raises, as a few do on texts that they cannot read, is a failed reward."""
+    scores, marked = [], []
     for query, prompt, label in zip(queries, prompts, labels, strict=True):
         answer, is_marked = extract_answer(query.removeprefix(prompt))
-        score = _score(answer, label)
-        scores.append(score or 0.0)
+        dataset, entry = entry_of(label)
+        scores.append(float(dataset.score_answer(answer, entry)))
         marked.append(float(is_marked))
-        failed.append(float(score is None))
-    return {
-        "rewards": scores,
-        "scores": scores,
-        "extra_logs": {"answer_marked": marked, "verifier_failed": failed},
-    }
+    return {"rewards": scores, "scores": scores, "extra_logs": {"answer_marked": marked}}
 
 
 def extract_answer(response: str) -> tuple[str | None, bool]:
@@ -39,12 +32,3 @@ def extract_answer(response: str) -> tuple[str | None, bool]:
         return boxed, True
     lines = _END.sub("", said).strip().splitlines()
     return (lines[-1].strip() if lines else None), False
-
-
-def _score(answer: str | None, label: str) -> float | None:
-    """None where the verifier raises: some do for texts that are no answer to their question."""
-    dataset, entry = entry_of(label)
-    try:
-        return float(dataset.score_answer(answer, entry))
-    except Exception:
-        return None

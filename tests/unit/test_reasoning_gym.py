@@ -117,14 +117,10 @@ def test_the_answer_of_a_response(response, expected):
     assert extract_answer(response) == expected
 
 
-def test_an_answer_that_breaks_the_verifier_is_wrong_and_counted():
+def test_what_the_verifier_raises_is_no_reward():
     (label,) = (row["label"] for row in gym_rows("reasoning_gym:prime_factorization?size=1", FLAG))
-    dataset, entry = entry_of(label)
     with pytest.raises(ValueError, match="invalid literal"):
-        dataset.score_answer("I do not know", entry)
-    answer = reward_func(["p<answer>I do not know</answer>"], ["p"], [label])
-    assert answer["rewards"] == [0.0]
-    assert answer["extra_logs"] == {"answer_marked": [1.0], "verifier_failed": [1.0]}
+        reward_func(["p<answer>I do not know</answer>"], ["p"], [label])
 
 
 def test_a_label_of_another_problem_is_an_error():
