@@ -200,14 +200,15 @@ def _engine_options(config: BatchInferenceConfig, *, on_gpu: bool):
 @contextmanager
 def _transformers(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
     from openrlhf.engine.distributed import current_device
-    from openrlhf.models.loading import load_causal_lm
+    from openrlhf.models.loading import load_generator
     from openrlhf.rollout.batch_inference import answer_with_transformers
 
-    model: Any = load_causal_lm(
+    model: Any = load_generator(
         config.model.model_name_or_path,
         flag=MODEL_FLAG,
         dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
+        max_len=config.data.max_len,
     )
     model.to(current_device()).eval()
     yield lambda requests, recorder: answer_with_transformers(
@@ -224,6 +225,7 @@ def _transformers(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
 def _scorer(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
     from openrlhf.engine.distributed import current_device
     from openrlhf.models.scorer import load_scorer
+    from openrlhf.models.self_check import settle_reading
     from openrlhf.rollout.batch_inference import score
 
     model = load_scorer(
@@ -231,10 +233,12 @@ def _scorer(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
         flag=MODEL_FLAG,
         dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
+        max_len=config.data.max_len,
         head_prefix=config.ds.value_head_prefix,
         trained=True,
     )
     model.to(current_device()).eval()
+    settle_reading(model, model)
     mean, std = _statistics(config, model.model.config)
     yield lambda answers, recorder: score(
         model,

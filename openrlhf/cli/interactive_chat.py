@@ -74,14 +74,15 @@ def _load(config: ChatConfig, tokenizer):
 
     on_gpu = DEVICE_TYPE == "cuda"
     if config.engine == "transformers":
-        from openrlhf.models.loading import load_causal_lm
+        from openrlhf.models.loading import load_generator
         from openrlhf.models.streaming import TransformersStream
 
-        model: Any = load_causal_lm(
+        model: Any = load_generator(
             config.model.model_name_or_path,
             flag=MODEL_FLAG,
             dtype=config.ds.param_dtype,
             attention=config.ds.attn_implementation,
+            max_len=config.data.max_len,
         )
         return TransformersStream(model.to(torch.device(DEVICE_TYPE)).eval(), tokenizer.pad_token_id)
     from openrlhf.engine.vllm_engine import EngineOptions

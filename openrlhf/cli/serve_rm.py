@@ -46,6 +46,7 @@ def load(config: ServeRMConfig):
     from openrlhf.device import DEVICE_TYPE
     from openrlhf.models.loading import load_tokenizer
     from openrlhf.models.scorer import load_scorer, score_statistics
+    from openrlhf.models.self_check import settle_reading
     from openrlhf.rollout.scoring import TextScorer
 
     path = config.reward.model_name_or_path or ""
@@ -55,11 +56,13 @@ def load(config: ServeRMConfig):
         flag=MODEL_FLAG,
         dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
+        max_len=config.data.max_len,
         head_prefix=config.ds.value_head_prefix,
         experts=config.ds.experts_implementation,
         trained=True,
     )
     model.to(DEVICE_TYPE).eval()
+    settle_reading(model, model)
     normalized = config.reward.normalize_enable
     mean, std = score_statistics(model.model.config, path) if normalized else (0.0, 1.0)
     return TextScorer(

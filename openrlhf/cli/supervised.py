@@ -337,6 +337,7 @@ def load_language_model(config: SupervisedConfig, path: str, flag: str, *, in_4b
         flag=flag,
         dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
+        max_len=config.data.max_len,
         experts=config.ds.experts_implementation,
         in_4bit=in_4bit,
     )

@@ -38,6 +38,7 @@ class RewardModelTask(supervised.Task[RMConfig]):
             flag="--model.model_name_or_path",
             dtype=config.ds.param_dtype,
             attention=config.ds.attn_implementation,
+            max_len=config.data.max_len,
             head_prefix=config.ds.value_head_prefix,
             tokenizer=tokenizer,
             experts=config.ds.experts_implementation,

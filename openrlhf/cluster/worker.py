@@ -99,6 +99,7 @@ class ModelWorker(Worker, Generic[ModelT]):
                 flag=flag,
                 dtype=ds.param_dtype,
                 attention=ds.attn_implementation,
+                max_len=self.config.data.max_len,
                 experts=ds.experts_implementation,
             )
         )
@@ -305,6 +306,7 @@ def _build_scorer(config: PPOConfig, path: str, flag: str, trained: bool = False
         flag=flag,
         dtype=ds.param_dtype,
         attention=ds.attn_implementation,
+        max_len=config.data.max_len,
         head_prefix=ds.value_head_prefix,
         experts=ds.experts_implementation,
         trained=trained,

@@ -21,8 +21,9 @@ from openrlhf.engine.deepspeed_config import inference_config, training_config
 from openrlhf.engine.distributed import current_device
 from openrlhf.engine.interfaces import Objective, RowT
 from openrlhf.engine.moving_average import MovingAverage
-from openrlhf.models.backbone import RowModel
+from openrlhf.models.backbone import RowModel, backbone_of
 from openrlhf.models.lora import has_adapters, save_adapter
+from openrlhf.models.self_check import settle_reading
 from openrlhf.types import LossNorm, Metrics
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -80,6 +81,7 @@ class DeepSpeedEngine:
         self.engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config
         )
+        settle_reading(self.engine, self.module)
         self.device = current_device()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.average = None
@@ -278,6 +280,7 @@ class FrozenModel:
             self.model, *_ = deepspeed.initialize(model=module, config=config)
         else:
             self.model = module.to(self.device)
+        settle_reading(self.model, module)
 
     @torch.no_grad()
     def __call__(self, row, *args, **kwargs):
@@ -343,7 +346,7 @@ def _matrices(module: RowModel) -> list[Tensor]:
     tokens."""
     model = module.model
     ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
-    layers = [m.weight for m in model.base_model.modules() if isinstance(m, nn.Linear)]
+    layers = [m.weight for m in backbone_of(model).modules() if isinstance(m, nn.Linear)]
     return [weight for weight in layers if weight.requires_grad and id(weight) not in ends]
 
 

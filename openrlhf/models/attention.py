@@ -1,9 +1,9 @@
 """Attention over packed rows. One registered implementation isolates sequences on every device.
 
 transformers looks attention up by name; ours is `PACKED`. It reads where the sequences lie from
-the `packing` keyword that the model is called with, so no mask is ever built. On CPU and in float32 each
-sequence is one call of scaled_dot_product_attention; on CUDA in half precision the whole row is one call of
-torch's varlen kernel.
+the `packing` keyword that the model is called with, so no mask over the row is ever built. On CPU and in float32
+each sequence is one call of scaled_dot_product_attention; on CUDA in half precision the whole row is one call of
+torch's varlen kernel. Whether a model hands all of this on to its attention is found out by models/self_check.py.
 """
 
 import importlib.util
@@ -12,8 +12,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PACKED = "openrlhf_packed"
@@ -25,10 +24,6 @@ right, and quadratic in the length of the whole row."""
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 """Implementations that isolate sequences by cumulative lengths, and the package that each needs."""
 
-ISOLATING_LAYERS = {"full_attention", "sliding_attention"}
-"""Kinds of layer, as `config.layer_types` names them, whose state does not run on from one sequence to the
-next."""
-
 
 class Packing(NamedTuple):
     """Where the sequences of a row lie. Travels through the model to the attention as `packing`."""
@@ -38,11 +33,15 @@ class Packing(NamedTuple):
 
 
 def resolve_attention(name: str, model_config) -> str:
-    """The transformers name for `--ds.attn_implementation`. Refuses what would leak between packed
-    sequences."""
-    check_isolating(model_config)
+    """The transformers name for `--ds.attn_implementation`. Refuses names that no packed row is read with."""
     if name in ("auto", PACKED):
         return PACKED
+    cap = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+    if name == "sdpa" and cap:
+        raise ValueError(
+            f"--ds.attn_implementation sdpa: the model caps its attention scores at {cap:g}, which this leaves "
+            "out.\nUse --ds.attn_implementation auto."
+        )
     if name in FROM_POSITIONS or name.startswith("kernels-community/"):
         return name
     if package := FLASH_PACKAGES.get(name):
@@ -57,18 +56,6 @@ def resolve_attention(name: str, model_config) -> str:
         f"--ds.attn_implementation {name} is not known to keep packed sequences apart.\n"
         f"Use auto, {', '.join((*FROM_POSITIONS, *FLASH_PACKAGES))} or a kernels-community/ name."
     )
-
-
-def check_isolating(model_config) -> None:
-    """Raise where a layer carries state along the row, as linear attention and state-space layers do."""
-    text_config = model_config.get_text_config()
-    kinds = set(getattr(text_config, "layer_types", None) or ()) - ISOLATING_LAYERS
-    if kinds:
-        raise ValueError(
-            f"the model has layers of type {', '.join(sorted(kinds))}, whose state would run on from one\n"
-            "packed sequence into the next. "
-            f"Use a model whose layers are all {' or '.join(sorted(ISOLATING_LAYERS))}."
-        )
 
 
 def packing_kwargs(implementation: str, lengths: tuple[int, ...], device: torch.device) -> dict:
@@ -103,38 +90,56 @@ def packed_attention(
     packing: Packing | None = None,
     **unused,
 ) -> tuple[Tensor, None]:
-    """(1, heads, N, d) -> (1, N, heads, d). Without `packing` (text generation by transformers): plain
-    SDPA."""
-    if softcap is not None or s_aux is not None:
-        raise ValueError(
-            "this model caps attention scores or has attention sinks, which the packed kernels cannot do.\n"
-            "Use --ds.attn_implementation eager."
-        )
+    """(1, heads, N, d) -> (1, N, heads, d).
+
+    attention_mask: what `_window_of_layer` made of the layer's mask. softcap: scores s become c tanh(s / c).
+    s_aux: (heads,) attention sinks, a score per head that takes part in the softmax and has no value.
+    """
     if packing is None:
-        if attention_mask is None and query.shape[2] == key.shape[2]:  # where `_no_mask` made no mask
-            whole = _one_sequence(query, key, value, scaling, dropout, sliding_window)
-            return whole.transpose(1, 2).contiguous(), None
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **unused
+        raise ValueError(
+            f"{type(module).__name__} called its attention without saying where the sequences of the row lie"
         )
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        return _varlen(query, key, value, packing, scaling, sliding_window), None
+    window = sliding_window if attention_mask is None else int(attention_mask)
+    plain = softcap is None and s_aux is None
+    if plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        return _varlen(query, key, value, packing, scaling, window), None
     # split, not slices: the backward of a slice touches the whole row once for every sequence
     rows = zip(*(x.split(packing.lengths, 2) for x in (query, key, value)), strict=True)
-    outputs = [_one_sequence(q, k, v, scaling, dropout, sliding_window) for q, k, v in rows]
+    if plain:
+        outputs = [_one_sequence(q, k, v, scaling, dropout, window) for q, k, v in rows]
+    else:
+        outputs = [_with_scores(q, k, v, scaling, dropout, window, softcap, s_aux) for q, k, v in rows]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
 def _one_sequence(q: Tensor, k: Tensor, v: Tensor, scaling, dropout, window: int | None) -> Tensor:
-    mask = None
-    if window is not None and q.shape[2] > window:
-        i = torch.arange(q.shape[2], device=q.device)
-        distance = i[:, None] - i
-        mask = (distance >= 0) & (distance < window)
+    mask = None if window is None or q.shape[2] <= window else _causal(q, window)
     grouped = k.shape[1] != q.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout, enable_gqa=grouped
     )
+
+
+def _with_scores(q: Tensor, k: Tensor, v: Tensor, scaling, dropout, window, softcap, sinks) -> Tensor:
+    """Scores are computed one by one, for architectures that change them. Quadratic memory in the length of
+    a sequence."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.float().masked_fill(~_causal(q, window), float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[2]].to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
+def _causal(q: Tensor, window: int | None) -> Tensor:
+    """(L, L) True where a token of the sequence sees another."""
+    i = torch.arange(q.shape[2], device=q.device)
+    distance = i[:, None] - i
+    return (distance >= 0) & (distance < (window or len(i)))
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling, window: int | None) -> Tensor:
@@ -157,12 +162,16 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling, window: 
     return cast(Tensor, output)[None]  # a tuple only where the log-sum-exp is asked for too
 
 
-def _no_mask(*args, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs):
-    """A packed row needs no mask; generation with a cache, or with padding, needs SDPA's."""
-    if attention_mask is None and q_length == kv_length:
-        return None
-    return sdpa_mask(*args, attention_mask=attention_mask, q_length=q_length, kv_length=kv_length, **kwargs)
+def _window_of_layer(
+    *args, local_size: int | None = None, use_vmap: bool = False, config=None, **kwargs
+) -> Tensor | None:
+    """All that packed attention must know of a layer's mask: how far it sees, as a tensor of one element,
+    because that is what models hand on. None: every earlier token of its sequence."""
+    kinds = getattr(config, "layer_types", None) or ()
+    if use_vmap or (local_size is not None and "chunked_attention" in kinds):
+        raise ValueError("attention masks that are neither causal nor a sliding window cannot be packed")
+    return None if local_size is None else torch.full((1, 1, 1, 1), local_size)
 
 
 ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, _no_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, _window_of_layer)

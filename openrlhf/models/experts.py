@@ -1,43 +1,52 @@
 """Mixtures of experts: how evenly a model's routers use them."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from openrlhf.models.backbone import RowModel, backbone_of
 from openrlhf.models.loading import load_config
 
 
 @contextmanager
-def recorded_balance(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Inside, every forward pass of `model` appends its balance loss: (), of all tokens of its row.
+def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
+    """Inside, every row that `module` reads appends its balance loss: (), of all tokens of the row.
 
     E sum_e f_e p_e over E experts, where f_e is how often one is chosen for a token, and p_e its mean
     probability, both over all tokens and layers: top_k where experts are used evenly, more where they are
     not. The Switch Transformer's, https://arxiv.org/abs/2101.03961, as transformers computes it for the
-    architecture. Passes without a gradient are left out where the context is entered with gradients.
+    architecture. Rows read without a gradient are left out where the context is entered with gradients.
     """
     losses: list[Tensor] = []
+    passes: list[Sequence[Tensor]] = []  # (L, E) router logits of each layer, of each pass for the row
+    model = module.model
     balance_loss = _balance_function(type(model))
     assert balance_loss is not None  # check_experts
     top_k = model.config.get_text_config().num_experts_per_tok
     with_grad = torch.is_grad_enabled()
 
-    def ask(module, args, kwargs):
+    def ask(backbone, args, kwargs):
         return args, kwargs | {"output_router_logits": True}
+
+    def collect(backbone, args, output) -> None:
+        passes.append(output.router_logits)
 
     def record(module, args, output) -> None:
         if torch.is_grad_enabled() == with_grad:
-            logits = output.router_logits
+            num_tokens = len(args[0].token_ids)  # behind them are passes that only keep ranks in step
+            logits = tuple(torch.cat(layer)[:num_tokens] for layer in zip(*passes, strict=True))
             losses.append(balance_loss(logits, logits[0].shape[-1], top_k))
+        passes.clear()
 
     hooks = (
-        model.base_model.register_forward_pre_hook(ask, with_kwargs=True),
-        model.base_model.register_forward_hook(record),
+        backbone_of(model).register_forward_pre_hook(ask, with_kwargs=True),
+        backbone_of(model).register_forward_hook(collect),
+        module.register_forward_hook(record),
     )
     try:
         yield losses

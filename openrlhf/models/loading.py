@@ -16,7 +16,9 @@ from transformers import (
 
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.datasets.cache import digest, file_digest
-from openrlhf.models.attention import resolve_attention
+from openrlhf.models.attention import PACKED, resolve_attention
+from openrlhf.models.backbone import reading_of
+from openrlhf.models.rope import fix_frequencies
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """`--ds.param_dtype` in torch's words."""
@@ -29,24 +31,59 @@ def load_causal_lm(
     flag: str,
     dtype: str,
     attention: str,
+    max_len: int | None = None,
     experts: str | None = None,
     in_4bit: bool = False,
 ) -> PreTrainedModel:
-    """The model in `dtype` (bf16, fp16 or fp32) with an attention that keeps packed sequences apart; with
-    `in_4bit` its linear layers but the head in NF4, for models that only carry adapters."""
+    """The model in `dtype` (bf16, fp16 or fp32) for packed rows; with `in_4bit` its linear layers but the head
+    in NF4, for models that only carry adapters.
+
+    max_len: tokens of the longest sequence of the run, see `fix_frequencies`.
+    """
     config = load_config(path, flag)
     options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
     if in_4bit:
         options["quantization_config"] = nf4(dtype)
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        config=config,
-        dtype=DTYPES[dtype],
-        attn_implementation=resolve_attention(attention, config),
-        **options,
+    model, _ = load_for_rows(
+        AutoModelForCausalLM, path, attention, max_len, config=config, dtype=DTYPES[dtype], **options
     )
     model.config.use_cache = False
     return model
+
+
+def load_generator(path: str, *, flag: str, dtype: str, attention: str, max_len: int) -> PreTrainedModel:
+    """The model for transformers' `generate`, with its own attention: `auto` is what it would choose."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=load_config(path, flag),
+        dtype=DTYPES[dtype],
+        attn_implementation=None if attention == "auto" else attention,
+    )
+    fix_frequencies(model, max_len)
+    return model
+
+
+def load_for_rows(
+    auto_class: Any, path: str, attention: str, max_len: int | None, **options
+) -> tuple[Any, dict]:
+    """The model, and what transformers says about loading it. It has the attention for packed rows where its
+    architecture takes one; whether a row may be packed is found out by models/self_check.py."""
+    name = resolve_attention(attention, options["config"])
+    takes_it = name != PACKED or _takes_attention(auto_class, options["config"])
+    model, info = auto_class.from_pretrained(
+        path, attn_implementation=name if takes_it else None, output_loading_info=True, **options
+    )
+    reading = reading_of(model)
+    reading.flag, reading.packed = attention, takes_it
+    fix_frequencies(model, max_len)
+    return model, info
+
+
+def _takes_attention(auto_class: Any, config: Any) -> bool:
+    """Whether the architecture asks transformers' registry for its attention, in which ours is. Code from the
+    hub is taken to do so."""
+    model_type = auto_class._model_mapping.get(type(config), None)
+    return model_type is None or model_type._can_set_attn_implementation()
 
 
 def nf4(dtype: str) -> BitsAndBytesConfig:

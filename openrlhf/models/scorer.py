@@ -6,9 +6,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from openrlhf.models.attention import resolve_attention
 from openrlhf.models.backbone import RowModel, hidden_states
-from openrlhf.models.loading import DTYPES, load_config, nf4
+from openrlhf.models.loading import DTYPES, load_config, load_for_rows, nf4
 from openrlhf.types import PackedRow
 
 CLASSIFIER_HEAD = "score"
@@ -47,6 +46,7 @@ def load_scorer(
     flag: str,
     dtype: str,
     attention: str,
+    max_len: int | None = None,
     head_prefix: str = CLASSIFIER_HEAD,
     tokenizer: PreTrainedTokenizerBase | None = None,
     experts: str | None = None,
@@ -57,7 +57,8 @@ def load_scorer(
 
     `head_prefix` names the head in the files that this model will be saved to; a `value_head_prefix` in the
     model's config.json wins. `tokenizer` of a model that will be saved: tokenizer and model are made to agree
-    on a padding token that is not the end of a sequence.
+    on a padding token that is not the end of a sequence. `max_len`: tokens of the longest sequence of the run,
+    see `fix_frequencies`.
     """
     config = load_config(path, flag)
     name = getattr(config, "value_head_prefix", None) or head_prefix
@@ -65,12 +66,13 @@ def load_scorer(
     config.value_head_prefix = name
     if tokenizer is not None:
         tokenizer.pad_token_id = config.pad_token_id = padding_token_id(tokenizer)
-    model, loaded = AutoModelForSequenceClassification.from_pretrained(
+    model, loaded = load_for_rows(
+        AutoModelForSequenceClassification,
         path,
-        output_loading_info=True,
+        attention,
+        max_len,
         config=config,
         dtype=DTYPES[dtype],
-        attn_implementation=resolve_attention(attention, config),
         key_mapping={rf"^{name}\.": f"{CLASSIFIER_HEAD}."} if name != CLASSIFIER_HEAD else None,
         **({} if experts is None else {"experts_implementation": experts}),
         **({"quantization_config": nf4(dtype)} if in_4bit else {}),

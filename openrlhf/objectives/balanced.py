@@ -27,7 +27,7 @@ class BalancedObjective(Generic[RowT]):
     def __call__(self, model: Callable, batch: RowT, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         """`model` wraps a Hugging Face model as its `.model`, and may itself be wrapped by an engine."""
         module: Any = getattr(model, "module", model)
-        with recorded_balance(module.model) as losses:
+        with recorded_balance(module) as losses:
             loss, metrics = self.objective(model, batch, norm)
         # The last pass is that of the model in training: whoever asks a reference asks it first.
         balance = losses[-1] * (batch.num_tokens / norm.num_tokens)

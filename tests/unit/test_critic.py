@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from openrlhf.algos.advantages import explained_variance
 from openrlhf.models.scorer import ValueModel, load_scorer
+from openrlhf.models.self_check import transformers_attention
 from openrlhf.objectives.critic import CriticObjective
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.types import Credit, Experience, ExperienceRow, LossNorm, Sample, Scores
@@ -49,6 +50,7 @@ def test_a_value_is_of_the_state_before_its_action(critic):
     other.sample.token_ids[6:] = 7  # from the second action on
     with torch.no_grad():
         one, two = (critic(ExperienceRow.of([e]).row) for e in (first, other))
+    with torch.no_grad(), transformers_attention(critic.model):
         whole = critic.model.score(critic.model.base_model(first.sample.token_ids[None]).last_hidden_state)
     assert one[0] == two[0] and one[1] == two[1] and one[2] != two[2]
     torch.testing.assert_close(one, whole[0, 4:7, 0], atol=1e-5, rtol=0)

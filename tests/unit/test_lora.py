@@ -17,6 +17,7 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import disabled_adapters, load_statistics, prepare_for_training, save_adapter
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import CLASSIFIER_HEAD, load_scorer
+from openrlhf.models.self_check import transformers_attention
 from openrlhf.tasks.prepare import prepare
 from openrlhf.types import PackedRow, Sample
 
@@ -72,7 +73,7 @@ def weights_of(model: hf.PreTrainedModel) -> dict[str, Tensor]:
 
 
 def logits(model, row: PackedRow) -> Tensor:
-    with torch.no_grad():
+    with torch.no_grad(), transformers_attention(model):
         return model(row.token_ids[None, :9], use_cache=False).logits
 
 
@@ -206,7 +207,9 @@ def test_the_merged_reward_model_keeps_head_and_statistics(
     ids = row.token_ids[:9][None]
     assert torch.equal(classifier.score.weight, getattr(scorer.model, head).weight)
     if head == CLASSIFIER_HEAD:
-        torch.testing.assert_close(classifier(ids).logits, scorer.model(ids).logits, atol=2e-5, rtol=0)
+        with transformers_attention(scorer.model):
+            expected = scorer.model(ids).logits
+        torch.testing.assert_close(classifier(ids).logits, expected, atol=2e-5, rtol=0)
 
 
 def refused(capsys: pytest.CaptureFixture, *words: str) -> str:

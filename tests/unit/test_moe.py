@@ -168,7 +168,7 @@ def test_only_the_pass_in_training_counts(folders: dict, with_grad: bool) -> Non
         _, metrics = BalancedObjective(objective=inner, coef=COEF)(policy, row, norm_of(row))
         _, expected = BalancedObjective(objective=SFTObjective(), coef=COEF)(policy, row, norm_of(row))
     assert metrics == expected
-    with recorded_balance(policy.model) as losses:
+    with recorded_balance(policy) as losses:
         inner(policy, row, norm_of(row))
     assert len(losses) == 1 and losses[0].requires_grad
     policy(row)

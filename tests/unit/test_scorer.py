@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.models.scorer import ScoreModel, head_name, load_scorer, padding_token_id
+from openrlhf.models.self_check import transformers_attention
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
 from openrlhf.types import PackedRow, Sample
 
@@ -126,7 +127,8 @@ def test_a_score_is_read_off_each_action_itself(folder):
     row = PackedRow.of([Sample(token_ids=ids, action_mask=mask) for mask in masks])
     with torch.no_grad():
         found = model(row)
-        hidden = model.model.model(ids[None]).last_hidden_state[0]
+        with transformers_attention(model.model):
+            hidden = model.model.model(ids[None]).last_hidden_state[0]
     expected = (hidden @ model.model.score.weight.t())[:, 0]
     torch.testing.assert_close(found, expected[[1, 4, 5, 5]], atol=1e-5, rtol=1e-5)
 

@@ -1,0 +1,34 @@
+"""Rotary frequencies that do not depend on what else is in a row."""
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+BY_LENGTH = ("dynamic", "longrope")
+"""Kinds of RoPE whose frequencies transformers chooses anew by the largest position of each call."""
+
+
+def fix_frequencies(model: PreTrainedModel, max_len: int | None) -> None:
+    """Make every rotary embedding of `model` keep the frequencies of a sequence of `max_len` tokens, as vLLM
+    does by its `max_model_len`. None: those that the model starts with."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict):
+            for layer_type in [name for name, kind in kinds.items() if kind in BY_LENGTH]:
+                _fix(module, f"{layer_type}_", kinds[layer_type], max_len, layer_type=layer_type)
+                kinds[layer_type] = _FIXED
+        elif kinds in BY_LENGTH:
+            _fix(module, "", kinds, max_len)
+            module.rope_type = _FIXED
+
+
+_FIXED = "fixed"
+"""Any name that transformers does not update."""
+
+
+def _fix(module: nn.Module, prefix: str, kind: str, max_len: int | None, **layer) -> None:
+    if max_len is not None:
+        old = getattr(module, f"{prefix}inv_freq")
+        new, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, old.device, seq_len=max_len, **layer)
+        module.register_buffer(f"{prefix}inv_freq", new, persistent=False)
+        setattr(module, f"{prefix}attention_scaling", scaling)

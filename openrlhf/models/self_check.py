@@ -1,0 +1,279 @@
+"""Does a model read packed rows as it reads their sequences one by one? Asked of every model once it is loaded:
+on its device, in its precision and under its engine, before anything trains.
+
+A list of architectures cannot be right: whether a row may hold several sequences depends on the code of the
+architecture, on the attention implementation, and on the versions of both. So the model itself answers, on rows
+of two short sequences A and B:
+
+    leaks       A is exchanged: nothing may change in B. A token of B is exchanged: nothing may change before it.
+    the same    hidden states of A and B in the row are those of transformers' own forward of each alone.
+    the head    log-probs made of hidden states are those of the model's own logits.
+
+A leak is measured against what that one exchanged token does to the rest of B. Rows of the same shape round
+alike, so this needs no tolerance for the precision or the size of the weights.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from openrlhf.datasets.cache import cache_folder, digest
+from openrlhf.models.attention import PACKED
+from openrlhf.models.backbone import Reading, RowModel, alone, in_one_pass, reading_of
+from openrlhf.models.policy import head_of, head_options
+from openrlhf.types import PackedRow, Sample
+
+logger = logging.getLogger(__name__)
+
+MAX_LEAK = 0.05
+"""Of the effect of one exchanged token on later tokens of its own sequence."""
+MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+"""Relative error of a hidden state, the median over tokens: what the rounding of other kernels amounts to in a
+deep model. A lost window, cap or position changes hidden states by more."""
+MAX_HEAD_ERROR = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+"""Nats. One of the two ways rounds its logits, which are some tens, to the model's precision."""
+LENGTHS = (23, 17)
+"""Tokens of A and B."""
+LONGEST = 1280
+"""Tokens of A where it must be longer than a sliding window."""
+
+
+def settle_reading(ask: Callable[[], Any], module: RowModel) -> Reading:
+    """Find out how `module.model` reads rows, and have it read them so from now on.
+
+    ask: calls `module`, as its engine does where it has one. Every rank calls this together.
+
+    Raises ValueError where the model leaks with the `--ds.attn_implementation` that was asked for, looks ahead,
+    or has a head that is more than a linear layer.
+    """
+    model = module.model
+    reading, entry = reading_of(model), _cache_entry(module.model)
+    found = _agreed(json.loads(entry.read_text()) if entry.exists() else None)
+    if found is None:
+        with _evaluating(module), torch.no_grad():
+            found = _agreed(_find_out(_through(ask, module), model))
+        if _is_first_rank():
+            _keep(entry, found)
+    if found["error"]:
+        raise ValueError(found["error"])
+    if found["reason"]:
+        read_one_by_one(model)
+        if _is_first_rank():
+            logger.warning(
+                "%s reads one sequence at a time, which is slower than packed rows: with those, %s",
+                type(model).__name__,
+                found["reason"],
+            )
+    return reading
+
+
+def read_one_by_one(model: PreTrainedModel) -> None:
+    """From now on, with the attention that transformers chooses for the architecture."""
+    reading_of(model).packed = False
+    if model.config._attn_implementation == PACKED:
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+
+
+def _find_out(run: Callable, model: PreTrainedModel) -> dict[str, str]:
+    """`reason`: why rows may not hold several sequences, or "". `error`: why the model cannot be trained, or
+    ""."""
+    name, reading = type(model).__name__, reading_of(model)
+    reason = why_not_packed(run, model) if reading.packed else "its attention does not know where sequences end"
+    if reason and reading.flag not in ("auto", PACKED):
+        error = (
+            f"--ds.attn_implementation {reading.flag}: {name} cannot read packed rows with it: {reason}.\n"
+            "Use --ds.attn_implementation auto."
+        )
+        return {"reason": reason, "error": error}
+    problem = why_not_at_all(run, model)
+    return {"reason": reason, "error": f"{name} cannot be trained: {problem}." if problem else ""}
+
+
+def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
+    """What goes wrong in a row of two sequences; "" where nothing does."""
+    probe = _probe(model)
+    start, changed = len(probe.a), len(probe.a) + probe.place
+    rows = [_row(probe.a, probe.b), _row(probe.other_a, probe.b), _row(probe.a, probe.other_b)]
+    try:
+        row, with_other_a, with_other_b = [run(lambda row=row: in_one_pass(model, row)) for row in rows]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the architecture's own code was not made for packed rows
+        return f"it fails with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    effect = _change(row[changed + 1 :], with_other_b[changed + 1 :]) + torch.finfo(model.dtype).eps
+    into_next = _change(row[start:], with_other_a[start:]) / effect
+    if not into_next <= MAX_LEAK:
+        return f"a sequence changes the next one ({into_next:.2g} times as much as a token of its own does)"
+    into_earlier = _change(row[:changed], with_other_b[:changed]) / effect
+    if not into_earlier <= MAX_LEAK:
+        return f"a token changes earlier ones ({into_earlier:.2g} times as much as later ones)"
+    with transformers_attention(model):
+        expected = [run(lambda ids=ids: alone(model, ids)) for ids in (probe.a, probe.b)]
+    error = max(_error(found, wanted) for found, wanted in zip((row[:start], row[start:]), expected, strict=True))
+    if not error <= MAX_ERROR[model.dtype]:
+        return f"its hidden states differ by {error:.2g} of their size from those of each sequence alone"
+    return ""
+
+
+def why_not_at_all(run: Callable, model: PreTrainedModel) -> str:
+    """What would be wrong even with one sequence at a time; "" where nothing is."""
+    probe = _probe(model)
+    with transformers_attention(model):
+        hidden, with_other_b = (run(lambda ids=ids: alone(model, ids)) for ids in (probe.b, probe.other_b))
+        effect = _change(hidden[probe.place + 1 :], with_other_b[probe.place + 1 :])
+        into_earlier = _change(hidden[: probe.place], with_other_b[: probe.place])
+        if not into_earlier <= MAX_LEAK * effect + torch.finfo(model.dtype).eps:
+            return "its predictions depend on tokens that come later, so it is no causal language model"
+        if model.get_output_embeddings() is None:  # a sequence classifier
+            return ""
+        error = run(lambda: _head_error(model, hidden, probe.b))
+    if not error <= MAX_HEAD_ERROR[model.dtype]:
+        return (
+            f"its logits are more than a linear layer of its last hidden states (log-probs differ by "
+            f"{error:.2g} nats)"
+        )
+    return ""
+
+
+@contextmanager
+def transformers_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model attends as transformers defines the architecture: plainly, with whole masks."""
+    own = model.config._attn_implementation
+    if own is None or not model._can_set_attn_implementation():
+        yield
+        return
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+class _Probe(NamedTuple):
+    """Token ids on the model's device."""
+
+    a: Tensor
+    b: Tensor
+    other_a: Tensor
+    other_b: Tensor
+    """b with another token at `place`."""
+    place: int
+
+
+def _probe(model: PreTrainedModel) -> _Probe:
+    config = model.config.get_text_config()
+    facts = config.to_dict()
+    special = {value for name, value in facts.items() if name.endswith("_token_id") and isinstance(value, int)}
+    words = torch.tensor([i for i in range(min(config.vocab_size, 1024)) if i not in special])
+    windows = [
+        value
+        for name, value in facts.items()
+        if ("window" in name or "chunk" in name) and isinstance(value, int) and 1 < value < LONGEST
+    ]
+    longest = getattr(config, "max_position_embeddings", None) or LONGEST
+    lengths = [min(length, longest) for length in (max(LENGTHS[0], min(2 * min(windows, default=0), LONGEST)), LENGTHS[1])]
+    random = torch.Generator().manual_seed(0)
+    places = [torch.randint(len(words), (length,), generator=random) for length in lengths]
+    a, b = (words[place] for place in places)
+    other_a, other_b, place = words[(places[0] + 1) % len(words)], b.clone(), lengths[1] // 2
+    other_b[place] = words[(places[1][place] + 1) % len(words)]
+    device = next(model.parameters()).device
+    return _Probe(*(ids.to(device) for ids in (a, b, other_a, other_b)), place)
+
+
+def _row(*sequences: Tensor) -> PackedRow:
+    none = [Sample(token_ids=ids.cpu(), action_mask=torch.zeros(len(ids), dtype=torch.bool)) for ids in sequences]
+    return PackedRow.of(none).to(sequences[0].device)
+
+
+def _change(before: Tensor, after: Tensor) -> float:
+    """By how much of their size hidden states (L, H) differ, on average."""
+    return float(_differences(before, after).mean())
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """The same, for most tokens: in half precision a few may be sent to other experts."""
+    return float(_differences(found, expected).median())
+
+
+def _differences(x: Tensor, y: Tensor) -> Tensor:
+    x, y = x.float(), y.float()
+    return (x - y).norm(dim=-1) / y.norm(dim=-1).clamp_min(1e-20)
+
+
+def _head_error(model: PreTrainedModel, hidden: Tensor, token_ids: Tensor) -> float:
+    """Nats between log-probs as models/policy.py makes them and those of the model's logits, on average."""
+    scale, softcap = head_options(model.config)
+    ours = head_of(model)(hidden).float() * scale
+    if softcap is not None:
+        ours = softcap * torch.tanh(ours / softcap)
+    own = model(input_ids=token_ids[None], use_cache=False).logits[0].float()
+    next_ids = token_ids[1:, None]
+    log_probs = [logits[:-1].log_softmax(-1).gather(1, next_ids) for logits in (ours, own)]
+    return float((log_probs[0] - log_probs[1]).abs().mean())
+
+
+def _through(ask: Callable[[], Any], module: RowModel) -> Callable:
+    """question -> its answer, computed where the engine calls the model: ZeRO-3's hooks stay around it."""
+
+    def run(question: Callable[[], Any]) -> Any:
+        module.forward = question
+        try:
+            return ask()
+        finally:
+            del module.forward
+
+    return run
+
+
+@contextmanager
+def _evaluating(module: RowModel) -> Iterator[None]:
+    was_training = module.training
+    module.eval()
+    yield
+    module.train(was_training)
+
+
+def _agreed(value: Any) -> Any:
+    """Rank 0's."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _cache_entry(model: PreTrainedModel) -> Path:
+    """Named by everything that the verdict depends on."""
+    code = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    parts = {
+        "class": f"{type(model).__module__}.{type(model).__name__}",
+        "config": {k: str(v) for k, v in sorted(model.config.to_dict().items()) if k != "_name_or_path"},
+        "attention": [reading_of(model).flag, reading_of(model).packed, model.config._attn_implementation],
+        "run": [str(model.dtype), next(model.parameters()).device.type],
+        "versions": [version("torch"), version("transformers"), digest(code)],
+    }
+    return cache_folder() / "packing" / f"{digest(parts)}.json"
+
+
+def _keep(entry: Path, found: dict[str, str]) -> None:
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        beside = entry.with_suffix(f".{id(found)}")
+        beside.write_text(json.dumps(found))
+        beside.rename(entry)
+    except OSError as error:
+        logger.warning("what was found out about packed rows is not kept: %s", error)
