@@ -14,7 +14,8 @@ PARTS = {"text_config", "vision_config", "audio_config", "text_encoder", "patche
 ALL = tuple(
     name
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if not PARTS & set(CONFIG_MAPPING[name].sub_configs) and name != "cohere_compass_text"  # needs 3D positions
+    if not PARTS & set(CONFIG_MAPPING[name].sub_configs)
+    and name != "cohere_compass_text"  # needs 3D positions
 )
 """Models that only read text. The language models inside of the others have names of their own."""
 VOCABULARY, NUM_LAYERS = 61, 4
@@ -59,7 +60,9 @@ SIZES: dict[str, Any] = {
     "laurel_rank": 4,
     "altup_num_inputs": 2,
     # state spaces and linear attention
-    **dict.fromkeys(("mamba_d_state", "mamba_d_head", "mamba_n_heads", "mamba_num_heads", "mamba_head_dim"), 8),
+    **dict.fromkeys(
+        ("mamba_d_state", "mamba_d_head", "mamba_n_heads", "mamba_num_heads", "mamba_head_dim"), 8
+    ),
     **dict.fromkeys(("state_size", "ssm_state_size", "linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(("mamba_n_groups", "n_groups"), 1),
     "mamba_expand": 2,

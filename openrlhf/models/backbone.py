@@ -70,16 +70,16 @@ def alone(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
 
 
 def _one_by_one(model: PreTrainedModel, row: PackedRow) -> Tensor:
-    outputs = [alone(model, ids) for ids in row.token_ids.split(row.lengths)]
-    hidden = torch.cat(outputs)
-    # Ranks that share their parameters gather them in every pass, so they must make the same number.
-    for _ in range(_passes_of_others(model, row) - len(outputs)):
+    num_passes = _most_sequences(model, row)
+    hidden = torch.cat([alone(model, ids) for ids in row.token_ids.split(row.lengths)])
+    for _ in range(num_passes - len(row.lengths)):
         hidden = hidden + 0 * alone(model, row.token_ids[:2]).sum()
     return hidden
 
 
-def _passes_of_others(model: PreTrainedModel, row: PackedRow) -> int:
-    """The most passes that a rank makes for the row that it now has."""
+def _most_sequences(model: PreTrainedModel, row: PackedRow) -> int:
+    """In the row of any rank. Ranks that share their parameters gather them in every pass, forward and
+    backward, so they must make the same number."""
     if not hasattr(next(model.parameters()), "ds_id"):
         return len(row.lengths)
     count = torch.tensor(len(row.lengths), device=row.token_ids.device)

@@ -80,6 +80,11 @@ def head_options(config) -> tuple[float, float | None]:
     """What the architecture does to its logits after the head: (factor, cap). Cohere multiplies, Granite
     divides, Gemma caps by tanh."""
     text_config = config.get_text_config()
-    known = lambda *names: next((value for name in names if (value := getattr(text_config, name, None))), None)
-    factor, divisor = known("logit_scale") or 1.0, known("logits_scaling", "logits_mup_width_multiplier") or 1.0
-    return factor / divisor, known("final_logit_softcapping", "logits_soft_cap")
+    known = lambda *names: next(
+        (value for name in names if (value := getattr(text_config, name, None))), None
+    )
+    factor, divisor = (
+        known("logit_scale") or 1.0,
+        known("logits_scaling", "logits_mup_width_multiplier") or 1.0,
+    )
+    return factor / divisor, known("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")

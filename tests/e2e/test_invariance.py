@@ -1,10 +1,13 @@
 """The gradient does not change with the layout: micro-batch size, packing, order, accumulation, ranks, ZeRO
 stage."""
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from architectures import tiny_config, tiny_model
 
 from openrlhf.tasks.prepare import PLACEHOLDER, TaskFiles
 from openrlhf.tasks.tiny_model import tiny_chat_model
@@ -69,6 +72,30 @@ def test_gradient_does_not_depend_on_layout(
     for name, path in reports[0].items():
         gradients = torch.load(path)
         check_equal(name, gradients, seen.setdefault(name.split()[0], gradients))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stage"),
+    [(1, 2), (2, 3), pytest.param(1, 3, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],
+)
+def test_models_that_read_one_sequence_at_a_time(
+    run_worker: Callable, seen: dict, tmp_path: Path, num_ranks: int, stage: int
+) -> None:
+    """Also where ranks have rows of different numbers of sequences, and gather weights for each of them."""
+    config = copy.deepcopy(tiny_config("stablelm"))
+    config.vocab_size = 300  # what the worker's samples are made of
+    tiny_model(config).save_pretrained(tmp_path / "model")
+    (report, *_) = run_worker(
+        "gradients",
+        num_ranks,
+        model=str(tmp_path / "model"),
+        stage=stage,
+        attention="auto",
+        objectives=["sft"],
+    )
+    for name, path in report.items():
+        gradients = torch.load(path)
+        check_equal(name, gradients, seen.setdefault("one by one", gradients))
 
 
 @each_group

@@ -131,7 +131,9 @@ def test_the_reference_sees_what_could_go_wrong(folders, samples):
 
 
 def test_sdpa_would_leave_out_a_cap(folders):
-    with pytest.raises(ValueError, match=r"caps its attention scores at 1\.5.*\nUse --ds.attn_implementation auto"):
+    with pytest.raises(
+        ValueError, match=r"caps its attention scores at 1\.5.*\nUse --ds.attn_implementation auto"
+    ):
         policy_of(folders["gemma2, capped attention"], "sdpa")
 
 
@@ -199,9 +201,7 @@ def test_generation_by_transformers(folders, samples, name, num_padded):
         "use_cache": True,
     }
     expected = plain_model(folders[name]).generate(ids, **options)
-    generator = load_generator(
-        str(folders[name]), flag="--model", dtype="fp32", attention="auto", max_len=64
-    )
+    generator = load_generator(str(folders[name]), flag="--model", dtype="fp32", attention="auto", max_len=64)
     assert torch.equal(generator.generate(ids, **options), expected)
 
 

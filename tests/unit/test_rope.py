@@ -83,7 +83,9 @@ def transformers_log_probs(folder: Path, one: Sample) -> torch.Tensor:
 
 def policy_of(folder: Path, max_len: int | None) -> PolicyModel:
     path = str(folder)
-    return PolicyModel(load_causal_lm(path, flag="--m", dtype="fp32", attention="auto", max_len=max_len)).eval()
+    return PolicyModel(
+        load_causal_lm(path, flag="--m", dtype="fp32", attention="auto", max_len=max_len)
+    ).eval()
 
 
 @pytest.mark.parametrize("max_len", [None, ORIGINAL, MAX_LEN])
@@ -97,9 +99,7 @@ def test_a_neighbour_changes_nothing(folder, max_len):
 def test_frequencies_are_those_of_the_longest_sequence(folder):
     longest, short = sample(MAX_LEN), sample(20)
     expected = transformers_log_probs(folder, longest)
-    torch.testing.assert_close(
-        log_probs(policy_of(folder, MAX_LEN), longest), expected, atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(log_probs(policy_of(folder, MAX_LEN), longest), expected, atol=1e-4, rtol=1e-4)
     expected = transformers_log_probs(folder, short)
     torch.testing.assert_close(log_probs(policy_of(folder, 20), short), expected, atol=1e-4, rtol=1e-4)
     changed = log_probs(policy_of(folder, MAX_LEN), short) - expected

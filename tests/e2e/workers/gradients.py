@@ -100,7 +100,8 @@ def gradients(spec: dict, build, objective, make_row, order, size: int) -> dict[
     take_step = engine.engine.step
     engine.engine.step = lambda: (look(), take_step())
     samples = experiences()
-    mine = list(order)[dist.get_rank() :: dist.get_world_size()]
+    # Ranks get different numbers of samples, and so rows of different numbers of sequences.
+    mine = list(order) if dist.get_world_size() == 1 else (list(order[:6]), list(order[6:]))[dist.get_rank()]
     rows = [make_row([samples[i] for i in mine[k : k + size]]) for k in range(0, len(mine), size)]
     engine.train_step(rows, objective)
     return found
@@ -110,7 +111,8 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     init_distributed()
     report = {}
-    for (kind, what), (layout, (order, size)) in itertools.product(OBJECTIVES.items(), LAYOUTS.items()):
+    wanted = {kind: OBJECTIVES[kind] for kind in spec.get("objectives", OBJECTIVES)}
+    for (kind, what), (layout, (order, size)) in itertools.product(wanted.items(), LAYOUTS.items()):
         found = gradients(spec, *what, order, size)
         path = f"{spec['out']}/{kind} {layout}.pt"
         if dist.get_rank() == 0:

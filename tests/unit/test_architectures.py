@@ -1,0 +1,222 @@
+"""Every causal architecture of transformers: packed rows against its own forward of one sequence at a time.
+
+docs/models.md has the table; `OPENRLHF_WRITE_DOCS=1 pytest tests/unit/test_architectures.py` writes it anew.
+"""
+
+import logging
+import os
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from architectures import ALL, VOCABULARY, tiny_config, tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.policy import PolicyModel
+from openrlhf.models.self_check import settle_reading, transformers_attention
+from openrlhf.types import PackedRow, Sample
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+TEN = (
+    "bloom",  # its attention has no interface
+    "bert",  # looks ahead
+    "gemma2",  # caps scores
+    "gpt_oss",  # sinks, and every other layer a window
+    "mamba",  # a running state
+    "modernbert-decoder",  # more than a linear head
+    "opt",  # positions of its own
+    "qwen2_moe",  # a window that only its mask knows
+    "qwen3",
+    "stablelm",  # hands nothing on to its attention
+)
+IMPLEMENTATIONS = ("auto", "sdpa", "eager")
+LENGTHS = (5, 23, 2, 11, 17)
+ROUNDINGS = 20
+"""A kernel of another shape rounds each of its sums anew. What that does is found by rounding every weight once
+more; the sums of a few layers are worth this many of those."""
+
+
+class Verdict(NamedTuple):
+    how: str
+    """packed, one by one, or refused."""
+    error: float
+    """The largest of a log-prob, nats."""
+    rounding: float
+    """What rounding every weight once more changes, nats."""
+    reason: str
+
+
+def samples() -> list[Sample]:
+    random = torch.Generator().manual_seed(3)
+    made = []
+    for length in LENGTHS:
+        ids = torch.randint(3, VOCABULARY, (length,), generator=random)
+        made.append(Sample(token_ids=ids, action_mask=torch.arange(length) > 0))
+    return made
+
+
+@torch.no_grad()
+def one_by_one(model: PreTrainedModel) -> Tensor:
+    logits = [model(s.token_ids[None], use_cache=False).logits[0, :-1].float() for s in samples()]
+    targets = [s.token_ids[1:, None] for s in samples()]
+    pairs = zip(logits, targets, strict=True)
+    return torch.cat([x.log_softmax(-1).gather(1, target)[:, 0] for x, target in pairs])
+
+
+@pytest.fixture(scope="session")
+def judged(tmp_path_factory):
+    @cache
+    def folder_of(model_type: str) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        tiny_model(tiny_config(model_type)).save_pretrained(folder)
+        return folder
+
+    @cache
+    def reference_of(model_type: str) -> tuple[Tensor, float]:
+        """transformers' log-probs, and what rounding does to them."""
+        model = AutoModelForCausalLM.from_pretrained(folder_of(model_type), dtype=torch.float32).eval()
+        with transformers_attention(model):
+            expected = one_by_one(model)
+            random = torch.Generator().manual_seed(5)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1 + 2**-24 * torch.randn(parameter.shape, generator=random))
+            return expected, float((one_by_one(model) - expected).abs().max())
+
+    @cache
+    def verdict(model_type: str, attention: str) -> Verdict:
+        expected, rounding = reference_of(model_type)
+        path = str(folder_of(model_type))
+        try:
+            policy = PolicyModel(
+                load_causal_lm(path, flag="--model", dtype="fp32", attention=attention)
+            ).eval()
+            reading = settle_reading(policy, policy)
+        except ValueError as error:
+            return Verdict("refused", 0.0, rounding, str(error).splitlines()[0])
+        with torch.no_grad():
+            found = policy(PackedRow.of(samples())).log_probs
+        how = "packed" if reading.packed else "one by one"
+        return Verdict(how, float((found - expected).abs().max()), rounding, "")
+
+    return verdict
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[] if name in TEN else pytest.mark.slow) for name in ALL]
+)
+def test_no_architecture_is_silently_wrong(judged, model_type: str) -> None:
+    for attention in IMPLEMENTATIONS:
+        verdict = judged(model_type, attention)
+        assert verdict.error <= ROUNDINGS * verdict.rounding + 1e-5, (attention, verdict)
+        if verdict.how == "refused":
+            assert "cannot be trained" in verdict.reason or attention != "auto", verdict
+    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {model_type} |"))
+    assert row.split(" | ")[1:4] == [judged(model_type, attention).how for attention in IMPLEMENTATIONS]
+
+
+def test_rounding_is_far_below_what_a_leak_does(judged) -> None:
+    """Sequences that share a row with others, read as one: what the check is there to find."""
+    glued = torch.cat([s.token_ids for s in samples()])
+    for model_type in ("qwen3", "stablelm", "mamba"):
+        model = tiny_model(tiny_config(model_type))
+        with torch.no_grad(), transformers_attention(model):
+            logits = model(glued[None], use_cache=False).logits[0, :-1]
+        leaked = logits.log_softmax(-1).gather(1, glued[1:, None])[LENGTHS[0] :, 0][: LENGTHS[1] - 1]
+        expected = one_by_one(model)[LENGTHS[0] - 1 :][: LENGTHS[1] - 1]
+        tolerance = ROUNDINGS * judged(model_type, "auto").rounding + 1e-5
+        assert (leaked - expected).abs().max() > 100 * tolerance
+
+
+def test_the_note_and_the_refusal_say_what_leaked_and_what_to_do(judged, caplog, tmp_path) -> None:
+    tiny_model(tiny_config("stablelm")).save_pretrained(tmp_path)
+    load = lambda attention: PolicyModel(
+        load_causal_lm(str(tmp_path), flag="--model", dtype="fp32", attention=attention)
+    )
+    policy = load("auto")
+    with caplog.at_level(logging.WARNING):
+        settle_reading(policy, policy)
+    (note,) = [record.getMessage() for record in caplog.records if record.name.startswith("openrlhf")]
+    assert note.startswith("StableLmForCausalLM reads one sequence at a time, which is slower")
+    assert "a sequence changes the next one" in note or "without saying where" in note
+
+    tiny_model(tiny_config("opt")).save_pretrained(tmp_path)
+    policy = load("eager")
+    with pytest.raises(
+        ValueError, match="--ds.attn_implementation eager: OPTForCausalLM cannot read"
+    ) as error:
+        settle_reading(policy, policy)
+    assert "a sequence changes the next one" in str(error.value)
+    assert str(error.value).endswith("Use --ds.attn_implementation auto.")
+
+
+def test_what_was_found_out_is_kept(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
+    tiny_model(tiny_config("mamba")).save_pretrained(tmp_path / "model")
+    calls = []
+
+    def settle() -> bool:
+        path = str(tmp_path / "model")
+        policy = PolicyModel(load_causal_lm(path, flag="--model", dtype="fp32", attention="auto"))
+        calls.append(0)
+
+        def ask():
+            calls[-1] += 1
+            return policy()
+
+        return settle_reading(ask, policy).packed
+
+    assert [settle(), settle()] == [False, False]
+    assert calls[0] > 0 and calls[1] == 0
+    (kept,) = (tmp_path / "cache" / "packing").iterdir()
+    kept.unlink()
+    settle()
+    assert calls[2] > 0
+
+
+def test_the_check_leaves_no_trace(tmp_path) -> None:
+    """Neither in the mode, nor in random numbers, nor in the attention."""
+    tiny_model(tiny_config("qwen3")).save_pretrained(tmp_path)
+    policy = PolicyModel(
+        load_causal_lm(str(tmp_path), flag="--model", dtype="fp32", attention="auto")
+    ).train()
+    own, state = policy.model.config._attn_implementation, torch.get_rng_state()
+    settle_reading(policy, policy)
+    assert policy.training and all(module.training for module in policy.modules())
+    assert policy.model.config._attn_implementation == own
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "forward" not in vars(policy)
+
+
+@pytest.mark.skipif("OPENRLHF_WRITE_DOCS" not in os.environ, reason="writes docs/models.md")
+def test_write_the_table(judged) -> None:
+    head, begin, _ = PAGE.read_text().partition("<!-- table -->\n")
+    lines = [
+        "| architecture | auto | sdpa | eager | error, nats | why not packed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in sorted(ALL):
+        verdicts = [judged(name, attention) for attention in IMPLEMENTATIONS]
+        error = max((v.error for v in verdicts if v.how != "refused"), default=0.0)
+        shown = "" if all(v.how == "refused" for v in verdicts) else f"{error:.0e}"
+        lines.append(f"| {name} | {' | '.join(v.how for v in verdicts)} | {shown} | {_why(verdicts)} |")
+    PAGE.write_text(head + begin + "\n".join(lines) + "\n")
+
+
+def _why(verdicts: list[Verdict]) -> str:
+    reasons = [v.reason for v in verdicts if v.reason]
+    known = {
+        "depend on tokens that come later": "looks ahead",
+        "more than a linear layer": "its head is more than one layer",
+        "changes the next one": "leaks",
+        "changes earlier ones": "leaks",
+        "leaves out": "sdpa leaves out the cap of its scores",
+        "it fails": "does not take packed rows",
+        "does not support an attention": "has no sdpa",
+        "of each sequence alone": "other hidden states",
+    }
+    return "; ".join(dict.fromkeys(text for r in reasons for key, text in known.items() if key in r))
