@@ -3,6 +3,7 @@ submit`."""
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from openrlhf.cli.publish import publish
 from openrlhf.config.commands import PPO
@@ -194,6 +195,7 @@ def build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer):
     from openrlhf.observe.run_folder import RunFolder
     from openrlhf.trainer.checkpoints import CheckpointFolder
     from openrlhf.trainer.ppo import PPOTrainer
+    from openrlhf.utils.text import decode
 
     others = [f"{config.ckpt.path}/_critic"] if config.uses_critic else []
     checkpoints = CheckpointFolder(f"{config.ckpt.path}/_actor", config.ckpt, others)
@@ -221,7 +223,10 @@ def build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer):
     if tag is not None:
         trainer.resume(tag)
     trainer.observer = Observer(
-        folder, config.logger, resume_step=None if tag is None else trainer.step, decode=tokenizer.decode
+        folder,
+        config.logger,
+        resume_step=None if tag is None else trainer.step,
+        decode=partial(decode, tokenizer),
     )
     trainer.observer.start(trainer.total_steps, done=trainer.step)
     trainer.observer.message(

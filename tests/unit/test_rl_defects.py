@@ -836,7 +836,9 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
         roles = SimpleNamespace(
             rollout=run, policy=run.policy, critic=None, reference=run.trainer.reference, teacher=None
         )
-        return build_trainer(config, [], roles, prompts, [], SimpleNamespace(decode=str))
+        return build_trainer(
+            config, [], roles, prompts, [], SimpleNamespace(decode=lambda ids, **options: str(ids))
+        )
 
     trainer = build()
     assert (trainer.step, trainer.kl.coef, trainer.best_metric) == (0, 0.25, None)
