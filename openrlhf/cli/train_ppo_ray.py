@@ -145,7 +145,19 @@ def build_prompt_datasets(config: PPOConfig):
         )
         eval_prompts += held_out
         num_rows += len(held_out) + held_out.skipped
+    check_reward_templates(config, tokenizer, [*prompts, *eval_prompts])
     return prompts, eval_prompts, tokenizer
+
+
+def check_reward_templates(config: PPOConfig, tokenizer, prompts) -> None:
+    """Raise ValueError where a reward model's own chat template cannot show the prompts."""
+    from openrlhf.models.loading import load_tokenizer
+    from openrlhf.rollout.reward_model import check_conversations, has_own_template
+
+    for path in config.reward.models:
+        own = load_tokenizer(path, flag=REWARD_FLAG)
+        if has_own_template(own, tokenizer):
+            check_conversations(prompts, own, path)
 
 
 def check_vocabularies(config: PPOConfig, tokenizer) -> None:

@@ -118,12 +118,16 @@ def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> ValueError
     )
 
 
-def scored_answer(messages: Sequence[Message], first: int, tokenizer: PreTrainedTokenizerBase) -> Text:
+def scored_answer(
+    messages: Sequence[Message], first: int, tokenizer: PreTrainedTokenizerBase, *, is_open: bool = False
+) -> Text:
     """The conversation up to the last turn of the assistant, with everything after the prompt (the messages
-    before `first`). It is read, not written, so a template may show the answer as it likes."""
+    before `first`). It is read, not written, so a template may show the answer as it likes. `is_open`: that
+    turn was cut, and is shown without an end."""
     turns = _assistant_turns(messages, first)
     prompt = render_messages(messages[:first], tokenizer, add_generation_prompt=True)
-    text = render_messages(messages[: turns[-1] + 1], tokenizer, add_generation_prompt=False).rstrip("\n")
+    talk = messages[: turns[-1] + 1]
+    text = render_messages(talk, tokenizer, add_generation_prompt=False, is_open=is_open).rstrip("\n")
     start = len([*takewhile(bool, map(eq, prompt, text))])  # of what differs
     is_empty = not any(messages[turn].get("content") or messages[turn].get("tool_calls") for turn in turns)
     return Text(text=text, spans=() if is_empty else ((start, len(text)),))

@@ -1,8 +1,6 @@
 """Tokens as the text that they are."""
 
 from collections.abc import Sequence
-from itertools import takewhile
-from operator import eq
 
 
 def decode(
@@ -21,6 +19,10 @@ def decode(
         )
 
     before, whole = text(after), text([*after, *token_ids])
-    is_kept = whole.startswith(before)
-    start = len(before) if is_kept else len([*takewhile(bool, map(eq, before, whole))])  # of what differs
-    return whole[start:]
+    for known in (before, before.rstrip(_REPLACEMENT)):
+        if whole.startswith(known):
+            return whole[len(known) :]
+    return text(token_ids)  # they make bytes of `after` invalid, as a decoder with byte tokens sees it
+
+
+_REPLACEMENT = "\ufffd"

@@ -62,24 +62,32 @@ def test_special_tokens(skipped: bool) -> None:
 
 
 @pytest.mark.parametrize("character", ["é", "日", "🍋"])
-def test_a_prompt_may_end_within_a_character(character: str) -> None:
+@pytest.mark.parametrize("tokenizer", [LLAMA, BYTES], ids=["llama-2", "bytes"])
+def test_a_prompt_may_end_within_a_character(tokenizer, character: str) -> None:
     """The answer is the whole character that it completes."""
-    ids = ids_of(BYTES, f"ah {character} so")
-    start = len(ids_of(BYTES, "ah "))
+    ids = ids_of(tokenizer, f"ah{character} so")
+    start = len(ids_of(tokenizer, "ah"))
     for end in range(start + 1, start + len(character.encode())):
-        assert decode(BYTES, ids[end:], after=ids[:end]) == f"{character} so"
-    assert decode(BYTES, ids_of(BYTES, " so"), after=ids_of(BYTES, "ah \ufffd")) == " so"
+        assert decode(tokenizer, ids[end:], after=ids[:end]) == f"{character} so"
+    odd = ids_of(tokenizer, "ah \ufffd so")
+    end = len(ids_of(tokenizer, "ah \ufffd"))
+    assert decode(tokenizer, odd[end:], after=odd[:end]) == " so"
+
+
+def test_half_a_character_behind_a_prompt_is_half_a_character() -> None:
+    """A decoder with byte tokens finds all bytes invalid that stand together; the prompt stays what it is."""
+    prompt = ids_of(LLAMA, "ah é")
+    assert decode(LLAMA, prompt[-2:-1], after=prompt) == "\ufffd"
 
 
 @settings(deadline=None)
-@given(tokenizer=st.sampled_from([LLAMA, BYTES]), data=st.data())
-def test_parts_are_the_whole(tokenizer, data) -> None:
-    """Whatever is sampled: behind a prompt of whole characters both add up to the text of all tokens."""
-    prompt = ids_of(tokenizer, data.draw(st.text("Qu2+ é🍋\n")))
-    response = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=8))
-    assert decode(tokenizer, prompt) + decode(tokenizer, response, after=prompt) == decode(
-        tokenizer, prompt + response
-    )
+@given(prompt=st.text("Qu2+ é🍋\n"), response=st.text("Qu2+ é🍋\n"), tokens=st.lists(st.integers(0, 367)))
+def test_parts_are_the_whole(prompt: str, response: str, tokens: list[int]) -> None:
+    """Behind a prompt of whole characters; with byte-level tokens whatever is sampled."""
+    for tokenizer, ids in ((LLAMA, ids_of(LLAMA, response)), (BYTES, tokens)):
+        before = ids_of(tokenizer, prompt)
+        text = decode(tokenizer, before) + decode(tokenizer, ids, after=before)
+        assert text == decode(tokenizer, before + ids)
 
 
 def test_decoding_cleans_nothing() -> None:

@@ -1,5 +1,7 @@
 """Tokenizers of other families than the tiny model's, made on the spot."""
 
+import json
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -7,15 +9,23 @@ from transformers import PreTrainedTokenizerFast
 def llama_2_style() -> PreTrainedTokenizerFast:
     """Words carry the space before them, and the decoder drops the one before the first word; bytes where a
     character is unknown. As Llama 2, Mistral, Phi 3 and TinyLlama."""
-    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(parts)
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special[:3], show_progress=False)
-    backend.train_from_iterator(["Question: 2 + 2 = ? Answer: the answer is 4", *special[3:]] * 20, trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=150, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
+    backend.train_from_iterator(["Question: 2 + 2 = ? Answer: the answer is 4"] * 20, trainer)
+    state = json.loads(backend.to_str())
+    vocabulary = state["model"]["vocab"]
+    vocabulary |= {f"<0x{byte:02X}>": len(vocabulary) + byte for byte in range(256)}
+    state["model"]["byte_fallback"] = True
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="</s>", bos_token="<s>", unk_token="<unk>"
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        eos_token="</s>",
+        bos_token="<s>",
+        unk_token="<unk>",
     )
 
 
