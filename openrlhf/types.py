@@ -20,7 +20,7 @@ mask, in order: prompts, environment feedback and padding have no entry anywhere
 them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Self, TypeVar
@@ -53,6 +53,18 @@ class Prompt:
     """The `datasource` column: evaluation reports each source on its own."""
     episode: int = 0
     """Which pass over the prompts this is."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """The conversation that a chat template made the text of, for models with another template."""
+
+
+def _restore(prompt: Prompt, state: Sequence[Any]) -> None:
+    """From a checkpoint, whose prompts may lack the last fields."""
+    values = dict(zip([f.name for f in fields(prompt)], state, strict=False))
+    for f in fields(prompt):
+        object.__setattr__(prompt, f.name, values.get(f.name, f.default))
+
+
+Prompt.__setstate__ = _restore  # here, because some versions of Python replace what a class with slots has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -117,18 +117,19 @@ def _show_result(folder: Path, steps: int) -> None:
     from openrlhf.observe.journal import journal_steps, read_journal
     from openrlhf.observe.progress import clean_text
     from openrlhf.types import Trajectory
+    from openrlhf.utils.text import decode
 
     tokenizer = load_tokenizer(str(folder / "policy"), flag="--folder")
     evals = journal_steps(folder / "run" / "rollouts", "eval")
     before, after = read_journal(evals[0]), read_journal(evals[steps])
     console = Console()
 
-    def text(ids: list[int]) -> str:
-        return clean_text(str(tokenizer.decode(ids, skip_special_tokens=True)))
+    def text(ids: list[int], after: Sequence[int] = ()) -> str:
+        return clean_text(decode(tokenizer, ids, after=after, skip_special_tokens=True))
 
     def answer(t: Trajectory) -> str:
-        ids = [token for token, is_action in zip(t.token_ids, t.action_mask, strict=True) if is_action]
-        return text(ids)
+        start = t.action_mask.index(True)
+        return text(t.token_ids[start:], after=t.token_ids[:start])
 
     def mean(trajectories: list[Trajectory], read) -> float:
         return sum(map(read, trajectories)) / len(trajectories)

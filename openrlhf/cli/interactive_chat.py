@@ -150,7 +150,7 @@ def _answer(config: ChatConfig, tokenizer, model, conversation, message: str) ->
         repetition_penalty=rollout.repetition_penalty,
     )
     seed = seed_at(config.train.seed, "chat", conversation.num_turns)
-    text = PiecewiseText(tokenizer)
+    text = PiecewiseText(tokenizer, prompt)
     if sys.stdin.isatty():
         print("Assistant: ", end="", flush=True)
     try:

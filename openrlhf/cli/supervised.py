@@ -150,6 +150,7 @@ class Run(Generic[ConfigT]):
             eval_rows=[] if self.eval_set is None else self.whole(self.eval_set),
             checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
             export=self.export,
+            origin=self.origin() if config.ckpt.load_enable or config.ckpt.save_steps > 0 else {},
             observer=None,
         )
         tag = trainer.checkpoints.latest() if config.ckpt.load_enable else None
@@ -176,6 +177,19 @@ class Run(Generic[ConfigT]):
                 base_model=config.model.model_name_or_path,
                 datasets=config.data.dataset,
             )
+
+    def origin(self) -> dict[str, Any]:
+        """What decides which items a step visits. The number of ranks and all that lays items into rows do
+        not: they only deal a step's items."""
+        from openrlhf.datasets.cache import arrays_digest
+
+        # What a reference says of the items follows from them, but not to the last bit.
+        arrays = {k: v for k, v in self.train_set.arrays().items() if k != "ref_log_probs"}
+        return {
+            "--train.batch_size": self.config.train.batch_size,
+            "--train.seed": self.config.train.seed,
+            "--data.dataset": f"{len(self.train_set)} samples (checksum {arrays_digest(arrays)[:16]})",
+        }
 
     def export(self, folder: str) -> None:
         """Model and tokenizer in Hugging Face format. On every rank."""

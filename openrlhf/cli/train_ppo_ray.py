@@ -3,6 +3,7 @@ submit`."""
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from openrlhf.cli.publish import publish
 from openrlhf.config.commands import PPO
@@ -144,7 +145,19 @@ def build_prompt_datasets(config: PPOConfig):
         )
         eval_prompts += held_out
         num_rows += len(held_out) + held_out.skipped
+    check_reward_templates(config, tokenizer, [*prompts, *eval_prompts])
     return prompts, eval_prompts, tokenizer
+
+
+def check_reward_templates(config: PPOConfig, tokenizer, prompts) -> None:
+    """Raise ValueError where a reward model's own chat template cannot show the prompts."""
+    from openrlhf.models.loading import load_tokenizer
+    from openrlhf.rollout.reward_model import check_conversations, has_own_template
+
+    for path in config.reward.models:
+        own = load_tokenizer(path, flag=REWARD_FLAG)
+        if has_own_template(own, tokenizer):
+            check_conversations(prompts, own, path)
 
 
 def check_vocabularies(config: PPOConfig, tokenizer) -> None:
@@ -194,6 +207,7 @@ def build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer):
     from openrlhf.observe.run_folder import RunFolder
     from openrlhf.trainer.checkpoints import CheckpointFolder
     from openrlhf.trainer.ppo import PPOTrainer
+    from openrlhf.utils.text import decode
 
     others = [f"{config.ckpt.path}/_critic"] if config.uses_critic else []
     checkpoints = CheckpointFolder(f"{config.ckpt.path}/_actor", config.ckpt, others)
@@ -221,7 +235,10 @@ def build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer):
     if tag is not None:
         trainer.resume(tag)
     trainer.observer = Observer(
-        folder, config.logger, resume_step=None if tag is None else trainer.step, decode=tokenizer.decode
+        folder,
+        config.logger,
+        resume_step=None if tag is None else trainer.step,
+        decode=partial(decode, tokenizer),
     )
     trainer.observer.start(trainer.total_steps, done=trainer.step)
     trainer.observer.message(

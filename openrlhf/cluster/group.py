@@ -25,6 +25,7 @@ from openrlhf.trainer.schedule import mean_metrics, training_schedule
 from openrlhf.types import Experience, Metrics, Sample, Trajectory
 
 WorkerT = TypeVar("WorkerT", bound=Worker)
+ItemT = TypeVar("ItemT")
 TrainedT = TypeVar("TrainedT", bound=TrainedWorker)
 
 
@@ -40,11 +41,14 @@ class Group(Generic[WorkerT]):
         ]
 
     def forward(self, samples: Sequence[Sample]) -> Gathered[list[Tensor]]:
-        shares = partition([s.length for s in samples], len(self.workers))
-        spare = samples[0].without_actions()
+        return self.ask(samples, [s.length for s in samples], spare=samples[0].without_actions())
+
+    def ask(self, items: Sequence[ItemT], lengths: Sequence[int], spare: ItemT) -> Gathered[list[Tensor]]:
+        """What the ranks' `forward` says of each item. `spare`: for a rank that gets none."""
+        shares = partition(lengths, len(self.workers))
         refs = self.bundles.turns.take(
             lambda: [
-                worker.forward.remote([samples[i] for i in share] or [spare])
+                worker.forward.remote([items[i] for i in share] or [spare])
                 for worker, share in zip(self.workers, shares, strict=True)
             ]
         )
@@ -54,7 +58,7 @@ class Group(Generic[WorkerT]):
             for share, tensors in zip(shares, results, strict=True):
                 for i, tensor in zip(share, tensors, strict=False):
                     outputs[i] = tensor
-            return [outputs[i] for i in range(len(samples))]
+            return [outputs[i] for i in range(len(items))]
 
         return Gathered(refs, in_order)
 
@@ -90,11 +94,12 @@ class RewardGroup(Group[RewardWorker]):
 
     def judge(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The same with what the models think of them in their rewards."""
-        finished = [Sample.of(t) for t in trajectories if t.ok]
+        finished = [t for t in trajectories if t.ok]
+        lengths = [len(t.token_ids) for t in finished]
         reward = self.config.reward
         return add_model_rewards(
             trajectories,
-            self.forward(finished).result() if finished else [],
+            self.ask(finished, lengths, spare=finished[0]).result() if finished else [],
             names=short_names(reward.models),
             weights=reward.model_weights or [1.0] * len(reward.models),
             has_function=bool(reward.urls),

@@ -24,14 +24,20 @@ from openrlhf.engine.distributed import (
 from openrlhf.engine.interfaces import Objective
 from openrlhf.engine.weight_sync import EngineClient, WeightSender
 from openrlhf.models.backbone import RowModel
-from openrlhf.models.loading import load_causal_lm, load_config, load_tokenizer, policy_tokenizer
+from openrlhf.models.loading import (
+    load_causal_lm,
+    load_config,
+    load_tokenizer,
+    policy_tokenizer,
+    stop_token_ids,
+)
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, ValueModel, load_scorer, score_statistics
 from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.balanced import BalancedObjective
 from openrlhf.objectives.critic import CriticObjective
 from openrlhf.rollout.reward_model import RewardReader
-from openrlhf.types import Experience, ExperienceRow, Metrics, PackedRow, Sample
+from openrlhf.types import Experience, ExperienceRow, Metrics, PackedRow, Sample, Trajectory
 
 ModelT = TypeVar("ModelT", DeepSpeedEngine, FrozenModel)
 
@@ -120,6 +126,7 @@ class RewardWorker(Worker):
         self.join(address, port)
         config = self.config
         policy = policy_tokenizer(config)
+        stops = stop_token_ids(config.actor.model_name_or_path, policy)
         self.models, self.readers, self.statistics = [], [], []
         for path in config.reward.models:
             build = partial(_build_scorer, config, path, REWARD_FLAG, trained=True)
@@ -127,15 +134,16 @@ class RewardWorker(Worker):
             own = load_tokenizer(path, flag=REWARD_FLAG)
             model_config = load_config(path, REWARD_FLAG)
             limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-            self.readers.append(RewardReader(policy, own, limit))
+            self.readers.append(RewardReader(policy, own, stop_token_ids=stops, max_len=limit))
             normalize = config.reward.normalize_enable
             self.statistics.append(score_statistics(model_config, path) if normalize else (0.0, 1.0))
 
-    def forward(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """(M,) for each sample: the score of each of the M models."""
+    def forward(self, trajectories: Sequence[Trajectory]) -> list[Tensor]:
+        """(M,) for each trajectory: the score of each of the M models."""
         scores = []
         for model, reader, (mean, std) in zip(self.models, self.readers, self.statistics, strict=True):
-            answers = torch.cat(self.ask(model, [reader(s) for s in samples], lambda model, row: model(row)))
+            samples = [reader(t) for t in trajectories]
+            answers = torch.cat(self.ask(model, samples, lambda model, row: model(row)))
             scores.append((answers - mean) / std)
         return list(torch.stack(scores, dim=1).unbind())
 

@@ -1,6 +1,8 @@
 """A prompt and the answer to it as one text, with the answer marked."""
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 from itertools import takewhile
 from operator import eq
 
@@ -10,6 +12,8 @@ from openrlhf.datasets.bad_rows import BadRow, value_of
 from openrlhf.datasets.encode import Text
 from openrlhf.datasets.files import Row
 from openrlhf.datasets.templates import Message, as_messages, check_templates, render_messages, render_prompt
+
+logger = logging.getLogger(__name__)
 
 
 def check_answer_flags(
@@ -64,26 +68,39 @@ def plain_answer(prompt: str, answer: str) -> Text:
 
 def mark_answer(messages: Sequence[Message], first: int, tokenizer: PreTrainedTokenizerBase) -> Text:
     """The conversation up to the last turn of the assistant, with the assistant's turns from message `first`
-    on: each from the end of what the policy read before it to the end of what the template makes of it. What
-    follows the turn's end (a newline) is not written by the policy.
+    on: each from the end of what the policy read before it to the end of what the template makes of it,
+    without blanks and newlines there: those behind a turn are not written by the policy. The text ends with
+    the last turn.
 
     ValueError for a template that does not show one of these turns right behind its generation prompt, or
     shows it differently once other messages follow.
     """
     turns = _assistant_turns(messages, first)
     messages = messages[: turns[-1] + 1]
-    text = render_messages(messages, tokenizer, add_generation_prompt=False).rstrip("\n")
-    spans = []
+    whole = render_messages(messages, tokenizer, add_generation_prompt=False)
+    text, spans = whole.rstrip(), []
     for turn in turns:
         prompt = render_messages(messages[:turn], tokenizer, add_generation_prompt=True)
         ended = render_messages(messages[: turn + 1], tokenizer, add_generation_prompt=False).rstrip()
         content = messages[turn].get("content")
         is_shown = not isinstance(content, str) or content.strip() in text[len(prompt) : len(ended)]
-        if not (text.startswith(prompt) and text.startswith(ended) and is_shown):
+        if not (whole.startswith(prompt) and text.startswith(ended) and is_shown):
             raise _rewritten(turn, len(messages), has_several=len(turns) > 1)
-        if content or messages[turn].get("tool_calls"):
+        if len(prompt) < len(ended) and (content or messages[turn].get("tool_calls")):
             spans.append((len(prompt), len(ended)))
+            if turn != turns[-1] and isinstance(content, str) and ended.endswith(content.rstrip()):
+                _tell_endless(str(tokenizer.chat_template))
     return Text(text=text, spans=tuple(spans))
+
+
+@cache
+def _tell_endless(template: str) -> None:
+    """Once for each template."""
+    logger.warning(
+        "--data.apply_chat_template: the template puts nothing behind an answer that others follow, so only "
+        "the last\nanswer of a conversation learns to stop. Use one that ends every turn "
+        "(--data.tokenizer_chat_template),\nor a row for each reply without --data.multiturn."
+    )
 
 
 def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> ValueError:
@@ -101,12 +118,16 @@ def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> ValueError
     )
 
 
-def scored_answer(messages: Sequence[Message], first: int, tokenizer: PreTrainedTokenizerBase) -> Text:
+def scored_answer(
+    messages: Sequence[Message], first: int, tokenizer: PreTrainedTokenizerBase, *, is_open: bool = False
+) -> Text:
     """The conversation up to the last turn of the assistant, with everything after the prompt (the messages
-    before `first`). It is read, not written, so a template may show the answer as it likes."""
+    before `first`). It is read, not written, so a template may show the answer as it likes. `is_open`: that
+    turn was cut, and is shown without an end."""
     turns = _assistant_turns(messages, first)
     prompt = render_messages(messages[:first], tokenizer, add_generation_prompt=True)
-    text = render_messages(messages[: turns[-1] + 1], tokenizer, add_generation_prompt=False).rstrip("\n")
+    talk = messages[: turns[-1] + 1]
+    text = render_messages(talk, tokenizer, add_generation_prompt=False, is_open=is_open).rstrip("\n")
     start = len([*takewhile(bool, map(eq, prompt, text))])  # of what differs
     is_empty = not any(messages[turn].get("content") or messages[turn].get("tool_calls") for turn in turns)
     return Text(text=text, spans=() if is_empty else ((start, len(text)),))

@@ -15,6 +15,7 @@ from openrlhf.datasets.bad_rows import Policy, read_each
 from openrlhf.datasets.files import Row
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.store import SampleStore
+from openrlhf.utils.text import decode
 
 ItemT = TypeVar("ItemT")
 LabelT = TypeVar("LabelT")
@@ -119,7 +120,7 @@ def _encode_pieces(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
 def _encode_slow(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     """Without offsets the pieces are all there is to go by; so they must say the same as the whole."""
     token_ids, learned = _encode_pieces(text, tokenizer)
-    if tokenizer.decode(token_ids) != tokenizer.decode(token_ids_of(text.text, tokenizer)):
+    if decode(tokenizer, token_ids) != decode(tokenizer, token_ids_of(text.text, tokenizer)):
         raise ValueError(
             "--data.disable_fast_tokenizer: this tokenizer changes a text that is tokenised in pieces,\n"
             "and has no other way to find the border of prompt and reply. Drop the flag."

@@ -13,7 +13,7 @@ from openrlhf.datasets.encode import encode_plainly
 from openrlhf.datasets.files import READERS, Row
 from openrlhf.datasets.sampler import PromptDataset
 from openrlhf.datasets.sources import Rows
-from openrlhf.datasets.templates import check_templates, render_prompt
+from openrlhf.datasets.templates import as_messages, check_templates, render_prompt
 from openrlhf.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,13 @@ def build_prompts(
             value, tokenizer, apply_chat_template=apply_chat_template, input_template=input_template
         )
         label = "" if label_key is None else value_of(row, label_key)
-        return Prompt(prompt_id=0, text=text, label=label, source=str(row.get("datasource") or source))
+        return Prompt(
+            prompt_id=0,
+            text=text,
+            label=label,
+            source=str(row.get("datasource") or source),
+            messages=as_messages(value) if apply_chat_template else None,
+        )
 
     read_prompts, skipped = read_rows(rows, read, bad_rows)
     prompts = []

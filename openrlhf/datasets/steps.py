@@ -17,6 +17,7 @@ from openrlhf.datasets.labelled import LabelledSamples
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.store import SampleStore
 from openrlhf.types import Steps
+from openrlhf.utils.text import decode
 
 FAR_STEPS = "no placeholder within max_len"
 
@@ -119,7 +120,7 @@ def single_token_id(tokenizer: PreTrainedTokenizerBase, token: str, flag: str) -
 
 
 def _pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    return f"{len(ids)} ({' '.join(repr(tokenizer.decode([token_id])) for token_id in ids)})"
+    return f"{len(ids)} ({' '.join(repr(decode(tokenizer, [token_id])) for token_id in ids)})"
 
 
 def _label_reader(

@@ -68,12 +68,24 @@ def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Mess
 
 
 def render_messages(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    add_generation_prompt: bool,
+    is_open: bool = False,
 ) -> str:
+    """`is_open`: up to the end of the last message's content, whose turn goes on."""
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=is_open,
         )
-    except (TemplateError, TypeError) as error:  # roles out of order, content that the template cannot join
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+    ) as error:  # roles out of order, content that the template cannot join
         raise BadRow(f"the chat template refuses the messages: {error}") from error
     return cast(str, text)  # tokenize=False

@@ -21,6 +21,7 @@ from openrlhf.engine.deepspeed_config import inference_config, training_config
 from openrlhf.engine.distributed import current_device
 from openrlhf.engine.interfaces import Objective, RowT
 from openrlhf.engine.moving_average import MovingAverage
+from openrlhf.engine.random_state import load_random_state, save_random_state, saved_ranks
 from openrlhf.models.backbone import RowModel, backbone_of
 from openrlhf.models.lora import has_adapters, save_adapter
 from openrlhf.models.self_check import settle_reading
@@ -172,16 +173,26 @@ class DeepSpeedEngine:
         )
         if self.average is not None:
             self.average.save(f"{folder}/{tag}")
+        save_random_state(f"{folder}/{tag}", self.rank, self.world_size)
         dist.barrier()
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
         """Restore everything that `save_checkpoint` wrote and return its `state`. With a moving average the
-        checkpoint must have one too; without, one that is there is left where it is."""
+        checkpoint must have one too; without, one that is there is left where it is. ValueError, where ranks
+        have parts of the optimizer, for a checkpoint of another number of ranks."""
         if self.average is not None:
             self.average.load(f"{folder}/{tag}")
+        num_ranks = saved_ranks(f"{folder}/{tag}")
+        if self.stage > 0 and num_ranks not in (None, self.world_size):
+            raise ValueError(
+                f"--ckpt.load_enable: {num_ranks} ranks saved {folder}/{tag}, and now there are "
+                f"{self.world_size}; at --ds.zero_stage {self.stage}\neach has a part of the optimizer's "
+                f"state. Resume with {num_ranks} ranks."
+            )
         path, client_state = self.engine.load_checkpoint(folder, tag=tag, custom_load_fn=_load_trained)
         if path is None or client_state is None:
             raise ValueError(f"--ckpt.path {folder}: checkpoint {tag} could not be loaded from there")
+        load_random_state(f"{folder}/{tag}", self.rank, self.world_size)
         return client_state["openrlhf"]
 
     def export(self, folder: str) -> None:

@@ -1,9 +1,10 @@
 """Attention over packed rows. One registered implementation isolates sequences on every device.
 
 transformers looks attention up by name; ours is `PACKED`. It reads where the sequences lie from
-the `packing` keyword that the model is called with, so no mask over the row is ever built. On CPU and in float32
-each sequence is one call of scaled_dot_product_attention; on CUDA in half precision the whole row is one call of
-torch's varlen kernel. Whether a model hands all of this on to its attention is found out by models/self_check.py.
+the `packing` keyword that the model is called with, so no mask over the row is ever built. On CPU and in
+float32 each sequence is one call of scaled_dot_product_attention; on CUDA in half precision the whole row is
+one call of torch's varlen kernel. Whether a model hands all of this on to its attention is found out by
+models/self_check.py.
 """
 
 import importlib.util
@@ -39,8 +40,8 @@ def resolve_attention(name: str, model_config) -> str:
     cap = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
     if name == "sdpa" and cap:
         raise ValueError(
-            f"--ds.attn_implementation sdpa: the model caps its attention scores at {cap:g}, which this leaves "
-            "out.\nUse --ds.attn_implementation auto."
+            f"--ds.attn_implementation sdpa: the model caps its attention scores at {cap:g}, which this "
+            "leaves out.\nUse --ds.attn_implementation auto."
         )
     if name in FROM_POSITIONS or name.startswith("kernels-community/"):
         return name

@@ -35,8 +35,8 @@ def load_causal_lm(
     experts: str | None = None,
     in_4bit: bool = False,
 ) -> PreTrainedModel:
-    """The model in `dtype` (bf16, fp16 or fp32) for packed rows; with `in_4bit` its linear layers but the head
-    in NF4, for models that only carry adapters.
+    """The model in `dtype` (bf16, fp16 or fp32) for packed rows; with `in_4bit` its linear layers but the
+    head in NF4, for models that only carry adapters.
 
     max_len: tokens of the longest sequence of the run, see `fix_frequencies`.
     """

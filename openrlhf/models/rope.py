@@ -1,5 +1,7 @@
 """Rotary frequencies that do not depend on what else is in a row."""
 
+from typing import Any
+
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -12,14 +14,14 @@ def fix_frequencies(model: PreTrainedModel, max_len: int | None) -> None:
     """Make every rotary embedding of `model` keep the frequencies of a sequence of `max_len` tokens, as vLLM
     does by its `max_model_len`. None: those that the model starts with."""
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
+        kinds: Any = getattr(module, "rope_type", None)
         if isinstance(kinds, dict):
             for layer_type in [name for name, kind in kinds.items() if kind in BY_LENGTH]:
                 _fix(module, f"{layer_type}_", kinds[layer_type], max_len, layer_type=layer_type)
                 kinds[layer_type] = _FIXED
         elif kinds in BY_LENGTH:
             _fix(module, "", kinds, max_len)
-            module.rope_type = _FIXED
+            module.__dict__["rope_type"] = _FIXED
 
 
 _FIXED = "fixed"

@@ -57,8 +57,8 @@ def load_scorer(
 
     `head_prefix` names the head in the files that this model will be saved to; a `value_head_prefix` in the
     model's config.json wins. `tokenizer` of a model that will be saved: tokenizer and model are made to agree
-    on a padding token that is not the end of a sequence. `max_len`: tokens of the longest sequence of the run,
-    see `fix_frequencies`.
+    on a padding token that is not the end of a sequence. `max_len`: tokens of the longest sequence of the
+    run, see `fix_frequencies`.
     """
     config = load_config(path, flag)
     name = getattr(config, "value_head_prefix", None) or head_prefix

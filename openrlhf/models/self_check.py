@@ -1,11 +1,11 @@
-"""Does a model read packed rows as it reads their sequences one by one? Asked of every model once it is loaded:
-on its device, in its precision and under its engine, before anything trains.
+"""Does a model read packed rows as it reads their sequences one by one? Asked of every model once it is
+loaded: on its device, in its precision and under its engine, before anything trains.
 
 A list of architectures cannot be right: whether a row may hold several sequences depends on the code of the
-architecture, on the attention implementation, and on the versions of both. So the model itself answers, on rows
-of two short sequences A and B:
+architecture, on the attention implementation, and on the versions of both. So the model itself answers, on
+rows of two short sequences A and B:
 
-    leaks       A is exchanged: nothing may change in B. A token of B is exchanged: nothing may change before it.
+    leaks       A is exchanged: nothing may change in B. A token of B is: nothing may change before it.
     the same    hidden states of A and B in the row are those of transformers' own forward of each alone.
     the head    log-probs made of hidden states are those of the model's own logits.
 
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 MAX_LEAK = 0.05
 """Of the effect of one exchanged token on later tokens of its own sequence."""
 MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
-"""Relative error of a hidden state, the median over tokens: what the rounding of other kernels amounts to in a
-deep model. A lost window, cap or position changes hidden states by more."""
+"""Relative error of a hidden state, the median over tokens: what the rounding of other kernels amounts to in
+a deep model. A lost window, cap or position changes hidden states by more."""
 MAX_HEAD_ERROR = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Nats. One of the two ways rounds its logits, which are some tens, to the model's precision."""
 LENGTHS = (23, 17)
@@ -52,8 +52,8 @@ def settle_reading(ask: Callable[[], Any], module: RowModel) -> Reading:
 
     ask: calls `module`, as its engine does where it has one. Every rank calls this together.
 
-    Raises ValueError where the model leaks with the `--ds.attn_implementation` that was asked for, looks ahead,
-    or has a head that is more than a linear layer.
+    Raises ValueError where the model leaks with the `--ds.attn_implementation` that was asked for, looks
+    ahead, or has a head that is more than a linear layer.
     """
     model = module.model
     reading, entry = reading_of(model), _cache_entry(module.model)
@@ -194,7 +194,8 @@ def _probe(model: PreTrainedModel) -> _Probe:
     other_a, other_b, place = words[(places[0] + 1) % len(words)], b.clone(), lengths[1] // 2
     other_b[place] = words[(places[1][place] + 1) % len(words)]
     device = next(model.parameters()).device
-    return _Probe(*(ids.to(device) for ids in (a, b, other_a, other_b)), place)
+    a, b, other_a, other_b = (ids.to(device) for ids in (a, b, other_a, other_b))
+    return _Probe(a, b, other_a, other_b, place)
 
 
 def _row(*sequences: Tensor) -> PackedRow:
@@ -220,7 +221,7 @@ def _differences(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _head_error(model: PreTrainedModel, hidden: Tensor, token_ids: Tensor) -> Tensor:
-    """() nats between log-probs as models/policy.py makes them and those of the model's logits, on average."""
+    """() nats between log-probs as models/policy.py makes them and those of the model's logits: the mean."""
     scale, softcap = head_options(model.config)
     ours = head_of(model)(hidden).float() * scale
     if softcap is not None:

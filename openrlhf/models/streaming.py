@@ -2,12 +2,13 @@
 
 import queue
 import threading
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.models.generation import Decoding, generate
+from openrlhf.utils.text import decode
 
 
 class TransformersStream:
@@ -54,8 +55,9 @@ class TransformersStream:
 class PiecewiseText:
     """Tokens in, text out, never half a character."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
+        """`prompt`: the tokens that stand before."""
+        self.tokenizer, self.prompt = tokenizer, prompt
         self.token_ids: list[int] = []
         self.text = ""
         """What has been given out."""
@@ -71,9 +73,7 @@ class PiecewiseText:
         return self._give(self._decoded())
 
     def _decoded(self) -> str:
-        return cast(Any, self.tokenizer).decode(
-            self.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        return decode(self.tokenizer, self.token_ids, after=self.prompt, skip_special_tokens=True)
 
     def _give(self, text: str) -> str:
         new, self.text = text[len(self.text) :], text

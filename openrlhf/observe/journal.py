@@ -14,13 +14,19 @@ A line of `rollouts/step_000012.jsonl`:
 NaN and infinities are the strings "NaN", "Infinity" and "-Infinity".
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from openrlhf.observe.run_folder import read_jsonl, to_json, write_atomically
 from openrlhf.types import Outcome, Prompt, Trajectory
+
+
+class Decode(Protocol):
+    """What token ids say after others: `openrlhf.utils.decode` of a tokenizer."""
+
+    def __call__(self, token_ids: list[int], /, *, after: list[int]) -> str: ...
 
 
 def write_journal(
@@ -28,13 +34,13 @@ def write_journal(
     step: int,
     trajectories: Sequence[Trajectory],
     *,
-    decode: Callable[[list[int]], str] | None = None,
+    decode: Decode | None = None,
     advantages: Sequence[float] | None = None,
     name: str = "step",
 ) -> Path:
     """Write `{rollouts}/{name}_{step}.jsonl`, replacing it if it is there. A reader never sees a part of it.
 
-    `decode` makes text of token ids. `advantages` has one number per trajectory. `name` keeps trajectories
+    `advantages` has one number per trajectory. `name` keeps trajectories
     that are not of training apart, e.g. "eval".
     """
     rows = (_row(trajectory, decode) for trajectory in trajectories)
@@ -56,10 +62,15 @@ def journal_steps(rollouts: Path, name: str = "step") -> dict[int, Path]:
     return dict(sorted(files.items()))
 
 
-def _row(trajectory: Trajectory, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
+def response_of(trajectory: Trajectory, decode: Decode) -> str:
+    """What followed the prompt, as text."""
+    token_ids, mask = trajectory.token_ids, trajectory.action_mask
+    start = mask.index(True) if True in mask else len(token_ids)
+    return decode(token_ids[start:], after=token_ids[:start])
+
+
+def _row(trajectory: Trajectory, decode: Decode | None) -> dict[str, Any]:
     t = trajectory
-    ranges = _true_ranges(t.action_mask)
-    response_ids = t.token_ids[ranges[0][0] :] if ranges else []
     return {
         "prompt_id": t.prompt.prompt_id,
         "episode": t.prompt.episode,
@@ -68,7 +79,7 @@ def _row(trajectory: Trajectory, decode: Callable[[list[int]], str] | None) -> d
         "source": t.prompt.source,
         "label": t.prompt.label,
         "prompt": t.prompt.text,
-        "response": decode(response_ids) if decode else None,
+        "response": response_of(t, decode) if decode else None,
         "reward": t.reward,
         "score": t.score,
         "outcome": t.outcome.value,
@@ -77,7 +88,7 @@ def _row(trajectory: Trajectory, decode: Callable[[list[int]], str] | None) -> d
         "truncated": t.truncated,
         "extra_logs": t.extra_logs,
         "token_ids": t.token_ids,
-        "action_ranges": ranges,
+        "action_ranges": _true_ranges(t.action_mask),
         "rollout_log_probs": t.rollout_log_probs,
         "weight_versions": [[version, len(list(run))] for version, run in groupby(t.weight_versions)],
     }

@@ -1,12 +1,12 @@
 """Everything a run tells people, behind one object: progress on the screen, metrics, rollouts and a report in
 the run folder, and the team's trackers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from openrlhf.config.sections import LoggerConfig, is_due
 from openrlhf.observe.health import Health
-from openrlhf.observe.journal import write_journal
+from openrlhf.observe.journal import Decode, response_of, write_journal
 from openrlhf.observe.progress import Phase, Progress
 from openrlhf.observe.report import few_samples, print_samples, write_report
 from openrlhf.observe.run_folder import RunFolder, to_json
@@ -25,10 +25,9 @@ class Observer:
         logger: LoggerConfig,
         *,
         resume_step: int | None = None,
-        decode: Callable[[list[int]], str] | None = None,
+        decode: Decode | None = None,
     ) -> None:
-        """`resume_step`: the step that was restored, None for a fresh run. `decode` turns token ids into
-        text."""
+        """`resume_step`: the step that was restored, None for a fresh run."""
         self.folder, self.logger, self.decode = folder, logger, decode
         if resume_step is not None:
             folder.rewind(resume_step)
@@ -64,15 +63,15 @@ class Observer:
         write_journal(self.folder.rollouts_path, step, trajectories, decode=self.decode, name=name)
         self.samples[name] = few_samples(trajectories)
         rows = [
-            [t.prompt.text, self.response(t), t.reward if t.ok else t.outcome.value, t.truncated]
+            [
+                t.prompt.text,
+                response_of(t, self.decode) if self.decode else "",
+                t.reward if t.ok else t.outcome.value,
+                t.truncated,
+            ]
             for t in trajectories[:: max(1, len(trajectories) // SAMPLES_IN_TABLE)][:SAMPLES_IN_TABLE]
         ]
         self.trackers.table(step, f"{name}_samples", ["prompt", "response", "reward", "truncated"], rows)
-
-    def response(self, trajectory: Trajectory) -> str:
-        """What followed the prompt, as text."""
-        start = trajectory.action_mask.index(True) if True in trajectory.action_mask else 0
-        return self.decode(trajectory.token_ids[start:]) if self.decode else ""
 
     def message(self, text: str) -> None:
         self.progress.message(text)

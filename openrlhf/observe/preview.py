@@ -16,6 +16,7 @@ from rich.text import Text
 from openrlhf.observe.progress import clean_text
 from openrlhf.observe.tracked import tracked
 from openrlhf.types import Judged, Pair, Sample, Steps
+from openrlhf.utils.text import decode
 
 Item = Sample | Pair | Judged | Steps
 
@@ -57,7 +58,7 @@ def sides_of(item: Item, tokenizer) -> list[Side]:
         ]
     if isinstance(item, Steps):
         labels = [
-            f"{label:.3g}" if item.labels.is_floating_point() else tokenizer.decode([label])
+            f"{label:.3g}" if item.labels.is_floating_point() else decode(tokenizer, [label])
             for label in item.labels.tolist()
         ]
         return [_side("", item.sample, tokenizer, labels)]
@@ -88,7 +89,7 @@ def stretches_of(sample: Sample, tokenizer, labels: Sequence[str] | None = None)
     stop = written = 0
     for (learned, special, _), group in groupby(range(len(token_ids)), alike):
         stop += len(list(group))
-        text = tokenizer.decode(token_ids[:stop], skip_special_tokens=False)
+        text = decode(tokenizer, token_ids[:stop])
         label = next(left) if labels is not None and learned else ""
         yield Stretch(text=text[written:], learned=learned, special=special, label=label)
         written = len(text)

@@ -10,12 +10,12 @@ import math
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from openrlhf.observe.journal import journal_steps
+from openrlhf.observe.journal import Decode, journal_steps, response_of
 from openrlhf.observe.progress import clean_text, format_duration, format_number
 from openrlhf.observe.run_folder import RunFolder, read_jsonl, write_atomically
 from openrlhf.observe.trackers import read_metrics
@@ -76,9 +76,7 @@ def few_samples(trajectories: Sequence[Trajectory], limit: int = SAMPLES_PRINTED
     return chosen + [t for t in trajectories if t.reward is None][: limit - len(chosen)]
 
 
-def print_samples(
-    samples: Sequence[Trajectory], decode: Callable[[list[int]], str], *, stream: TextIO | None = None
-) -> None:
+def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: TextIO | None = None) -> None:
     """A table on a terminal, plain lines in a file."""
     stream = stream or sys.stdout
     rows = [
@@ -86,7 +84,7 @@ def print_samples(
             "–" if t.reward is None else format_number(t.reward),
             f"{t.num_actions}{' cut' if t.truncated else ''}",
             _shorten(t.prompt.text, 300, keep_end=True),
-            _shorten(decode(_response_ids(t)) if t.ok else f"{t.outcome.value}: {t.error}", 500),
+            _shorten(response_of(t, decode) if t.ok else f"{t.outcome.value}: {t.error}", 500),
         )
         for t in samples
     ]
@@ -411,10 +409,6 @@ def _shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
     # The question is at the end of a long prompt; an answer keeps its beginning and its conclusion.
     head = limit // 4 if keep_end else limit * 2 // 3
     return f"{text[:head]} […{len(text) - limit:,} characters…] {text[len(text) - (limit - head) :]}"
-
-
-def _response_ids(trajectory: Trajectory) -> list[int]:
-    return trajectory.token_ids[trajectory.action_mask.index(True) :] if any(trajectory.action_mask) else []
 
 
 def _print_rich(rows: list[tuple[str, str, str, str]], stream: TextIO) -> None:

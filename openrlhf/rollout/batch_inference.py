@@ -17,6 +17,7 @@ from openrlhf.models.scorer import ScoreModel
 from openrlhf.observe.progress import Phase, format_duration
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.types import PackedRow
+from openrlhf.utils.text import decode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +61,12 @@ class Recorder:
             rows = [
                 {
                     "input": request.question.input,
-                    "output": tokenizer.decode(answer.token_ids, skip_special_tokens=True),
+                    "output": decode(
+                        tokenizer,
+                        answer.token_ids,
+                        after=request.question.token_ids,
+                        skip_special_tokens=True,
+                    ),
                     "finish_reason": answer.finish_reason,
                     "prompt_id": request.question.prompt_id,
                     "sample_index": request.sample_index,

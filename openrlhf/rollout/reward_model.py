@@ -1,46 +1,104 @@
 """Rewards from reward models: what they read of a trajectory, and what their scores make of it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.ppo import REWARD_FLAG
+from openrlhf.datasets.answers import scored_answer
+from openrlhf.datasets.bad_rows import BadRow
 from openrlhf.datasets.encode import Encoder, Text, with_end
 from openrlhf.datasets.inference import score_last
 from openrlhf.models.loading import reads_the_tokens_of
-from openrlhf.types import Outcome, Sample, Trajectory, present
+from openrlhf.types import Outcome, Prompt, Sample, Trajectory, present
+from openrlhf.utils.text import decode
 
 
 class RewardReader:
-    """A policy's sample as a reward model reads it, whose one action is the last token.
+    """A finished trajectory as a reward model reads it, whose one action is the token that carries the score.
 
-    With the policy's vocabulary the model reads the sampled tokens themselves; with another one, the text in
-    its own tokens. Either way an end-of-sequence token is added where there is none, as in its training.
+    chat template of its own    the conversation as that template shows it, as in the model's training
+    another vocabulary          the text that the policy read and wrote, in the model's tokens
+    else                        the sampled tokens themselves
+
+    A response that ended has an end-of-sequence token behind it, as in the model's training. One that ran out
+    of tokens has none, because the policy wrote none: the model scores its last token.
     """
 
     def __init__(
-        self, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, max_len: int | None
+        self,
+        policy: PreTrainedTokenizerBase,
+        own: PreTrainedTokenizerBase,
+        *,
+        stop_token_ids: Sequence[int],
+        max_len: int | None,
     ) -> None:
-        """`max_len`: tokens that the reward model reads at most, None for any number."""
-        self.policy, self.own, self.max_len = policy, own, max_len
-        self.encode = None if reads_the_tokens_of(own, policy) else Encoder(own)
+        """stop_token_ids: what ends a response of the policy. max_len: tokens that the reward model reads at
+        most, None for any number."""
+        self.policy, self.own = policy, own
+        self.stop_token_ids, self.max_len = stop_token_ids, max_len
+        self.encode = Encoder(own)
+        self.reads_tokens = reads_the_tokens_of(own, policy)
+        self.has_template = has_own_template(own, policy)
 
-    def __call__(self, sample: Sample) -> Sample:
-        token_ids = with_end(self._in_own_tokens(sample), self.own)
-        return score_last(token_ids, self.max_len or len(token_ids))
+    def __call__(self, trajectory: Trajectory) -> Sample:
+        token_ids = self._token_ids(trajectory)
+        if trajectory.truncated:
+            token_ids = token_ids[: self.max_len]
+            return score_last(token_ids, len(token_ids))
+        return score_last(with_end(token_ids, self.own), self.max_len or len(token_ids) + 1)
 
-    def _in_own_tokens(self, sample: Sample) -> list[int]:
-        token_ids = sample.token_ids.tolist()
-        if self.encode is None:
-            return token_ids
-        start = int(sample.action_mask.int().argmax())  # of the first action
-        prompt = str(self.policy.decode(token_ids[:start]))
-        response = str(self.policy.decode(token_ids[start:])).removesuffix(str(self.policy.eos_token))
-        span = ((len(prompt), len(prompt) + len(response)),) if prompt and response else ()
-        ((token_ids, _),) = self.encode([Text(text=prompt + response, spans=span)])
+    def _token_ids(self, t: Trajectory) -> list[int]:
+        is_talk = self.has_template and t.prompt.messages is not None
+        if self.reads_tokens and not is_talk:
+            return t.token_ids
+        start = t.action_mask.index(True)
+        response_ids = t.token_ids[start:]
+        if response_ids[-1] in self.stop_token_ids:
+            response_ids = response_ids[:-1]
+        response = decode(self.policy, response_ids, after=t.token_ids[:start])
+        text = self._talk(t, response) if is_talk else _text(t.prompt.text, response)
+        ((token_ids, _),) = self.encode([text])
         return token_ids
+
+    def _talk(self, t: Trajectory, response: str) -> Text:
+        """Blanks around a response are of the policy's template."""
+        messages = [dict(message) for message in present(t.prompt.messages)]
+        answer = {"role": "assistant", "content": response.strip()}
+        try:
+            return scored_answer([*messages, answer], len(messages), self.own, is_open=t.truncated)
+        except BadRow as reason:
+            raise ValueError(f"{REWARD_FLAG} {self.own.name_or_path}: {reason}\n{answer}") from reason
+
+
+def has_own_template(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> bool:
+    """The reward model shows conversations in another way than the policy does."""
+    return own.chat_template not in (None, policy.chat_template)
+
+
+def check_conversations(prompts: Iterable[Prompt], own: PreTrainedTokenizerBase, path: str) -> None:
+    """ValueError where the reward model's chat template refuses a conversation; of each order of roles one is
+    tried."""
+    talks = {tuple(m["role"] for m in p.messages): p.messages for p in prompts if p.messages is not None}
+    for roles, messages in talks.items():
+        try:
+            answer = {"role": "assistant", "content": "Yes."}
+            scored_answer([*map(dict, messages), answer], len(messages), own)
+        except BadRow as reason:
+            raise ValueError(
+                f"{REWARD_FLAG} {path}: it reads conversations through its own chat template, which cannot "
+                f"show messages of\n{', '.join(roles)} with an answer: {reason}\n"
+                "Write the prompts otherwise (a system message can stand at the head of the user's), or\n"
+                "take the chat template out of the reward model's tokenizer: then it reads the policy's text."
+            ) from reason
+
+
+def _text(prompt: str, response: str) -> Text:
+    span = ((len(prompt), len(prompt) + len(response)),) if prompt and response else ()
+    return Text(text=prompt + response, spans=span)
 
 
 def add_model_rewards(

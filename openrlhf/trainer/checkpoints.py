@@ -1,13 +1,17 @@
 """Which checkpoints a run keeps, and which one it resumes from. What is in them is the engine's affair."""
 
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from openrlhf.config.sections import CkptConfig
+
+logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 """File with the tag to resume from, written when that checkpoint is complete."""
@@ -83,6 +87,25 @@ class CheckpointFolder:
         checkpoints = {p.name for folder in self.folders for p in folder.glob("*") if p.is_dir()}
         copies = {p.name.removesuffix(COPY) for p in Path(self.ckpt.path).glob(f"*{COPY}") if p.is_dir()}
         return {tag for tag in checkpoints | copies if kind.fullmatch(tag)}
+
+
+def check_origin(tag: str, before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
+    """ValueError where the run of a checkpoint visits its data in another order than this one. `before` and
+    `now`: flag -> value; None where the checkpoint does not say."""
+    if before is None:
+        logger.warning("%s does not say which data and flags it is of: nothing could be compared", tag)
+        return
+    changed = [
+        f"{flag} was {before.get(flag)}, is {value}"
+        for flag, value in now.items()
+        if before.get(flag) != value
+    ]
+    if changed:
+        raise ValueError(
+            f"--ckpt.load_enable: {tag} is of a run that visits its data in another order:\n"
+            + "\n".join(changed)
+            + "\nResume with what was, or start over: without --ckpt.load_enable, or in another --ckpt.path."
+        )
 
 
 def _metric(folder: Path) -> float:

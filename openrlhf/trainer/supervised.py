@@ -1,14 +1,14 @@
 """One loop for everything that learns from a fixed dataset. A task is a dataset and an objective."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 from openrlhf.config.sections import is_due
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.engine.interfaces import Objective, RowT, TrainEngine
 from openrlhf.observe.observer import Observer
-from openrlhf.trainer.checkpoints import COPY, CheckpointFolder
+from openrlhf.trainer.checkpoints import COPY, CheckpointFolder, check_origin
 from openrlhf.types import Metrics
 
 
@@ -37,6 +37,8 @@ class SupervisedTrainer(Generic[RowT]):
     checkpoints: CheckpointFolder
     export: Callable[[str], None]
     """Write model and tokenizer in Hugging Face format to a folder. Collective."""
+    origin: Mapping[str, Any]
+    """Flag -> value, of all that decides which items a step visits: a checkpoint of others is refused."""
     observer: Observer | None
     prepare: Callable[[Sequence[RowT]], Objective[RowT]] | None = None
     """For an objective that needs a figure of the whole batch first: rows -> the objective for them."""
@@ -65,14 +67,20 @@ class SupervisedTrainer(Generic[RowT]):
     def save(self, tag: str) -> None:
         """A checkpoint to resume from, or a Hugging Face copy, or both, as `ckpt.*` says."""
         if not self.config.ckpt.disable_ds:
-            self.engine.save_checkpoint(str(self.checkpoints.path), tag, {"step": self.step})
+            self.engine.save_checkpoint(str(self.checkpoints.path), tag, self.state())
         if self.config.ckpt.save_hf:
             self.export(f"{self.config.ckpt.path}/{tag}{COPY}")
         if self.observer:
             self.checkpoints.completed(tag)
 
+    def state(self) -> dict[str, Any]:
+        """Everything that a run must remember beside its model."""
+        return {"step": self.step, "origin": dict(self.origin)}
+
     def resume(self, tag: str) -> None:
-        self.step = self.engine.load_checkpoint(str(self.checkpoints.path), tag)["step"]
+        state = self.engine.load_checkpoint(str(self.checkpoints.path), tag)
+        check_origin(tag, state.get("origin"), self.origin)
+        self.step = state["step"]
 
     def _objective_for(self, rows: Sequence[RowT]) -> Objective[RowT]:
         return self.prepare(rows) if self.prepare else self.objective

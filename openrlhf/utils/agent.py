@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from openrlhf.utils.text import decode
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
@@ -78,7 +80,8 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         if output.finish_reason == "abort":
             return episode | {"reward": None, "scores": None}
         try:
-            reward = await self.reward(prompt + hf_tokenizer.decode(response_ids), prompt, label)
+            response = decode(hf_tokenizer, response_ids, after=prompt_ids)
+            reward = await self.reward(prompt + response, prompt, label)
         except RewardError as error:
             error.episode = episode
             raise

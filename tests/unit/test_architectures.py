@@ -36,8 +36,8 @@ TEN = (
 IMPLEMENTATIONS = ("auto", "sdpa", "eager")
 LENGTHS = (5, 23, 2, 11, 17)
 ROUNDINGS = 20
-"""A kernel of another shape rounds each of its sums anew. What that does is found by rounding every weight once
-more; the sums of a few layers are worth this many of those."""
+"""A kernel of another shape rounds each of its sums anew. What that does is found by rounding every weight
+once more; the sums of a few layers are worth this many of those."""
 
 
 class Verdict(NamedTuple):
@@ -147,7 +147,7 @@ def test_the_note_and_the_refusal_say_what_leaked_and_what_to_do(judged, caplog,
     tiny_model(tiny_config("opt")).save_pretrained(tmp_path)
     policy = load("eager")
     with pytest.raises(
-        ValueError, match="--ds.attn_implementation eager: OPTForCausalLM cannot read"
+        ValueError, match=r"--ds.attn_implementation eager: OPTForCausalLM cannot read"
     ) as error:
         settle_reading(policy, policy)
     assert "a sequence changes the next one" in str(error.value)

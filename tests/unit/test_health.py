@@ -140,7 +140,7 @@ def trajectory(reward: float, text: str) -> Trajectory:
 
 @pytest.mark.parametrize("names", [("step",), ("step", "eval", "step")])
 def test_a_run_ends_with_a_few_samples_of_its_last_evaluation(tmp_path, capsys, names):
-    observer = observe(tmp_path, [], decode=lambda ids: f"says {ids}")
+    observer = observe(tmp_path, [], decode=lambda ids, after: f"says {ids} after {after}")
     for step, name in enumerate(names):
         rollout = [trajectory(float(i), f"{name} asks") for i in range(20)]
         observer.log_rollouts(step, rollout, name=name)
@@ -148,4 +148,7 @@ def test_a_run_ends_with_a_few_samples_of_its_last_evaluation(tmp_path, capsys, 
     text = capsys.readouterr().out
     shown = "eval" if "eval" in names else "step"
     assert re.findall(r"prompt: (.*)", text) == [f"{shown} asks"] * 4
-    assert re.findall(r"--- reward (\d+)", text) == ["19", "13", "7", "0"] and "answer: says [2]" in text
+    assert (
+        re.findall(r"--- reward (\d+)", text) == ["19", "13", "7", "0"]
+        and "answer: says [2] after [1]" in text
+    )

@@ -37,15 +37,15 @@ FAILED = Trajectory(
 
 def test_what_a_line_says(tmp_path):
     path = write_journal(
-        tmp_path, 12, [TWO_TURNS, FAILED], decode=lambda ids: f"<{ids}>", advantages=[0.25, 0.0]
+        tmp_path, 12, [TWO_TURNS, FAILED], decode=lambda ids, after: f"<{after}{ids}>", advantages=[0.25, 0.0]
     )
     assert path == tmp_path / "step_000012.jsonl"
     first, second = read_jsonl(path)
-    assert first["response"] == "<[20, 21, 30, 22]>"
+    assert first["response"] == "<[10, 11][20, 21, 30, 22]>"
     assert first["action_ranges"] == [[2, 4], [5, 6]]
     assert first["weight_versions"] == [[4, 2], [5, 1]]
     assert first["advantage"] == 0.25 and first["prompt_id"] == 7 and first["source"] == "sums"
-    assert second["outcome"] == "env_error" and second["reward"] is None and second["response"] == "<[]>"
+    assert second["outcome"] == "env_error" and second["reward"] is None and second["response"] == "<[10][]>"
 
 
 def test_round_trip(tmp_path):

@@ -32,7 +32,9 @@ def build(rows, tokenizer, **changes):
 def test_a_text_is_one_user_message(tokenizer):
     prompts = build([{"input": "hi", "answer": 7}], tokenizer, label_key="answer")
     text = "<|user|>hi<|end|><|assistant|>"
-    assert list(prompts) == [Prompt(prompt_id=0, text=text, label=7)]
+    assert list(prompts) == [
+        Prompt(prompt_id=0, text=text, label=7, messages=[{"role": "user", "content": "hi"}])
+    ]
 
 
 def test_messages_are_used_as_they_are(tokenizer):

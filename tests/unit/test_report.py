@@ -88,7 +88,7 @@ def test_a_report_shows_the_run(tmp_path):
         },
         config="actor: {model_name_or_path: tiny}\n",
     )
-    decode = lambda ids: f"answer of {len(ids)} tokens"
+    decode = lambda ids, after: f"answer of {len(ids)} tokens"
     write_journal(folder.rollouts_path, 1, [trajectory(0.25), trajectory(0.75), FAILED], decode=decode)
     write_journal(folder.rollouts_path, 2, [trajectory(0.333)], decode=decode)
     write_journal(folder.rollouts_path, 4, [trajectory(1.0, truncated=True)], decode=decode)
@@ -141,7 +141,7 @@ def test_the_figures_of_many_evaluation_sets_leave_room_for_training(tmp_path):
 def test_hostile_text_is_inert(tmp_path):
     folder = make_run(tmp_path / "<b>run", metrics=lambda step: {HOSTILE: 1.0, f"eval/{HOSTILE}": step})
     write_journal(
-        folder.rollouts_path, 1, [trajectory(1.0, prompt=HOSTILE), FAILED], decode=lambda _: HOSTILE
+        folder.rollouts_path, 1, [trajectory(1.0, prompt=HOSTILE), FAILED], decode=lambda ids, after: HOSTILE
     )
     html = write_report(folder.path).read_text()
     page = Page(html)
@@ -166,7 +166,7 @@ def test_a_large_run_stays_below_300_kb(tmp_path):
     folder.health_path.write_text("".join(warnings))
     for step in (1, 1500):
         rows = [trajectory(1.0, prompt='"' * 50_000), trajectory(0.0, prompt="日" * 50_000), FAILED]
-        write_journal(folder.rollouts_path, step, rows, decode=lambda _: '"<' * 50_000)
+        write_journal(folder.rollouts_path, step, rows, decode=lambda ids, after: '"<' * 50_000)
     path = write_report(folder.path)
     assert path.stat().st_size < 300_000
     assert "Also in metrics.jsonl: rollout/reward_32" in Page(path.read_text()).text
@@ -223,7 +223,7 @@ def test_the_running_mean_does_not_lag():
 def test_samples_as_plain_text():
     stream = io.StringIO()
     rollouts = [trajectory(r) for r in (0.0, 0.25, 0.5, 0.75, 1.0)] + [FAILED, FAILED]
-    print_samples(few_samples(rollouts, 3), lambda ids: f"{HOSTILE} {ids}", stream=stream)
+    print_samples(few_samples(rollouts, 3), lambda ids, after: f"{HOSTILE} {ids}", stream=stream)
     text = stream.getvalue()
     assert re.findall(r"reward (\S+)  tokens 2", text) == ["1", "0.5", "0"]
     assert "[3, 4]" in text and "What is 2+2?" in text
@@ -251,7 +251,7 @@ def test_samples_on_a_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    print_samples([trajectory(1.0)], lambda ids: "[bold]not markup[/bold] \x1b[2J", stream=stream)
+    print_samples([trajectory(1.0)], lambda ids, after: "[bold]not markup[/bold] \x1b[2J", stream=stream)
     text = stream.getvalue()
     assert "[bold]not markup[/bold] [2J" in text and "\x1b[2J" not in text and "prompt" in text
 

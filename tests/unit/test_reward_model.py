@@ -1,5 +1,7 @@
 """What reward models read of a trajectory, and what their scores make of it."""
 
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,52 +9,173 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
+from tokenizers_of_users import llama_2_style
 from transformers import PreTrainedTokenizerFast
 
+from openrlhf.datasets.prompts import build_prompts
+from openrlhf.datasets.sources import Rows
 from openrlhf.models.scorer import check_reward_model, load_scorer
-from openrlhf.rollout.reward_model import RewardReader, add_model_rewards, short_names
+from openrlhf.rollout.reward_model import RewardReader, add_model_rewards, check_conversations, short_names
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
-from openrlhf.types import Outcome, Prompt, Sample, Trajectory
+from openrlhf.types import Outcome, Prompt, Trajectory
+from openrlhf.utils import decode
 
 PROMPT, ANSWER = "<|user|>How many?<|end|><|assistant|>", "3 apples"
+MESSAGES = [{"role": "system", "content": "Count."}, {"role": "user", "content": "How many?"}]
+PEOPLE = (
+    "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+)
+"""A chat template without special tokens."""
 
 
-def sample(tokenizer, prompt: str, answer: str) -> Sample:
-    prompt_ids, ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
-    mask = [False] * len(prompt_ids) + [True] * len(ids)
-    return Sample(token_ids=torch.tensor(prompt_ids + ids), action_mask=torch.tensor(mask))
+def ids_of(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def letters() -> PreTrainedTokenizerFast:
+def sampled(
+    tokenizer, answer: str, prompt: str = PROMPT, messages=None, truncated: bool = False
+) -> Trajectory:
+    """A finished trajectory of these texts."""
+    prompt_ids, ids = ids_of(tokenizer, prompt), ids_of(tokenizer, answer)
+    return Trajectory(
+        prompt=Prompt(prompt_id=0, text=prompt, messages=messages),
+        sample_index=0,
+        token_ids=prompt_ids + ids,
+        action_mask=[False] * len(prompt_ids) + [True] * len(ids),
+        rollout_log_probs=[0.0] * len(ids),
+        weight_versions=[0] * len(ids),
+        reward=0.0,
+        truncated=truncated,
+    )
+
+
+def letters(template: str | None = None) -> PreTrainedTokenizerFast:
     """A tokenizer whose tokens are characters and [EOS]."""
-    vocabulary = {c: i for i, c in enumerate(sorted(set(PROMPT + ANSWER)))} | {"[EOS]": 99}
+    vocabulary = {chr(i): i for i in range(10, 127)} | {"[EOS]": 200}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="[EOS]"))
     backend.pre_tokenizer = Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[EOS]")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[EOS]")
+    tokenizer.chat_template = template
+    return tokenizer
 
 
-def test_the_sampled_tokens_are_read_where_the_vocabulary_is_the_same():
+def reader(policy, own, max_len: int | None = None) -> RewardReader:
+    return RewardReader(policy, own, stop_token_ids=[policy.eos_token_id], max_len=max_len)
+
+
+def read_text(policy, own, t: Trajectory) -> str:
+    """What the reward model reads; its one action must be the last token."""
+    sample = reader(policy, own)(t)
+    assert sample.action_mask.nonzero().tolist() == [[sample.length - 1]]
+    return "".join(own.convert_ids_to_tokens(sample.token_ids.tolist()))
+
+
+def test_the_sampled_tokens_are_read_where_vocabulary_and_template_are_the_same():
     tokenizer = tiny_tokenizer()
-    finished, cut = sample(tokenizer, PROMPT, ANSWER + "<|end|>"), sample(tokenizer, PROMPT, ANSWER)
-    read = RewardReader(tokenizer, tiny_tokenizer(), None)
-    assert read(finished).token_ids.tolist() == finished.token_ids.tolist()
-    assert read(cut).token_ids.tolist() == finished.token_ids.tolist()  # as the model was trained
-    assert read(cut).action_mask.nonzero().tolist() == [[cut.length]]
+    for messages in (None, MESSAGES):
+        finished = sampled(tokenizer, ANSWER + "<|end|>", messages=messages)
+        sample = reader(tokenizer, tiny_tokenizer())(finished)
+        assert sample.token_ids.tolist() == finished.token_ids
+    other_end = reader(tokenizer, tiny_tokenizer())(sampled(tokenizer, ANSWER))
+    assert other_end.token_ids.tolist() == finished.token_ids  # as the model was trained
 
 
-def test_another_vocabulary_reads_the_text():
-    policy, own = tiny_tokenizer(), letters()
-    read = RewardReader(policy, own, None)
+@pytest.mark.parametrize("own", ["the policy's", "letters", "letters in a chat"])
+def test_a_response_that_ran_out_of_tokens_has_no_end(own):
+    """The policy wrote none."""
+    policy = tiny_tokenizer()
+    cut = sampled(policy, ANSWER, messages=MESSAGES, truncated=True)
+    if own == "the policy's":
+        sample = reader(policy, tiny_tokenizer())(cut)
+        assert sample.token_ids.tolist() == cut.token_ids
+        assert sample.action_mask.nonzero().tolist() == [[sample.length - 1]]
+        short = reader(policy, tiny_tokenizer(), max_len=6)(cut)
+        assert short.token_ids.tolist() == cut.token_ids[:6]
+    elif own == "letters":
+        assert read_text(policy, letters(), cut) == PROMPT + ANSWER
+    else:
+        text = read_text(policy, letters(PEOPLE), cut)
+        assert text == "SYSTEM: Count.\nUSER: How many?\nASSISTANT: 3 apples"
+
+
+def test_another_vocabulary_without_a_template_reads_the_text():
+    policy = tiny_tokenizer()
     for answer in (ANSWER + "<|end|>", ANSWER):
-        ids = read(sample(policy, PROMPT, answer)).token_ids.tolist()
-        assert "".join(own.convert_ids_to_tokens(ids)) == PROMPT + ANSWER + "[EOS]"
+        assert read_text(policy, letters(), sampled(policy, answer)) == PROMPT + ANSWER + "[EOS]"
+    spoken = sampled(policy, ANSWER + "<|end|>", messages=MESSAGES)
+    assert read_text(policy, letters(), spoken) == PROMPT + ANSWER + "[EOS]"
+
+
+def test_another_template_reads_the_conversation_and_none_of_the_policys_markup():
+    policy = tiny_tokenizer()
+    shown = "SYSTEM: Count.\nUSER: How many?\nASSISTANT: 3 apples\n"
+    finished = sampled(policy, ANSWER + "<|end|>", messages=MESSAGES)
+    own = letters(PEOPLE)
+    assert read_text(policy, own, finished) == shown.rstrip("\n") + "[EOS]"
+    talk = [*MESSAGES, {"role": "assistant", "content": ANSWER}]
+    assert own.apply_chat_template(talk, tokenize=False) == shown
+    same_words = tiny_tokenizer()
+    same_words.chat_template = PEOPLE  # the vocabulary of the policy, but trained on other conversations
+    sample = reader(policy, same_words)(finished)
+    assert decode(same_words, sample.token_ids.tolist()) == shown.rstrip("\n") + "<|end|>"
+
+
+def test_a_policy_that_writes_a_space_first_is_read_without_it():
+    """Llama 2's template has one between its markup and an answer."""
+    policy = llama_2_style()
+    prompt = "[INST] How many? [/INST]"
+    t = sampled(policy, "", prompt, messages=MESSAGES[1:])
+    token_ids = [*ids_of(policy, f"{prompt} {ANSWER}"), policy.eos_token_id]
+    t = replace(t, token_ids=token_ids, action_mask=[i >= len(t.token_ids) for i in range(len(token_ids))])
+    assert read_text(policy, letters(PEOPLE), t) == "USER: How many?\nASSISTANT: 3 apples[EOS]"
+    assert read_text(policy, letters(), t) == f"{prompt} {ANSWER}[EOS]"
+
+
+def test_without_messages_there_is_no_conversation_to_show():
+    policy = tiny_tokenizer()
+    assert read_text(policy, letters(PEOPLE), sampled(policy, ANSWER)) == PROMPT + ANSWER + "[EOS]"
+
+
+def test_prompts_come_with_their_conversation():
+    policy = tiny_tokenizer()
+    rows = Rows.of([{"input": MESSAGES}, {"input": "How many?"}])
+    options = {"input_key": "input", "label_key": None, "input_template": None, "max_len": 99}
+    chat, text = build_prompts(rows, policy, apply_chat_template=True, **options)
+    assert (chat.messages, text.messages) == (MESSAGES, MESSAGES[1:])
+    (plain,) = build_prompts(Rows.of([{"input": "Hi"}]), policy, apply_chat_template=False, **options)
+    assert plain.messages is None
+
+
+def test_a_template_that_refuses_the_prompts_is_told_before_the_run():
+    own = letters(
+        PEOPLE.replace(
+            "{% for",
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% for",
+        )
+    )
+    prompts = [Prompt(prompt_id=0, text="", messages=MESSAGES[1:]), Prompt(prompt_id=1, text="")]
+    check_conversations(prompts, own, "rm")
+    with pytest.raises(
+        ValueError, match=r"--reward\.model_name_or_path rm: .*\nsystem, user with .*no system"
+    ):
+        check_conversations([*prompts, Prompt(prompt_id=2, text="", messages=MESSAGES)], own, "rm")
 
 
 def test_a_long_text_is_cut_before_its_end():
     policy = tiny_tokenizer()
-    whole = RewardReader(policy, policy, None)(sample(policy, PROMPT, ANSWER)).token_ids.tolist()
-    cut = RewardReader(policy, policy, 6)(sample(policy, PROMPT, ANSWER)).token_ids.tolist()
+    whole = reader(policy, policy)(sampled(policy, ANSWER)).token_ids.tolist()
+    cut = reader(policy, policy, max_len=6)(sampled(policy, ANSWER)).token_ids.tolist()
     assert cut == [*whole[:5], policy.eos_token_id]
+
+
+def test_prompts_of_older_checkpoints_are_read():
+    state = [5, "text", "label", "source", 2]  # without a conversation
+    old = Prompt.__new__(Prompt)
+    old.__setstate__(state)
+    assert old == Prompt(prompt_id=5, text="text", label="label", source="source", episode=2)
+    new = Prompt(prompt_id=5, text="text", messages=MESSAGES)
+    assert pickle.loads(pickle.dumps(old)) == old and pickle.loads(pickle.dumps(new)) == new
 
 
 def trajectory(reward: float | None, score: float | None = None) -> Trajectory:

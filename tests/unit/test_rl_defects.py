@@ -797,23 +797,36 @@ def test_the_moving_average_is_in_the_checkpoint(tmp_path, monkeypatch):
     engine.average = SimpleNamespace(
         save=lambda folder: calls.append(f"save {folder}"), load=lambda folder: calls.append(f"load {folder}")
     )
-    engine.save_checkpoint("folder", "global_step1", {"step": 1})
-    assert engine.load_checkpoint("folder", "global_step1") == {"step": 1}
-    assert calls == ["save folder/global_step1", "load folder/global_step1"]
+    folder = tmp_path / "global_step1"
+    engine.save_checkpoint(str(tmp_path), folder.name, {"step": 1})
+    assert engine.load_checkpoint(str(tmp_path), folder.name) == {"step": 1}
+    assert calls == [f"save {folder}", f"load {folder}"]
 
 
-def engine_without_deepspeed(found: bool) -> Any:
+def test_ranks_that_each_have_a_part_of_the_optimizer_must_be_as_many_as_before(tmp_path, monkeypatch):
+    monkeypatch.setattr("openrlhf.engine.deepspeed_engine.dist.barrier", lambda: None)
+    engine_without_deepspeed(found=True, world_size=2).save_checkpoint(str(tmp_path), "one", {})
+    with pytest.raises(
+        ValueError, match=r"--ckpt\.load_enable: 2 ranks saved .*/one, and now there are 1; at"
+    ):
+        engine_without_deepspeed(found=True, stage=2).load_checkpoint(str(tmp_path), "one")
+    with pytest.raises(KeyError):  # it is read: this stand-in has nothing
+        engine_without_deepspeed(found=True, stage=0).load_checkpoint(str(tmp_path), "one")
+
+
+def engine_without_deepspeed(found: bool, stage: int = 2, world_size: int = 1) -> Any:
     """A DeepSpeedEngine around an engine that keeps what it saves, or finds nothing."""
     engine, kept = DeepSpeedEngine.__new__(DeepSpeedEngine), {}
 
     def save(folder: str, **options) -> None:
         kept.update(options["client_state"])
+        Path(folder, options["tag"]).mkdir()
 
     engine.engine = SimpleNamespace(
         save_checkpoint=save,
         load_checkpoint=lambda folder, **options: (folder, kept) if found else (None, None),
     )
-    engine.average = None
+    engine.average, engine.stage, engine.rank, engine.world_size = None, stage, 0, world_size
     return engine
 
 
@@ -836,7 +849,9 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
         roles = SimpleNamespace(
             rollout=run, policy=run.policy, critic=None, reference=run.trainer.reference, teacher=None
         )
-        return build_trainer(config, [], roles, prompts, [], SimpleNamespace(decode=str))
+        return build_trainer(
+            config, [], roles, prompts, [], SimpleNamespace(decode=lambda ids, **options: str(ids))
+        )
 
     trainer = build()
     assert (trainer.step, trainer.kl.coef, trainer.best_metric) == (0, 0.25, None)

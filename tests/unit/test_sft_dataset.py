@@ -185,6 +185,34 @@ def test_a_template_without_special_tokens():
     assert sample.token_ids[: len(prompt)].tolist() == prompt
 
 
+@pytest.mark.parametrize("answer", ["yes", "yes \t", "yes\n \n"])
+@pytest.mark.parametrize("end", ["", "\n", " \n", "<|im_end|>", "<|im_end|> \n", "<|eot_id|> \n"])
+def test_the_end_of_an_answer_is_learned_whatever_blanks_stand_around_it(end, answer):
+    template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}" + end + "{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = tokenizer_with(template, ["<|eot_id|>"])
+    (sample,) = build([{"input": "u", "output": answer}], tokenizer)
+    written = answer + end.rstrip() if end.strip() else "yes"
+    assert learned_texts(sample, tokenizer) == [written.removesuffix("<|im_end|>") + "<|im_end|>"]
+    assert sample.token_ids[-1] == tokenizer.eos_token_id
+    if not end.strip():
+        assert build([{"input": "u", "output": " "}, {"input": "u", "output": "a"}], tokenizer).dropped == {
+            "nothing to learn": 1
+        }
+
+
+def test_it_is_told_where_only_the_last_answer_learns_to_stop(caplog):
+    tokenizer = tokenizer_with(NO_SPECIAL_TOKENS + "{# told once #}")
+    (single,) = build([{"input": TALK}], tokenizer, output_key=None)
+    assert learned_texts(single, tokenizer) == ["a2<|im_end|>"] and not caplog.records
+    build([{"input": TALK}] * 2, tokenizer, output_key=None, multiturn=True)
+    assert [record.message.count("only the last\nanswer") for record in caplog.records] == [1]
+    build([{"input": TALK}], chatml(), output_key=None, multiturn=True)
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize("make", [chatml, llama3])
 @settings(max_examples=30, deadline=None)
 @given(texts=st.lists(st.text(min_size=1, max_size=10), min_size=2, max_size=6))

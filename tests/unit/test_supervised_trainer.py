@@ -57,11 +57,16 @@ class Engine:
         self.exported.append(Path(folder).name)
 
 
+ORIGIN = {"--train.batch_size": 4, "--train.seed": 7, "--data.dataset": "10 samples (checksum aa)"}
+
+
 class Killed(Exception):
     pass
 
 
-def trainer_of(path: Path, disk: dict, *, eval_steps=-1, eval_rows=(), kill_at: int | None = None, **ckpt):
+def trainer_of(
+    path: Path, disk: dict, *, eval_steps=-1, eval_rows=(), kill_at: int | None = None, origin=ORIGIN, **ckpt
+):
     config = SupervisedConfig(
         train=TrainConfig(batch_size=4, micro_batch_size=2, max_epochs=3),
         eval=EvalConfig(steps=eval_steps),
@@ -76,6 +81,7 @@ def trainer_of(path: Path, disk: dict, *, eval_steps=-1, eval_rows=(), kill_at: 
         eval_rows=eval_rows,
         checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
         export=engine.export,
+        origin=origin,
         observer=None,
     )
     tag = trainer.checkpoints.latest()
@@ -124,6 +130,32 @@ def test_a_resumed_run_visits_exactly_what_was_left(tmp_path, kill_at):
     assert first.engine.windows[:done] + second.engine.windows == whole.engine.windows
     assert second.step == 9
     assert list(read_metrics(tmp_path / "halves" / "run" / "metrics.jsonl")) == list(range(1, 10))
+
+
+def test_a_run_that_visits_its_data_in_another_order_is_refused(tmp_path):
+    """Its steps would count other samples: some would be seen twice, some never."""
+    disk: dict[str, dict] = {}
+    first = trainer_of(tmp_path, disk, kill_at=3, save_steps=2)
+    with pytest.raises(Killed):
+        first.fit()
+    now = ORIGIN | {"--train.batch_size": 16, "--data.dataset": "11 samples (checksum bb)"}
+    with pytest.raises(ValueError) as refused:
+        trainer_of(tmp_path, disk, origin=now)
+    assert str(refused.value).splitlines() == [
+        "--ckpt.load_enable: global_step2 is of a run that visits its data in another order:",
+        "--train.batch_size was 4, is 16",
+        "--data.dataset was 10 samples (checksum aa), is 11 samples (checksum bb)",
+        "Resume with what was, or start over: without --ckpt.load_enable, or in another --ckpt.path.",
+    ]
+
+
+def test_a_checkpoint_that_does_not_say_what_it_is_of_is_told(tmp_path, caplog):
+    disk = {"global_step2": {"step": 2}}
+    first = trainer_of(tmp_path, {}, kill_at=3, save_steps=2)
+    with pytest.raises(Killed):
+        first.fit()
+    assert trainer_of(tmp_path, disk).step == 2
+    assert "global_step2 does not say which data and flags it is of" in caplog.text
 
 
 @pytest.mark.parametrize(("every", "steps"), [(-1, [3, 6, 9]), (2, [2, 4, 6, 8]), (0, [])])

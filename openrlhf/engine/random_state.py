@@ -1,0 +1,55 @@
+"""Where every rank's random numbers stand, in a checkpoint, so that dropout goes on where it was."""
+
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from openrlhf.device import DEVICE_TYPE
+
+logger = logging.getLogger(__name__)
+
+
+def save_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
+    """Of Python, NumPy, torch and this rank's GPU, into a checkpoint's folder."""
+    state = {
+        "num_ranks": num_ranks,
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if DEVICE_TYPE == "cuda" else None,
+    }
+    torch.save(state, _file(folder, rank))
+
+
+def load_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
+    """Continue with what `save_random_state` wrote. A warning where other ranks wrote it, or none."""
+    if saved_ranks(folder) != num_ranks:
+        if rank == 0:
+            logger.warning(
+                "%s was saved by %s, so dropout goes on with other random numbers than it would have",
+                folder,
+                f"{saved_ranks(folder)} ranks" if saved_ranks(folder) else "a version that keeps none",
+            )
+        return
+    state = _read(folder, rank)
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and DEVICE_TYPE == "cuda":
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def saved_ranks(folder: str | Path) -> int | None:
+    """How many ranks wrote the checkpoint; None where it does not say."""
+    return _read(folder, 0)["num_ranks"] if _file(folder, 0).exists() else None
+
+
+def _read(folder: str | Path, rank: int) -> dict:
+    return torch.load(_file(folder, rank), weights_only=False)  # as DeepSpeed reads the files beside it
+
+
+def _file(folder: str | Path, rank: int) -> Path:
+    return Path(folder) / f"random_state_{rank}.pt"

@@ -1,0 +1,29 @@
+"""What a resumed supervised run must do to the last bit, and which one it must not be."""
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_ranks"), [(2, 2), pytest.param(0, 1, marks=pytest.mark.slow)], ids=["2 ranks", "1 rank"]
+)
+def test_dropout_goes_on_where_it_was(task, run_worker, stage: int, num_ranks: int) -> None:
+    """A run with LoRA dropout, resumed after 2 of 6 steps, ends with the weights of the run that went
+    through; with other data or another batch size it is refused."""
+    flags = (
+        f"--model.model_name_or_path {task.model} --data.dataset {task.sft} --data.output_key output "
+        "--data.apply_chat_template --data.max_samples 20 --data.max_len 128 --train.batch_size 8 "
+        "--train.micro_batch_size 2 --train.max_epochs 2 --adam.lr 1e-2 --lr_warmup_ratio 0 "
+        f"--ds.lora.rank 4 --ds.lora.dropout 0.5 --ds.param_dtype fp32 --ds.zero_stage {stage}"
+    )
+    reports = run_worker(
+        "resume", num_ranks, flags=flags, other="--train.batch_size 16 --data.max_samples 18"
+    )
+    whole, resumed = reports[0]["losses"]
+    assert list(whole) == [str(step) for step in range(1, 7)]
+    assert resumed == {step: loss for step, loss in whole.items() if step in "3456"}
+    assert reports[0]["differ"] == []
+    for report in reports:
+        head, batch_size, data, _ = report["refused"].splitlines()
+        assert head.startswith("--ckpt.load_enable: global_step2 is of a run")
+        assert batch_size == "--train.batch_size was 8, is 16"
+        assert data.startswith("--data.dataset was 20 samples (checksum ")

@@ -1,0 +1,50 @@
+"""A supervised run that goes through, and the same one resumed in the middle of an epoch; what is refused."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from openrlhf.cli.supervised import run
+from openrlhf.cli.train_sft import SFTTask
+from openrlhf.config.parse import parse
+from openrlhf.engine.distributed import leave_distributed
+from openrlhf.observe.trackers import read_metrics
+
+
+def sft(flags: str) -> None:
+    argv = flags.split()
+    run(SFTTask(parse(SFTTask.command, argv).config), argv)
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    out, flags = Path(spec["out"]), f"{spec['flags']} --ckpt.path {spec['out']}/ckpt"
+    sft(f"{flags} --ckpt.save_steps 2 --ckpt.output_dir {out}/whole --logger.run_dir {out}/whole/run")
+    is_first = int(os.environ.get("RANK", 0)) == 0
+    if is_first:
+        (out / "ckpt" / "latest").write_text("global_step2")
+    resumed = f"{flags} --ckpt.load_enable --ckpt.output_dir {out}/resumed --logger.run_dir {out}/resumed/run"
+    sft(resumed)
+    refused = ""
+    try:
+        sft(f"{resumed} {spec['other']}")
+    except ValueError as error:
+        refused = str(error)
+    report = {"refused": refused}
+    if is_first:
+        runs = [out / name for name in ("whole", "resumed")]
+        weights = [load_file(folder / "adapter_model.safetensors") for folder in runs]
+        report["differ"] = [name for name, w in weights[0].items() if not w.equal(weights[1][name])]
+        report["losses"] = [
+            {step: m["sft/loss"] for step, m in read_metrics(folder / "run" / "metrics.jsonl").items()}
+            for folder in runs
+        ]
+    (out / f"rank{os.environ.get('RANK', 0)}.json").write_text(json.dumps(report))
+    leave_distributed()
+
+
+if __name__ == "__main__":
+    main()
