@@ -170,6 +170,16 @@ PPO_UNREAD = (
         why="the schedule has no floor; critic.lr_scheduler cosine_with_min_lr has one",
     ),
     Unread(
+        keys=("actor.lr_decay_ratio",),
+        when=lambda c: c.actor.lr_scheduler != "warmup_stable_decay",
+        why="only the schedule warmup_stable_decay ends in a decay of its own",
+    ),
+    Unread(
+        keys=("critic.lr_decay_ratio",),
+        when=lambda c: c.critic.lr_scheduler != "warmup_stable_decay",
+        why="only the schedule warmup_stable_decay ends in a decay of its own",
+    ),
+    Unread(
         keys=("actor.gradient_checkpointing_reentrant",),
         when=lambda c: (
             not c.actor.gradient_checkpointing_enable

@@ -132,6 +132,11 @@ SUPERVISED_UNREAD = (
         why="the schedule has no floor; lr_scheduler cosine_with_min_lr has one",
     ),
     Unread(
+        keys=("lr_decay_ratio",),
+        when=lambda c: c.lr_scheduler != "warmup_stable_decay",
+        why="only the schedule warmup_stable_decay ends in a decay of its own",
+    ),
+    Unread(
         keys=("model.gradient_checkpointing_reentrant",),
         when=lambda c: not c.model.gradient_checkpointing_enable,
         why="model.gradient_checkpointing_enable is off",

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor, nn
-from transformers import get_scheduler
+from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations import HfDeepSpeedConfig
 
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
@@ -20,6 +20,7 @@ from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.deepspeed_config import inference_config, training_config
 from openrlhf.engine.distributed import current_device
 from openrlhf.engine.interfaces import Objective, RowT
+from openrlhf.engine.lr_schedule import lr_schedule
 from openrlhf.engine.moving_average import MovingAverage
 from openrlhf.models.backbone import RowModel
 from openrlhf.models.lora import has_adapters, save_adapter
@@ -68,17 +69,13 @@ class DeepSpeedEngine:
         if gradient_checkpointing:
             module.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         optimizer = _optimizer(module, optim, ds)
-        scheduler = get_scheduler(
-            optim.lr_scheduler,
-            optimizer,
-            num_warmup_steps=math.ceil(optim.lr_warmup_ratio * total_steps),
-            num_training_steps=total_steps,
-            scheduler_specific_kwargs={"min_lr_rate": optim.min_lr_ratio}
-            if optim.lr_scheduler.endswith("_with_min_lr")
-            else None,
-        )
+        scheduler = LambdaLR(optimizer, lr_schedule(optim, total_steps))
         self.engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config
+            model=module,
+            optimizer=optimizer,
+            # pyrefly: ignore[bad-argument-type]  DeepSpeed names torch's older base class
+            lr_scheduler=scheduler,
+            config=config,
         )
         self.device = current_device()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()

@@ -690,6 +690,8 @@ CHECKS = [
     ),
     (PPO, "--teacher.kd_coef 2", "nothing would read it: there is no teacher.model_name_or_path"),
     (SFT, "--min_lr_ratio 0.5 --lr_scheduler cosine", "nothing would read it: the schedule has no floor"),
+    (SFT, "--lr_decay_ratio 0.5", "nothing would read it: only the schedule warmup_stable_decay ends in"),
+    (PPO, "--actor.lr_decay_ratio 0.5", "nothing would read it: only the schedule warmup_stable_decay ends"),
     (
         SFT,
         "--model.gradient_checkpointing_reentrant",
