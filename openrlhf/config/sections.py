@@ -83,7 +83,8 @@ class LoraConfig:
     alpha: Count = 16
     """Adapters are scaled by alpha / rank."""
     dropout: Decay = 0.0
-    """Dropout before the adapters."""
+    """Dropout before the adapters in training passes of every command. The reference of DPO and KTO has none,
+    and the first step does not depend on it: adapters begin as 0."""
     target_modules: tuple[str, ...] = ("all-linear",)
     """Names of the linear layers that get an adapter; all-linear: every one but the head. Experts of MoE
     models get none."""

@@ -57,6 +57,7 @@ def dpo_problems(config: DPOConfig, explicit: Explicit) -> list[Problem]:
         explicit,
         local_models(config, "ref.model_name_or_path"),
         template(config, explicit),
+        _dropout(config),
         unread(config, explicit, DPO_UNREAD),
     )
 
@@ -67,6 +68,7 @@ def kto_problems(config: KTOConfig, explicit: Explicit) -> list[Problem]:
         explicit,
         local_models(config, "ref.model_name_or_path"),
         template(config, explicit),
+        _dropout(config),
         _responses(config),
     )
 
@@ -210,6 +212,15 @@ def _balance(config: SupervisedConfig) -> Iterator[Problem]:
         yield Problem(
             key="model.gradient_checkpointing_reentrant",
             text="hides the routers from the balance loss (model.aux_loss_coef); remove one",
+        )
+
+
+def _dropout(config: DPOConfig | KTOConfig) -> Iterator[Problem]:
+    if config.model.dropout_enable:
+        yield Problem(
+            key="model.dropout_enable",
+            text="the policy would differ from its reference, which has none, before it learned anything; "
+            "remove it",
         )
 
 

@@ -23,6 +23,7 @@ from openrlhf.engine.interfaces import Objective, RowT
 from openrlhf.engine.lr_schedule import lr_schedule
 from openrlhf.engine.moving_average import MovingAverage
 from openrlhf.models.backbone import RowModel
+from openrlhf.models.dropout import enable_checkpointing, has_noise, set_training
 from openrlhf.models.lora import has_adapters, save_adapter
 from openrlhf.types import LossNorm, Metrics
 
@@ -47,9 +48,13 @@ class DeepSpeedEngine:
         total_steps: int,
         gradient_checkpointing: bool = False,
         reentrant: bool = False,
+        dropout: bool = False,
         ema_beta: float | None = None,
     ) -> None:
         """`total_steps`: optimizer steps of the whole run, which the learning rate schedule needs.
+
+        `dropout`: train with what the model's configuration has of it. Without, a training pass computes what
+        `forward` and `evaluate` do, but for the dropout of adapters.
 
         `ema_beta`: decay of a moving average of the trained weights, None for no average. `export` writes the
         average, checkpoints keep it; nothing else sees it.
@@ -66,8 +71,10 @@ class DeepSpeedEngine:
         self._zero3_init = HfDeepSpeedConfig(config) if self.stage == 3 else None
         module = build_model()
         module.register_state_dict_post_hook(_leave_out_frozen)
+        # Without noise nothing has to be done, and to some architectures evaluation means no gradients.
+        self.plain_training = dropout or not has_noise(module.model.config)
         if gradient_checkpointing:
-            module.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            enable_checkpointing(module.model, reentrant=reentrant, dropout=self.plain_training)
         optimizer = _optimizer(module, optim, ds)
         scheduler = LambdaLR(optimizer, lr_schedule(optim, total_steps))
         self.engine, *_ = deepspeed.initialize(
@@ -100,7 +107,7 @@ class DeepSpeedEngine:
         finite.
         """
         rows, norm = self._agree(window)
-        self.module.train()
+        set_training(self.module, dropout=self.plain_training)
         shares: dict[str, Tensor] = {}
         for i, row in enumerate(rows):
             self.engine.set_gradient_accumulation_boundary(i == len(rows) - 1)

@@ -675,6 +675,16 @@ CHECKS = [
     ),
     (
         DPO,
+        "--model.dropout_enable",
+        "--model.dropout_enable: the policy would differ from its reference",
+    ),
+    (
+        KTO,
+        "--model.dropout_enable",
+        "--model.dropout_enable: the policy would differ from its reference",
+    ),
+    (
+        DPO,
         "--model.ipo_enable --model.label_smoothing 0.1",
         "--model.label_smoothing 0.1: nothing would read it: model.ipo_enable has no label smoothing",
     ),
