@@ -36,7 +36,7 @@ class AdamConfig:
     eps: Positive = 1e-8
     """Added to the denominator."""
     weight_decay: PositiveOrZero = 0.0
-    """Decoupled weight decay. Biases and norms are exempt."""
+    """Decoupled weight decay. Biases, norms and other vectors are exempt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -75,7 +75,7 @@ class DeepSpeedEngine:
         self.plain_training = dropout or not has_noise(module.model.config)
         if gradient_checkpointing:
             enable_checkpointing(module.model, reentrant=reentrant, dropout=self.plain_training)
-        optimizer = _optimizer(module, optim, ds)
+        optimizer = build_optimizer(module, optim, ds)
         scheduler = LambdaLR(optimizer, lr_schedule(optim, total_steps))
         self.engine, *_ = deepspeed.initialize(
             model=module,
@@ -311,21 +311,19 @@ def full_numel(param: nn.Parameter) -> int:
     return param.ds_numel if hasattr(param, "ds_numel") else param.numel()
 
 
-def _optimizer(module: RowModel, optim: OptimConfig, ds: DeepSpeedConfig) -> torch.optim.Optimizer:
-    """AdamW with biases and norms exempt from decay; or Muon for matrices, and that for the rest."""
-    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+def build_optimizer(module: RowModel, optim: OptimConfig, ds: DeepSpeedConfig) -> torch.optim.Optimizer:
+    """AdamW with biases, norms and other vectors exempt from decay; or Muon for matrices, and that for the
+    rest."""
+    trainable = [p for p in module.parameters() if p.requires_grad]
     matrices = _matrices(module) if optim.optim == "muon" else []
     by_muon = {id(p) for p in matrices}
-    for _, p in trainable:
+    for p in trainable:
         setattr(p, "use_muon", id(p) in by_muon)  # noqa: B010  DeepSpeed's ZeRO asks the parameter
-    trainable = [(name, p) for name, p in trainable if id(p) not in by_muon]
-    is_exempt = lambda name: name.endswith("bias") or "norm" in name.lower().rsplit(".", 2)[-2]
+    trainable = [p for p in trainable if id(p) not in by_muon]
+    exempt = _exempt_from_decay(module)
     groups = [
-        {
-            "params": [p for name, p in trainable if not is_exempt(name)],
-            "weight_decay": optim.adam.weight_decay,
-        },
-        {"params": [p for name, p in trainable if is_exempt(name)], "weight_decay": 0.0},
+        {"params": [p for p in trainable if id(p) not in exempt], "weight_decay": optim.adam.weight_decay},
+        {"params": [p for p in trainable if id(p) in exempt], "weight_decay": 0.0},
     ]
     adam = {"lr": optim.adam.lr, "betas": optim.adam.betas, "eps": optim.adam.eps}
     groups = [g for g in groups if g["params"]]
@@ -340,6 +338,18 @@ def _optimizer(module: RowModel, optim: OptimConfig, ds: DeepSpeedConfig) -> tor
 
         return FusedAdam(groups, **adam)
     return torch.optim.AdamW(groups, **adam, fused=True)
+
+
+def _exempt_from_decay(module: nn.Module) -> set[int]:
+    """The ids of parameters. A norm is known by its class: architectures call them norm, ln_1 or ln_f."""
+    found = set()
+    for child in module.modules():
+        is_norm = "norm" in type(child).__name__.lower()
+        for name, p in child.named_parameters(recurse=False):
+            num_dimensions = len(p.ds_shape) if hasattr(p, "ds_shape") else p.ndim
+            if is_norm or num_dimensions < 2 or name.endswith("bias"):
+                found.add(id(p))
+    return found
 
 
 def _matrices(module: RowModel) -> list[Tensor]:
