@@ -75,7 +75,7 @@ class DeepSpeedEngine:
         self.plain_training = dropout or not has_noise(module.model.config)
         if gradient_checkpointing:
             enable_checkpointing(module.model, reentrant=reentrant, dropout=self.plain_training)
-        optimizer = build_optimizer(module, optim, ds)
+        optimizer = _optimizer(module, optim, ds)
         scheduler = LambdaLR(optimizer, lr_schedule(optim, total_steps))
         self.engine, *_ = deepspeed.initialize(
             model=module,
@@ -311,7 +311,7 @@ def full_numel(param: nn.Parameter) -> int:
     return param.ds_numel if hasattr(param, "ds_numel") else param.numel()
 
 
-def build_optimizer(module: RowModel, optim: OptimConfig, ds: DeepSpeedConfig) -> torch.optim.Optimizer:
+def _optimizer(module: RowModel, optim: OptimConfig, ds: DeepSpeedConfig) -> torch.optim.Optimizer:
     """AdamW with biases, norms and other vectors exempt from decay; or Muon for matrices, and that for the
     rest."""
     trainable = [p for p in module.parameters() if p.requires_grad]

@@ -38,15 +38,13 @@ def load_causal_lm(
     options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
     if in_4bit:
         options["quantization_config"] = nf4(dtype)
-    model = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
         dtype=DTYPES[dtype],
         attn_implementation=resolve_attention(attention, config),
         **options,
     )
-    model.config.use_cache = False
-    return model
 
 
 def nf4(dtype: str) -> BitsAndBytesConfig:

@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
-from openrlhf.engine.deepspeed_engine import build_optimizer
+from openrlhf.engine.deepspeed_engine import _optimizer
 from openrlhf.models.backbone import RowModel
 
 SIZE = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -34,7 +34,7 @@ def test_what_decays(name, sharded):
         for parameter in module.parameters():
             parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
     optim = OptimConfig(adam=AdamConfig(weight_decay=0.1))
-    decayed, others = build_optimizer(module, optim, DeepSpeedConfig()).param_groups
+    decayed, others = _optimizer(module, optim, DeepSpeedConfig()).param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     names = {id(p): name for name, p in module.named_parameters()}
     assert len(decayed["params"]) + len(others["params"]) == len(names)
