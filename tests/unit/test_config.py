@@ -573,6 +573,12 @@ CHECKS = [
     ),
     (
         PPO,
+        "--eval.dataset org/e --eval.steps 1 --eval.temperature 0",
+        "--eval.temperature 0.0: is greedy, and eval.n_samples_per_prompt 4 would sample the same answer 4 "
+        "times; use --eval.n_samples_per_prompt 1, or a temperature above 0",
+    ),
+    (
+        PPO,
         SKIP,
         "--algo.skip_old_log_probs: the KL in the reward needs those log-probs; add --algo.kl.use_loss",
     ),
@@ -798,6 +804,11 @@ def test_a_feature_that_does_not_exist_yet_is_refused(command, key, what, say):
 
 
 REMARKS = [
+    (
+        PPO,
+        "--eval.dataset org/e --eval.steps 1 --eval_temperature 0",
+        "--eval.temperature 0.0: is greedy, and eval.n_samples_per_prompt 4 would sample the same answer",
+    ),
     (
         SFT,
         "--ckpt.save_steps 5 --ckpt.disable_ds",

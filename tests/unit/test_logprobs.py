@@ -148,7 +148,7 @@ def test_logits_and_their_gradients(has_bias):
 
 
 def test_logits_of_half_precision_weights_are_not_rounded():
-    """A float32 sum of H products is off by less than H 2^-24 of what it adds up; rounding to bf16 by 2^-9."""
+    """A float32 sum of H products is off by H 2^-24 of what it adds up at most; rounding to bf16 by 2^-9."""
     hidden, weight, bias, _ = (x.detach() for x in inputs(torch.bfloat16))
     logits = linear_logits(hidden, weight, bias)
     assert logits.dtype == torch.float32
