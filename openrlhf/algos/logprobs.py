@@ -104,6 +104,34 @@ class _LinearLogProbs(torch.autograd.Function):
         )
 
 
+def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """hidden (A, H), weight (V, H) -> (A, V) hidden @ weight.T + bias, float32 also if the weight is not.
+    Differentiable in all three; gradients have their types."""
+    return _LinearLogits.apply(hidden, weight, bias)
+
+
+class _LinearLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias):
+        ctx.save_for_backward(hidden)
+        ctx.weight, ctx.bias = weight, bias  # as in _LinearLogProbs
+        return HeadLogits(weight, bias, 1.0, None)(hidden)[0]
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]  torch does not type this decorator
+    def backward(ctx, grad):
+        (hidden,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
+        grad_bias = None if bias is None else grad.sum(0).to(bias.dtype)
+        grad = grad.to(weight.dtype)
+        needs_hidden, needs_weight, _ = ctx.needs_input_grad
+        return (
+            grad @ weight if needs_hidden else None,
+            grad.t() @ hidden if needs_weight else None,
+            grad_bias,
+        )
+
+
 class HeadLogits:
     """hidden (C, H) -> scaled logits (C, V) in at least float32 and, with a softcap, the slope of the cap."""
 

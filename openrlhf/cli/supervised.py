@@ -94,6 +94,7 @@ class Run(Generic[ConfigT]):
             total_steps=self.total_steps,
             gradient_checkpointing=config.model.gradient_checkpointing_enable,
             reentrant=config.model.gradient_checkpointing_reentrant,
+            dropout=config.model.dropout_enable,
         )
 
     def _build_model(self):

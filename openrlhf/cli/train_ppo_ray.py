@@ -32,7 +32,8 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     if problems := resource_problems(config, ray.cluster_resources()):
         raise ValueError("\n".join(problems))
     prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
-    roles = start_roles(config, cluster_has_gpus(), num_rl_steps(config, len(prompts)))
+    check_policy_learns(config, len(prompts))
+    roles = start_roles(config, cluster_has_gpus(), len(prompts))
     trainer = build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer)
     roles.rollout.on_finished = lambda group: trainer.observer.advance(len(group))
     try:
@@ -186,16 +187,16 @@ def check_vocabularies(config: PPOConfig, tokenizer) -> None:
             check_room(model, config.data.max_len, flags="--data.max_len", path=path)
 
 
-def num_rl_steps(config: PPOConfig, num_prompts: int) -> int:
-    """An episode's last step takes the prompts that are left."""
-    steps = -(-num_prompts // config.rollout.batch_size) * config.train.num_episodes
-    steps = min(steps, config.train.max_steps or steps)
+def check_policy_learns(config: PPOConfig, num_prompts: int) -> None:
+    """Raise ValueError where the critic's warm-up is as long as the run."""
+    from openrlhf.trainer.schedule import prompts_of_steps
+
+    steps = len(prompts_of_steps(config, num_prompts))
     if steps <= config.frozen_actor_steps:
         raise ValueError(
             f"--critic.freezing_steps {config.critic.freezing_steps}: the run has {steps} steps, so the "
             "policy would never learn. Use less."
         )
-    return steps
 
 
 def build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer):
@@ -207,6 +208,7 @@ def build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer):
     from openrlhf.observe.run_folder import RunFolder
     from openrlhf.trainer.checkpoints import CheckpointFolder
     from openrlhf.trainer.ppo import PPOTrainer
+    from openrlhf.trainer.schedule import prompts_of_steps
     from openrlhf.utils.text import decode
 
     others = [f"{config.ckpt.path}/_critic"] if config.uses_critic else []
@@ -230,7 +232,7 @@ def build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer):
         eval_prompts=eval_prompts,
         checkpoints=checkpoints,
         kl=KLController(coef=kl.init_coef, target=kl.target, horizon=kl.horizon),
-        total_steps=num_rl_steps(config, len(prompts)),
+        total_steps=len(prompts_of_steps(config, len(prompts))),
     )
     if tag is not None:
         trainer.resume(tag)

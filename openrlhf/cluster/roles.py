@@ -6,6 +6,7 @@ from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, Reward
 from openrlhf.cluster.placement import place
 from openrlhf.cluster.rollout import RolloutGroup
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
+from openrlhf.trainer.schedule import num_updates
 
 
 @dataclass(kw_only=True, slots=True)
@@ -20,8 +21,8 @@ class Roles:
     reward: RewardGroup | None = None
 
 
-def start_roles(config: PPOConfig, on_gpu: bool, num_steps: int) -> Roles:
-    """`num_steps`: RL steps of the run."""
+def start_roles(config: PPOConfig, on_gpu: bool, num_prompts: int) -> Roles:
+    """`num_prompts`: of an episode, from which learning rate schedules get their length."""
     bundles, engine_bundles = place(config, on_gpu)
     rollout = RolloutGroup(config, engine_bundles, on_gpu)
     roles = Roles(rollout=rollout, policy=PolicyGroup(config, bundles["actor"]))
@@ -43,10 +44,9 @@ def start_roles(config: PPOConfig, on_gpu: bool, num_steps: int) -> Roles:
     if config.engines_sleep and on_gpu:
         starting.pop().result()  # engines size their cache by the memory that is free, so they come first
         rollout.residency.rest()
-    updates = config.updates_per_step
-    starting.append(roles.policy.start((num_steps - config.frozen_actor_steps) * updates))
+    starting.append(roles.policy.start(num_updates(config, num_prompts, config.frozen_actor_steps)))
     if roles.critic:
-        starting.append(roles.critic.start(num_steps * updates))
+        starting.append(roles.critic.start(num_updates(config, num_prompts)))
     starting += [model.start() for model in (roles.reference, roles.teacher, roles.reward) if model]
     for start in starting:
         start.result()

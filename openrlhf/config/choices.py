@@ -38,7 +38,7 @@ LR_SCHEDULERS = (
     "inverse_sqrt",
     "warmup_stable_decay",
 )
-"""Names that `transformers.get_scheduler` knows and that need nothing but the number of steps."""
+"""Names that `transformers.get_scheduler` knows and for which flags say all that they need."""
 
 
 @dataclass(frozen=True, slots=True)

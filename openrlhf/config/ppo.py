@@ -310,7 +310,7 @@ class EvalConfig:
     steps: Steps = -1
     """Evaluate every N RL steps. -1: never."""
     temperature: PositiveOrZero = 0.6
-    """Sampling temperature. 0: greedy."""
+    """Sampling temperature. 0: greedy, with one sample for each prompt."""
     n_samples_per_prompt: Count = 4
     """Responses to each prompt: the largest k of pass@k."""
     max_samples: Count | None = None

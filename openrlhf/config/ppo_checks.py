@@ -53,6 +53,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_old_log_probs(config),
             *_balance(config),
             *_lengths(config),
+            *_evaluation(config, explicit),
             *optimizer("actor.", config.actor),
             *(optimizer("critic.", config.critic) if config.uses_critic else ()),
             *batches(config, config.data_parallel_size, config.samples_per_step, _made(config)),
@@ -168,6 +169,16 @@ PPO_UNREAD = (
         keys=("critic.min_lr_ratio",),
         when=lambda c: not c.critic.lr_scheduler.endswith("_with_min_lr"),
         why="the schedule has no floor; critic.lr_scheduler cosine_with_min_lr has one",
+    ),
+    Unread(
+        keys=("actor.lr_decay_ratio",),
+        when=lambda c: c.actor.lr_scheduler != "warmup_stable_decay",
+        why="only the schedule warmup_stable_decay ends in a decay of its own",
+    ),
+    Unread(
+        keys=("critic.lr_decay_ratio",),
+        when=lambda c: c.critic.lr_scheduler != "warmup_stable_decay",
+        why="only the schedule warmup_stable_decay ends in a decay of its own",
     ),
     Unread(
         keys=("actor.gradient_checkpointing_reentrant",),
@@ -464,6 +475,17 @@ def _lengths(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(
             key="rollout.max_new_tokens",
             text=f"leaves no room for a prompt in data.max_len {longest}, which counts both; raise that",
+        )
+
+
+def _evaluation(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
+    samples = config.eval.n_samples_per_prompt
+    if config.eval.dataset is not None and config.eval.temperature == 0 and samples > 1:
+        yield Problem(
+            key="eval.temperature",
+            text=f"is greedy, and eval.n_samples_per_prompt {samples} would sample the same answer {samples} "
+            "times; use --eval.n_samples_per_prompt 1, or a temperature above 0",
+            fatal=not explicit["eval.temperature"].old,
         )
 
 

@@ -18,6 +18,7 @@ from openrlhf.config.choices import (
     ParamDtype,
     Positive,
     PositiveOrZero,
+    PositiveShare,
     Range,
     Share,
     Steps,
@@ -35,7 +36,7 @@ class AdamConfig:
     eps: Positive = 1e-8
     """Added to the denominator."""
     weight_decay: PositiveOrZero = 0.0
-    """Decoupled weight decay. Biases and norms are exempt."""
+    """Decoupled weight decay. Biases, norms and other vectors are exempt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +64,10 @@ class OptimConfig:
     lr_scheduler: str = "cosine_with_min_lr"
     """Shape of the schedule after the warm-up, by its name in transformers."""
     lr_warmup_ratio: Share = 0.03
-    """Share of all optimizer steps spent warming up, rounded up to whole steps."""
+    """Share of all optimizer steps spent warming up, rounded up to w steps: the first has 1 / w of the peak
+    learning rate, the w-th all of it. 0: the peak at once."""
+    lr_decay_ratio: PositiveShare = 0.1
+    """Share of all optimizer steps, the last ones, in which warmup_stable_decay falls from the peak."""
     min_lr_ratio: Share = 0.1
     """Floor of the schedules that end in `_with_min_lr`, as a share of the peak learning rate."""
     max_norm: PositiveOrZero = 1.0
@@ -79,7 +83,8 @@ class LoraConfig:
     alpha: Count = 16
     """Adapters are scaled by alpha / rank."""
     dropout: Decay = 0.0
-    """Dropout before the adapters."""
+    """Dropout before the adapters in training passes of every command. The reference of DPO and KTO has none,
+    and the first step does not depend on it: adapters begin as 0."""
     target_modules: tuple[str, ...] = ("all-linear",)
     """Names of the linear layers that get an adapter; all-linear: every one but the head. Experts of MoE
     models get none."""
@@ -114,7 +119,8 @@ class DeepSpeedConfig:
     border."""
     attn_implementation: str = "auto"
     """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: flash
-    attention over packed rows on a GPU in half precision, otherwise sdpa one sequence at a time."""
+    attention over packed rows on a GPU in half precision, otherwise sdpa one sequence at a time. The model is
+    checked (docs/models.md): where packed rows would be wrong, auto runs it once for each sequence."""
     experts_implementation: ExpertsImplementation | None = None
     """Kernel for the experts of MoE models. None: as transformers chooses."""
     use_liger_kernel: bool = False

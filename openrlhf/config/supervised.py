@@ -37,6 +37,9 @@ class ModelConfig:
     """Recompute activations in the backward pass: less memory, more time."""
     gradient_checkpointing_reentrant: bool = False
     """The reentrant variant of gradient checkpointing."""
+    dropout_enable: bool = False
+    """Train with the dropout, skipped layers and router noise that the model's config.json asks for. Not in
+    DPO and KTO, whose policy must begin as its reference. Adapters have ds.lora.dropout."""
     aux_loss_coef: PositiveOrZero = 0.0
     """Weight of the balance loss of MoE models, which rises where routers use experts unevenly."""
 

@@ -57,6 +57,7 @@ def dpo_problems(config: DPOConfig, explicit: Explicit) -> list[Problem]:
         explicit,
         local_models(config, "ref.model_name_or_path"),
         template(config, explicit),
+        _dropout(config),
         unread(config, explicit, DPO_UNREAD),
     )
 
@@ -67,6 +68,7 @@ def kto_problems(config: KTOConfig, explicit: Explicit) -> list[Problem]:
         explicit,
         local_models(config, "ref.model_name_or_path"),
         template(config, explicit),
+        _dropout(config),
         _responses(config),
     )
 
@@ -130,6 +132,11 @@ SUPERVISED_UNREAD = (
         keys=("min_lr_ratio",),
         when=lambda c: not c.lr_scheduler.endswith("_with_min_lr"),
         why="the schedule has no floor; lr_scheduler cosine_with_min_lr has one",
+    ),
+    Unread(
+        keys=("lr_decay_ratio",),
+        when=lambda c: c.lr_scheduler != "warmup_stable_decay",
+        why="only the schedule warmup_stable_decay ends in a decay of its own",
     ),
     Unread(
         keys=("model.gradient_checkpointing_reentrant",),
@@ -205,6 +212,15 @@ def _balance(config: SupervisedConfig) -> Iterator[Problem]:
         yield Problem(
             key="model.gradient_checkpointing_reentrant",
             text="hides the routers from the balance loss (model.aux_loss_coef); remove one",
+        )
+
+
+def _dropout(config: DPOConfig | KTOConfig) -> Iterator[Problem]:
+    if config.model.dropout_enable:
+        yield Problem(
+            key="model.dropout_enable",
+            text="the policy would differ from its reference, which has none, before it learned anything; "
+            "remove it",
         )
 
 

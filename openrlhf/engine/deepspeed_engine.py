@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor, nn
-from transformers import get_scheduler
+from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations import HfDeepSpeedConfig
 
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
@@ -20,9 +20,11 @@ from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.deepspeed_config import inference_config, training_config
 from openrlhf.engine.distributed import current_device
 from openrlhf.engine.interfaces import Objective, RowT
+from openrlhf.engine.lr_schedule import lr_schedule
 from openrlhf.engine.moving_average import MovingAverage
 from openrlhf.engine.random_state import load_random_state, save_random_state, saved_ranks
 from openrlhf.models.backbone import RowModel, backbone_of
+from openrlhf.models.dropout import enable_checkpointing, has_noise, set_training
 from openrlhf.models.lora import has_adapters, save_adapter
 from openrlhf.models.self_check import settle_reading
 from openrlhf.types import LossNorm, Metrics
@@ -48,9 +50,13 @@ class DeepSpeedEngine:
         total_steps: int,
         gradient_checkpointing: bool = False,
         reentrant: bool = False,
+        dropout: bool = False,
         ema_beta: float | None = None,
     ) -> None:
         """`total_steps`: optimizer steps of the whole run, which the learning rate schedule needs.
+
+        `dropout`: train with what the model's configuration has of it. Without, a training pass computes what
+        `forward` and `evaluate` do, but for the dropout of adapters.
 
         `ema_beta`: decay of a moving average of the trained weights, None for no average. `export` writes the
         average, checkpoints keep it; nothing else sees it.
@@ -67,20 +73,18 @@ class DeepSpeedEngine:
         self._zero3_init = HfDeepSpeedConfig(config) if self.stage == 3 else None
         module = build_model()
         module.register_state_dict_post_hook(_leave_out_frozen)
+        # Without noise nothing has to be done, and to some architectures evaluation means no gradients.
+        self.plain_training = dropout or not has_noise(module.model.config)
         if gradient_checkpointing:
-            module.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            enable_checkpointing(module.model, reentrant=reentrant, dropout=self.plain_training)
         optimizer = _optimizer(module, optim, ds)
-        scheduler = get_scheduler(
-            optim.lr_scheduler,
-            optimizer,
-            num_warmup_steps=math.ceil(optim.lr_warmup_ratio * total_steps),
-            num_training_steps=total_steps,
-            scheduler_specific_kwargs={"min_lr_rate": optim.min_lr_ratio}
-            if optim.lr_scheduler.endswith("_with_min_lr")
-            else None,
-        )
+        scheduler = LambdaLR(optimizer, lr_schedule(optim, total_steps))
         self.engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config
+            model=module,
+            optimizer=optimizer,
+            # pyrefly: ignore[bad-argument-type]  DeepSpeed names torch's older base class
+            lr_scheduler=scheduler,
+            config=config,
         )
         settle_reading(self.engine, self.module)
         self.device = current_device()
@@ -106,7 +110,7 @@ class DeepSpeedEngine:
         finite.
         """
         rows, norm = self._agree(window)
-        self.module.train()
+        set_training(self.module, dropout=self.plain_training)
         shares: dict[str, Tensor] = {}
         for i, row in enumerate(rows):
             self.engine.set_gradient_accumulation_boundary(i == len(rows) - 1)
@@ -322,20 +326,18 @@ def full_numel(param: nn.Parameter) -> int:
 
 
 def _optimizer(module: RowModel, optim: OptimConfig, ds: DeepSpeedConfig) -> torch.optim.Optimizer:
-    """AdamW with biases and norms exempt from decay; or Muon for matrices, and that for the rest."""
-    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    """AdamW with biases, norms and other vectors exempt from decay; or Muon for matrices, and that for the
+    rest."""
+    trainable = [p for p in module.parameters() if p.requires_grad]
     matrices = _matrices(module) if optim.optim == "muon" else []
     by_muon = {id(p) for p in matrices}
-    for _, p in trainable:
+    for p in trainable:
         setattr(p, "use_muon", id(p) in by_muon)  # noqa: B010  DeepSpeed's ZeRO asks the parameter
-    trainable = [(name, p) for name, p in trainable if id(p) not in by_muon]
-    is_exempt = lambda name: name.endswith("bias") or "norm" in name.lower().rsplit(".", 2)[-2]
+    trainable = [p for p in trainable if id(p) not in by_muon]
+    exempt = _exempt_from_decay(module)
     groups = [
-        {
-            "params": [p for name, p in trainable if not is_exempt(name)],
-            "weight_decay": optim.adam.weight_decay,
-        },
-        {"params": [p for name, p in trainable if is_exempt(name)], "weight_decay": 0.0},
+        {"params": [p for p in trainable if id(p) not in exempt], "weight_decay": optim.adam.weight_decay},
+        {"params": [p for p in trainable if id(p) in exempt], "weight_decay": 0.0},
     ]
     adam = {"lr": optim.adam.lr, "betas": optim.adam.betas, "eps": optim.adam.eps}
     groups = [g for g in groups if g["params"]]
@@ -350,6 +352,18 @@ def _optimizer(module: RowModel, optim: OptimConfig, ds: DeepSpeedConfig) -> tor
 
         return FusedAdam(groups, **adam)
     return torch.optim.AdamW(groups, **adam, fused=True)
+
+
+def _exempt_from_decay(module: nn.Module) -> set[int]:
+    """The ids of parameters. A norm is known by its class: architectures call them norm, ln_1 or ln_f."""
+    found = set()
+    for child in module.modules():
+        is_norm = "norm" in type(child).__name__.lower()
+        for name, p in child.named_parameters(recurse=False):
+            num_dimensions = len(p.ds_shape) if hasattr(p, "ds_shape") else p.ndim
+            if is_norm or num_dimensions < 2 or name.endswith("bias"):
+                found.add(id(p))
+    return found
 
 
 def _matrices(module: RowModel) -> list[Tensor]:

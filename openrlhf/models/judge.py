@@ -1,9 +1,10 @@
 """Process reward models: a causal language model that is read at the placeholders themselves."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from openrlhf.algos.logprobs import linear_logits
 from openrlhf.models.backbone import RowModel, hidden_states
 from openrlhf.models.policy import head_of, head_options
 from openrlhf.types import PackedRow
@@ -15,9 +16,17 @@ class JudgeModel(RowModel):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.head_options = head_options(model.config)
+        head_of(model).__class__ = LogitsHead  # ZeRO-3's hooks on the module stay
 
     def forward(self, row: PackedRow) -> Tensor:
         """(A, V) float32 logits at each action."""
         scale, softcap = self.head_options
-        logits = head_of(self.model)(hidden_states(self.model, row)[row.action_mask]).float() * scale
+        logits = head_of(self.model)(hidden_states(self.model, row)[row.action_mask]) * scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+class LogitsHead(nn.Linear):
+    """A language model head whose logits are float32, whatever type its weight has."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear_logits(input, self.weight, self.bias)

@@ -44,11 +44,9 @@ def load_causal_lm(
     options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
     if in_4bit:
         options["quantization_config"] = nf4(dtype)
-    model, _ = load_for_rows(
+    return load_for_rows(
         AutoModelForCausalLM, path, attention, max_len, config=config, dtype=DTYPES[dtype], **options
-    )
-    model.config.use_cache = False
-    return model
+    )[0]
 
 
 def load_generator(path: str, *, flag: str, dtype: str, attention: str, max_len: int) -> PreTrainedModel:

@@ -65,6 +65,11 @@ def disabled_adapters(model: PreTrainedModel) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
+def adapter_dropout(module: nn.Module) -> list[nn.Module]:
+    """The dropout in front of the adapters, where there are any."""
+    return [child for name, child in module.named_modules() if name.endswith(".lora_dropout")]
+
+
 def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: str | Path) -> None:
     """Write `weights`, the trained parameters by their names in `model`, as an adapter that peft and
     transformers load. The head of a sequence classifier is called `score` there, as transformers calls it."""

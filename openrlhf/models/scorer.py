@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+import torch.nn.functional as F
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.models.backbone import RowModel, hidden_states
@@ -20,12 +21,14 @@ class ScoreModel(RowModel):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.head_name = head_name(model.config)
+        # Only the class changes, so parameter names and ZeRO-3's hooks on the module stay as they are.
+        getattr(model, self.head_name).__class__ = ScoreHead
 
     def forward(self, row: PackedRow) -> Tensor:
         """(A,) float32: the score that is read off each action itself."""
         hidden = hidden_states(self.model, row)
         head = getattr(self.model, self.head_name)
-        return head(hidden[row.action_mask])[:, 0].float()
+        return head(hidden[row.action_mask])[:, 0]
 
 
 class ValueModel(ScoreModel):
@@ -37,7 +40,17 @@ class ValueModel(ScoreModel):
         hidden = hidden_states(self.model, row)
         head = getattr(self.model, self.head_name)
         actions = row.action_mask.nonzero()[:, 0]
-        return head(hidden[actions - 1])[:, 0].float()
+        return head(hidden[actions - 1])[:, 0]
+
+
+class ScoreHead(nn.Linear):
+    """A scalar head that computes in float32, whatever type its weight has: bf16 would round scores of about
+    3 to multiples of 1/64, and so give different answers to one prompt the same. It is called as a module so
+    that ZeRO-3 gathers its weight around the computation."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(input.float(), self.weight.float(), bias)
 
 
 def load_scorer(
@@ -79,7 +92,6 @@ def load_scorer(
     )
     if trained and any(key.startswith(f"{CLASSIFIER_HEAD}.") for key in loaded["missing_keys"]):
         raise _no_head(path, flag, name)
-    model.config.use_cache = False
     if name != CLASSIFIER_HEAD:
         head = model.score
         del model.score

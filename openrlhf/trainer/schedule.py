@@ -4,7 +4,27 @@ import random
 from collections.abc import Sequence
 
 from openrlhf.algos.balance import partition
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.types import Metrics
+
+
+def prompts_of_steps(config: PPOConfig, num_prompts: int) -> list[int]:
+    """Prompts that each RL step of a whole run trains on. An episode's last step has what is left of it; with
+    dynamic filtering, which fills batches across episodes, only the run's last one. What filtering drops is
+    not known before, so then it is the most that a run can have."""
+    size, episodes = config.rollout.batch_size, config.train.num_episodes
+    stretches = [num_prompts] * episodes
+    if config.algo.dynamic_filtering_enable:
+        stretches = [num_prompts * episodes]
+    steps = [min(size, stretch - start) for stretch in stretches for start in range(0, stretch, size)]
+    return steps[: config.train.max_steps]
+
+
+def num_updates(config: PPOConfig, num_prompts: int, first_step: int = 0) -> int:
+    """Optimizer steps of a whole run in which learning starts after `first_step` RL steps."""
+    samples, batch_size = config.rollout.n_samples_per_prompt, config.train.batch_size
+    steps = prompts_of_steps(config, num_prompts)[first_step:]
+    return config.train.max_epochs * sum(num_batches(prompts * samples, batch_size) for prompts in steps)
 
 
 def num_batches(num_sampled: int, batch_size: int) -> int:
@@ -17,8 +37,8 @@ def training_schedule(
     lengths: Sequence[int], *, num_batches: int, epochs: int, num_ranks: int, seed: tuple
 ) -> list[list[list[int]]]:
     """[step][rank] -> indices of samples. Each epoch visits every sample once, in an order of its own;
-    batches differ by at most one sample and are never empty, and a batch's ranks get about the same number of
-    tokens."""
+    batches differ by at most one sample and are never empty (fewer samples than batches make fewer batches),
+    and a batch's ranks get about the same number of tokens."""
     rng = random.Random(repr(seed))
     steps = []
     num_batches = min(num_batches, len(lengths))

@@ -63,6 +63,7 @@ def test_launchers_and_layouts_agree(
         for name in ("sft/loss", "grad_norm", "lr", "num_tokens"):
             assert metrics[step][name] == pytest.approx(expected[step][name], rel=1e-4), (step, name)
     assert metrics[STEPS]["eval/sft/loss"] == pytest.approx(expected[STEPS]["eval/sft/loss"], rel=1e-4)
+    assert metrics[1]["lr"] == pytest.approx(1e-3), "the first step is not made with 0"
     assert metrics[STEPS]["sft/loss"] < metrics[1]["sft/loss"] - 0.3
     ours, theirs = (AutoModelForCausalLM.from_pretrained(f / "model") for f in (tmp_path, folder))
     for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):

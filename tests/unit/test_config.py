@@ -573,6 +573,12 @@ CHECKS = [
     ),
     (
         PPO,
+        "--eval.dataset org/e --eval.steps 1 --eval.temperature 0",
+        "--eval.temperature 0.0: is greedy, and eval.n_samples_per_prompt 4 would sample the same answer 4 "
+        "times; use --eval.n_samples_per_prompt 1, or a temperature above 0",
+    ),
+    (
+        PPO,
         SKIP,
         "--algo.skip_old_log_probs: the KL in the reward needs those log-probs; add --algo.kl.use_loss",
     ),
@@ -675,6 +681,16 @@ CHECKS = [
     ),
     (
         DPO,
+        "--model.dropout_enable",
+        "--model.dropout_enable: the policy would differ from its reference",
+    ),
+    (
+        KTO,
+        "--model.dropout_enable",
+        "--model.dropout_enable: the policy would differ from its reference",
+    ),
+    (
+        DPO,
         "--model.ipo_enable --model.label_smoothing 0.1",
         "--model.label_smoothing 0.1: nothing would read it: model.ipo_enable has no label smoothing",
     ),
@@ -690,6 +706,8 @@ CHECKS = [
     ),
     (PPO, "--teacher.kd_coef 2", "nothing would read it: there is no teacher.model_name_or_path"),
     (SFT, "--min_lr_ratio 0.5 --lr_scheduler cosine", "nothing would read it: the schedule has no floor"),
+    (SFT, "--lr_decay_ratio 0.5", "nothing would read it: only the schedule warmup_stable_decay ends in"),
+    (PPO, "--actor.lr_decay_ratio 0.5", "nothing would read it: only the schedule warmup_stable_decay ends"),
     (
         SFT,
         "--model.gradient_checkpointing_reentrant",
@@ -786,6 +804,11 @@ def test_a_feature_that_does_not_exist_yet_is_refused(command, key, what, say):
 
 
 REMARKS = [
+    (
+        PPO,
+        "--eval.dataset org/e --eval.steps 1 --eval_temperature 0",
+        "--eval.temperature 0.0: is greedy, and eval.n_samples_per_prompt 4 would sample the same answer",
+    ),
     (
         SFT,
         "--ckpt.save_steps 5 --ckpt.disable_ds",

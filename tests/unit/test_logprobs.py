@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from openrlhf.algos import logprobs
-from openrlhf.algos.logprobs import linear_log_probs
+from openrlhf.algos.logprobs import linear_log_probs, linear_logits
 
 A, H, V = 11, 5, 17
 
@@ -137,3 +137,22 @@ def test_keeps_nothing_of_the_size_of_the_logits():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
         linear_log_probs(hidden, weight, targets, with_entropy=True)
     assert max(saved) == A * H
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_logits_and_their_gradients(has_bias):
+    hidden, weight, bias, _ = inputs()
+    arguments = (hidden, weight, bias) if has_bias else (hidden, weight)
+    torch.testing.assert_close(linear_logits(*arguments), torch.nn.functional.linear(*arguments))
+    assert torch.autograd.gradcheck(linear_logits, arguments)
+
+
+def test_logits_of_half_precision_weights_are_not_rounded():
+    """A float32 sum of H products is off by H 2^-24 of what it adds up at most; rounding to bf16 by 2^-9."""
+    hidden, weight, bias, _ = (x.detach() for x in inputs(torch.bfloat16))
+    logits = linear_logits(hidden, weight, bias)
+    assert logits.dtype == torch.float32
+    exact = hidden.double() @ weight.double().t() + bias.double()
+    size = hidden.double().abs() @ weight.double().abs().t() + bias.double().abs()
+    assert ((logits.double() - exact).abs() <= size * (H + 1) * 2**-24).all()
+    assert not torch.equal(exact, exact.bfloat16().double())

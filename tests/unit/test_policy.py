@@ -9,8 +9,10 @@ import transformers as hf
 from torch import Tensor
 
 from openrlhf.models.attention import PACKED, resolve_attention
+from openrlhf.models.judge import JudgeModel
 from openrlhf.models.loading import load_causal_lm, load_generator
 from openrlhf.models.policy import PolicyModel
+from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.types import PackedRow, Sample
 
 LENGTHS = (5, 23, 2, 11, 17)
@@ -65,6 +67,10 @@ def policy_of(folder: Path, attention: str = "auto") -> PolicyModel:
     return PolicyModel(load_causal_lm(str(folder), flag="--model", dtype="fp32", attention=attention))
 
 
+def scorer_of(folder: Path) -> ScoreModel:
+    return load_scorer(str(folder), flag="--model", dtype="fp32", attention="auto")
+
+
 def plain_model(folder: Path) -> hf.PreTrainedModel:
     return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
@@ -102,6 +108,22 @@ def test_packed_equals_one_by_one(folders, samples, name, attention):
             found = policy(PackedRow.of(samples), temperature=temperature, with_entropy=True)
         torch.testing.assert_close(found.log_probs, expected[0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found.entropy, expected[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_judges_do_not_round_their_logits(folders, samples, name):
+    """In half precision the logits of a judge are those of its head in float64, but for float32 sums."""
+    model = load_causal_lm(str(folders[name]), flag="--model", dtype="bf16", attention="auto")
+    judge, read = JudgeModel(model), []
+    model.get_output_embeddings().register_forward_pre_hook(lambda head, args: read.append(args[0]))
+    with torch.no_grad():
+        logits = judge(PackedRow.of(samples))
+    scale, softcap = judge.head_options
+    exact = read[0].double() @ model.get_output_embeddings().weight.double().t() * scale
+    exact = exact if softcap is None else softcap * torch.tanh(exact / softcap)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, atol=1e-5, rtol=1e-5)
+    assert (exact.bfloat16().double() - exact).abs().max() > 1e-3
 
 
 def test_the_reference_sees_what_could_go_wrong(folders, samples):
@@ -203,6 +225,17 @@ def test_generation_by_transformers(folders, samples, name, num_padded):
     expected = plain_model(folders[name]).generate(ids, **options)
     generator = load_generator(str(folders[name]), flag="--model", dtype="fp32", attention="auto", max_len=64)
     assert torch.equal(generator.generate(ids, **options), expected)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_what_the_configuration_says_of_the_cache_is_exported(tmp_path, use_cache):
+    """Otherwise a trained model would be slow for everybody who generates with it."""
+    config = copy.deepcopy(MODELS["llama, untied"])
+    config.use_cache = use_cache
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "loaded")
+    for model in (policy_of(tmp_path / "loaded").model, scorer_of(tmp_path / "loaded").model):
+        model.save_pretrained(tmp_path / "saved")
+        assert hf.AutoConfig.from_pretrained(tmp_path / "saved").use_cache == use_cache
 
 
 def test_names_of_attention():

@@ -26,7 +26,7 @@ from torch import Tensor
 from openrlhf.algos.advantages import ESTIMATORS
 from openrlhf.algos.correction import CORRECTIONS
 from openrlhf.algos.kl import KLController
-from openrlhf.cli.train_ppo_ray import build_prompt_datasets, build_trainer, num_rl_steps
+from openrlhf.cli.train_ppo_ray import build_prompt_datasets, build_trainer
 from openrlhf.cluster import group, worker
 from openrlhf.cluster.group import CriticGroup, FrozenGroup, Group, PolicyGroup
 from openrlhf.cluster.placement import Bundles, Turns, place
@@ -63,6 +63,7 @@ from openrlhf.trainer.checkpoints import CheckpointFolder
 from openrlhf.trainer.credit import assign_credit
 from openrlhf.trainer.evaluate import evaluation_metrics
 from openrlhf.trainer.ppo import PPOTrainer
+from openrlhf.trainer.schedule import prompts_of_steps
 from openrlhf.types import (
     Credit,
     Experience,
@@ -234,7 +235,7 @@ class Run:
             eval_prompts=[Prompt(prompt_id=0, text="held out")] if config.eval.dataset else [],
             checkpoints=CheckpointFolder(f"{config.ckpt.path}/_actor", config.ckpt, others),
             kl=KLController(coef=config.algo.kl.init_coef, target=config.algo.kl.target, horizon=100),
-            total_steps=num_rl_steps(config, self.num_prompts),
+            total_steps=len(prompts_of_steps(config, self.num_prompts)),
         )
         self.trainer.observer = Silent()
 

@@ -1,10 +1,21 @@
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.trainer.schedule import mean_metrics, num_batches, training_schedule
+from openrlhf.config.ppo import AlgoConfig, CriticConfig, PPOConfig, RolloutConfig, TrainConfig
+from openrlhf.datasets.sampler import PromptDataset, PromptSampler
+from openrlhf.trainer.collect import Collector
+from openrlhf.trainer.schedule import (
+    mean_metrics,
+    num_batches,
+    num_updates,
+    prompts_of_steps,
+    training_schedule,
+)
+from openrlhf.types import Prompt, Trajectory
 
 LENGTHS = st.lists(st.integers(2, 50), min_size=1, max_size=40)
 
@@ -65,3 +76,79 @@ def test_ranks_get_about_the_same_number_of_tokens():
 
 def test_mean_metrics():
     assert mean_metrics([{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 2.0}]) == {"a": 2.0, "b": 2.0}
+
+
+@st.composite
+def runs(draw) -> tuple[PPOConfig, int]:
+    """Flags of a run, and the number of its prompts."""
+    prompts, samples = draw(st.integers(1, 12)), draw(st.integers(1, 3))
+    divisors = [n for n in range(1, prompts * samples + 1) if prompts * samples % n == 0]
+    config = PPOConfig(
+        rollout=RolloutConfig(batch_size=prompts, n_samples_per_prompt=samples),
+        train=TrainConfig(
+            batch_size=draw(st.sampled_from(divisors)),
+            max_epochs=draw(st.integers(1, 3)),
+            num_episodes=draw(st.integers(1, 4)),
+            max_steps=draw(st.none() | st.integers(1, 9)),
+        ),
+        critic=CriticConfig(freezing_steps=draw(st.integers(-1, 4))),
+        algo=AlgoConfig(dynamic_filtering_enable=draw(st.booleans())),
+    )
+    return config, draw(st.integers(1, 40))
+
+
+def updates_of(config: PPOConfig, num_prompts: int) -> list[int]:
+    """Optimizer steps of each RL step, counted while the batches of a run are dealt. Nothing is filtered
+    out."""
+    samples = config.rollout.n_samples_per_prompt
+
+    def generate(prompts: Sequence[Prompt]) -> list[Trajectory]:
+        return [
+            Trajectory(
+                prompt=prompt,
+                sample_index=i,
+                token_ids=[1, 2],
+                action_mask=[False, True],
+                rollout_log_probs=[-1.0],
+                weight_versions=[0],
+                reward=0.5,
+                score=0.5,
+            )
+            for prompt in prompts
+            for i in range(samples)
+        ]
+
+    dataset = PromptDataset([Prompt(prompt_id=i, text="") for i in range(num_prompts)])
+    sampler = PromptSampler(dataset, seed=0, num_episodes=config.train.num_episodes)
+    collector, made = Collector(config, sampler, generate), []
+    while len(made) != config.train.max_steps and (batch := collector.next_batch(len(made) + 1).trajectories):
+        count = num_batches(len(batch), config.train.batch_size)
+        epochs, lengths = config.train.max_epochs, [2] * len(batch)
+        made.append(len(training_schedule(lengths, num_batches=count, epochs=epochs, num_ranks=1, seed=())))
+    return made
+
+
+@given(runs())
+def test_as_many_optimizer_steps_are_made_as_the_learning_rate_was_planned_for(run):
+    config, num_prompts = run
+    made = updates_of(config, num_prompts)
+    assert len(prompts_of_steps(config, num_prompts)) == len(made)
+    assert num_updates(config, num_prompts) == sum(made)
+    frozen = config.frozen_actor_steps
+    assert num_updates(config, num_prompts, frozen) == sum(made[frozen:])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "batch", "samples", "train", "episodes", "expected"),
+    [
+        (100, 64, 1, 16, 10, 10 * (4 + 2)),  # 64 and 36 prompts: 36 / 16 is about 2
+        (65, 64, 8, 128, 10, 10 * (4 + 1)),  # a batch of one prompt is one step
+        (7473, 1024, 8, 128, 1, 7 * 64 + 19),  # 305 x 8 / 128 is about 19
+    ],
+)
+def test_short_batches_are_planned_as_such(prompts, batch, samples, train, episodes, expected):
+    config = PPOConfig(
+        rollout=RolloutConfig(batch_size=batch, n_samples_per_prompt=samples),
+        train=TrainConfig(batch_size=train, num_episodes=episodes),
+    )
+    assert num_updates(config, prompts) == expected

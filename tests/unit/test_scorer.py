@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from openrlhf.models.loading import load_tokenizer
-from openrlhf.models.scorer import ScoreModel, head_name, load_scorer, padding_token_id
+from openrlhf.models.scorer import ScoreModel, ValueModel, head_name, load_scorer, padding_token_id
 from openrlhf.models.self_check import transformers_attention
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
 from openrlhf.types import PackedRow, Sample
@@ -178,3 +178,24 @@ def test_half_precision_models_score_in_float32(folder):
     row = PackedRow.of([Sample(token_ids=torch.arange(3, 8), action_mask=torch.arange(5) == 4)])
     assert model.model.score.weight.dtype == torch.bfloat16
     assert model(row).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [ScoreModel, ValueModel])
+def test_scores_are_not_rounded_to_half_precision(folder, kind):
+    """Rounding would make ties: between 2 and 4, bf16 knows multiples of 1/64."""
+    loaded = load_scorer(str(folder), flag="--model", dtype="bf16", attention="auto").eval()
+    model = kind(loaded.model)
+    head = model.model.score
+    head.weight.data.normal_(std=0.3, generator=torch.Generator().manual_seed(2))
+    ids = torch.arange(3, 40)
+    row = PackedRow.of([Sample(token_ids=ids, action_mask=torch.arange(len(ids)) > 0)])
+    read = []
+    head.register_forward_pre_hook(lambda head, args: read.append(args[0]))
+    scores = model(row)
+    exact = (read[0].double() @ head.weight.double().t())[:, 0]
+    assert not torch.equal(exact, exact.bfloat16().double())
+    # float32 sums of H products: each is off by 2^-24 of what it adds up
+    bound = (read[0].double().abs() @ head.weight.double().abs().t())[:, 0] * len(head.weight[0]) * 2**-24
+    assert ((scores.double() - exact).abs() <= bound).all()
+    scores.sum().backward()
+    assert head.weight.grad.dtype == torch.bfloat16 and head.weight.grad.any()

@@ -1,0 +1,64 @@
+"""What a model does in training and not in evaluation: dropout, skipped layers, noise in front of routers."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from openrlhf.models.lora import adapter_dropout
+
+
+def has_noise(config: PreTrainedConfig) -> bool:
+    """A model of this configuration would answer differently each time in training mode."""
+    values = [config.to_dict()]
+    for nested in values:
+        values += [value for value in nested.values() if isinstance(value, dict)]
+    return any(
+        ("drop" in name and value > 0) or "jitter" in name  # PhiMoE's routers draw experts also with 0 of it
+        for nested in values
+        for name, value in nested.items()
+        if isinstance(name, str) and isinstance(value, int | float)
+    )
+
+
+def set_training(module: nn.Module, *, dropout: bool) -> None:
+    """Training mode. Without `dropout` a model computes in it what it computes in evaluation, whatever its
+    architecture calls its noise; only the dropout of adapters, which has a flag of its own, is on."""
+    module.train(dropout)
+    if dropout:
+        return
+    for layer in _checkpointed(module):
+        layer.training = True  # by this alone it knows that a backward pass will come
+    for noise in adapter_dropout(module):
+        noise.train()
+
+
+def enable_checkpointing(model: PreTrainedModel, *, reentrant: bool, dropout: bool) -> None:
+    """Gradient checkpointing that recomputes what `set_training` lets the model compute."""
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if not dropout:
+        for layer in _checkpointed(model):
+            layer._gradient_checkpointing_func = partial(
+                _as_in_evaluation, layer, layer._gradient_checkpointing_func
+            )
+
+
+def _checkpointed(module: nn.Module) -> list[Any]:
+    layers = (m for m in module.modules() if isinstance(m, GradientCheckpointingLayer))
+    return [layer for layer in layers if layer.gradient_checkpointing]
+
+
+def _as_in_evaluation(layer: nn.Module, checkpoint: Callable, forward: Callable, *args):
+    """`checkpoint(forward, *args)`, in the first pass and in the second without the layer's own dropout."""
+
+    def run(*args):
+        layer.training = False
+        try:
+            return forward(*args)
+        finally:
+            layer.training = True
+
+    return checkpoint(run, *args)

@@ -1,0 +1,89 @@
+"""The first optimizer step of a model whose configuration asks for much dropout."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from openrlhf.cli.reference import without_adapters
+from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
+from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
+from openrlhf.engine.distributed import init_distributed, leave_distributed
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.lora import prepare_for_training
+from openrlhf.models.policy import PolicyModel
+from openrlhf.objectives.actor import ActorObjective
+from openrlhf.objectives.dpo import DPOObjective
+from openrlhf.types import (
+    Credit,
+    Experience,
+    ExperienceRow,
+    Metrics,
+    PackedRow,
+    Pair,
+    PairRow,
+    Sample,
+    Scores,
+)
+
+
+def samples(count: int) -> list[Sample]:
+    random = torch.Generator().manual_seed(3)
+    mask = torch.arange(12) >= 4
+    ids = torch.randint(3, 61, (count, 12), generator=random)
+    return [Sample(token_ids=row, action_mask=mask) for row in ids]
+
+
+def first_steps(spec: dict, case: dict) -> dict[str, Metrics]:
+    """A step of DPO, with a learning rate of 0, and one of PPO."""
+    ds = DeepSpeedConfig(
+        zero_stage=case["stage"], param_dtype="fp32", lora=LoraConfig(rank=case["rank"], dropout=0.5)
+    )
+
+    def load() -> PolicyModel:
+        return PolicyModel(load_causal_lm(spec["model"], flag="--model", dtype="fp32", attention="auto"))
+
+    def build() -> PolicyModel:
+        policy = load()
+        prepare_for_training(policy.model, ds)
+        return policy
+
+    engine = DeepSpeedEngine(
+        build,
+        optim=OptimConfig(adam=AdamConfig(lr=0.0)),
+        ds=ds,
+        total_steps=10,
+        gradient_checkpointing=case["checkpointing"],
+        dropout=case["dropout"],
+    )
+    if case["rank"]:
+        reference = without_adapters(engine.module)
+    else:
+        frozen = FrozenModel(load, ds=ds, offload=False)
+        reference = lambda row: frozen(row).log_probs
+    made = samples(8)
+    pairs = PairRow.of([Pair(chosen=a, rejected=b) for a, b in zip(made[::2], made[1::2], strict=True)])
+    dpo = engine.train_step([pairs], DPOObjective(beta=0.5, reference=reference))
+    old = engine.forward([PackedRow.of(made)], lambda model, row: model(row).log_probs)[0]
+    experiences = [
+        Experience(
+            sample=Sample(token_ids=s.token_ids, action_mask=s.action_mask, rollout_log_probs=log_probs),
+            scores=Scores(log_probs=log_probs),
+            credit=Credit(advantages=torch.ones(s.num_actions), returns=torch.zeros(s.num_actions)),
+        )
+        for s, log_probs in zip(made, old.split([s.num_actions for s in made]), strict=True)
+    ]
+    return {"dpo": dpo, "ppo": engine.train_step([ExperienceRow.of(experiences)], ActorObjective())}
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    init_distributed()
+    report = {name: first_steps(spec, case) for name, case in spec["cases"].items()}
+    Path(f"{spec['out']}/rank0.json").write_text(json.dumps(report))
+    leave_distributed()
+
+
+if __name__ == "__main__":
+    main()
