@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor, nn
-from transformers import get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
@@ -53,6 +52,8 @@ class DeepSpeedEngine:
         `ema_beta`: decay of a moving average of the trained weights, None for no average. `export` writes the
         average, checkpoints keep it; nothing else sees it.
         """
+        from transformers import get_scheduler  # loads peft: seconds, and frozen models need no schedule
+
         self.stage = ds.zero_stage
         # DeepSpeed neither reports nor exposes the norm at stage 0 in float32, so there the engine clips by
         # itself.

@@ -1,13 +1,11 @@
 """Muon through the command: what one step does to a weight, and that layout and resume change nothing."""
 
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_ranks
 from transformers import AutoModelForCausalLM
 
 from openrlhf.observe.trackers import read_metrics
@@ -19,16 +17,13 @@ LR = {"muon": 0.02, "adam": 1e-3}
 def train(task: TaskFiles, folder: Path, ranks: int, flags: str) -> dict[int, float]:
     """The loss of each step."""
     command = (
-        f"{Path(sys.executable).with_name('torchrun')} --standalone --nproc_per_node {ranks} "
-        f"-m openrlhf.cli.train_sft --model.model_name_or_path {task.model} --data.dataset {task.sft} "
+        f"openrlhf.cli.train_sft --model.model_name_or_path {task.model} --data.dataset {task.sft} "
         "--data.output_key output --data.apply_chat_template --data.max_len 128 --data.max_samples 64 "
         "--train.batch_size 16 --train.max_epochs 1 --optim muon --max_norm 0 --lr_scheduler constant "
         f"--muon.lr {LR['muon']} --adam.lr {LR['adam']} --ds.param_dtype fp32 --ckpt.path {folder}/ckpt "
         f"--ckpt.output_dir {folder}/model --logger.run_dir {folder}/run {flags}"
     )
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(shlex.split(command), ranks, log=folder / "log")
     return {step: m["sft/loss"] for step, m in read_metrics(folder / "run" / "metrics.jsonl").items()}
 
 
