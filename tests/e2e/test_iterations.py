@@ -60,6 +60,7 @@ def test_iterative_dpo(loop, knowing, accuracy) -> None:
     assert (out / "iter1" / "model" / "model.safetensors").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_rejection_sampling(loop, knowing, accuracy) -> None:
     out = loop(
         "train_rejection_sampling.sh",

@@ -27,7 +27,7 @@ def model(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=16,  # pyrefly: ignore[unexpected-keyword]
         num_experts=4,
         num_experts_per_tok=2,
         initializer_range=0.1,

@@ -52,18 +52,20 @@ def test_a_step_is_orthogonal_for_matrices_and_adam_for_the_rest(task: TaskFiles
             assert largest == pytest.approx(LR["adam"], rel=0.05), name
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(2, 2), (3, 2)])
+@pytest.mark.parametrize(("stage", "ranks"), [(3, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_losses_do_not_depend_on_the_layout(
     task: TaskFiles, tmp_path: Path, reference: dict[int, float], stage: int, ranks: int
 ) -> None:
     losses = train(task, tmp_path, ranks, f"--ds.zero_stage {stage} --train.micro_batch_size 4")
-    assert losses == pytest.approx(reference, rel=1e-5)
+    # Newton-Schulz runs in bfloat16: another order of additions moves an update by up to 2^-8 of its size,
+    # and with it what the updates have gained.
+    assert losses == pytest.approx(reference, abs=2**-8 * (reference[1] - reference[4]))
     assert losses[4] < losses[1] - 0.5
 
 
 def test_resume_keeps_the_momentum(task: TaskFiles, tmp_path: Path, reference: dict[int, float]) -> None:
     flags = "--ds.zero_stage 2 --train.micro_batch_size 8 --ckpt.save_steps 2 --ckpt.max_num 3"
-    train(task, tmp_path, 1, flags)
+    whole = train(task, tmp_path, 1, flags)
+    assert whole == pytest.approx(reference, abs=2**-8 * (reference[1] - reference[4]))
     (tmp_path / "ckpt" / "latest").write_text("global_step2")
-    losses = train(task, tmp_path, 1, f"{flags} --ckpt.load_enable")
-    assert losses == pytest.approx(reference, rel=1e-5)
+    assert train(task, tmp_path, 1, f"{flags} --ckpt.load_enable") == whole

@@ -18,6 +18,7 @@ from openrlhf.config.parse import parse
 from openrlhf.observe.journal import read_journal
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
+from openrlhf.types import present
 
 REWARD = Path(__file__).with_name("digits_reward.py")
 COMMON = (
@@ -248,7 +249,7 @@ def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(
                 assert SAID[end] in t.error and t.num_actions > 0
         finished = [t for t in sampled if t.ok]
         assert metrics[step]["rollout/reward_error_count"] == 512 - len(finished)
-        mean = sum(t.reward for t in finished) / len(finished)
+        mean = sum(present(t.reward) for t in finished) / len(finished)
         assert metrics[step]["rollout/reward_mean"] == pytest.approx(mean)
         trained_on = sum(t.num_actions for t in finished) / 2  # two optimizer steps
         assert metrics[step]["num_tokens"] == pytest.approx(trained_on)

@@ -51,7 +51,14 @@ ESTIMATORS = {
 }
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        pytest.param("gae", marks=pytest.mark.slow),
+        pytest.param("group_norm", marks=pytest.mark.slow),
+        "reinforce_baseline",
+    ],
+)
 def test_the_verifier_raises_the_share_of_solved_problems(train, estimator: str) -> None:
     folder, metrics = train(
         f"--algo.advantage.estimator {estimator} --train.max_steps 14 {ESTIMATORS[estimator]}"
