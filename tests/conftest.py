@@ -8,6 +8,8 @@ from filelock import FileLock
 from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models of the tests are so small that a second one costs
+# Ray's default where it starts a cluster, not where it joins one; read when Ray is imported.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 INDEPENDENT = ("test_invariance", "test_iterations", "test_rl", "test_rl_learning", "test_supervised")
 """Long files whose test functions share nothing but what `build_once` makes: any process may take one."""
