@@ -1,7 +1,11 @@
 PYTHON ?= python3
-PARALLEL ?= -n 2 --dist loadfile  # two processes, each with whole files: many tests keep one core busy
+# Two processes, for many tests keep one core busy; tests/conftest.py says what they take, and in which order.
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Other kernels of torch and oneDNN on the same machine, and the tests whose numbers come from them.
+KERNELS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+NUMERIC = tests/unit $(addprefix tests/e2e/test_,invariance.py muon.py lora_training.py ema_training.py)
 
-.PHONY: demo test test-all fast lint env
+.PHONY: demo test test-all test-kernels fast lint env
 
 demo: env  ## Train a tiny model on this machine: SFT, then RL with a verifier
 	.venv/bin/openrlhf demo
@@ -12,7 +16,12 @@ test: env  ## Every guarantee, in a quarter of an hour
 test-all: env  ## The same and the exhaustive variants
 	.venv/bin/pytest $(PARALLEL)
 
-fast: env  ## The tests that take seconds
+test-kernels: env  ## The numeric tests under the instruction sets of other CPUs
+	set -e; for kernels in $(KERNELS); do \
+	    echo "$$kernels"; env $$kernels .venv/bin/pytest $(PARALLEL) -m "not slow" $(NUMERIC); \
+	done
+
+fast: env  ## The tests that start nothing: a few minutes
 	.venv/bin/pytest $(PARALLEL) -m "not e2e and not slow"
 
 lint: env  ## Style, types and import layers

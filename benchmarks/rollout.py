@@ -20,11 +20,12 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from openrlhf.cluster.launch import cluster_has_gpus, start_ray
-from openrlhf.cluster.placement import Placement, place
+from openrlhf.cluster.placement import Bundles, place
 from openrlhf.cluster.rollout import RolloutGroup, engine_options
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
@@ -56,10 +57,10 @@ def main() -> None:
         config = build_config(options, Path(folder))
         prompts = build_prompts(config, options.prompts)
         on_gpu = cluster_has_gpus()
-        placement = place(config, on_gpu)
+        _, bundles = place(config, on_gpu)
         ways = {
-            "ours": ours(config, placement, on_gpu, prompts),
-            "bare": bare(config, placement, on_gpu, prompts),
+            "ours": ours(config, bundles, on_gpu, prompts),
+            "bare": bare(config, bundles, on_gpu, prompts),
         }
         answers = {name: way() for name, way in ways.items()}
         if answers["ours"] != answers["bare"]:
@@ -112,8 +113,10 @@ def build_config(options: argparse.Namespace, folder: Path) -> PPOConfig:
 
 def build_prompts(config: PPOConfig, count: int) -> list[Prompt]:
     tokenizer = load_tokenizer(config.actor.model_name_or_path, flag="--model")
-    chat = lambda text: tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    chat = lambda text: str(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
     )
     return [
         Prompt(prompt_id=i, text=chat(problem.question), label=problem.answer)
@@ -121,8 +124,8 @@ def build_prompts(config: PPOConfig, count: int) -> list[Prompt]:
     ]
 
 
-def ours(config: PPOConfig, placement: Placement, on_gpu: bool, prompts: list[Prompt]) -> Way:
-    group = RolloutGroup(config, placement.engines, on_gpu)
+def ours(config: PPOConfig, bundles: Bundles, on_gpu: bool, prompts: list[Prompt]) -> Way:
+    group = RolloutGroup(config, bundles, on_gpu)
     group.start().result()
     return lambda: [
         [token for token, is_action in zip(t.token_ids, t.action_mask, strict=True) if is_action]
@@ -130,13 +133,12 @@ def ours(config: PPOConfig, placement: Placement, on_gpu: bool, prompts: list[Pr
     ]
 
 
-def bare(config: PPOConfig, placement: Placement, on_gpu: bool, prompts: list[Prompt]) -> Way:
-    options, devices = placement.engines.engine_options(0, 1)
+def bare(config: PPOConfig, bundles: Bundles, on_gpu: bool, prompts: list[Prompt]) -> Way:
+    options, devices = bundles.engine_options(0, 1)
     environment = engine_environment(engine_options(config, on_gpu)) | devices
-    engine = (
-        ray.remote(BareEngine)
-        .options(**options, runtime_env={"env_vars": environment}, max_concurrency=8)
-        .remote(engine_options(config, on_gpu))
+    actor: Any = ray.remote(BareEngine)
+    engine = actor.options(**options, runtime_env={"env_vars": environment}, max_concurrency=8).remote(
+        engine_options(config, on_gpu)
     )
     path = config.actor.model_name_or_path
     tokenizer = load_tokenizer(path, flag="--model")
@@ -173,8 +175,8 @@ class BareEngine(VLLMEngine):
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             prompt = {"prompt_token_ids": token_ids}
-            async for output in self.llm.generate(prompt, params, request_id=uuid.uuid4().hex):
-                answer = output
+            outputs = self.llm.generate(prompt, params, request_id=uuid.uuid4().hex)
+            (answer,) = [output async for output in outputs]  # FINAL_ONLY: there is one
             return list(answer.outputs[0].token_ids)
 
         return await asyncio.gather(*(one(*request) for request in requests))

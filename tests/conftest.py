@@ -1,11 +1,60 @@
 import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from filelock import FileLock
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models of the tests are so small that a second one costs
+# Ray's default where it starts a cluster, not where it joins one; read when Ray is imported.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+INDEPENDENT = ("test_invariance", "test_iterations", "test_rl", "test_rl_learning", "test_supervised")
+"""Long files whose test functions share nothing but what `build_once` makes: any process may take one."""
+
+
+class Units(LoadScopeScheduling):
+    """Processes take whole files, because of their fixtures, and of the long files single functions."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, test = nodeid.partition("::")
+        return f"{file}::{test.partition('[')[0]}" if Path(file).stem in INDEPENDENT else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log) -> Units:
+    return Units(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that both processes have work to the end; what needs trained models after what
+    does not, so that one process trains them while the other has something else to do."""
+    items.sort(
+        key=lambda item: ("e2e" not in item.path.parts, "knowing" in getattr(item, "fixturenames", ()))
+    )
 
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory):
     """Tests leave nothing in the user's cache, and find nothing there."""
     os.environ["OPENRLHF_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def build_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """build_once(name, build) -> the folder that `build` filled, in whichever process of this test run."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def build_in(name: str, build: Callable[[Path], object]) -> Path:
+        folder, done = shared / name, shared / f"{name}.done"
+        with FileLock(f"{folder}.lock"):
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a process that failed
+                folder.mkdir()
+                build(folder)
+                done.touch()
+        return folder
+
+    return build_in

@@ -3,13 +3,12 @@
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
 
 from openrlhf.cluster.engine_client import RayEngineClient
-from openrlhf.cluster.group import PolicyGroup
 from openrlhf.cluster.pending import Gathered, first
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.residency import Residency
@@ -23,6 +22,9 @@ from openrlhf.rollout.remote_reward import RemoteReward
 from openrlhf.rollout.reward_function import NoReward, RewardFunction
 from openrlhf.types import Prompt, Trajectory
 from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+if TYPE_CHECKING:  # an engine's process needs no trainer, whose libraries take seconds to import
+    from openrlhf.cluster.group import PolicyGroup
 
 MAX_CALLS = 4096
 """Calls that an engine actor runs at a time."""
@@ -126,7 +128,7 @@ class RolloutGroup:
     def start(self) -> Gathered[None]:
         return Gathered([engine.start.remote() for engine in self.engines], first)
 
-    def connect(self, policy: PolicyGroup) -> None:
+    def connect(self, policy: "PolicyGroup") -> None:
         """Open the way for weights from `policy`. Both have started."""
         policy.open_weight_sync(self.client, transfer_backend(self.config, self.on_gpu)).result()
 
@@ -136,7 +138,7 @@ class RolloutGroup:
     def evaluate(self, prompts: Sequence[Prompt]) -> Future[list[Trajectory]]:
         return self.thread.submit(self._run, prompts, "eval", self.config.eval.n_samples_per_prompt)
 
-    def load_weights(self, policy: PolicyGroup, version: int) -> Future[None]:
+    def load_weights(self, policy: "PolicyGroup", version: int) -> Future[None]:
         return self.thread.submit(self._load_weights, policy, version)
 
     def close(self) -> None:
@@ -151,7 +153,7 @@ class RolloutGroup:
             )
         return self.judge(trajectories)
 
-    def _load_weights(self, policy: PolicyGroup, version: int) -> None:
+    def _load_weights(self, policy: "PolicyGroup", version: int) -> None:
         with self.residency.syncing():
             policy.send_weights(version).result()
 

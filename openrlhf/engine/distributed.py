@@ -2,9 +2,11 @@
 
 import datetime
 import os
+import random
 import socket
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -41,9 +43,13 @@ def init_distributed(timeout_minutes: int = 60) -> None:
 def seed_everything(seed: int, deterministic: bool) -> None:
     """Seed Python, NumPy and torch. `deterministic` also forbids kernels whose result may differ between
     runs."""
-    from transformers import enable_full_determinism, set_seed
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if deterministic:
+        from transformers import enable_full_determinism  # loads peft: seconds in every process of a run
 
-    (enable_full_determinism if deterministic else set_seed)(seed)
+        enable_full_determinism(seed)
 
 
 def leave_distributed() -> None:

@@ -5,11 +5,12 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
+from processes import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.tasks.prepare import TaskFiles, prepare
@@ -41,26 +42,57 @@ def run_worker(tmp_path: Path) -> Callable[..., list[dict]]:
         out = tmp_path / f"{name}-{num_ranks}-{len(list(tmp_path.iterdir()))}"
         out.mkdir()
         spec = json.dumps({"out": str(out), **arguments})
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
-        command = [sys.executable, *(launcher if num_ranks > 1 else []), str(WORKERS / f"{name}.py"), spec]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-4000:]
+        run_ranks([str(WORKERS / f"{name}.py"), spec], num_ranks, log=out / "log")
         return [json.loads(path.read_text()) for path in sorted(out.glob("rank*.json"))]
 
     return run
 
 
 @pytest.fixture(scope="session")
-def openrlhf() -> Callable[[str], str]:
-    """Run `openrlhf ...` as users do; returns what it printed."""
+def openrlhf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
+    """Run `openrlhf ...` in a process of its own."""
 
-    def run(command: str) -> str:
-        program = Path(sys.executable).with_name("openrlhf")
-        done = subprocess.run([program, *shlex.split(command)], capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-        return done.stdout
+    def run(command: str) -> None:
+        log = tmp_path_factory.mktemp("openrlhf") / "log"
+        run_ranks(["openrlhf.cli.main", *shlex.split(command)], log=log, timeout=500)
 
     return run
+
+
+RAY = """
+import sys
+
+import ray
+
+from openrlhf.cluster.launch import start_ray
+
+start_ray()
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """A Ray cluster that outlives the runs of this process. It ends with its standard input."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, "-c", RAY]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as head:
+        assert head.stdin and head.stdout
+        yield head.stdout.readline().strip()
+        head.stdin.close()
+
+
+@pytest.fixture
+def running_ray(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs join a cluster instead of starting one each."""
+    import ray
+
+    monkeypatch.setenv("RAY_ADDRESS", ray_address)
+    yield
+    ray.shutdown()  # where a run failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,21 +107,42 @@ class Knowing:
 
 
 @pytest.fixture(scope="session")
-def knowing(openrlhf, tmp_path_factory: pytest.TempPathFactory) -> Knowing:
-    folder = tmp_path_factory.mktemp("knowing")
-    files, base, chat = prepare(folder / "task", seed=0), folder / "base", folder / "chat"
+def knowing(openrlhf, build_once) -> Knowing:
     common = (
         "--data.max_len 256 --train.batch_size 8 --train.max_epochs 1 --ds.zero_stage 0 --ds.param_dtype fp32"
     )
-    openrlhf(
-        f"sft --model.model_name_or_path {files.model} --model.pretrain_mode_enable "
-        f"--data.dataset {files.pretrain} --ckpt.output_dir {base} --adam.lr 3e-3 {common}"
+
+    def build(folder: Path) -> None:
+        files = prepare(folder / "task", seed=0)
+        (folder / "files.json").write_text(json.dumps(asdict(files), default=str))
+        openrlhf(
+            f"sft --model.model_name_or_path {files.model} --model.pretrain_mode_enable "
+            f"--data.dataset {files.pretrain} --ckpt.output_dir {folder / 'base'} --adam.lr 3e-3 {common}"
+        )
+        openrlhf(
+            f"sft --model.model_name_or_path {folder / 'base'} --data.dataset {files.sft} "
+            f"--data.output_key output --data.apply_chat_template --ckpt.output_dir {folder / 'chat'} "
+            f"--adam.lr 1e-3 {common}"
+        )
+
+    folder = build_once("knowing", build)
+    paths = json.loads((folder / "files.json").read_text())
+    files = TaskFiles(**{name: Path(path) for name, path in paths.items()})
+    return Knowing(files=files, base=folder / "base", chat=folder / "chat")
+
+
+@pytest.fixture(scope="session")
+def reward_model(openrlhf, knowing: Knowing, build_once) -> Path:
+    """Prefers right answers; it has never seen a verifier."""
+    return build_once(
+        "reward_model",
+        lambda folder: openrlhf(
+            f"rm --model.model_name_or_path {knowing.chat} --data.dataset {knowing.files.pairs} "
+            "--data.prompt_key prompt --data.apply_chat_template --data.max_len 256 --train.batch_size 16 "
+            "--train.micro_batch_size 16 --train.max_epochs 1 --ds.zero_stage 0 --ds.param_dtype fp32 "
+            f"--adam.lr 1e-3 --ckpt.output_dir {folder}"
+        ),
     )
-    openrlhf(
-        f"sft --model.model_name_or_path {base} --data.dataset {files.sft} --data.output_key output "
-        f"--data.apply_chat_template --ckpt.output_dir {chat} --adam.lr 1e-3 {common}"
-    )
-    return Knowing(files=files, base=base, chat=chat)
 
 
 @pytest.fixture(scope="session")

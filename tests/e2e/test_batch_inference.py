@@ -3,14 +3,13 @@
 import json
 import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_ranks
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.cli import batch_inference
@@ -115,15 +114,12 @@ def test_ranks_and_batches_do_not_change_answers(task: TaskFiles, tmp_path: Path
     argv = flags(task, tmp_path / "both.jsonl", f"{GENERATE} --train.micro_batch_size 5")
     (tmp_path / "both.jsonl.rank1.jsonl").write_text(json.dumps(alone[7]) + "\n")  # of a run that was killed
     (tmp_path / "both.jsonl.meta.json").write_text((tmp_path / "alone.jsonl.meta.json").read_text())
-    launcher = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2"]
-    command = [*launcher, "-m", "openrlhf.cli.batch_inference", *argv]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    log = tmp_path / "log"
+    run_ranks(["openrlhf.cli.batch_inference", *argv], 2, log=log)
+    printed = log.read_text()
     assert read(tmp_path / "both.jsonl") == alone
     assert keys(alone) == ALL_KEYS
-    assert "1 of 24 rows are in" in done.stdout and "\x1b" not in done.stdout
+    assert "1 of 24 rows are in" in printed and "\x1b" not in printed
     assert sorted(p.name for p in tmp_path.glob("both*")) == ["both.jsonl", "both.jsonl.meta.json"]
 
 

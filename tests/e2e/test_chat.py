@@ -31,6 +31,7 @@ def flags(task: TaskFiles, *more: str) -> list[str]:
 def engine(task: TaskFiles) -> Iterator[VLLMStream]:
     config = parse(CHAT, flags(task, "--engine", "vllm")).config
     with closing(interactive_chat._load(config, load_tokenizer(str(task.model), flag=""))) as engine:
+        assert isinstance(engine, VLLMStream)
         yield engine
 
 

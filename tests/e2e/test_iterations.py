@@ -18,17 +18,6 @@ TRAIN = (
 )
 
 
-@pytest.fixture(scope="module")
-def reward_model(openrlhf, knowing, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("reward")
-    openrlhf(
-        f"rm --model.model_name_or_path {knowing.chat} --data.dataset {knowing.files.pairs} "
-        "--data.prompt_key prompt --data.apply_chat_template --adam.lr 1e-3 "
-        f"--ckpt.output_dir {folder} {TRAIN}"
-    )
-    return folder
-
-
 @pytest.fixture
 def loop(knowing, reward_model, tmp_path) -> Callable[..., Path]:
     """Run a script with these variables; returns what it made."""
@@ -71,6 +60,7 @@ def test_iterative_dpo(loop, knowing, accuracy) -> None:
     assert (out / "iter1" / "model" / "model.safetensors").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_rejection_sampling(loop, knowing, accuracy) -> None:
     out = loop(
         "train_rejection_sampling.sh",

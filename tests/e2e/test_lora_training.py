@@ -1,10 +1,7 @@
 """Adapters under DeepSpeed: the same gradients at every ZeRO stage, files that others load, runs that go
 on."""
 
-import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from peft import PeftModel
+from processes import run_ranks
 
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
@@ -141,14 +139,8 @@ def check_files(base: Path, folder: Path, samples: list[Sample], expected: torch
         assert not state.get("frozen_param_fragments")
 
 
-def run(command: str) -> None:
-    words = [sys.executable, "-m", *shlex.split(command)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def test_a_reward_model_of_four_bits_is_trained_and_merged(task: TaskFiles, tmp_path: Path) -> None:
+    run = lambda command: run_ranks(shlex.split(command), log=tmp_path / "log")
     run(
         f"openrlhf.cli.train_rm --model.model_name_or_path {task.model} --data.dataset {task.pairs} "
         "--data.prompt_key prompt --data.apply_chat_template --data.max_samples 48 --train.batch_size 16 "

@@ -1,13 +1,11 @@
 """Muon through the command: what one step does to a weight, and that layout and resume change nothing."""
 
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_ranks
 from transformers import AutoModelForCausalLM
 
 from openrlhf.observe.trackers import read_metrics
@@ -19,16 +17,13 @@ LR = {"muon": 0.02, "adam": 1e-3}
 def train(task: TaskFiles, folder: Path, ranks: int, flags: str) -> dict[int, float]:
     """The loss of each step."""
     command = (
-        f"{Path(sys.executable).with_name('torchrun')} --standalone --nproc_per_node {ranks} "
-        f"-m openrlhf.cli.train_sft --model.model_name_or_path {task.model} --data.dataset {task.sft} "
+        f"openrlhf.cli.train_sft --model.model_name_or_path {task.model} --data.dataset {task.sft} "
         "--data.output_key output --data.apply_chat_template --data.max_len 128 --data.max_samples 64 "
         "--train.batch_size 16 --train.max_epochs 1 --optim muon --max_norm 0 --lr_scheduler constant "
         f"--muon.lr {LR['muon']} --adam.lr {LR['adam']} --ds.param_dtype fp32 --ckpt.path {folder}/ckpt "
         f"--ckpt.output_dir {folder}/model --logger.run_dir {folder}/run {flags}"
     )
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(shlex.split(command), ranks, log=folder / "log")
     return {step: m["sft/loss"] for step, m in read_metrics(folder / "run" / "metrics.jsonl").items()}
 
 
@@ -57,18 +52,20 @@ def test_a_step_is_orthogonal_for_matrices_and_adam_for_the_rest(task: TaskFiles
             assert largest == pytest.approx(LR["adam"], rel=0.05), name
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(2, 2), (3, 2)])
+@pytest.mark.parametrize(("stage", "ranks"), [(3, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_losses_do_not_depend_on_the_layout(
     task: TaskFiles, tmp_path: Path, reference: dict[int, float], stage: int, ranks: int
 ) -> None:
     losses = train(task, tmp_path, ranks, f"--ds.zero_stage {stage} --train.micro_batch_size 4")
-    assert losses == pytest.approx(reference, rel=1e-5)
+    # Newton-Schulz runs in bfloat16: another order of additions moves an update by up to 2^-8 of its size,
+    # and with it what the updates have gained.
+    assert losses == pytest.approx(reference, abs=2**-8 * (reference[1] - reference[4]))
     assert losses[4] < losses[1] - 0.5
 
 
 def test_resume_keeps_the_momentum(task: TaskFiles, tmp_path: Path, reference: dict[int, float]) -> None:
     flags = "--ds.zero_stage 2 --train.micro_batch_size 8 --ckpt.save_steps 2 --ckpt.max_num 3"
-    train(task, tmp_path, 1, flags)
+    whole = train(task, tmp_path, 1, flags)
+    assert whole == pytest.approx(reference, abs=2**-8 * (reference[1] - reference[4]))
     (tmp_path / "ckpt" / "latest").write_text("global_step2")
-    losses = train(task, tmp_path, 1, f"{flags} --ckpt.load_enable")
-    assert losses == pytest.approx(reference, rel=1e-5)
+    assert train(task, tmp_path, 1, f"{flags} --ckpt.load_enable") == whole

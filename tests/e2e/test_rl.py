@@ -3,6 +3,7 @@
 import json
 import runpy
 import shlex
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from openrlhf.config.parse import parse
 from openrlhf.observe.journal import read_journal
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
+from openrlhf.types import present
 
 REWARD = Path(__file__).with_name("digits_reward.py")
 COMMON = (
@@ -28,6 +30,11 @@ COMMON = (
 ARRANGEMENTS = {
     "zero 2, one rank, one engine, colocated": (
         "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all"
+    ),
+    "zero 3, two ranks, two engines": (
+        "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 1 "
+        "--critic.num_gpus_per_node 1 --vllm.num_engines 2 --vllm.enable_prefix_caching "
+        "--train.dynamic_batch_enable --train.max_tokens_per_gpu 256"
     ),
     "zero 3, two ranks, one engine": (
         "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --critic.num_gpus_per_node 2"
@@ -42,6 +49,10 @@ ARRANGEMENTS = {
         "--train.micro_batch_size 4"
     ),
 }
+IN_EVERY_RUN = 2
+"""The first arrangements, which differ in everything; all of them are in `make test-all`."""
+
+pytestmark = pytest.mark.usefixtures("running_ray")
 
 
 def train(task: TaskFiles, folder: Path, flags: str) -> dict[int, dict[str, float]]:
@@ -62,7 +73,13 @@ def first_run() -> dict:
     return {}
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize(
+    "arrangement",
+    [
+        pytest.param(name, marks=pytest.mark.slow if i >= IN_EVERY_RUN else ())
+        for i, name in enumerate(ARRANGEMENTS)
+    ],
+)
 def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement: str) -> None:
     flags = (
         f"{COMMON.replace('group_norm', 'gae')} --algo.kl.init_coef 0.01 --actor.adam.lr 1e-3 "
@@ -111,8 +128,10 @@ def check_samplers_hold_the_trained_weights(folder: Path) -> None:
         torch.testing.assert_close(log_probs, torch.tensor(t.rollout_log_probs), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_first_update_starts_at_ratio_one(task: TaskFiles, tmp_path: Path) -> None:
-    """One optimizer step per rollout: nothing is clipped, and the policy has not moved from the old one."""
+    """One optimizer step per rollout: nothing is clipped, and the policy has not moved from the old one; with
+    a critic, `test_a_resumed_run_continues` sees the same."""
     metrics = train(
         task,
         tmp_path,
@@ -135,20 +154,22 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
         "--algo.kl.horizon 100 --actor.num_gpus_per_node 1 --train.colocate_all --actor.adam.lr 3e-3 "
         "--critic.adam.lr 3e-3 --critic.lr_scheduler constant --critic.save_value_network "
         "--rollout.vllm_generate_batch_size 12 --train.enable_ema --eval.steps -1 --train.num_episodes 2 "
-        "--ckpt.save_steps 3 --ckpt.max_num 1 "
+        "--ckpt.save_steps 2 --ckpt.max_num 2 --train.max_steps 6 --train.batch_size 32 "
+        "--algo.advantage.is_correction_enable --actor.entropy_coef 0 "
     )
-    whole = train(task, tmp_path / "whole", f"{flags} --train.max_steps 6")
-    for role in ("actor", "critic"):
-        kept = (tmp_path / f"whole/ckpt/_{role}").glob("global_step*")
-        assert [p.name for p in kept] == ["global_step6"]
-
-    train(task, tmp_path / "halves", f"{flags} --train.max_steps 3")
-    halves = train(task, tmp_path / "halves", f"{flags} --train.max_steps 6 --ckpt.load_enable")
+    whole = train(task, tmp_path / "whole", flags)
+    cut_after_step_4(tmp_path / "whole", tmp_path / "halves")
+    halves = train(task, tmp_path / "halves", f"{flags} --ckpt.load_enable")
     assert list(halves) == list(range(1, 7))
+    for step in whole:  # with one optimizer step per rollout the update starts at ratio one
+        assert whole[step]["policy/ppo_kl"] == pytest.approx(0, abs=1e-6)
+        assert whole[step]["policy/clip_fraction"] == 0
+        assert whole[step]["policy/entropy"] > 1
+    assert whole[1]["policy/is_weight_mean"] == pytest.approx(1, abs=1e-4)  # later, samples have waited
     assert [whole[step]["rollout/buffered_groups"] for step in range(1, 7)] == [4, 8, 0, 4, 8, 0]
     assert whole[6]["kl/coef"] != whole[4]["kl/coef"] != 0.01
     same = ("rollout/reward_mean", "grad_norm", "critic/grad_norm", "critic/value_mean", "kl/coef", "kl/mean")
-    for step in range(4, 7):
+    for step in (5, 6):
         for name in same:
             assert halves[step][name] == pytest.approx(whole[step][name], rel=1e-4, abs=1e-7), (name, step)
     for folder in ("policy", "policy_critic"):
@@ -156,6 +177,19 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
         assert one.keys() == other.keys()
         for name in one:
             torch.testing.assert_close(one[name], other[name], atol=1e-5, rtol=1e-4)
+
+
+def cut_after_step_4(whole: Path, halves: Path) -> None:
+    """The folder of a run that was killed when it had saved its second checkpoint of three; two are kept."""
+    shutil.copytree(whole / "ckpt", halves / "ckpt")
+    for role in ("_actor", "_critic"):
+        kept = halves / "ckpt" / role
+        assert {path.name for path in kept.glob("global_step*")} == {"global_step4", "global_step6"}
+        shutil.rmtree(kept / "global_step6")
+    (halves / "ckpt" / "_actor" / "latest").write_text("global_step4")
+    (halves / "run").mkdir()
+    steps = (whole / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (halves / "run" / "metrics.jsonl").write_text("".join(steps[:4]))
 
 
 FAULTY_REWARD = """
@@ -215,7 +249,7 @@ def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(
                 assert SAID[end] in t.error and t.num_actions > 0
         finished = [t for t in sampled if t.ok]
         assert metrics[step]["rollout/reward_error_count"] == 512 - len(finished)
-        mean = sum(t.reward for t in finished) / len(finished)
+        mean = sum(present(t.reward) for t in finished) / len(finished)
         assert metrics[step]["rollout/reward_mean"] == pytest.approx(mean)
         trained_on = sum(t.num_actions for t in finished) / 2  # two optimizer steps
         assert metrics[step]["num_tokens"] == pytest.approx(trained_on)

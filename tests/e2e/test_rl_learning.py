@@ -18,6 +18,8 @@ COMMON = (
 )
 MetricsOfSteps = dict[int, dict[str, float]]
 
+pytestmark = pytest.mark.usefixtures("running_ray")
+
 
 @pytest.fixture
 def train(openrlhf, knowing, tmp_path) -> Callable[[str, str], tuple[Path, MetricsOfSteps]]:
@@ -32,19 +34,6 @@ def train(openrlhf, knowing, tmp_path) -> Callable[[str, str], tuple[Path, Metri
         return tmp_path / "policy", read_metrics(tmp_path / "run" / "metrics.jsonl")
 
     return run
-
-
-@pytest.fixture(scope="session")
-def reward_model(openrlhf, knowing, tmp_path_factory) -> Path:
-    """Prefers right answers; it has never seen a verifier."""
-    folder = tmp_path_factory.mktemp("reward_model")
-    openrlhf(
-        f"rm --model.model_name_or_path {knowing.chat} --data.dataset {knowing.files.pairs} "
-        "--data.prompt_key prompt --data.apply_chat_template --data.max_len 256 --train.batch_size 16 "
-        "--train.micro_batch_size 16 --train.max_epochs 1 --ds.zero_stage 0 --ds.param_dtype fp32 "
-        f"--adam.lr 1e-3 --ckpt.output_dir {folder}"
-    )
-    return folder
 
 
 def solved(metrics: MetricsOfSteps, steps: range) -> float:
@@ -62,7 +51,14 @@ ESTIMATORS = {
 }
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        pytest.param("gae", marks=pytest.mark.slow),
+        pytest.param("group_norm", marks=pytest.mark.slow),
+        "reinforce_baseline",
+    ],
+)
 def test_the_verifier_raises_the_share_of_solved_problems(train, estimator: str) -> None:
     folder, metrics = train(
         f"--algo.advantage.estimator {estimator} --train.max_steps 14 {ESTIMATORS[estimator]}"

@@ -288,14 +288,17 @@ def test_sigterm_answers_what_came_before(model: Path, tmp_path: Path) -> None:
         assert server.log.read_text() == ""
 
 
-def test_five_deaths_cost_no_answer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("deaths", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_deaths_cost_no_answer(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int
+) -> None:
     """`kill -9` in the middle of the work, again and again; every reward comes, and is the right one."""
     monkeypatch.setattr(remote_reward, "LONGEST_PAUSE", 0.5)
-    texts = [f"<|user|>{i} and {i}?<|end|>" for i in range(600)]
+    texts = [f"<|user|>{i} and {i}?<|end|>" for i in range((deaths + 1) * 100)]
     expected = expected_rewards(model, texts)
     expected = [reward * STD + MEAN for reward in expected]
     port, log = free_port(), tmp_path / "stderr"
-    deaths, asked = 5, 100
+    asked = 100
     hits: list[bool] = []  # whether a death came before all answers
 
     async def run() -> list[Reward]:

@@ -1,6 +1,5 @@
 """Supervised fine-tuning through its commands: every launcher, layout and resume gives the same model."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.observe.trackers import read_metrics
@@ -17,13 +17,12 @@ from openrlhf.tasks.prepare import TaskFiles
 BIN = Path(sys.executable).parent
 MODULE = "openrlhf.cli.train_sft"
 LAUNCHERS = {
-    "python": f"{sys.executable} -m {MODULE}",
     "console": f"{BIN / 'openrlhf'} sft",
     "torchrun": f"{BIN / 'torchrun'} --standalone --nproc_per_node 2 -m {MODULE}",
     "deepspeed": f"{BIN / 'deepspeed'} --num_accelerators 2 --module {MODULE}",
 }
 LAYOUTS = {
-    "python": "--train.micro_batch_size 1 --ds.zero_stage 0",
+    "forked": "--train.micro_batch_size 1 --ds.zero_stage 0",
     "console": "--train.dynamic_batch_enable --train.max_tokens_per_gpu 200 --ds.zero_stage 2",
     "torchrun": "--train.micro_batch_size 4 --ds.zero_stage 3",
     "deepspeed": "--train.micro_batch_size 8 --ds.zero_stage 2",
@@ -33,23 +32,26 @@ STEPS = 10
 
 def sft(task: TaskFiles, folder: Path, launcher: str, flags: str) -> dict[int, dict[str, float]]:
     """The metrics of each step."""
-    command = (
-        f"{LAUNCHERS[launcher]} --model.model_name_or_path {task.model} --data.dataset {task.sft} "
-        "--data.output_key output --data.apply_chat_template --data.max_samples 80 --data.max_len 128 "
-        "--train.batch_size 16 --train.max_epochs 2 --adam.lr 1e-3 --adam.eps 1e-3 --ds.param_dtype fp32 "
+    flags = (
+        f"--model.model_name_or_path {task.model} --data.dataset {task.sft} --data.output_key output "
+        "--data.apply_chat_template --data.max_samples 80 --data.max_len 128 --train.batch_size 16 "
+        "--train.max_epochs 2 --adam.lr 1e-3 --adam.eps 1e-3 --ds.param_dtype fp32 "
         f"--eval.dataset {task.sft} --eval.max_samples 20 --ckpt.output_dir {folder / 'model'} "
         f"--ckpt.path {folder / 'ckpt'} --logger.run_dir {folder / 'run'} {flags}"
     )
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    if launcher == "forked":
+        run_ranks([MODULE, *shlex.split(flags)], log=folder / "log")
+    else:
+        words = shlex.split(f"{LAUNCHERS[launcher]} {flags}")
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
     return read_metrics(folder / "run" / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")
 def reference(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp("reference")
-    return folder, sft(task, folder, "python", LAYOUTS["python"])
+    return folder, sft(task, folder, "forked", LAYOUTS["forked"])
 
 
 @pytest.mark.parametrize("launcher", ["console", "torchrun", "deepspeed"])
@@ -76,12 +78,12 @@ def test_resume_continues_in_the_middle_of_an_epoch(
 ) -> None:
     """Saved after steps 3 and 6, killed, resumed at 6: the same losses as the run that went through."""
     folder, expected = reference
-    flags = f"{LAYOUTS['python']} --ckpt.save_steps 3 --ckpt.max_num 1"
-    sft(task, tmp_path, "python", flags)
+    flags = f"{LAYOUTS['forked']} --ckpt.save_steps 3 --ckpt.max_num 1"
+    sft(task, tmp_path, "forked", flags)
     checkpoints = tmp_path / "ckpt"
     assert (checkpoints / "latest").read_text() == "global_step9"
     assert [p.name for p in checkpoints.glob("global_step*")] == ["global_step9"]
-    metrics = sft(task, tmp_path, "python", f"{flags} --ckpt.load_enable")
+    metrics = sft(task, tmp_path, "forked", f"{flags} --ckpt.load_enable")
     assert list(metrics) == list(range(1, STEPS + 1))
     assert metrics[STEPS]["sft/loss"] == expected[STEPS]["sft/loss"]
     ours, theirs = (AutoModelForCausalLM.from_pretrained(f / "model") for f in (tmp_path, folder))
@@ -91,9 +93,9 @@ def test_resume_continues_in_the_middle_of_an_epoch(
 
 def test_progress_is_one_plain_line_a_step(task: TaskFiles, tmp_path: Path) -> None:
     command = (
-        f"{LAUNCHERS['python']} --model.model_name_or_path {task.model} --data.dataset {task.pretrain} "
-        "--model.pretrain_mode_enable --data.max_samples 32 --train.batch_size 16 --train.max_epochs 1 "
-        f"--ds.param_dtype fp32 --ckpt.output_dir {tmp_path}"
+        f"{sys.executable} -m {MODULE} --model.model_name_or_path {task.model} "
+        f"--data.dataset {task.pretrain} --model.pretrain_mode_enable --data.max_samples 32 "
+        f"--train.batch_size 16 --train.max_epochs 1 --ds.param_dtype fp32 --ckpt.output_dir {tmp_path}"
     )
     done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=300, check=True)
     assert "\x1b" not in done.stdout and "\r" not in done.stdout

@@ -33,16 +33,17 @@ def last_metrics(folder: Path) -> Metrics:
 
 
 @pytest.fixture(scope="module")
-def dpo_model(openrlhf, knowing, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("dpo")
+def dpo_model(openrlhf, knowing, build_once) -> Path:
     files = knowing.files
-    openrlhf(
-        f"dpo --model.model_name_or_path {knowing.chat} --data.dataset {files.pairs} "
-        f"--eval.dataset {files.pairs_eval} --eval.split train {PAIRS} {COMMON} "
-        "--adam.lr 3e-4 --model.nll_loss_coef 0.5 "
-        f"--ref.precompute_enable --ckpt.output_dir {folder} --logger.run_dir {folder}/run"
+    return build_once(
+        "dpo_model",
+        lambda folder: openrlhf(
+            f"dpo --model.model_name_or_path {knowing.chat} --data.dataset {files.pairs} "
+            f"--eval.dataset {files.pairs_eval} --eval.split train {PAIRS} {COMMON} "
+            "--adam.lr 3e-4 --model.nll_loss_coef 0.5 "
+            f"--ref.precompute_enable --ckpt.output_dir {folder} --logger.run_dir {folder}/run"
+        ),
     )
-    return folder
 
 
 @pytest.fixture

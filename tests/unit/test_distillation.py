@@ -42,8 +42,10 @@ def teacher_of(size: int, has_bias: bool, **options) -> tuple[Tensor, LinearHead
 
 
 def student_of(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = [(A, H), (size, H), (size,)]
-    return tuple(noise(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes))
+    made = noise(A, H, seed=0), noise(size, H, seed=1), noise(size, seed=2)
+    for tensor in made:
+        tensor.requires_grad_()
+    return made
 
 
 def logits_as_hidden(*rows: list[float]) -> tuple[Tensor, LinearHead]:

@@ -103,7 +103,7 @@ def test_a_stream_gives_the_same_tokens_and_can_be_left():
     stream = TransformersStream(MODEL, TOKENIZER.pad_token_id)
     whole = list(stream.stream(PROMPTS[1], 7, long))
     assert [whole] == answers([PROMPTS[1]], [7], max_new_tokens=40, stop_token_ids=())
-    with closing(stream.stream(PROMPTS[1], 7, long)) as tokens:
+    with closing(stream.stream(PROMPTS[1], 7, long)) as tokens:  # pyrefly: ignore[bad-specialization]
         assert [next(tokens) for _ in range(2)] == whole[:2]
     assert not [thread for thread in threading.enumerate() if thread.name == "answer"]
 

@@ -66,7 +66,7 @@ def test_a_resumed_schedule_goes_on():
         for _ in range(steps):
             scheduler.optimizer.step()
             scheduler.step()
-        return scheduler.get_last_lr()[0]
+        return float(scheduler.get_last_lr()[0])
 
     first, second = scheduler(), scheduler()
     lr_after(first, 3)

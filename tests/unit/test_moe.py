@@ -46,10 +46,11 @@ SHAPE = {
     "pad_token_id": 0,
 }
 MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+TOP_3 = {"num_experts_per_tok": 3}
 MODELS = {
-    "qwen3_moe": hf.Qwen3MoeConfig(**SHAPE, **MOE, num_experts=6),
+    "qwen3_moe": hf.Qwen3MoeConfig(**SHAPE, **MOE, num_experts=6),  # pyrefly: ignore[unexpected-keyword]
     "mixtral": hf.MixtralConfig(**SHAPE, num_experts_per_tok=2, num_local_experts=4),
-    "olmoe": hf.OlmoeConfig(**SHAPE, num_experts_per_tok=3, num_experts=5),
+    "olmoe": hf.OlmoeConfig(**SHAPE, **TOP_3, num_experts=5),  # pyrefly: ignore[unexpected-keyword]
 }
 DENSE = hf.Qwen3Config(**SHAPE)
 COEF = 0.3

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.models.scorer import ScoreModel, ValueModel, head_name, load_scorer, padding_token_id
@@ -44,7 +44,7 @@ def folder_padded_by_eos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("eos"), pad_token="<|end|>", bos_token="<|user|>")
 
 
-def train_like(folder: Path, **options) -> tuple[ScoreModel, PreTrainedTokenizerFast]:
+def train_like(folder: Path, **options) -> tuple[ScoreModel, PreTrainedTokenizerBase]:
     """A scorer with a new head, as `train_rm` begins."""
     tokenizer = load_tokenizer(str(folder), flag="--model")
     torch.manual_seed(3)
@@ -54,7 +54,7 @@ def train_like(folder: Path, **options) -> tuple[ScoreModel, PreTrainedTokenizer
     return model, tokenizer
 
 
-def save(model: ScoreModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
+def save(model: ScoreModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
     model.model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -65,7 +65,7 @@ def load(folder: Path) -> ScoreModel:
 
 
 @torch.no_grad()
-def packed_scores(model: ScoreModel, tokenizer: PreTrainedTokenizerFast) -> Tensor:
+def packed_scores(model: ScoreModel, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """One score for each text, read off its last token."""
     samples = []
     for text in TEXTS:

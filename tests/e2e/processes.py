@@ -1,0 +1,65 @@
+"""Processes of the tests, forked from one that has imported what takes ten seconds to import.
+
+test_sft.py starts commands as users do, with every launcher.
+"""
+
+import multiprocessing
+import os
+import runpy
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from openrlhf.engine.distributed import free_port
+
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(
+    ["openrlhf.cli.supervised", "openrlhf.engine.precompute", "transformers.optimization", "datasets"]
+)
+
+
+def run_ranks(command: Sequence[str], num_ranks: int = 1, *, log: Path, timeout: float = 300) -> None:
+    """A file or a module, and its arguments, run by this many ranks of one group; what they print goes to
+    `log`.
+
+    Raises AssertionError with the end of `log` where a rank fails.
+    """
+    group = {
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
+    ranks = []
+    for rank in range(num_ranks):
+        place = group | {"RANK": rank, "LOCAL_RANK": rank} if num_ranks > 1 else {}
+        environment = dict(os.environ) | {name: str(value) for name, value in place.items()}
+        ranks.append(FORKSERVER.Process(target=_be, args=(list(command), environment, log)))
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + timeout
+    while any(process.exitcode is None for process in ranks) and time.monotonic() < deadline:
+        if any(process.exitcode for process in ranks):  # the others would wait for it
+            break
+        ranks[0].join(0.05)
+        time.sleep(0.02)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+        process.join()
+    assert codes == [0] * num_ranks, f"{command} ended with {codes}:\n{log.read_text()[-4000:]}"
+
+
+def _be(command: list[str], environment: Mapping[str, str], log: Path) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    program, *sys.argv[1:] = command
+    sys.argv[0] = program
+    if program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -1,0 +1,41 @@
+"""Every benchmark at its smallest size: that it runs, and that its ways do the same work, which it checks."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import run_ranks
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_every_benchmark_is_here() -> None:
+    assert {path.name for path in BENCHMARKS.glob("*.py")} == {"rollout.py", "supervised.py"}
+
+
+SMALLEST = ["--rows", "4", "--batch_size", "2", "--rounds", "1"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--tasks", "sft", "kto", "--modes", "bare", "trl"],
+        pytest.param([], marks=pytest.mark.slow, id="all tasks and ways"),
+    ],
+)
+def test_supervised(options: list[str]) -> None:
+    command = [sys.executable, str(BENCHMARKS / "supervised.py"), *SMALLEST, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert re.search(r"^SFT: 4 samples, \d+ tokens, 1 rounds$", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^bare +\d+ ", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.usefixtures("running_ray")
+def test_rollout(tmp_path: Path) -> None:
+    sizes = ["--prompts", "2", "--samples", "2", "--max_new_tokens", "8", "--repeats", "1"]
+    run_ranks([str(BENCHMARKS / "rollout.py"), *sizes], log=tmp_path / "log")
+    printed = (tmp_path / "log").read_text()
+    assert "2 prompts x 2 samples" in printed and "ours / bare:" in printed
