@@ -17,6 +17,7 @@ from transformers import (
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.datasets.cache import digest, file_digest
 from openrlhf.models.attention import resolve_attention
+from openrlhf.models.checkpoint_layout import forget_unused_conversions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """`--ds.param_dtype` in torch's words."""
@@ -46,6 +47,7 @@ def load_causal_lm(
         **options,
     )
     model.config.use_cache = False
+    forget_unused_conversions(model)
     return model
 
 

@@ -8,6 +8,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from openrlhf.models.attention import resolve_attention
 from openrlhf.models.backbone import RowModel, hidden_states
+from openrlhf.models.checkpoint_layout import forget_unused_conversions
 from openrlhf.models.loading import DTYPES, load_config, nf4
 from openrlhf.types import PackedRow
 
@@ -78,6 +79,7 @@ def load_scorer(
     if trained and any(key.startswith(f"{CLASSIFIER_HEAD}.") for key in loaded["missing_keys"]):
         raise _no_head(path, flag, name)
     model.config.use_cache = False
+    forget_unused_conversions(model)
     if name != CLASSIFIER_HEAD:
         head = model.score
         del model.score
