@@ -1,8 +1,8 @@
 """Whether engines compute with the weights that they were sent.
 
 A checksum shows what went into an engine's loader, not what the engine made of it: fused and packed copies,
-tied heads, buffers. That shows in what it computes. The engines of a run start with random weights, so whatever
-a sync leaves out makes its log-probs of a probe differ from the trainer's.
+tied heads, buffers. That shows in what it computes. The engines of a run start with random weights, so
+whatever a sync leaves out makes their log-probs of a probe differ from the trainer's.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ ROUNDING = {"fp32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Largest relative error of one rounding by `--ds.param_dtype`. GPUs may round the factors of float32
 products to TF32."""
 ROUNDINGS = 32
-"""Errors that may add up. Independent ones grow with the square root: 32 are those of 256 layers, 4 in each."""
+"""Errors that may add up. Independent ones grow with the square root: it is 32 with 256 layers, 4 in each."""
 LEAST_SPREAD = 0.01
 """Nats. What a model that tells tokens apart by less is measured by."""
 
@@ -68,7 +68,7 @@ def _reason(engine: EngineProbe) -> str:
     if engine.unwritten:
         more = len(engine.unwritten) - 3
         names = ", ".join(engine.unwritten[:3]) + (f" and {more} more" if more > 0 else "")
-        return f"The sync did not write {names}: vLLM ignored what was sent for them, or nothing was."
+        return f"The sync did not write {names}: nothing was sent for it, or vLLM passed over it."
     return (
         "vLLM keeps a copy of some weights that the sync did not renew, or computes this architecture in "
         "another way than transformers does.\nWhat it samples is not the policy's, so training would go "

@@ -162,7 +162,7 @@ class VLLMEngine:
         from vllm.sampling_params import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        output = await self.generate(token_ids, params)
+        output: Any = await self.generate(token_ids, params)
         return [
             of_position[token].logprob
             for token, of_position in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
