@@ -18,8 +18,8 @@ ROUTED_EXPERTS = {
 }
 LATENT = {
     "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 32,
+    "kv_lora_rank": 512,  # vLLM's kernels know this and the next number alone
+    "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
 }
@@ -37,7 +37,7 @@ FAMILIES = {
     "GraniteMoe": LOCAL_EXPERTS,
     "Phimoe": LOCAL_EXPERTS,
     "MiniMaxM2": HEADS | LOCAL_EXPERTS | {"rotary_dim": 32, "scoring_func": "sigmoid"},
-    "DeepseekV2": LATENT | SMALL | ROUTED_EXPERTS | {"topk_method": "greedy"},
+    "DeepseekV2": LATENT | SMALL | ROUTED_EXPERTS | {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     "DeepseekV3": LATENT
     | SMALL
     | ROUTED_EXPERTS

@@ -1,5 +1,5 @@
-"""Weights from a transformers model to a vLLM model in this process, by our protocol, with the faults of the
-specification put in one after the other: what the sync and the check of what was stored say of each."""
+"""Weights from a transformers model to a vLLM model by our protocol, with faults put in one after the other:
+what the check of what was stored says of each. For faults vLLM must be in this process."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ class Trainer:
     """What a sender asks of an engine in training."""
 
     def __init__(self, path: str, dtype: str) -> None:
-        self.policy = PolicyModel(load_causal_lm(path, flag="--model", dtype=dtype, attention="auto")).eval()
+        self.policy = PolicyModel(load_causal_lm(path, flag="--model", dtype=dtype, attention="eager")).eval()
         shapes = {name: tuple(t.shape) for name, t in checkpoint_tensors(self.policy.model).items()}
         self.layout = CheckpointLayout(self.policy.model, shapes)
 
@@ -85,7 +85,7 @@ class InProcess:
         return EngineProbe(log_probs=log_probs, unwritten=unwritten)
 
 
-def fault(name: str, model_class: type):
+def fault(name: str, model_class: type | None):
     """Something that goes wrong in an engine: the head or the experts are not packed again; or what has
     `name` in its name is passed over, after the checksum has counted it. Empty: nothing."""
     if name == "head":
@@ -93,9 +93,11 @@ def fault(name: str, model_class: type):
         return patch.object(GlooReceiver, "finish_weight_update", finish)
     if name == "experts":
         return patch.object(UnquantizedFusedMoEMethod, "_setup_kernel", FIRST_SETUP)
+    if model_class is None:
+        return nullcontext()
     load = model_class.load_weights
-    most = lambda model, weights: load(model, ((n, t) for n, t in weights if name not in n))
-    return patch.object(model_class, "load_weights", most) if name else nullcontext()
+    most = lambda model, weights: load(model, ((n, t) for n, t in weights if not name or name not in n))
+    return patch.object(model_class, "load_weights", most)
 
 
 def verdict(trainer: Trainer, client: InProcess, dtype: str) -> str:
@@ -112,6 +114,7 @@ def verdict(trainer: Trainer, client: InProcess, dtype: str) -> str:
 
 def main(spec: dict) -> None:
     torch.manual_seed(0)
+    trainer = Trainer(spec["model"], spec["dtype"])  # first: vLLM may change transformers' classes
     names = {"fp32": "float32", "bf16": "bfloat16"}
     llm = LLM(
         spec["model"],
@@ -126,8 +129,8 @@ def main(spec: dict) -> None:
         worker_extension_cls="openrlhf.engine.vllm_transfer.WorkerExtension",
         weight_transfer_config={"backend": "openrlhf_gloo"},
     )
-    (model_class,) = llm.apply_model(type)
-    trainer, client = Trainer(spec["model"], spec["dtype"]), InProcess(llm)
+    (model_class,) = llm.apply_model(type) if any(spec["faults"]) else (None,)
+    client = InProcess(llm)
     where = {"backend": "gloo", "address": "127.0.0.1", "port": free_port(), "num_workers": 1, "rank": 0}
     sender = WeightSender(trainer, client, **where)
     verdicts = {}
