@@ -174,6 +174,11 @@ class PolicyGroup(TrainedGroup[PolicyWorker]):
             lambda worker: worker.open_weight_sync.remote(client, backend, address, port, client.num_workers)
         )
 
+    def probe(self, sample: Sample) -> Gathered[Tensor]:
+        """(A,) log-probs of the sample's actions at temperature 1."""
+        start = lambda: [worker.probe.remote(sample) for worker in self.workers]
+        return Gathered(self.bundles.turns.take(start), first)
+
     def send_weights(self, version: int) -> Gathered[None]:
         return self.on_all(lambda worker: worker.send_weights.remote(version))
 

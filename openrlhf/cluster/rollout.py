@@ -14,6 +14,7 @@ from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.residency import Residency
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serve_rm import KEY_VARIABLE
+from openrlhf.engine.stored_weights import PROBE_TOKENS, EngineProbe, check_stored, probe_of
 from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
 from openrlhf.models.loading import policy_tokenizer, stop_token_ids
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
@@ -33,9 +34,9 @@ MAX_CALLS = 4096
 class EngineActor(VLLMEngine):
     """An engine, and the episodes that run on it, in one process."""
 
-    def __init__(self, config: PPOConfig, on_gpu: bool, reward_key: str | None = None) -> None:
+    def __init__(self, config: PPOConfig, options: EngineOptions, reward_key: str | None = None) -> None:
         """`reward_key`: of the reward servers."""
-        super().__init__(engine_options(config, on_gpu))
+        super().__init__(options)
         self.config, self.reward_key = config, reward_key
 
     async def start(self) -> None:
@@ -69,12 +70,18 @@ class EngineActor(VLLMEngine):
         """All samples of one prompt; `purpose` is train or eval."""
         return await self.runner.run_group(prompt, self.samplings[purpose])
 
+    async def probe(self, token_ids: list[int]) -> EngineProbe:
+        return EngineProbe(
+            log_probs=await self.log_probs(token_ids), unwritten=await self.unwritten_parameters()
+        )
+
     async def close(self) -> None:
         self.reward.close()
         self.shutdown()
 
 
-def engine_options(config: PPOConfig, on_gpu: bool) -> EngineOptions:
+def engine_options(config: PPOConfig, on_gpu: bool, *, load_weights: bool = False) -> EngineOptions:
+    """Without `load_weights` an engine holds random weights until the first sync: none that it could keep."""
     return EngineOptions(
         model=config.actor.model_name_or_path,
         dtype=config.ds.param_dtype,
@@ -88,6 +95,7 @@ def engine_options(config: PPOConfig, on_gpu: bool) -> EngineOptions:
         enable_sleep=config.engines_sleep and on_gpu,
         gpu_memory_utilization=config.vllm.gpu_memory_utilization,
         kv_cache_gb=config.vllm.kv_cache_gb,
+        load_weights=load_weights,
     )
 
 
@@ -103,10 +111,14 @@ def transfer_backend(config: PPOConfig, on_gpu: bool) -> str:
 
 
 class RolloutGroup:
-    def __init__(self, config: PPOConfig, bundles: Bundles, on_gpu: bool) -> None:
-        """Creates the engines' processes; `start` loads the model."""
+    def __init__(
+        self, config: PPOConfig, bundles: Bundles, on_gpu: bool, *, load_weights: bool = False
+    ) -> None:
+        """Creates the engines' processes; `start` builds the model, with `load_weights` from its files and
+        otherwise for `load_weights` to fill."""
         self.config, self.on_gpu = config, on_gpu
-        environment = engine_environment(engine_options(config, on_gpu))
+        start_options = engine_options(config, on_gpu, load_weights=load_weights)
+        environment = engine_environment(start_options)
         tensor_parallel_size = config.vllm.tensor_parallel_size
         self.engines: list[Any] = []  # actor handles, whose methods Ray does not type
         for i in range(config.num_engines):
@@ -116,7 +128,7 @@ class RolloutGroup:
                 **options, runtime_env=runtime_env, max_concurrency=MAX_CALLS
             )
             # The key from here: on another machine the variable is not set.
-            self.engines.append(actor.remote(config, on_gpu, os.environ.get(KEY_VARIABLE)))
+            self.engines.append(actor.remote(config, start_options, os.environ.get(KEY_VARIABLE)))
         self.client = RayEngineClient(self.engines, tensor_parallel_size)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self.on_finished: Callable[[list[Trajectory]], None] = lambda group: None
@@ -124,6 +136,8 @@ class RolloutGroup:
         self.judge: Callable[[list[Trajectory]], list[Trajectory]] = lambda trajectories: trajectories
         """Adds the rewards of reward models."""
         self.residency = Residency(self.engines, config.engines_sleep and on_gpu)
+        self.is_checked = False
+        """The engines have shown that they compute with the weights that they were sent."""
 
     def start(self) -> Gathered[None]:
         return Gathered([engine.start.remote() for engine in self.engines], first)
@@ -156,6 +170,16 @@ class RolloutGroup:
     def _load_weights(self, policy: "PolicyGroup", version: int) -> None:
         with self.residency.syncing():
             policy.send_weights(version).result()
+        if not self.is_checked:
+            self._check_stored(policy)
+            self.is_checked = True
+
+    def _check_stored(self, policy: PolicyGroup) -> None:
+        length = min(PROBE_TOKENS, self.config.data.max_len - 1)
+        sample = probe_of(policy_tokenizer(self.config), length)
+        with self.residency.generating():
+            answers = ray.get([e.probe.remote(sample.token_ids.tolist()) for e in self.engines])
+        check_stored(policy.probe(sample).result(), answers, self.config.ds.param_dtype)
 
 
 class _Sampler:

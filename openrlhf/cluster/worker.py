@@ -260,6 +260,10 @@ class PolicyWorker(TrainedWorker):
             rank=self.rank,
         )
 
+    def probe(self, sample: Sample) -> Tensor:
+        """(A,) log-probs of the sample's actions at temperature 1."""
+        return self.ask(self.model, [sample], lambda model, row: model(row).log_probs)[0]
+
     def send_weights(self, version: int) -> None:
         self.sender.send(version)
         release_cached_memory()

@@ -4,8 +4,10 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
 from itertools import chain
-from typing import cast
+from typing import TypeVar, cast
 
 import deepspeed
 import torch
@@ -24,6 +26,7 @@ from openrlhf.engine.lr_schedule import lr_schedule
 from openrlhf.engine.moving_average import MovingAverage
 from openrlhf.engine.random_state import load_random_state, save_random_state, saved_ranks
 from openrlhf.models.backbone import RowModel, backbone_of
+from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
 from openrlhf.models.dropout import enable_checkpointing, has_noise, set_training
 from openrlhf.models.lora import has_adapters, save_adapter
 from openrlhf.models.self_check import settle_reading
@@ -32,6 +35,10 @@ from openrlhf.types import LossNorm, Metrics
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 # DeepSpeed's older calls
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+
+ItemT = TypeVar("ItemT")
+BUCKET_BYTES = 256 << 20
+"""Of whole parameters that are gathered at a time."""
 
 
 class DeepSpeedEngine:
@@ -155,17 +162,34 @@ class DeepSpeedEngine:
         self.module.eval()
         return [read(self.engine, row.to(self.device)).cpu() for row in padded][: len(rows)]
 
-    def weights(self, bucket_bytes: int = 256 << 20) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in full, by its Hugging Face name. All ranks must iterate together: at stage 3 each
-        bucket is a collective. A tensor is valid until the next one is asked for."""
-        yield from self._in_full(self.module.model.named_parameters(), bucket_bytes)
+    def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that a checkpoint of the model holds, in full, by the checkpoint's name and in its
+        layout. All ranks must iterate together: at stage 3 each bucket is a collective. A tensor is valid
+        until the next one is asked for."""
+        layout, tensors = self._layout, checkpoint_tensors(self.module.model)
+        sizes = [sum(num_bytes(tensors[name]) for name in c.names) for c in layout.conversions]
+        for bucket in _buckets(layout.conversions, sizes, bucket_bytes):
+            with self._gathered(tensors[name] for conversion in bucket for name in conversion.names):
+                for conversion in bucket:
+                    whole = {name: tensors[name].data for name in conversion.names}
+                    yield from layout.convert(conversion, whole).items()
 
     def weight_metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(name, dtype, full shape) of everything that `weights` yields, without a transfer."""
+        empty = {
+            name: torch.empty(full_shape(t), dtype=t.dtype, device="meta")
+            for name, t in checkpoint_tensors(self.module.model).items()
+        }
         return [
-            (name, p.dtype, tuple(p.ds_shape if hasattr(p, "ds_shape") else p.shape))
-            for name, p in self.module.model.named_parameters()
+            (name, t.dtype, tuple(t.shape))
+            for conversion in self._layout.conversions
+            for name, t in self._layout.convert(conversion, empty).items()
         ]
+
+    @cached_property
+    def _layout(self) -> CheckpointLayout:
+        model = self.module.model
+        return CheckpointLayout(model, {n: full_shape(t) for n, t in checkpoint_tensors(model).items()})
 
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
         # DeepSpeed mixes client state with its own keys, so ours stays under one.
@@ -263,23 +287,16 @@ class DeepSpeedEngine:
         limit = self.max_norm if self.max_norm > 0 else math.inf
         return float(nn.utils.clip_grad_norm_(self.module.parameters(), limit))
 
-    def _in_full(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], bucket_bytes: int = 256 << 20
-    ) -> Iterator[tuple[str, Tensor]]:
-        bucket, size = [], 0
-        for name, param in parameters:
-            bucket.append((name, param))
-            size += full_numel(param) * param.element_size()
-            if size >= bucket_bytes:
-                yield from self._gathered(bucket)
-                bucket, size = [], 0
-        if bucket:
-            yield from self._gathered(bucket)
+    def _in_full(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+        named = list(parameters)
+        for bucket in _buckets(named, [num_bytes(p) for _, p in named], BUCKET_BYTES):
+            with self._gathered(p for _, p in bucket):
+                for name, param in bucket:
+                    yield name, param.data
 
-    def _gathered(self, bucket: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
-        with deepspeed.zero.GatheredParameters([p for _, p in bucket], enabled=self.stage == 3):
-            for name, param in bucket:
-                yield name, param.data
+    def _gathered(self, tensors: Iterable[Tensor]) -> AbstractContextManager:
+        """Inside, parameters are whole on every rank. Collective."""
+        return deepspeed.zero.GatheredParameters(list(tensors), enabled=self.stage == 3)
 
 
 class FrozenModel:
@@ -321,9 +338,32 @@ class FrozenModel:
         return [read(self.model, row.to(self.device)).cpu() for row in padded][: len(rows)]
 
 
-def full_numel(param: nn.Parameter) -> int:
+def full_numel(param: Tensor) -> int:
     """Elements of the whole parameter, of which ZeRO-3 keeps only a shard here."""
     return param.ds_numel if hasattr(param, "ds_numel") else param.numel()
+
+
+def full_shape(param: Tensor) -> tuple[int, ...]:
+    """Of the whole parameter, of which ZeRO-3 keeps only a shard here."""
+    return tuple(param.ds_shape if hasattr(param, "ds_shape") else param.shape)
+
+
+def num_bytes(param: Tensor) -> int:
+    """Of the whole parameter, of which ZeRO-3 keeps only a shard here."""
+    return full_numel(param) * param.element_size()
+
+
+def _buckets(items: Sequence[ItemT], sizes: Sequence[int], capacity: int) -> Iterator[list[ItemT]]:
+    """In order, each full when its sizes reach `capacity`."""
+    bucket, filled = [], 0
+    for item, size in zip(items, sizes, strict=True):
+        bucket.append(item)
+        filled += size
+        if filled >= capacity:
+            yield bucket
+            bucket, filled = [], 0
+    if bucket:
+        yield bucket
 
 
 def _optimizer(module: RowModel, optim: OptimConfig, ds: DeepSpeedConfig) -> torch.optim.Optimizer:

@@ -43,6 +43,8 @@ class EngineOptions:
     """On GPUs only: vLLM refuses it elsewhere."""
     gpu_memory_utilization: float = 0.95
     kv_cache_gb: float | None = None
+    load_weights: bool = True
+    """Off: the weights are random until a weight sync."""
     max_num_seqs: int | None = None
     """Sequences in one step of the engine. None: as vLLM chooses."""
 
@@ -106,6 +108,7 @@ class VLLMEngine:
         self.llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=options.model,
+                load_format="auto" if options.load_weights else "dummy",
                 dtype=dtypes[options.dtype],
                 max_model_len=options.max_len,
                 seed=options.seed,
@@ -154,6 +157,17 @@ class VLLMEngine:
         async for latest in self.llm.generate(prompt, sampling_params, request_id=uuid.uuid4().hex):
             yield list(latest.outputs[0].token_ids)
 
+    async def log_probs(self, token_ids: list[int]) -> list[float]:
+        """Of every token but the first, at temperature 1."""
+        from vllm.sampling_params import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        output: Any = await self.generate(token_ids, params)
+        return [
+            of_position[token].logprob
+            for token, of_position in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        ]
+
     async def init_weight_transfer_engine(self, init_info: dict) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -181,6 +195,11 @@ class VLLMEngine:
     async def loaded_checksums(self) -> list[int]:
         """Of each worker, see weight_sync.Checksum."""
         return await self._bounded(self.llm.collective_rpc("loaded_checksum"))
+
+    async def unwritten_parameters(self) -> list[str]:
+        """What no weight sync has changed, on any worker."""
+        workers = await self._bounded(self.llm.collective_rpc("unwritten_parameters"))
+        return sorted({name for names in workers for name in names})
 
     async def sleep(self) -> None:
         """Give the GPU's memory back: weights move to the CPU, the KV cache is dropped."""

@@ -34,6 +34,11 @@ class WorkerExtension:
         """Of everything loaded since the last `start_weight_update`."""
         return self.weight_transfer_engine.checksum.value
 
+    def unwritten_parameters(self) -> list[str]:
+        """Those that hold what they held before the first update. Without those that vLLM has packed away."""
+        engine = self.weight_transfer_engine
+        return [name for name, now in _fingerprints(engine.model).items() if engine.at_start[name] == now]
+
 
 class CheckedLoading(WeightTransferEngine):
     """Mixin for transfer engines: sums up what goes into `load_weights` during an update."""
@@ -42,8 +47,12 @@ class CheckedLoading(WeightTransferEngine):
     """One of vLLM's, which have `load_weights`."""
 
     checksum = Checksum()
+    at_start: dict[str, int]
+    """Fingerprints of the parameters before the first update."""
 
     def start_weight_update(self) -> None:
+        if not hasattr(self, "at_start"):
+            self.at_start = _fingerprints(self.model)
         self.checksum = Checksum()
         load, checksum = type(self.model).load_weights, self.checksum
 
@@ -122,6 +131,17 @@ def _counted(weights, checksum: Checksum):
     for name, tensor in weights:
         checksum.add(name, tensor)
         yield name, tensor
+
+
+def _fingerprints(model) -> dict[str, int]:
+    """A checksum of each parameter that has elements."""
+    found = {}
+    for name, param in model.named_parameters():
+        if param.numel():
+            checksum = Checksum()
+            checksum.add(name, param)
+            found[name] = checksum.value
+    return found
 
 
 def _repack_experts_on_reload() -> None:

@@ -18,6 +18,7 @@ from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.datasets.cache import digest, file_digest
 from openrlhf.models.attention import PACKED, resolve_attention
 from openrlhf.models.backbone import reading_of
+from openrlhf.models.checkpoint_layout import forget_unused_conversions
 from openrlhf.models.rope import fix_frequencies
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -74,6 +75,7 @@ def load_for_rows(
     reading = reading_of(model)
     reading.flag, reading.packed = attention, takes_it
     fix_frequencies(model, max_len)
+    forget_unused_conversions(model)
     return model, info
 
 

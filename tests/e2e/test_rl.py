@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import tiny_family
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -283,3 +284,20 @@ def test_a_run_on_problems_of_reasoning_gym_and_what_it_leaves(task: TaskFiles, 
     assert "group_norm" in (folder / "config.yaml").read_text()
     assert (folder / "report.html").stat().st_size > 1000
     assert list((tmp_path / "tb").rglob("events.out.*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Mixtral", "Glm4Moe"])
+def test_weights_that_transformers_renames_and_fuses(task: TaskFiles, tmp_path: Path, family: str) -> None:
+    """Through two updates at ZeRO-3, and through a resume in between."""
+    model = tiny_family(tmp_path / "model", family)
+    flags = (
+        f"{COMMON} --actor.model_name_or_path {model} --ds.zero_stage 3 --actor.num_gpus_per_node 2 "
+        "--train.colocate_all --algo.kl.init_coef 0 --actor.adam.lr 1e-2 --eval.steps -1 --ckpt.save_steps 1 "
+    )
+    metrics = train(task, tmp_path, flags)
+    assert metrics[1]["mismatch/abs_diff_max"] < 1e-4
+    assert metrics[2]["mismatch/abs_diff_max"] < 1e-4
+    metrics = train(task, tmp_path, f"{flags} --train.max_steps 3 --ckpt.load_enable")
+    assert list(metrics) == [1, 2, 3]
+    assert metrics[3]["mismatch/abs_diff_max"] < 1e-4

@@ -1,0 +1,105 @@
+"""A model's weights as its checkpoint holds them.
+
+transformers renames, fuses and splits weights when it loads them, and `save_pretrained` turns all of it
+back. This is the same way back for a few tensors at a time, or for shapes alone. What an inference engine
+reads from disk is what it can be sent.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class Conversion:
+    """Tensors of a model that become tensors of its checkpoint together."""
+
+    name: str
+    """In the checkpoint; of the first one, where it becomes several."""
+    converter: WeightConverter | None
+    """None where only the name changes, or nothing."""
+    sources: list[tuple[str, str]] = field(default_factory=list)
+    """(name in the model, which of the converter's patterns it is)."""
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.sources]
+
+
+class CheckpointLayout:
+    def __init__(self, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """`shapes`: of every tensor of the model that a checkpoint holds (`checkpoint_tensors`), in full."""
+        self.config = model.config
+        # All that transformers' operations ask of a model.
+        parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        self.model = SimpleNamespace(get_parameter=parameters.__getitem__)
+        self.conversions = _conversions(model, sorted(shapes, key=dot_natural_key))
+
+    def convert(self, conversion: Conversion, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the checkpoint holds in place of the model's `tensors`, of which it takes `conversion.names`.
+        Copies only where the layout changes."""
+        if conversion.converter is None:
+            return {conversion.name: tensors[conversion.names[0]]}
+        converter: Any = deepcopy(conversion.converter)  # its types speak of loading alone
+        for name, pattern in conversion.sources:
+            converter.add_tensor(conversion.name, name, pattern, tensors[name])
+        converted = converter.convert(conversion.name, model=self.model, config=self.config)
+        return {name: t[0] if isinstance(t, list) else t for name, t in converted.items()}
+
+
+def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers. Of tied weights, the one that the others take theirs from."""
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    origin = model.all_tied_weights_keys
+    saved = {n: p for n, p in parameters.items() if n not in origin or parameters.get(origin[n]) is not p}
+    saved |= {n: buffers[n] for n in model.state_dict() if n in buffers}
+    ignored = model._keys_to_ignore_on_save or ()
+    return {name: tensor for name, tensor in saved.items() if name not in ignored}
+
+
+def forget_unused_conversions(model: PreTrainedModel) -> None:
+    """Of what transformers may do to a checkpoint, leave only what it did to this model's. Under ZeRO-3 it
+    remembers all of it, and would give weights names that no checkpoint had."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is not None:
+        used = [c for c in conversions if c.was_used()]
+        setattr(model, "_weight_conversions", used)  # noqa: B010  transformers keeps them there
+
+
+def _conversions(model: PreTrainedModel, names: list[str]) -> list[Conversion]:
+    back = [transform.reverse_transform() for transform in reversed(_done_on_load(model))]
+    renamings = [t for t in back if isinstance(t, WeightRenaming)]
+    converters = [t for t in back if isinstance(t, WeightConverter)]
+    of_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    found: dict[str, Conversion] = {}
+    for name in names:
+        renamed, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        converter = None if pattern is None else of_pattern[pattern]
+        conversion = found.setdefault(renamed, Conversion(name=renamed, converter=converter))
+        conversion.sources.append((name, pattern or name))
+    return list(found.values())
+
+
+def _done_on_load(model: PreTrainedModel) -> list[WeightTransform]:
+    """As `save_pretrained` finds it."""
+    done = getattr(model, "_weight_conversions", None)
+    if done is not None:
+        return done
+    # The model was made from its configuration. Whether its checkpoints have a prefix nobody knows.
+    possible = get_model_conversion_mapping(model, add_legacy=False)
+    return [transform for transform in possible if not isinstance(transform, PrefixChange)]

@@ -1,0 +1,54 @@
+"""Every weight in full from an engine at ZeRO stage 3, beside what was announced and what is exported."""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
+from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
+from openrlhf.engine.distributed import init_distributed, leave_distributed
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.policy import PolicyModel
+
+
+def build_engine(path: str) -> DeepSpeedEngine:
+    gc.collect()  # of an engine at stage 3, which would shard every later model
+    return DeepSpeedEngine(
+        lambda: PolicyModel(load_causal_lm(path, flag="--model", dtype="fp32", attention="eager")),
+        optim=OptimConfig(),
+        ds=DeepSpeedConfig(zero_stage=3, param_dtype="fp32"),
+        total_steps=1,
+    )
+
+
+def examine(path: str, bucket_bytes: int, folder: str) -> dict:
+    engine = build_engine(path)
+    disk = load_file(f"{path}/model.safetensors")
+    wrong, sent = set(), []
+    for name, tensor in engine.weights(bucket_bytes):
+        sent.append((name, tensor.dtype, tuple(tensor.shape)))
+        if name not in disk or not disk[name].equal(tensor):
+            wrong.add(name)
+    wrong |= disk.keys() ^ {name for name, *_ in sent}
+    engine.export(folder)
+    exported = load_file(f"{folder}/model.safetensors")
+    wrong |= {name for name in disk if name not in exported or not disk[name].equal(exported[name])}
+    dist.barrier()
+    return {"count": len(sent), "wrong": sorted(wrong), "as announced": sent == engine.weight_metadata()}
+
+
+def main(spec: dict) -> None:
+    """For each model how many tensors there are, and the names of those that are wrong."""
+    init_distributed()
+    exported = f"{spec['out']}/exported"
+    results = {Path(path).name: examine(path, spec["bucket_bytes"], exported) for path in spec["models"]}
+    (Path(spec["out"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    leave_distributed()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
