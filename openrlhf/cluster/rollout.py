@@ -174,7 +174,7 @@ class RolloutGroup:
             self._check_stored(policy)
             self.is_checked = True
 
-    def _check_stored(self, policy: PolicyGroup) -> None:
+    def _check_stored(self, policy: "PolicyGroup") -> None:
         length = min(PROBE_TOKENS, self.config.data.max_len - 1)
         sample = probe_of(policy_tokenizer(self.config), length)
         with self.residency.generating():
