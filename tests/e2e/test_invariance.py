@@ -14,18 +14,7 @@ from openrlhf.tasks.tiny_model import tiny_chat_model
 
 Gradients = dict[str, torch.Tensor]
 
-SLOW = pytest.mark.slow
-each_group = pytest.mark.parametrize(
-    ("num_ranks", "stage"),
-    [
-        (1, 0),
-        pytest.param(1, 2, marks=SLOW),
-        pytest.param(1, 3, marks=SLOW),
-        pytest.param(2, 0, marks=SLOW),
-        (2, 2),
-        (2, 3),
-    ],
-)
+each_group = pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3)])
 
 
 @pytest.fixture(scope="module")
