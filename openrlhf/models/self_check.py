@@ -10,7 +10,8 @@ rows of two short sequences A and B:
     the head    log-probs made of hidden states are those of the model's own logits.
 
 A leak is measured against what that one exchanged token does to the rest of B. Rows of the same shape round
-alike, so this needs no tolerance for the precision or the size of the weights.
+alike, so this needs no tolerance for the precision or the size of the weights. The model itself is asked: a
+small copy of its configuration would run other kernels, in another precision, without the engine.
 """
 
 import json
