@@ -28,11 +28,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log) -> Units:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, so that both processes have work to the end; what needs trained models after what
-    does not, so that one process trains them while the other has something else to do."""
-    items.sort(
-        key=lambda item: ("e2e" not in item.path.parts, "knowing" in getattr(item, "fixturenames", ()))
-    )
+    """The longest first, so that both processes have work to the end. Of the tests with trained models one
+    begins and the others come late: it trains them while the other process has something else to do."""
+    needs = lambda item: "knowing" in getattr(item, "fixturenames", ())
+    items.sort(key=lambda item: ("e2e" not in item.path.parts, needs(item)))
+    items.sort(key=lambda item: item is not next(filter(needs, items), None))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -73,6 +73,7 @@ def test_rejection_sampling(loop, knowing, accuracy) -> None:
     assert accuracy(out / "iter0" / "model") > accuracy(knowing.chat) + 0.3
 
 
+@pytest.mark.slow
 def test_conditional_sft(loop, knowing) -> None:
     """A high score in the prompt brings out answers that think."""
     out = loop(
