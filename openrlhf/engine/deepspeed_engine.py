@@ -418,8 +418,12 @@ def _matrices(module: RowModel) -> list[Tensor]:
 
 def _muon(groups: list[dict], adam: dict, matrices: list, optim: OptimConfig) -> torch.optim.Optimizer:
     """https://kellerjordan.github.io/posts/muon, as DeepSpeed spreads it over ranks."""
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # compiles kernels when imported
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
+    if DEVICE_TYPE == "cpu":
+        # DeepSpeed compiles Newton-Schulz. That takes longer than it saves here, and what torch 2.13 compiles
+        # for AVX2 returns inf.
+        torch.compiler.set_stance("force_eager")
     muon = {"lr": optim.muon.lr, "momentum": optim.muon.momentum, "weight_decay": optim.adam.weight_decay}
     others = [group | adam | {"use_muon": False} for group in groups]
     return MuonWithAuxAdam([*others, muon | {"params": matrices, "use_muon": True}])

@@ -61,12 +61,13 @@ def in_one_pass(model: PreTrainedModel, row: PackedRow) -> Tensor:
         use_cache=False,
         **packing,
     )
-    return output.last_hidden_state[0]
+    return output.last_hidden_state[0].to(model.dtype)  # Mamba keeps its residual in float32
 
 
 def alone(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
     """(L,) one sequence -> (L, H), as transformers itself reads it."""
-    return backbone_of(model)(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
+    output = backbone_of(model)(input_ids=token_ids[None], use_cache=False)
+    return output.last_hidden_state[0].to(model.dtype)
 
 
 def _one_by_one(model: PreTrainedModel, row: PackedRow) -> Tensor:

@@ -68,13 +68,18 @@ def one_by_one(model: PreTrainedModel) -> Tensor:
 
 
 @pytest.fixture(scope="session")
-def judged(tmp_path_factory):
+def folder_of(tmp_path_factory):
     @cache
-    def folder_of(model_type: str) -> Path:
+    def made(model_type: str) -> Path:
         folder = tmp_path_factory.mktemp("model")
         tiny_model(tiny_config(model_type)).save_pretrained(folder)
         return folder
 
+    return made
+
+
+@pytest.fixture(scope="session")
+def judged(folder_of):
     @cache
     def reference_of(model_type: str) -> tuple[Tensor, float]:
         """transformers' log-probs, and what rounding does to them."""
@@ -117,6 +122,26 @@ def test_no_architecture_is_silently_wrong(judged, model_type: str) -> None:
             assert "cannot be trained" in verdict.reason or attention != "auto", verdict
     row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {model_type} |"))
     assert row.split(" | ")[1:4] == [judged(model_type, attention).how for attention in IMPLEMENTATIONS]
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=[] if name in (*TEN, "mixtral", "qwen3_moe") else pytest.mark.slow)
+        for name in ALL
+    ],
+)
+def test_half_precision_finds_the_same(judged, folder_of, model_type: str) -> None:
+    """Experts too, whose routers may send a token elsewhere because of a rounding."""
+    path = str(folder_of(model_type))
+    policy = PolicyModel(load_causal_lm(path, flag="--model", dtype="bf16", attention="auto")).eval()
+    try:
+        found = "packed" if settle_reading(policy, policy).packed else "one by one"
+    except ValueError:
+        found = "refused"
+    else:
+        policy(PackedRow.of(samples())).log_probs.sum().backward()
+    assert found == judged(model_type, "auto").how
 
 
 def test_rounding_is_far_below_what_a_leak_does(judged) -> None:
