@@ -116,8 +116,7 @@ def test_a_smaller_student_learns_what_its_teacher_knows(train, knowing, accurac
         "kd",
         f"--model.model_name_or_path {student} --teacher.model_name_or_path {knowing.base} "
         f"--data.dataset {knowing.files.pretrain} --model.pretrain_mode_enable --data.output_key None "
-        "--data.max_samples 8000 --model.kd_coef 1.0 --adam.lr 5e-3 --train.batch_size 8 "
-        "--train.micro_batch_size 8",
+        "--model.kd_coef 1.0 --adam.lr 5e-3 --train.batch_size 8 --train.micro_batch_size 8",
     )
     assert metrics["kd/kl"] < 0.1
     assert accuracy(folder, chat=False) > accuracy(knowing.base, chat=False) - 0.05
