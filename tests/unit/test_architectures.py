@@ -33,6 +33,7 @@ TEN = (
     "qwen3",
     "stablelm",  # hands nothing on to its attention
 )
+EXPERTS = ("deepseek_v3", "glm4_moe", "minimax_m2", "mixtral", "qwen3_moe")
 IMPLEMENTATIONS = ("auto", "sdpa", "eager")
 LENGTHS = (5, 23, 2, 11, 17)
 ROUNDINGS = 20
@@ -124,13 +125,7 @@ def test_no_architecture_is_silently_wrong(judged, model_type: str) -> None:
     assert row.split(" | ")[1:4] == [judged(model_type, attention).how for attention in IMPLEMENTATIONS]
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        pytest.param(name, marks=[] if name in (*TEN, "mixtral", "qwen3_moe") else pytest.mark.slow)
-        for name in ALL
-    ],
-)
+@pytest.mark.parametrize("model_type", [*TEN, *EXPERTS])
 def test_half_precision_finds_the_same(judged, folder_of, model_type: str) -> None:
     """Experts too, whose routers may send a token elsewhere because of a rounding."""
     path = str(folder_of(model_type))
