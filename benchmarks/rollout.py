@@ -125,7 +125,7 @@ def build_prompts(config: PPOConfig, count: int) -> list[Prompt]:
 
 
 def ours(config: PPOConfig, bundles: Bundles, on_gpu: bool, prompts: list[Prompt]) -> Way:
-    group = RolloutGroup(config, bundles, on_gpu, load_weights=True)
+    group = RolloutGroup(config, bundles, on_gpu, from_files=True)
     group.start().result()
     return lambda: [
         [token for token, is_action in zip(t.token_ids, t.action_mask, strict=True) if is_action]
@@ -135,7 +135,7 @@ def ours(config: PPOConfig, bundles: Bundles, on_gpu: bool, prompts: list[Prompt
 
 def bare(config: PPOConfig, bundles: Bundles, on_gpu: bool, prompts: list[Prompt]) -> Way:
     options, devices = bundles.engine_options(0, 1)
-    as_ours = engine_options(config, on_gpu, load_weights=True)
+    as_ours = engine_options(config, on_gpu, from_files=True)
     environment = engine_environment(as_ours) | devices
     actor: Any = ray.remote(BareEngine)
     engine = actor.options(**options, runtime_env={"env_vars": environment}, max_concurrency=8).remote(

@@ -80,8 +80,9 @@ class EngineActor(VLLMEngine):
         self.shutdown()
 
 
-def engine_options(config: PPOConfig, on_gpu: bool, *, load_weights: bool = False) -> EngineOptions:
-    """Without `load_weights` an engine holds random weights until the first sync: none that it could keep."""
+def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False) -> EngineOptions:
+    """Without weights `from_files` an engine holds random ones until the first sync: none that it could
+    keep."""
     return EngineOptions(
         model=config.actor.model_name_or_path,
         dtype=config.ds.param_dtype,
@@ -95,7 +96,7 @@ def engine_options(config: PPOConfig, on_gpu: bool, *, load_weights: bool = Fals
         enable_sleep=config.engines_sleep and on_gpu,
         gpu_memory_utilization=config.vllm.gpu_memory_utilization,
         kv_cache_gb=config.vllm.kv_cache_gb,
-        load_weights=load_weights,
+        load_weights=from_files,
     )
 
 
@@ -112,12 +113,12 @@ def transfer_backend(config: PPOConfig, on_gpu: bool) -> str:
 
 class RolloutGroup:
     def __init__(
-        self, config: PPOConfig, bundles: Bundles, on_gpu: bool, *, load_weights: bool = False
+        self, config: PPOConfig, bundles: Bundles, on_gpu: bool, *, from_files: bool = False
     ) -> None:
-        """Creates the engines' processes; `start` builds the model, with `load_weights` from its files and
-        otherwise for `load_weights` to fill."""
+        """Creates the engines' processes; `start` builds the model, with its weights `from_files` or for
+        `load_weights` to fill."""
         self.config, self.on_gpu = config, on_gpu
-        start_options = engine_options(config, on_gpu, load_weights=load_weights)
+        start_options = engine_options(config, on_gpu, from_files=from_files)
         environment = engine_environment(start_options)
         tensor_parallel_size = config.vllm.tensor_parallel_size
         self.engines: list[Any] = []  # actor handles, whose methods Ray does not type

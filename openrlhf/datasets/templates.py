@@ -82,10 +82,6 @@ def render_messages(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=is_open,
         )
-    except (
-        TemplateError,
-        TypeError,
-        ValueError,
-    ) as error:  # roles out of order, content that the template cannot join
+    except (TemplateError, TypeError, ValueError) as error:  # roles out of order, content that is no text
         raise BadRow(f"the chat template refuses the messages: {error}") from error
     return cast(str, text)  # tokenize=False

@@ -68,7 +68,6 @@ class DeepSpeedEngine:
         `ema_beta`: decay of a moving average of the trained weights, None for no average. `export` writes the
         average, checkpoints keep it; nothing else sees it.
         """
-
         self.stage = ds.zero_stage
         # DeepSpeed neither reports nor exposes the norm at stage 0 in float32, so there the engine clips by
         # itself.

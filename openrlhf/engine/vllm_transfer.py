@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from openrlhf.engine.weight_sync import Checksum, TensorMeta, broadcast, gloo_group, plan_buckets
+from openrlhf.engine.weight_sync import PLACES, Checksum, TensorMeta, broadcast, gloo_group, plan_buckets
 
 
 class WorkerExtension:
@@ -134,12 +134,13 @@ def _counted(weights, checksum: Checksum):
 
 
 def _fingerprints(model) -> dict[str, int]:
-    """A checksum of each parameter that has elements."""
+    """A checksum of the first elements of each parameter that has any: enough to see whether it was written,
+    and cheap on a large model."""
     found = {}
     for name, param in model.named_parameters():
         if param.numel():
             checksum = Checksum()
-            checksum.add(name, param)
+            checksum.add(name, param.detach().flatten()[:PLACES])
             found[name] = checksum.value
     return found
 

@@ -26,6 +26,10 @@ FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash
 """Implementations that isolate sequences by cumulative lengths, and the package that each needs."""
 
 
+class CannotPack(ValueError):
+    """An architecture asks for what attention over packed rows cannot do."""
+
+
 class Packing(NamedTuple):
     """Where the sequences of a row lie. Travels through the model to the attention as `packing`."""
 
@@ -97,9 +101,11 @@ def packed_attention(
     s_aux: (heads,) attention sinks, a score per head that takes part in the softmax and has no value.
     """
     if packing is None:
-        raise ValueError(
+        raise CannotPack(
             f"{type(module).__name__} called its attention without saying where the sequences of the row lie"
         )
+    if attention_mask is not None and attention_mask.numel() != 1:
+        raise CannotPack(f"{type(module).__name__} makes a mask of its own over the row")
     window = sliding_window if attention_mask is None else int(attention_mask)
     plain = softcap is None and s_aux is None
     if plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
@@ -170,7 +176,7 @@ def _window_of_layer(
     because that is what models hand on. None: every earlier token of its sequence."""
     kinds = getattr(config, "layer_types", None) or ()
     if use_vmap or (local_size is not None and "chunked_attention" in kinds):
-        raise ValueError("attention masks that are neither causal nor a sliding window cannot be packed")
+        raise CannotPack("attention masks that are neither causal nor a sliding window cannot be packed")
     return None if local_size is None else torch.full((1, 1, 1, 1), local_size)
 
 

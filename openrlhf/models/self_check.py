@@ -16,6 +16,7 @@ asked: a small copy of its configuration would run other kernels, in another pre
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -28,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from openrlhf.datasets.cache import cache_folder, digest
-from openrlhf.models.attention import PACKED
+from openrlhf.models.attention import PACKED, CannotPack
 from openrlhf.models.backbone import Reading, RowModel, alone, in_one_pass, reading_of
 from openrlhf.models.policy import head_of, head_options
 from openrlhf.types import PackedRow, Sample
@@ -58,7 +59,7 @@ def settle_reading(ask: Callable[[], Any], module: RowModel) -> Reading:
     ahead, or has a head that is more than a linear layer.
     """
     model = module.model
-    reading, entry = reading_of(model), _cache_entry(module.model)
+    entry = _cache_entry(model)
     found = _agreed(json.loads(entry.read_text()) if entry.exists() else None)
     if found is None:
         with _evaluating(module), torch.no_grad():
@@ -75,7 +76,7 @@ def settle_reading(ask: Callable[[], Any], module: RowModel) -> Reading:
                 type(model).__name__,
                 found["reason"],
             )
-    return reading
+    return reading_of(model)
 
 
 def read_one_by_one(model: PreTrainedModel) -> None:
@@ -109,9 +110,10 @@ def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
     rows = [_row(probe.a, probe.b), _row(probe.other_a, probe.b), _row(probe.a, probe.other_b)]
     try:
         row, with_other_a, with_other_b = [run(lambda row=row: in_one_pass(model, row)) for row in rows]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # the architecture's own code was not made for packed rows
+    except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError):
+        raise  # of the machine: it says nothing about the model
+    except (CannotPack, TypeError, AttributeError, RuntimeError) as error:
+        # The architecture's own code was not made for packed rows: it computes with the mask, say.
         return f"it fails with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     effect = _change(row[changed + 1 :], with_other_b[changed + 1 :]) + torch.finfo(model.dtype).eps
     into_next = _change(row[start:], with_other_a[start:]) / effect
@@ -285,7 +287,7 @@ def _cache_entry(model: PreTrainedModel) -> Path:
 def _keep(entry: Path, found: dict[str, str]) -> None:
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        beside = entry.with_suffix(f".{id(found)}")
+        beside = entry.with_suffix(f".{os.getpid()}")
         beside.write_text(json.dumps(found))
         beside.rename(entry)
     except OSError as error:
