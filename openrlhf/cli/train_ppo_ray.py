@@ -33,7 +33,8 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
         raise ValueError("\n".join(problems))
     prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
     check_policy_learns(config, len(prompts))
-    roles = start_roles(config, cluster_has_gpus(), len(prompts))
+    texts = build_pretrain_texts(config, tokenizer, len(prompts))
+    roles = start_roles(config, cluster_has_gpus(), len(prompts), texts)
     trainer = build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer)
     roles.rollout.on_finished = lambda group: trainer.observer.advance(len(group))
     try:
@@ -81,6 +82,46 @@ def check(config: PPOConfig) -> None:
         check_columns(
             config.eval.dataset, flag="--eval.dataset", required_columns=columns, split=config.eval.split
         )
+    if data.pretrain_dataset:
+        check_columns(
+            data.pretrain_dataset,
+            flag=PRETRAIN_FLAG,
+            required_columns=_pretrain_column(config),
+            split=data.pretrain_split,
+        )
+
+
+def build_pretrain_texts(config: PPOConfig, tokenizer, num_prompts: int):
+    """As many texts as the run's optimizer steps take; None without data.pretrain_dataset."""
+    from openrlhf.datasets.sft import build_sft_samples
+    from openrlhf.datasets.sources import load_rows
+    from openrlhf.trainer.schedule import num_updates
+
+    data, train, column = config.data, config.train, _pretrain_column(config)
+    if data.pretrain_dataset is None:
+        return None
+    rows = load_rows(
+        data.pretrain_dataset,
+        flag=PRETRAIN_FLAG,
+        required_columns=column,
+        probs=data.pretrain_probs,
+        split=data.pretrain_split,
+        max_samples=train.batch_size * num_updates(config, num_prompts, config.frozen_actor_steps),
+        seed=train.seed,
+    )
+    (input_key,) = column.values()
+    return build_sft_samples(
+        rows,
+        tokenizer,
+        input_key=input_key,
+        output_key=None,
+        apply_chat_template=False,
+        input_template=None,
+        multiturn=False,
+        pretrain=True,
+        max_len=data.max_len,
+        bad_rows=data.bad_rows,
+    )
 
 
 def build_prompt_datasets(config: PPOConfig):
@@ -248,6 +289,15 @@ def build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer):
         f"run folder {folder.path}"
     )
     return trainer
+
+
+PRETRAIN_FLAG = "--data.pretrain_dataset"
+
+
+def _pretrain_column(config: PPOConfig) -> dict[str, str]:
+    """The flag of the texts' column, and the column."""
+    own = config.data.pretrain_key
+    return {"--data.input_key": config.data.input_key} if own is None else {"--data.pretrain_key": own}
 
 
 def _columns(config: PPOConfig) -> dict[str, str | None]:

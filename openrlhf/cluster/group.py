@@ -114,11 +114,11 @@ class TrainedGroup(Group[TrainedT]):
         self.num_updates = 0
         """Calls of `update` so far: the address of each call's shuffle."""
 
-    def start(self, total_steps: int) -> Gathered[None]:
-        """`total_steps`: optimizer steps of the whole run."""
+    def start(self, total_steps: int, *more: Any) -> Gathered[None]:
+        """`total_steps`: optimizer steps of the whole run; `more`: what else the workers' `start` takes."""
         address, port = self.meeting_point()
         refs = self.bundles.turns.take(
-            lambda: [worker.start.remote(address, port, total_steps) for worker in self.workers]
+            lambda: [worker.start.remote(address, port, total_steps, *more) for worker in self.workers]
         )
         return Gathered(refs, first)
 

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+import ray
+
 from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
 from openrlhf.cluster.placement import place
 from openrlhf.cluster.rollout import RolloutGroup
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
+from openrlhf.datasets.store import SampleStore
 from openrlhf.trainer.schedule import num_updates
 
 
@@ -21,8 +24,9 @@ class Roles:
     reward: RewardGroup | None = None
 
 
-def start_roles(config: PPOConfig, on_gpu: bool, num_prompts: int) -> Roles:
-    """`num_prompts`: of an episode, from which learning rate schedules get their length."""
+def start_roles(config: PPOConfig, on_gpu: bool, num_prompts: int, texts: SampleStore | None) -> Roles:
+    """`num_prompts`: of an episode, from which learning rate schedules get their length. `texts`: what the
+    policy learns beside its rewards, None for nothing."""
     bundles, engine_bundles = place(config, on_gpu)
     rollout = RolloutGroup(config, engine_bundles, on_gpu)
     roles = Roles(rollout=rollout, policy=PolicyGroup(config, bundles["actor"]))
@@ -44,7 +48,8 @@ def start_roles(config: PPOConfig, on_gpu: bool, num_prompts: int) -> Roles:
     if config.engines_sleep and on_gpu:
         starting.pop().result()  # engines size their cache by the memory that is free, so they come first
         rollout.residency.rest()
-    starting.append(roles.policy.start(num_updates(config, num_prompts, config.frozen_actor_steps)))
+    updates = num_updates(config, num_prompts, config.frozen_actor_steps)
+    starting.append(roles.policy.start(updates, ray.put(texts)))
     if roles.critic:
         starting.append(roles.critic.start(num_updates(config, num_prompts)))
     starting += [model.start() for model in (roles.reference, roles.teacher, roles.reward) if model]

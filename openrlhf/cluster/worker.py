@@ -13,6 +13,8 @@ from torch import Tensor
 
 from openrlhf.algos.balance import pack_to_budget
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, ActorConfig, CriticConfig, PPOConfig
+from openrlhf.datasets.batches import Windows
+from openrlhf.datasets.store import SampleStore
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
 from openrlhf.engine.distributed import (
@@ -36,6 +38,7 @@ from openrlhf.models.scorer import ScoreModel, ValueModel, load_scorer, score_st
 from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.balanced import BalancedObjective
 from openrlhf.objectives.critic import CriticObjective
+from openrlhf.objectives.ptx import PTXObjective
 from openrlhf.rollout.reward_model import RewardReader
 from openrlhf.types import Experience, ExperienceRow, Metrics, PackedRow, Sample, Trajectory
 
@@ -165,9 +168,15 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
         objective = self.objective(kl_coef)
         with self._optimizer_present():
             return [
-                self.model.train_step(self._rows([experiences[i] for i in window]), objective)
+                self.model.train_step(
+                    self._rows([experiences[i] for i in window]), objective, *self.more_of_a_step()
+                )
                 for window in windows
             ]
+
+    def more_of_a_step(self) -> list[tuple[Sequence[PackedRow], Objective]]:
+        """What the next optimizer step learns beside the experiences."""
+        return []
 
     def save_checkpoint(self, tag: str, state: dict) -> None:
         with self._optimizer_present():
@@ -230,7 +239,8 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
 class PolicyWorker(TrainedWorker):
     name = "actor"
 
-    def start(self, address: str, port: int, total_steps: int) -> None:
+    def start(self, address: str, port: int, total_steps: int, texts: SampleStore | None) -> None:
+        """`texts`: what is learned beside the rewards, with actor.ptx_coef."""
         self.join(address, port)
         actor = self.config.actor
         self.model = self._engine(
@@ -240,12 +250,41 @@ class PolicyWorker(TrainedWorker):
             actor.gradient_checkpointing_enable,
             ema_beta=self.config.train.ema_beta if self.config.train.enable_ema else None,
         )
+        self.text_windows = None if texts is None else self._lay_out(texts)
+        self._find_place_in_texts()
         self.offload()
 
     def objective(self, kl_coef: float) -> Objective[ExperienceRow]:
         config = self.config
         objective = ActorObjective.from_config(config, kl_coef)
         return balanced(objective, config.actor.aux_loss_coef, "policy")
+
+    def more_of_a_step(self) -> list[tuple[Sequence[PackedRow], Objective]]:
+        if self.text_windows is None:
+            return []
+        return [(next(self.text_rows), PTXObjective(coef=self.config.actor.ptx_coef))]
+
+    def load_checkpoint(self, tag: str) -> dict:
+        state = super().load_checkpoint(tag)
+        self._find_place_in_texts()
+        return state
+
+    def _lay_out(self, texts: SampleStore) -> Windows[PackedRow]:
+        train = self.config.train
+        return Windows(
+            texts,
+            PackedRow.of,
+            batch_size=train.batch_size,
+            micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
+            max_tokens=train.max_tokens_per_gpu if train.dynamic_batch_enable else None,
+            rank=self.rank,
+            world=self.world_size,
+            seed=train.seed,
+        )
+
+    def _find_place_in_texts(self) -> None:
+        if self.text_windows is not None:
+            self.text_rows = self.text_windows.endless(self.model.steps)
 
     def open_weight_sync(
         self, client: EngineClient, backend: str, address: str, port: int, num_workers: int

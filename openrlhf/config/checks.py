@@ -19,15 +19,13 @@ from openrlhf.config.sections import CkptConfig, LoggerConfig, OptimConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unread:
-    """Flags that nothing reads under a condition. Set by today's name to something but the default they are
-    refused; set by an old name they are remarked upon, because commands of older versions must run."""
+    """Flags that nothing reads under a condition. Set to something but the default they are remarked upon, and
+    never refused: documented commands have such flags, and must run."""
 
     keys: tuple[str, ...]
     """Whole names, or beginnings that end with a dot."""
     when: Callable[[Any], bool]
     why: str
-    fatal: bool = True
-    """False: only remarked upon, because it says nothing about the algorithm: memory, placement, logging."""
 
     def covers(self, key: str) -> bool:
         return any(key == own or (own.endswith(".") and key.startswith(own)) for own in self.keys)
@@ -66,26 +64,22 @@ COMMON_UNREAD = (
         keys=("train.micro_batch_size", "rollout.micro_batch_size"),
         when=lambda c: c.train.dynamic_batch_enable,
         why="train.dynamic_batch_enable fills rows by tokens",
-        fatal=False,
     ),
     *TEMPLATE_UNREAD,
     Unread(
         keys=("eval.",),
         when=lambda c: c.eval.dataset is None,
         why="there is no eval.dataset",
-        fatal=False,
     ),
     Unread(
         keys=("ckpt.save_hf", "ckpt.disable_ds", "ckpt.max_num", "ckpt.max_mem"),
         when=lambda c: c.ckpt.save_steps < 1,
         why="no checkpoints are written (ckpt.save_steps)",
-        fatal=False,
     ),
     Unread(
         keys=("logger.wandb.org", "logger.wandb.group", "logger.wandb.project"),
         when=lambda c: c.logger.wandb.key is None,
         why="W&B is off (logger.wandb.key)",
-        fatal=False,
     ),
 )
 
@@ -118,10 +112,7 @@ def unread(config: Any, explicit: Explicit, table: tuple[Unread, ...]) -> Iterat
             continue
         for row in table:
             if row.covers(key) and row.when(config):
-                if row.fatal and not source.old:
-                    yield Problem(key=key, text=f"nothing would read it: {row.why}; remove it")
-                else:
-                    yield Problem(key=key, text=f"has no effect: {row.why}", fatal=False)
+                yield Problem(key=key, text=f"has no effect: {row.why}", fatal=False)
                 break
 
 

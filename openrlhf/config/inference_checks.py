@@ -87,13 +87,11 @@ BATCH_INFERENCE_UNREAD = (
         keys=("vllm.",),
         when=lambda c: c.task != "generate_vllm",
         why="only task generate_vllm starts an engine",
-        fatal=False,
     ),
     Unread(
         keys=("train.micro_batch_size", "ds.attn_implementation", "train.full_determinism_enable"),
         when=lambda c: c.task == "generate_vllm",
         why="vLLM makes its own batches and chooses its own kernels",
-        fatal=False,
     ),
 )
 CHAT_UNREAD = (
@@ -101,13 +99,11 @@ CHAT_UNREAD = (
         keys=("vllm.",),
         when=lambda c: c.engine != "vllm",
         why="engine is transformers",
-        fatal=False,
     ),
     Unread(
         keys=("ds.attn_implementation",),
         when=lambda c: c.engine == "vllm",
         why="vLLM chooses its own kernels",
-        fatal=False,
     ),
 )
 

@@ -285,10 +285,9 @@ PPO_OLD_FLAGS: dict[str, OldFlag] = (
         "prompt_data_probs": _renamed("data.prompt_probs"),
         "prompt_split": _renamed("data.prompt_split"),
         "label_key": _renamed("data.label_key"),
-        "pretrain_data": OldFlag(
-            removed="mixing pre-training data into RL (PPO-ptx) is gone; train it with train_sft"
-        ),
-        "ptx_coef": OldFlag(removed="mixing pre-training data into RL (PPO-ptx) is gone; remove the flag"),
+        "pretrain_data": _renamed("data.pretrain_dataset"),
+        "pretrain_data_probs": _renamed("data.pretrain_probs"),
+        "pretrain_split": _renamed("data.pretrain_split"),
         # evaluation
         "eval_temperature": _renamed("eval.temperature"),
         "eval_n_samples_per_prompt": _renamed("eval.n_samples_per_prompt"),
@@ -325,6 +324,7 @@ PPO_OLD_FLAGS: dict[str, OldFlag] = (
         "policy_loss_type": _renamed("actor.policy_loss_type"),
         "entropy_loss_coef": _renamed("actor.entropy_coef"),
         "aux_loss_coef": _renamed("actor.aux_loss_coef"),
+        "ptx_coef": _renamed("actor.ptx_coef"),
         "gradient_checkpointing": _renamed("actor.gradient_checkpointing_enable"),
         "gradient_checkpointing_use_reentrant": _renamed("actor.gradient_checkpointing_reentrant"),
         "actor_learning_rate": _renamed("actor.adam.lr"),

@@ -68,6 +68,9 @@ class ActorConfig(OptimConfig):
     """Weight of the entropy bonus. 0: only log the entropy. None: do not compute it."""
     aux_loss_coef: PositiveOrZero = 0.0
     """Weight of the balance loss of MoE models."""
+    ptx_coef: PositiveOrZero = 0.05
+    """Weight of the negative log-likelihood of pre-training texts (data.pretrain_dataset) in every optimizer
+    step: PPO-ptx."""
     gradient_checkpointing_enable: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     gradient_checkpointing_reentrant: bool = False
@@ -269,6 +272,15 @@ class PromptDataConfig:
     """Comma list of probabilities, one for each dataset, to mix them. None: one after the other."""
     prompt_split: str = "train"
     """Split to take where a dataset has splits."""
+    pretrain_dataset: str | None = None
+    """Plain texts that the policy goes on learning while it is rewarded (PPO-ptx), as prompt_dataset: every
+    optimizer step has train.batch_size of them, cut at max_len. None: none."""
+    pretrain_probs: str | None = None
+    """Comma list of probabilities to mix them, as prompt_probs."""
+    pretrain_split: str = "train"
+    """Split to take where they have splits."""
+    pretrain_key: str | None = None
+    """Column with the text. None: input_key."""
     max_samples: Count = 100_000_000
     """Prompts to use, of each dataset and in total."""
     max_len: Count = 2048

@@ -41,7 +41,12 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
                 "reward.model_name_or_path",
                 "teacher.model_name_or_path",
             ),
-            *local_datasets(config, ("data.prompt_dataset", "data.prompt_probs"), ("eval.dataset", None)),
+            *local_datasets(
+                config,
+                ("data.prompt_dataset", "data.prompt_probs"),
+                ("data.pretrain_dataset", "data.pretrain_probs"),
+                ("eval.dataset", None),
+            ),
             *template(config, explicit),
             *_reward_source(config),
             *_gym_datasets(config),
@@ -89,16 +94,20 @@ PPO_NOT_YET: Mapping[str, str] = {
 
 PPO_UNREAD = (
     Unread(
+        keys=("actor.ptx_coef", "data.pretrain_probs", "data.pretrain_split", "data.pretrain_key"),
+        when=lambda c: c.data.pretrain_dataset is None,
+        why="there is no data.pretrain_dataset",
+    ),
+    Unread(keys=("data.pretrain_dataset",), when=lambda c: c.actor.ptx_coef == 0, why="actor.ptx_coef is 0"),
+    Unread(
         keys=("train.colocate_critic_reward",),
         when=lambda c: not c.uses_reward_model,
         why="there is no reward model",
-        fatal=False,
     ),
     Unread(
         keys=("critic.", "train.colocate_critic_reward"),
         when=lambda c: not c.uses_critic,
         why="only estimator gae has a critic",
-        fatal=False,
     ),
     Unread(
         keys=("algo.advantage.lambd",),
@@ -126,7 +135,6 @@ PPO_UNREAD = (
         keys=("algo.kl.target", "algo.kl.horizon", "algo.kl.estimator", "algo.kl.use_loss"),
         when=lambda c: not c.uses_reference,
         why="there is no KL penalty (algo.kl.init_coef 0)",
-        fatal=False,
     ),
     Unread(
         keys=("algo.kl.horizon",),
@@ -142,7 +150,6 @@ PPO_UNREAD = (
         keys=("ref.", "train.colocate_actor_ref"),
         when=lambda c: not c.uses_reference,
         why="there is no reference model (algo.kl.init_coef 0)",
-        fatal=False,
     ),
     Unread(
         keys=("teacher.",), when=lambda c: not c.uses_teacher, why="there is no teacher.model_name_or_path"
@@ -156,7 +163,6 @@ PPO_UNREAD = (
         keys=("actor.eps_clip", "actor.eps_clip_low_high", "actor.dual_clip"),
         when=lambda c: c.algo.skip_old_log_probs,
         why="with algo.skip_old_log_probs the ratio is 1, inside every bound",
-        fatal=False,
     ),
     Unread(keys=("actor.muon.",), when=lambda c: c.actor.optim == "adam", why="the optimizer is adam"),
     Unread(keys=("critic.muon.",), when=lambda c: c.critic.optim == "adam", why="the optimizer is adam"),
@@ -197,25 +203,21 @@ PPO_UNREAD = (
         keys=("reward.timeout", "reward.num_workers", "reward.batch"),
         when=lambda c: c.reward_function_path is None,
         why="reward.remote_url names no reward function",
-        fatal=False,
     ),
     Unread(
         keys=("reward.remote_timeout", "reward.remote_batch_size", "reward.remote_concurrency"),
         when=lambda c: not c.reward.servers,
         why="reward.remote_url names no server",
-        fatal=False,
     ),
     Unread(
         keys=("reward.num_nodes", "reward.num_gpus_per_node", "reward.offload", "reward.normalize_enable"),
         when=lambda c: not c.uses_reward_model,
         why="there is no reward model",
-        fatal=False,
     ),
     Unread(
         keys=("reward.model_name_or_path",),
         when=lambda c: bool(c.reward.urls) and c.reward.model_weights is None,
         why="reward.remote_url gives the rewards; reward.model_weights adds those of models",
-        fatal=False,
     ),
     Unread(
         keys=("reward.model_weights",),
@@ -226,19 +228,16 @@ PPO_UNREAD = (
         keys=("ds.value_head_prefix",),
         when=lambda c: not c.uses_critic and not c.uses_reward_model,
         why="there is neither a critic nor a reward model",
-        fatal=False,
     ),
     Unread(
         keys=("vllm.enable_sleep",),
         when=lambda c: not c.engines_sleep,
         why="engines have their own GPUs without train.colocate_all",
-        fatal=False,
     ),
     Unread(
         keys=("vllm.gpu_memory_utilization",),
         when=lambda c: c.vllm.kv_cache_gb is not None,
         why="vllm.kv_cache_gb sets the size",
-        fatal=False,
     ),
     Unread(
         keys=("train.async_queue_size",),
@@ -255,7 +254,6 @@ PPO_UNREAD = (
         keys=("ckpt.best_metric_key",),
         when=lambda c: c.eval.dataset is None,
         why="without eval.dataset there is no metric",
-        fatal=False,
     ),
 )
 

@@ -1,5 +1,6 @@
 """From samples to the packed rows of one rank, one optimizer step at a time."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -74,6 +75,12 @@ class Windows(Generic[RowT]):
         """This rank's rows of each step from `start_step` on."""
         for rows in self.items(epoch, start_step):
             yield [self.pack(items) for items in rows]
+
+    def endless(self, start_step: int = 0) -> Iterator[list[RowT]]:
+        """This rank's rows of each step from `start_step` on, epoch after epoch."""
+        first, start = divmod(start_step, len(self))
+        for epoch in itertools.count(first):
+            yield from self.epoch(epoch, start if epoch == first else 0)
 
     def items(self, epoch: int, start_step: int = 0) -> Iterator[list[list[int]]]:
         """The items of each of this rank's rows of each step from `start_step` on."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import chain
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import deepspeed
 import torch
@@ -109,19 +109,33 @@ class DeepSpeedEngine:
     def module(self) -> RowModel:
         return cast(RowModel, self.engine.module)
 
-    def train_step(self, window: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done, also before a resume."""
+        return self.engine.global_steps
+
+    def train_step(
+        self, window: Sequence[RowT], objective: Objective[RowT], *also: tuple[Sequence, Objective]
+    ) -> Metrics:
         """One optimizer step over the rows that all ranks hold; `window` is this rank's, at least one row.
 
-        Returns the objective's metrics over all ranks, and `grad_norm` (before clipping), `lr` and
-        `num_tokens` (those with a loss). Raises FloatingPointError on every rank where one of them is not
-        finite.
+        `also`: more (rows, objective) of the same step. Their losses are added up, and each divides by the
+        totals of its own rows.
+
+        Returns the objectives' metrics over all ranks, and `grad_norm` (before clipping), `lr` and
+        `num_tokens` (those of `window` with a loss). Raises FloatingPointError on every rank where one of
+        them is not finite.
         """
         rows, norm = self._agree(window)
+        passes: list[tuple[Any, Objective, LossNorm]] = [(row, objective, norm) for row in rows]
+        for more, own_objective in also:
+            rows, own_norm = self._agree(more)
+            passes += [(row, own_objective, own_norm) for row in rows]
         set_training(self.module, dropout=self.plain_training)
         shares: dict[str, Tensor] = {}
-        for i, row in enumerate(rows):
-            self.engine.set_gradient_accumulation_boundary(i == len(rows) - 1)
-            loss, metrics = objective(self.engine, row.to(self.device), norm)
+        for i, (row, minimise, totals) in enumerate(passes):
+            self.engine.set_gradient_accumulation_boundary(i == len(passes) - 1)
+            loss, metrics = minimise(self.engine, row.to(self.device), totals)
             # DeepSpeed averages gradients over ranks; the shares of all ranks are meant to add up.
             self.engine.backward(loss * self.world_size)
             for name, share in metrics.items():

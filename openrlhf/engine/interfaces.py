@@ -45,8 +45,14 @@ all rows on all ranks add up to the value."""
 class TrainEngine(Protocol):
     """One rank of a model in training."""
 
-    def train_step(self, window: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
-        """Forward and backward over the rows that this rank holds of one batch, then one optimizer step."""
+    def train_step(
+        self, window: Sequence[RowT], objective: Objective[RowT], *also: tuple[Sequence, Objective]
+    ) -> Metrics:
+        """Forward and backward over the rows that this rank holds of one batch, then one optimizer step.
+
+        `also`: more (rows, objective) of the same step. Their losses are added up, and each divides by the
+        totals of its own rows.
+        """
         ...
 
     def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics:

@@ -122,6 +122,7 @@ OURS = {
         "critic.aux_loss_coef",
         "critic.gradient_checkpointing_enable",
         "data.bad_rows",
+        "data.pretrain_key",
         "data.tokenizer_chat_template",
         "eval.max_samples",
         "logger.run_dir",
@@ -271,8 +272,6 @@ def test_older_names_for_all_supervised_commands(name, line, capsys):
 @pytest.mark.parametrize(
     ("name", "line", "remedy"),
     [
-        ("ppo", "--ptx_coef 0.05", "mixing pre-training data into RL (PPO-ptx) is gone; remove the flag"),
-        ("ppo", "--pretrain_data a", "mixing pre-training data into RL (PPO-ptx) is gone; train it with"),
         ("kto", "--vanilla_loss", "the loss on pairs is gone; use train_dpo, or rows with a label"),
     ],
 )

@@ -72,6 +72,8 @@ def test_gradient_does_not_depend_on_layout(
     for name, path in reports[0].items():
         gradients = torch.load(path)
         check_equal(name, gradients, seen.setdefault(name.split()[0], gradients))
+    both = {name: seen["ppo"][name] + 0.5 * text for name, text in seen["sft"].items()}
+    check_equal("ppo-ptx is the sum", seen["ppo-ptx"], both)
 
 
 @pytest.mark.parametrize(

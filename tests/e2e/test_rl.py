@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf.cli.train_ppo_ray import run
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
+from openrlhf.datasets.order import epoch_order
 from openrlhf.observe.journal import read_journal
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
@@ -149,7 +150,7 @@ def test_first_update_starts_at_ratio_one(task: TaskFiles, tmp_path: Path) -> No
 
 def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
     """With everything that has a state of its own: two models and optimizers, a moving average, an adaptive
-    coefficient, samples that wait, the order of prompts."""
+    coefficient, samples that wait, the order of prompts and of texts that are learned beside them."""
     flags = (
         f"{COMMON.replace('group_norm', 'gae')} --algo.kl.init_coef 0.01 --algo.kl.target 0.02 "
         "--algo.kl.horizon 100 --actor.num_gpus_per_node 1 --train.colocate_all --actor.adam.lr 3e-3 "
@@ -157,8 +158,10 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
         "--rollout.vllm_generate_batch_size 12 --train.enable_ema --eval.steps -1 --train.num_episodes 2 "
         "--ckpt.save_steps 2 --ckpt.max_num 2 --train.max_steps 6 --train.batch_size 32 "
         "--algo.advantage.is_correction_enable --actor.entropy_coef 0 "
+        f"--data.pretrain_dataset {task.pretrain} --actor.ptx_coef 0.1 "
     )
     whole = train(task, tmp_path / "whole", flags)
+    assert whole[1]["policy/ptx_loss"] == pytest.approx(mean_loss_of_texts(task, count=32, of=192), rel=1e-5)
     cut_after_step_4(tmp_path / "whole", tmp_path / "halves")
     halves = train(task, tmp_path / "halves", f"{flags} --ckpt.load_enable")
     assert list(halves) == list(range(1, 7))
@@ -169,7 +172,8 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
     assert whole[1]["policy/is_weight_mean"] == pytest.approx(1, abs=1e-4)  # later, samples have waited
     assert [whole[step]["rollout/buffered_groups"] for step in range(1, 7)] == [4, 8, 0, 4, 8, 0]
     assert whole[6]["kl/coef"] != whole[4]["kl/coef"] != 0.01
-    same = ("rollout/reward_mean", "grad_norm", "critic/grad_norm", "critic/value_mean", "kl/coef", "kl/mean")
+    same = ("rollout/reward_mean", "grad_norm", "policy/ptx_loss", "kl/coef", "kl/mean")
+    same += ("critic/grad_norm", "critic/value_mean")
     for step in (5, 6):
         for name in same:
             assert halves[step][name] == pytest.approx(whole[step][name], rel=1e-4, abs=1e-7), (name, step)
@@ -178,6 +182,20 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
         assert one.keys() == other.keys()
         for name in one:
             torch.testing.assert_close(one[name], other[name], atol=1e-5, rtol=1e-4)
+
+
+def mean_loss_of_texts(task: TaskFiles, *, count: int, of: int) -> float:
+    """Over all tokens of the first `count` texts in the order of the first epoch, by transformers."""
+    texts = [json.loads(line)["input"] for line in task.pretrain.read_text().splitlines()[:of]]
+    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    losses = []
+    for i in epoch_order(of, seed=42, epoch=0)[:count]:
+        ids = tokenizer(texts[i], add_special_tokens=False, return_tensors="pt").input_ids
+        with torch.no_grad():
+            log_probs = model(ids).logits[0, :-1].log_softmax(-1)
+        losses.append(-log_probs.gather(-1, ids[0, 1:, None]))
+    return torch.cat(losses).mean().item()
 
 
 def cut_after_step_4(whole: Path, halves: Path) -> None:

@@ -1,3 +1,5 @@
+from itertools import islice
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -84,6 +86,13 @@ def test_an_epoch_resumes_at_a_step(layout, start):
     whole = [[samples_of(row) for row in rows] for rows in windows.epoch(2)]
     resumed = [[samples_of(row) for row in rows] for rows in windows.epoch(2, start_step=start)]
     assert resumed == whole[start:]
+    steps = 2 * len(windows) + start
+    endless = [[samples_of(row) for row in rows] for rows in islice(windows.endless(steps), 2 * len(whole))]
+    assert endless == [
+        [samples_of(row) for row in rows]
+        for step in range(steps, steps + 2 * len(whole))
+        for rows in islice(windows.epoch(step // len(windows), step % len(windows)), 1)
+    ]
 
 
 def test_rows_hold_the_samples_token_by_token():

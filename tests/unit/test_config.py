@@ -120,7 +120,7 @@ def test_everything_wrong_in_a_file_is_listed_with_its_line(tmp_path, capsys, mo
         "ds: 3\nactor:\n  optim: sgd\n  adam: {lr: fast, betas: [1]}\nrollout:\n  batch_sise: 3\n"
         "train.seed: 1\ntrain: {seed: 2, max_epochs: [], num_episodes: {}}\nds.packing_samples: maybe\n"
         "? [a]\n: 1\n"
-        "ptx_coef: 1\n"
+        "ptx_coef: x\n"
     )
     err = refused(PPO, ["--config", "bad.yaml", "--config", "none.yaml"], capsys).splitlines()
     assert [line for line in err if ".yaml" in line] == [
@@ -132,11 +132,11 @@ def test_everything_wrong_in_a_file_is_listed_with_its_line(tmp_path, capsys, mo
         "error: bad.yaml:6: rollout.batch_sise: there is no such flag; did you mean rollout.batch_size or "
         "rollout.micro_batch_size or rollout.vllm_generate_batch_size?",
         "error: bad.yaml:8: train.seed: already set in bad.yaml:7",
-        "error: bad.yaml:12: ptx_coef: mixing pre-training data into RL (PPO-ptx) is gone; remove the flag",
         "error: bad.yaml:3: actor.optim sgd: expects one of adam, muon",
         "error: bad.yaml:4: actor.adam.lr fast: expects a number",
         "error: bad.yaml:4: actor.adam.betas 1: expects 2 values (FLOAT FLOAT), got 1",
         "error: bad.yaml:9: ds.packing_samples maybe: expects true or false",
+        "error: bad.yaml:12: ptx_coef x: expects a number",
     ]
 
 

@@ -18,6 +18,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.critic import CriticObjective
+from openrlhf.objectives.ptx import PTXObjective
 from openrlhf.objectives.sft import SFTObjective
 from openrlhf.types import Credit, Experience, ExperienceRow, PackedRow, Sample, Scores
 
@@ -38,21 +39,26 @@ def critic(spec: dict) -> ValueModel:
     )
 
 
+def texts(group: list[Experience]) -> PackedRow:
+    return PackedRow.of([e.sample for e in group])
+
+
+PPO = ActorObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, correction="tis", temperature=0.7)
 OBJECTIVES = {
-    "sft": (policy, SFTObjective(), lambda group: PackedRow.of([e.sample for e in group])),
-    "ppo": (
-        policy,
-        ActorObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, correction="tis", temperature=0.7),
-        ExperienceRow.of,
-    ),
-    "gspo": (policy, ActorObjective(loss_type="gspo"), ExperienceRow.of),
+    "sft": (policy, (SFTObjective(), texts)),
+    "ppo": (policy, (PPO, ExperienceRow.of)),
+    "ppo-ptx": (policy, (PPO, ExperienceRow.of), (PTXObjective(coef=0.5), texts)),
+    "gspo": (policy, (ActorObjective(loss_type="gspo"), ExperienceRow.of)),
     "cispo": (
         policy,
-        ActorObjective(loss_type="cispo", aggregation="constant_length", longest_response=20),
-        ExperienceRow.of,
+        (
+            ActorObjective(loss_type="cispo", aggregation="constant_length", longest_response=20),
+            ExperienceRow.of,
+        ),
     ),
-    "critic": (critic, CriticObjective(value_clip=0.2), ExperienceRow.of),
+    "critic": (critic, (CriticObjective(value_clip=0.2), ExperienceRow.of)),
 }
+"""Model, and what is minimised over which rows."""
 LAYOUTS = {
     # (order of the samples, samples in a row)
     "one by one": (range(10), 1),
@@ -84,7 +90,7 @@ def experiences() -> list[Experience]:
     return made
 
 
-def gradients(spec: dict, build, objective, make_row, order, size: int) -> dict[str, torch.Tensor]:
+def gradients(spec: dict, build, parts, order, size: int) -> dict[str, torch.Tensor]:
     engine = DeepSpeedEngine(
         lambda: build(spec),
         optim=OptimConfig(max_norm=0.0),
@@ -102,8 +108,9 @@ def gradients(spec: dict, build, objective, make_row, order, size: int) -> dict[
     samples = experiences()
     # Ranks get different numbers of samples, and so rows of different numbers of sequences.
     mine = list(order) if dist.get_world_size() == 1 else (list(order[:6]), list(order[6:]))[dist.get_rank()]
-    rows = [make_row([samples[i] for i in mine[k : k + size]]) for k in range(0, len(mine), size)]
-    engine.train_step(rows, objective)
+    groups = [[samples[i] for i in mine[k : k + size]] for k in range(0, len(mine), size)]
+    (rows, objective), *also = [([make(group) for group in groups], minimised) for minimised, make in parts]
+    engine.train_step(rows, objective, *also)
     return found
 
 
@@ -113,7 +120,8 @@ def main() -> None:
     report = {}
     wanted = {kind: OBJECTIVES[kind] for kind in spec.get("objectives", OBJECTIVES)}
     for (kind, what), (layout, (order, size)) in itertools.product(wanted.items(), LAYOUTS.items()):
-        found = gradients(spec, *what, order, size)
+        build, *parts = what
+        found = gradients(spec, build, parts, order, size)
         path = f"{spec['out']}/{kind} {layout}.pt"
         if dist.get_rank() == 0:
             torch.save(found, path)

@@ -1,0 +1,26 @@
+"""Pre-training texts beside a policy's rewards: PPO-ptx."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from openrlhf.algos.reduce import token_mean
+from openrlhf.algos.token_loss import negative_log_likelihood
+from openrlhf.types import LossNorm, PackedRow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PTXObjective:
+    """coef * mean negative log-likelihood of the step's texts.
+
+    The second term of equation 2 in https://arxiv.org/abs/2203.02155, as a mean over tokens.
+    """
+
+    coef: float
+
+    def __call__(self, model: Callable, batch: PackedRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
+        """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""
+        scores = model(batch, temperature=1.0, with_entropy=False)
+        loss = token_mean(negative_log_likelihood(scores.log_probs), norm)
+        return self.coef * loss, {"policy/ptx_loss": loss.detach()}
