@@ -11,7 +11,7 @@ if (($# == 0)); then
     set -- bash
 fi
 docker run -it --rm --gpus all --shm-size=10g --cap-add=SYS_ADMIN \
-    -v "$FOLDER:/workspace/openrlhf" \
+    -v "$FOLDER:/openrlhf" \
     -v "$MODELS:/root/.cache/huggingface" \
-    -w /workspace/openrlhf \
+    -w /openrlhf \
     "$IMAGE" "$@"

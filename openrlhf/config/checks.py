@@ -5,12 +5,13 @@ contradicts others is refused with the remedy.
 """
 
 import difflib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.config.choices import LR_SCHEDULERS
+from openrlhf.config.choices import FLASH_PACKAGES, HUB_KERNELS, LR_SCHEDULERS, ROW_KERNELS
 from openrlhf.config.fields import fields_of, to_words, values_of
 from openrlhf.config.parse import Explicit, Problem
 from openrlhf.config.reasoning_gym import is_gym
@@ -19,8 +20,8 @@ from openrlhf.config.sections import CkptConfig, LoggerConfig, OptimConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unread:
-    """Flags that nothing reads under a condition. Set to something but the default they are remarked upon, and
-    never refused: documented commands have such flags, and must run."""
+    """Flags that nothing reads under a condition. Set to something but the default they are remarked upon.
+    Documented commands have such flags, so none is refused."""
 
     keys: tuple[str, ...]
     """Whole names, or beginnings that end with a dot."""
@@ -269,11 +270,31 @@ def precision(config: Any) -> Iterator[Problem]:
         yield Problem(
             key="ds.adam_offload", text="needs sharded optimizer states; use --ds.zero_stage 1, 2 or 3"
         )
-    if ds.param_dtype == "fp32" and "flash_attention" in ds.attn_implementation:
-        yield Problem(
-            key="ds.attn_implementation",
-            text="flash attention has no float32; use auto, or ds.param_dtype bf16",
+    yield from row_attention(ds.attn_implementation)
+    yield from flash_attention(ds)
+
+
+def row_attention(name: str) -> Iterator[Problem]:
+    if name not in ROW_KERNELS and not name.startswith(HUB_KERNELS):
+        near = difflib.get_close_matches(name, ROW_KERNELS, n=1, cutoff=0.7)
+        remedy = (
+            f"did you mean {near[0]}?" if near else f"use {', '.join(ROW_KERNELS)} or a {HUB_KERNELS} name"
         )
+        yield Problem(
+            key="ds.attn_implementation", text=f"is not known to keep packed sequences apart; {remedy}"
+        )
+
+
+def flash_attention(ds: Any) -> Iterator[Problem]:
+    key, package = "ds.attn_implementation", FLASH_PACKAGES.get(ds.attn_implementation)
+    if package is None:
+        return
+    if importlib.util.find_spec(package) is None:
+        yield Problem(
+            key=key, text=f"the package {package} is not installed: auto takes its place", fatal=False
+        )
+    elif ds.param_dtype == "fp32":
+        yield Problem(key=key, text="flash attention has no float32; use auto, or ds.param_dtype bf16")
 
 
 def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
@@ -294,3 +315,9 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
             yield Problem(key=key, text="is a file; name a folder")
     if logger.wandb.key == "***":
         yield Problem(key="logger.wandb.key", text="is a mask, not a key; use True and set WANDB_API_KEY")
+    elif logger.wandb.key is not None and importlib.util.find_spec("wandb") is None:
+        yield Problem(
+            key="logger.wandb.key",
+            text='needs the package wandb: pip install "openrlhf[wandb]"; without the flag metrics.jsonl and '
+            "report.html are written all the same",
+        )

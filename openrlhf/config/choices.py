@@ -26,6 +26,12 @@ WHITENING_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline")
 SEQUENCE_LOSSES = ("gspo",)
 """Policy losses with the ratio of a sequence and the mean over sequences; the others have those of tokens."""
 
+FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""Attention kernels that come in a package of their own, which need not be installed."""
+ROW_KERNELS = ("auto", "sdpa", "eager", *FLASH_PACKAGES)
+"""Attention that keeps the sequences of a packed row apart. So do those of `HUB_KERNELS`."""
+HUB_KERNELS = "kernels-community/"
+
 LR_SCHEDULERS = (
     "linear",
     "cosine",

@@ -7,6 +7,7 @@ from openrlhf.config.checks import (
     TEMPLATE_UNREAD,
     Unread,
     first_of_each,
+    flash_attention,
     local_datasets,
     local_models,
     missing,
@@ -30,7 +31,7 @@ def batch_inference_problems(config: BatchInferenceConfig, explicit: Explicit) -
             *_output(config),
             *_processing(config),
             *_answers(config),
-            *_flash_attention(config),
+            *flash_attention(config.ds),
             *unread(config, explicit, TEMPLATE_UNREAD + SAMPLING_UNREAD + BATCH_INFERENCE_UNREAD),
         ]
     )
@@ -45,7 +46,7 @@ def chat_problems(config: ChatConfig, explicit: Explicit) -> list[Problem]:
             *template(config, explicit),
             *_initial_prompt(config),
             *_room(config),
-            *_flash_attention(config),
+            *flash_attention(config.ds),
             *unread(config, explicit, TEMPLATE_UNREAD + SAMPLING_UNREAD + CHAT_UNREAD),
         ]
     )
@@ -162,12 +163,4 @@ def _room(config: ChatConfig) -> Iterator[Problem]:
         yield Problem(
             key="rollout.max_new_tokens",
             text=f"leaves no room for a prompt in data.max_len {config.data.max_len}",
-        )
-
-
-def _flash_attention(config: BatchInferenceConfig | ChatConfig) -> Iterator[Problem]:
-    if config.ds.param_dtype == "fp32" and "flash_attention" in config.ds.attn_implementation:
-        yield Problem(
-            key="ds.attn_implementation",
-            text="flash attention has no float32; use auto, or ds.param_dtype bf16",
         )

@@ -7,6 +7,7 @@ code 2.
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,12 +67,12 @@ class Invocation(Generic[ConfigT]):
 
 
 def parse(command: Command[ConfigT], argv: Sequence[str] | None = None) -> Invocation[ConfigT]:
-    """Read the command line (default: sys.argv). Exits with 0 after `--help` and `--print_config`, with 2
-    when something is wrong."""
+    """Read the command line (default: sys.argv). Exits with 0 after `--help`, `--print_config` and
+    `--print_command`, with 2 when something is wrong."""
     line = _read_argv(sys.argv[1:] if argv is None else argv)
     settings, problems = _read_files(line.files, command.config_type)
     problems += line.problems
-    chosen, hints, more = _translate([*settings, *line.settings], command)
+    chosen, renamed, hints, more = _translate([*settings, *line.settings], command)
     values, bad = _convert(chosen, fields_of(command.config_type))
     config = with_values(command.config_type(), values)
     if line.help is not None:
@@ -81,12 +82,14 @@ def parse(command: Command[ConfigT], argv: Sequence[str] | None = None) -> Invoc
     problems += more + list(bad.values())
     if line.print_config and not problems:
         write(to_yaml(config))
+    if line.print_command and not problems:
+        write(to_command(command, values))
     problems += [_said_by(problem, config, explicit) for problem in found if problem.fatal]
-    _tell(f"note: {hint}" for hint in hints)
+    _tell(f"note: {hint}" for hint in [*_in_one_line(renamed), *hints])
     _tell(f"note: {_said_by(problem, config, explicit)}" for problem in found if not problem.fatal)
     if problems:
         _refuse(problems, command)
-    if line.print_config:
+    if line.print_config or line.print_command:
         sys.exit(0)
     return Invocation(config=config, explicit=explicit)
 
@@ -111,6 +114,15 @@ def to_yaml(config: Any) -> str:
             node = node.setdefault(section, {})
         node[name] = "True" if key in SECRETS and value is not None else value
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def to_command(command: Command, values: Mapping[str, Any]) -> str:
+    """The command that sets these flags by today's names, one on each line."""
+    lines = [f"openrlhf {command.name}"]
+    for key, value in values.items():
+        words = ("True",) if key in SECRETS and value is not None else to_words(value)
+        lines.append(shlex.join([f"--{key}", *(() if value is True else words)]))
+    return " \\\n    ".join(lines) + "\n"
 
 
 def write(text: str) -> None:
@@ -168,7 +180,12 @@ class _Line:
     help: str | None = None
     """Word to look for; "": everything; None: no help is wanted."""
     print_config: bool = False
+    print_command: bool = False
 
+
+_RENAMED = " is now "
+_FEW = 3
+"""Old spellings that are told one by one."""
 
 _FLAG = re.compile(r"--(?P<name>[A-Za-z_][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
 
@@ -176,7 +193,7 @@ _FLAG = re.compile(r"--(?P<name>[A-Za-z_][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL
 def _read_argv(argv: Sequence[str]) -> _Line:
     """Each flag with the words up to the next flag. `-5` and text that merely starts with dashes are
     words."""
-    settings, files, problems, help_word, print_config = [], [], [], None, False
+    settings, files, problems, help_word, printed = [], [], [], None, set()
     i = 0
     while i < len(argv):
         word, i = ("--help" if argv[i] == "-h" else argv[i]), i + 1
@@ -191,15 +208,16 @@ def _read_argv(argv: Sequence[str]) -> _Line:
         name = flag["name"].replace("-", "_")
         if name == "help":
             help_word = " ".join(words)
-        elif name == "print_config":
-            print_config = True
+        elif name in ("print_config", "print_command"):
+            printed.add(name)
         elif name == "config":
             files += words
             if not words:
                 problems.append("--config: expects the name of a YAML file")
         else:
             settings.append(_Setting(name=name, words=tuple(words), shown="--" + flag["name"]))
-    return _Line(settings=settings, files=files, problems=problems, help=help_word, print_config=print_config)
+    asked = dict.fromkeys(printed, True)
+    return _Line(settings=settings, files=files, problems=problems, help=help_word, **asked)
 
 
 def _read_files(files: Sequence[str], config_type: type) -> tuple[list[_Setting], list[str]]:
@@ -266,11 +284,13 @@ def _yaml_words(node: Any) -> Words | None:
 
 def _translate(
     settings: Sequence[_Setting], command: Command
-) -> tuple[dict[str, _Setting], list[str], list[str]]:
-    """What was said -> what is set (the last word on each flag), hints on old spellings, problems."""
+) -> tuple[dict[str, _Setting], dict[str, str], list[str], list[str]]:
+    """What was said -> what is set (the last word on each flag), old spellings with their names of today,
+    hints on those that mean something else or nothing, problems."""
     fields = fields_of(command.config_type)
     said = {setting.name: setting.words for setting in settings}
     chosen: dict[str, _Setting] = {}
+    renamed: dict[str, str] = {}
     hints: list[str] = []
     problems: list[str] = []
 
@@ -287,7 +307,10 @@ def _translate(
             choose(setting.name, setting)
         elif old is not None:
             new, text = _translate_old(setting, old, said)
-            (problems if new is None else hints).append(f"{setting.shown}{text}")
+            if text.startswith(_RENAMED):
+                renamed[setting.shown] = text
+            else:
+                (problems if new is None else hints).append(f"{setting.shown}{text}")
             for key, words in (new or {}).items():
                 source = Source(file=setting.source.file, old=setting.shown, shared=len(new or {}) > 1)
                 choose(key, _Setting(name=key, words=words, shown=setting.shown, source=source))
@@ -298,7 +321,7 @@ def _translate(
             near = [key if setting.source.file else f"--{key}" for key in suggest(setting.name, command)]
             remedy = f"did you mean {' or '.join(near)}?" if near else "see --help"
             problems.append(f"{setting.shown}: there is no such flag; {remedy}")
-    return chosen, hints, problems
+    return chosen, renamed, hints, problems
 
 
 def _same_file(one: _Setting, other: _Setting) -> bool:
@@ -323,9 +346,20 @@ def _translate_old(
     if not new:
         return {}, " does nothing here"
     changed = any(words != setting.words for words in new.values())
-    return new, " is now " + " ".join(
+    return new, _RENAMED + " ".join(
         f"--{key}{' ' + _show(*words) if changed else ''}" for key, words in new.items()
     )
+
+
+def _in_one_line(renamed: Mapping[str, str]) -> list[str]:
+    """What each old spelling means; of many only how to see it."""
+    if len(renamed) <= _FEW:
+        return [f"{shown}{text}" for shown, text in renamed.items()]
+    first = ", ".join(list(renamed)[:_FEW])
+    return [
+        f"{len(renamed)} flags are spelled as in older versions ({first}, ...); --print_command prints the "
+        "command in today's"
+    ]
 
 
 def _positive(name: str, fields: Mapping[str, Field]) -> str | None:

@@ -353,7 +353,9 @@ def _estimator(config: PPOConfig) -> Iterator[Problem]:
         if samples == 1:
             yield Problem(
                 key="rollout.n_samples_per_prompt",
-                text=f"estimator {advantage.estimator} compares the samples of one prompt; use 2 or more",
+                text=f"estimator {advantage.estimator} compares the samples of one prompt: alone each has "
+                "advantage 0, and its reward teaches nothing; use 2 or more, or estimator reinforce",
+                fatal=False,
             )
         if advantage.gamma != 1:
             yield Problem(

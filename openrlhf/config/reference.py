@@ -72,6 +72,7 @@ def _head(command: Command) -> str:
 
           --config FILE ...   YAML with the same names, nested or dotted; the command line is on top
           --print_config      print the whole configuration as YAML, and stop
+          --print_command     print the command in the flags of today, and stop
           --help [WORD]       all flags, or those with WORD in their present or old name
 
         A flag that switches something on takes no value, or true or false. "-" and "_" are the same.""")

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from openrlhf.config.checks import first_of_each, local_models, not_yet, required
+from openrlhf.config.checks import (
+    first_of_each,
+    flash_attention,
+    local_models,
+    not_yet,
+    required,
+    row_attention,
+)
 from openrlhf.config.choices import Count, ExpertsImplementation, ParamDtype, Positive, Range
 from openrlhf.config.parse import Explicit, Problem
 
@@ -103,7 +110,8 @@ def serve_rm_problems(config: ServeRMConfig, explicit: Explicit) -> list[Problem
             *local_models(config, "reward.model_name_or_path"),
             *_access(config),
             *_limits(config),
-            *_flash_attention(config),
+            *row_attention(config.ds.attn_implementation),
+            *flash_attention(config.ds),
         ]
     )
 
@@ -135,12 +143,4 @@ def _limits(config: ServeRMConfig) -> Iterator[Problem]:
         yield Problem(
             key="max_texts",
             text=f"a request of so many could never wait: max_queue is {config.max_queue}; raise that",
-        )
-
-
-def _flash_attention(config: ServeRMConfig) -> Iterator[Problem]:
-    if config.ds.param_dtype == "fp32" and "flash_attention" in config.ds.attn_implementation:
-        yield Problem(
-            key="ds.attn_implementation",
-            text="flash attention has no float32; use auto, or ds.param_dtype bf16",
         )

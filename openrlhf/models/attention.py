@@ -8,6 +8,7 @@ models/self_check.py.
 """
 
 import importlib.util
+import logging
 from typing import NamedTuple, cast
 
 import torch
@@ -16,14 +17,16 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from openrlhf.config.checks import row_attention
+from openrlhf.config.choices import FLASH_PACKAGES
+
 PACKED = "openrlhf_packed"
 
 FROM_POSITIONS = ("sdpa", "eager")
 """transformers' own implementations that isolate sequences by a block mask built from restarting positions:
 right, and quadratic in the length of the whole row."""
 
-FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-"""Implementations that isolate sequences by cumulative lengths, and the package that each needs."""
+logger = logging.getLogger(__name__)
 
 
 class CannotPack(ValueError):
@@ -39,7 +42,7 @@ class Packing(NamedTuple):
 
 def resolve_attention(name: str, model_config) -> str:
     """The transformers name for `--ds.attn_implementation`. Refuses names that no packed row is read with."""
-    if name in ("auto", PACKED):
+    if name in ("auto", PACKED) or lacks_its_kernel(name):
         return PACKED
     cap = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
     if name == "sdpa" and cap:
@@ -47,20 +50,20 @@ def resolve_attention(name: str, model_config) -> str:
             f"--ds.attn_implementation sdpa: the model caps its attention scores at {cap:g}, which this "
             "leaves out.\nUse --ds.attn_implementation auto."
         )
-    if name in FROM_POSITIONS or name.startswith("kernels-community/"):
-        return name
-    if package := FLASH_PACKAGES.get(name):
-        if importlib.util.find_spec(package) and torch.cuda.is_available():
-            return name
-        raise ValueError(
-            f"--ds.attn_implementation {name} needs a CUDA device and the package {package}, and one is "
-            "missing.\n"
-            f"Use --ds.attn_implementation auto: it takes the fastest kernel that this machine has."
-        )
-    raise ValueError(
-        f"--ds.attn_implementation {name} is not known to keep packed sequences apart.\n"
-        f"Use auto, {', '.join((*FROM_POSITIONS, *FLASH_PACKAGES))} or a kernels-community/ name."
-    )
+    if problem := next(row_attention(name), None):
+        raise ValueError(f"--{problem.key} {name}: {problem.text}")
+    return name
+
+
+def lacks_its_kernel(name: str) -> bool:
+    """Whether it is a flash attention that this machine cannot run: `auto` takes its place. That its package
+    is not installed was said when the flags were checked."""
+    package = FLASH_PACKAGES.get(name)
+    if package is None or (importlib.util.find_spec(package) and torch.cuda.is_available()):
+        return False
+    if importlib.util.find_spec(package):
+        logger.warning("--ds.attn_implementation %s: there is no CUDA device, auto takes its place", name)
+    return True
 
 
 def packing_kwargs(implementation: str, lengths: tuple[int, ...], device: torch.device) -> dict:

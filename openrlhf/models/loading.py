@@ -16,7 +16,7 @@ from transformers import (
 
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.datasets.cache import digest, file_digest
-from openrlhf.models.attention import PACKED, resolve_attention
+from openrlhf.models.attention import PACKED, lacks_its_kernel, resolve_attention
 from openrlhf.models.backbone import reading_of
 from openrlhf.models.checkpoint_layout import forget_unused_conversions
 from openrlhf.models.rope import fix_frequencies
@@ -56,7 +56,7 @@ def load_generator(path: str, *, flag: str, dtype: str, attention: str, max_len:
         path,
         config=load_config(path, flag),
         dtype=DTYPES[dtype],
-        attn_implementation=None if attention == "auto" else attention,
+        attn_implementation=None if attention == "auto" or lacks_its_kernel(attention) else attention,
     )
     fix_frequencies(model, max_len)
     return model

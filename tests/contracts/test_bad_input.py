@@ -218,14 +218,6 @@ def test_no_source_of_rewards(refused):
     assert "--reward.remote_url: nothing gives a reward; name a .py file with reward_func" in text
 
 
-def test_a_group_of_one(refused):
-    text = refused("ppo", "--rollout.n_samples_per_prompt", "1", "--train.batch_size", "8")
-    assert (
-        "error: --rollout.n_samples_per_prompt 1: estimator rloo compares the samples of one prompt" in text
-    )
-    assert "use 2 or more" in text
-
-
 def test_a_batch_that_does_not_divide_the_samples(refused):
     text = refused("ppo", "--train.batch_size", "10")
     assert "error: --train.batch_size 10: a step makes 8 prompts x 2 = 16 samples" in text
@@ -264,13 +256,13 @@ def test_everything_at_once(refused, files):
     text = refused(
         "ppo",
         *("--actor.model_name_or_path", "./no/such/model", "--data.prompt_dataset", "./no/such.jsonl"),
-        *("--reward.remote_url", "./no_reward.py", "--rollout.n_samples_per_prompt", "1"),
+        *("--reward.remote_url", "./no_reward.py"),
         *("--train.batch_size", "3", "--actor.adam.lr", "fast"),
-        problems=6,
+        problems=5,
     )
     for flag in ("--actor.model_name_or_path", "--data.prompt_dataset", "--reward.remote_url"):
         assert f"error: {flag} ./no" in text
-    assert "6 problems; nothing was started." in text
+    assert "5 problems; nothing was started." in text
 
 
 def test_more_ranks_than_the_cluster_has():

@@ -29,6 +29,7 @@ NOT_YET = {
 """Flags and commands that a script uses and that are not available yet."""
 
 PROGRAMS = ("python", "deepspeed", "torchrun", "openrlhf", "ray", "srun", "scontrol", "docker")
+PROGRAMS += ("nvidia-smi", "sudo", "apt-cache")
 STUB = """#!/bin/bash
 printf '%s\\0' "$(($# + 1))" "${0##*/}" "$@" >> "$RECORD"
 case ${0##*/} in

@@ -60,7 +60,7 @@ def written() -> set[str]:
     files = [
         *(ROOT / "openrlhf" / "trainer").glob("*.py"),
         *(ROOT / "openrlhf" / "algos").glob("*.py"),
-        *(ROOT / "openrlhf" / "objectives" / name for name in ("actor.py", "critic.py")),
+        *(ROOT / "openrlhf" / "objectives" / name for name in ("actor.py", "critic.py", "ptx.py")),
     ]
     return {name for f in files for name in re.findall(rf'"((?:{SECTIONS})/\w+)"', f.read_text())}
 

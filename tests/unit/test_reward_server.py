@@ -44,10 +44,7 @@ def config_of(*flags: str) -> ServeRMConfig:
         (("--port", "65536"), "--port 65536: must be at least 0 and at most 65535"),
         (("--max_queue", "10"), "--max_texts 4096: a request of so many could never wait: max_queue is 10"),
         (("--ds.load_in_4bit",), "--ds.load_in_4bit: 4-bit inference is not available yet"),
-        (
-            ("--ds.param_dtype", "fp32", "--ds.attn_implementation", "flash_attention_2"),
-            "flash attention has no float32",
-        ),
+        (("--ds.attn_implementation", "paged"), "is not known to keep packed sequences apart"),
     ],
 )
 def test_what_is_refused(flags: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,1 @@
+../python/math_reward_func.py
