@@ -31,6 +31,7 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     start_ray()
     if problems := resource_problems(config, ray.cluster_resources()):
         raise ValueError("\n".join(problems))
+    check_engines(config, on_cpu=not cluster_has_gpus())
     prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
     check_policy_learns(config, len(prompts))
     roles = start_roles(config, cluster_has_gpus(), len(prompts))
@@ -61,6 +62,7 @@ def check(config: PPOConfig) -> None:
         trained[CRITIC_FLAG] = config.critic_path
     for flag, path in trained.items():
         check_room(load_config(path, flag), config.data.max_len, flags="--data.max_len", path=path)
+    check_engines(config)
     if config.actor.aux_loss_coef:
         check_experts(config.actor.model_name_or_path, ACTOR_FLAG, "--actor.aux_loss_coef")
     if config.teacher.model_name_or_path:
@@ -81,6 +83,22 @@ def check(config: PPOConfig) -> None:
         check_columns(
             config.eval.dataset, flag="--eval.dataset", required_columns=columns, split=config.eval.split
         )
+
+
+def check_engines(config: PPOConfig, *, on_cpu: bool = False) -> None:
+    """Raise ValueError where vLLM would refuse the policy; `on_cpu` once it is known that no engine has a
+    GPU."""
+    from openrlhf.engine.vllm_support import check_vllm_runs
+    from openrlhf.models.loading import load_config
+
+    path = config.actor.model_name_or_path
+    check_vllm_runs(
+        load_config(path, ACTOR_FLAG),
+        flag=ACTOR_FLAG,
+        path=path,
+        on_cpu=on_cpu,
+        tensor_parallel_size=config.vllm.tensor_parallel_size,
+    )
 
 
 def build_prompt_datasets(config: PPOConfig):
