@@ -29,7 +29,7 @@ def test_a_head_size_without_a_kernel(config):
 
 
 def test_heads_that_do_not_divide():
-    with pytest.raises(ValueError, match=r"12 .* tensor_parallel_size 5.\nUse 1, 2, 3, 4, 6, 12"):
+    with pytest.raises(ValueError, match=r"12 .*tensor_parallel_size 5.\nUse 1, 2, 3, 4, 6, 12"):
         check(llama(hidden_size=384, num_attention_heads=12), tensor_parallel_size=5)
 
 
