@@ -73,8 +73,6 @@ def check(config: PPOConfig) -> None:
         check_reward_model(path, REWARD_FLAG, config.ds.value_head_prefix)
         if config.reward.normalize_enable:
             score_statistics(load_config(path, REWARD_FLAG), path)
-    if config.reward.function_path:
-        check_reward_file(config.reward.function_path, "--reward.remote_url")
     data, columns = config.data, _columns(config)
     check_columns(
         data.prompt_dataset, flag="--data.prompt_dataset", required_columns=columns, split=data.prompt_split
@@ -83,6 +81,9 @@ def check(config: PPOConfig) -> None:
         check_columns(
             config.eval.dataset, flag="--eval.dataset", required_columns=columns, split=config.eval.split
         )
+    path = config.reward.function_path  # the last, because users' imports take longest
+    if path and (remark := check_reward_file(path, "--reward.remote_url")):
+        print(f"note: {remark}", file=sys.stderr, flush=True)
 
 
 def check_engines(config: PPOConfig, *, on_cpu: bool = False) -> None:

@@ -210,13 +210,20 @@ def test_columns_of_the_evaluation_set(refused, files, tmp_path_factory, command
 def test_a_reward_file_without_the_function(refused, files):
     text = refused("ppo", "--reward.remote_url", files["no_reward"])
     assert f"error: --reward.remote_url {files['no_reward']}: the file has no reward_func" in text
-    assert "(it defines judge)" in text
+    assert "(its functions: judge)" in text
     assert "Define `def reward_func(queries, prompts, labels)` that returns {'rewards': [...]}" in text
 
 
 def test_a_reward_file_with_an_error_of_syntax(refused, files):
     text = refused("ppo", "--reward.remote_url", files["broken_reward"])
-    assert f"error: --reward.remote_url {files['broken_reward']}: line 2: expected ':'" in text
+    assert f"error: --reward.remote_url {files['broken_reward']}: line 2: SyntaxError: expected ':'" in text
+
+
+def test_a_reward_file_that_cannot_be_imported(refused, tmp_path_factory):
+    path = tmp_path_factory.mktemp("reward") / "reward.py"
+    path.write_text("import math\nimport no_such_package\n")
+    text = refused("ppo", "--reward.remote_url", str(path))
+    assert f"error: --reward.remote_url {path}: line 2: ModuleNotFoundError: No module" in text
 
 
 def test_a_reward_file_that_is_not_there(refused, files):
