@@ -83,8 +83,8 @@ def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: Text
         (
             "–" if t.reward is None else format_number(t.reward),
             f"{t.num_actions}{' cut' if t.truncated else ''}",
-            _shorten(t.prompt.text, 300, keep_end=True),
-            _shorten(response_of(t, decode) if t.ok else f"{t.outcome.value}: {t.error}", 500),
+            shorten(t.prompt.text, 300, keep_end=True),
+            shorten(response_of(t, decode) if t.ok else f"{t.outcome.value}: {t.error}", 500),
         )
         for t in samples
     ]
@@ -167,7 +167,7 @@ def _health_section(path: Path) -> str:
     warnings = list(read_jsonl(path))
     shown = warnings[-WARNINGS_SHOWN:]
     items = "".join(
-        f"<li><b>step {_step(row['step'])}</b> {_escape(_shorten(row['text'], WARNING_CHARACTERS))}</li>"
+        f"<li><b>step {_step(row['step'])}</b> {_escape(shorten(row['text'], WARNING_CHARACTERS))}</li>"
         for row in shown
     )
     left_out = len(warnings) - len(shown)
@@ -324,7 +324,7 @@ def _text_section(heading: str, path: Path) -> str:
     if not path.exists():
         return ""
     text = path.read_text(encoding="utf-8", errors="replace")
-    text = _escape(_shorten(text, FILE_CHARACTERS))
+    text = _escape(shorten(text, FILE_CHARACTERS))
     return f"<section><details><summary>{heading}</summary><pre>{text}</pre></details></section>"
 
 
@@ -382,7 +382,7 @@ def _label(name: str) -> str:
     """The section pale, the rest in words."""
     section, _, short = name.rpartition("/")
     prefix = f"<i>{_escape(section[:30])}</i> " if section else ""
-    return prefix + _escape(_shorten(short.replace("_", " "), 60))
+    return prefix + _escape(shorten(short.replace("_", " "), 60))
 
 
 def _number(value: float) -> str:
@@ -395,14 +395,14 @@ def _step(step: int) -> str:
 
 def _sample_text(value: Any, *, keep_end: bool = False) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return _escape(_shorten(text, SAMPLE_CHARACTERS, keep_end=keep_end))
+    return _escape(shorten(text, SAMPLE_CHARACTERS, keep_end=keep_end))
 
 
 def _escape(text: str) -> str:
     return html.escape(clean_text(text))
 
 
-def _shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
+def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
     text = clean_text(text).strip()
     if len(text) <= limit:
         return text

@@ -186,8 +186,11 @@ def _import_error(error: BaseException, path: str) -> str:
     if isinstance(error, SyntaxError) and error.filename == file:
         lines = [error.lineno]
     place = f"line {lines[-1]}: " if lines else ""
-    what = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    return f"{place}{what}\n{IMPORTED}"
+    return f"{place}{_headline(error)}\n{IMPORTED}"
+
+
+def _headline(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _call(
@@ -200,8 +203,8 @@ def _call(
             answer = runner.run(answer)
     except RewardError as error:
         return str(error)
-    except BaseException:  # SystemExit too
-        return f"reward_func raised:\n{traceback.format_exc(limit=-3)}"
+    except BaseException as error:  # SystemExit too
+        return f"reward_func raised {_headline(error)}\n{traceback.format_exc(limit=-3)}"
     try:
         return read_rewards(answer, len(queries))
     except RewardError as error:

@@ -141,9 +141,9 @@ def call(function, label, query="prompt and answer", prompt="prompt"):
 @pytest.mark.parametrize(
     ("fate", "text"),
     [
-        ("raise", r"reward_func raised:\n(.|\n)*user_reward.py.*\n(.|\n)*KeyError: 'no such answer'"),
-        ("unpicklable", r"reward_func raised:\n(.|\n)*Unpicklable"),
-        ("exit", r"reward_func raised:\n(.|\n)*SystemExit: enough"),
+        ("raise", r"^reward_func raised KeyError: 'no such answer'\nTraceback(.|\n)*user_reward.py"),
+        ("unpicklable", "^reward_func raised Unpicklable: "),
+        ("exit", "^reward_func raised SystemExit: enough\n"),
         ("refuse", "^the judge is out$"),
         ("hang", r"user_reward.py: reward_func took longer than --reward.timeout 1 s"),
         ("crash", r"user_reward.py: reward_func's process died with exit code 7"),
@@ -197,7 +197,7 @@ def test_a_file_that_cannot_be_imported(tmp_path):
         ("reward_func = 3", "the file has no reward_func"),
         ("x = 1\ndef reward_func(queries:\n    return", "line 2: SyntaxError: '(' was never closed"),
         ("x = 1\nimport no_such_package", "line 2: ModuleNotFoundError: No module named 'no_such_package'"),
-        ("import json\n\njson.loads('{')", "line 3: json.decoder.JSONDecodeError: Expecting property name"),
+        ("import json\n\njson.loads('{')", "line 3: JSONDecodeError: Expecting property name"),
         ("raise SystemExit(3)", "line 1: SystemExit: 3"),
         ("import os\nos._exit(3)", "the process that imported the file died with exit code 3"),
         ("def reward_func(queries, prompts): pass", "reward_func(queries, prompts) cannot be called"),
@@ -221,7 +221,7 @@ def test_a_file_that_takes_long_to_import_is_remarked_upon(tmp_path):
     path.write_text(f"import pathlib, time\ntime.sleep(1)\npathlib.Path({str(alive)!r}).touch()\n")
     remark = check_reward_file(str(path), "--reward.remote_url", limit=0.3)
     assert remark.startswith(f"--reward.remote_url {path}: its import takes more than 0.3 s")
-    time.sleep(1)
+    time.sleep(0.6)
     assert not alive.exists()  # its process has ended
 
 
