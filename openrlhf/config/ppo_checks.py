@@ -87,6 +87,10 @@ PPO_NOT_YET: Mapping[str, str] = {
 """Flags whose feature does not exist yet: anything but the default is refused."""
 
 
+BEST = r"_(score_mean|best_of\d+|pass\d+)$"
+"""Ends of the metrics of an evaluation of which more is better."""
+
+
 PPO_UNREAD = (
     Unread(
         keys=("train.colocate_critic_reward",),
@@ -517,10 +521,11 @@ def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
             f"with train.colocate_all; {fits}",
         )
     best = config.ckpt.best_metric_key
-    if config.eval.dataset and best not in ("", "none") and not re.search(r"_pass\d+$", best):
+    if config.eval.dataset and best not in ("", "none") and not re.search(BEST, best):
         yield Problem(
             key="ckpt.best_metric_key",
-            text="the largest value is kept as the best; name a metric that ends in _pass1, _pass2 and so on",
+            text="the largest value is kept as the best; name a metric that ends in _score_mean, "
+            "_best_ofK or _passK",
             fatal=False,
         )
     if config.ds.enable_sleep and config.ds.zero_stage == 0:

@@ -827,7 +827,7 @@ REMARKS = [
     (
         PPO,
         "--eval.dataset a/b --eval.steps 1 --ckpt.best_metric_key eval/default_response_length_mean",
-        "the largest value is kept as the best; name a metric that ends in _pass1, _pass2 and so on",
+        "the largest value is kept as the best; name a metric that ends in _score_mean, _best_ofK or _passK",
     ),
     (
         PPO,

@@ -23,7 +23,8 @@ def sample(error: str | None, text: str = "2 + 2?", outcome: Outcome = Outcome.R
 def test_errors_that_differ_in_what_they_were_about_are_one():
     words = [sample(f"ValueError: could not convert '{word}' of 17 samples") for word in ("four", "five")]
     others = [sample("took longer than 60 s"), sample("took longer than 61 s"), sample("took 7 s")]
-    failed = [sample("KeyError: 'a'"), *words, *others, sample("ValueError: could not convert 'x' of 3 samples")]
+    last = sample("ValueError: could not convert 'x' of 3 samples")
+    failed = [sample("KeyError: 'a'"), *words, *others, last]
     example, count = commonest_failure(failed)
     assert (example, count) == (words[0], 3)
 
@@ -47,6 +48,7 @@ def test_the_screen_shows_the_commonest_error_in_one_line(tmp_path, capsys):
     assert lines == [
         r"3 of 4 samples failed, 2 of them with: KeyError: 'x' | prompt '2 + 2?', answer '[2]\nafter [1]' | "
         "step_000001.jsonl",
-        r"2 of 2 samples failed: KeyError: 'x' | prompt '2 + 2?', answer '[2]\nafter [1]' | eval_000001.jsonl",
+        r"2 of 2 samples failed: KeyError: 'x' | prompt '2 + 2?', answer '[2]\nafter [1]' | "
+        "eval_000001.jsonl",
     ]
     observer.trackers.close()
