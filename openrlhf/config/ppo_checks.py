@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from openrlhf.config.checks import (
     COMMON_UNREAD,
+    IN_BASH,
     Unread,
     batches,
     first_of_each,
@@ -53,6 +54,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_old_log_probs(config),
             *_balance(config),
             *_lengths(config),
+            *_stop(config),
             *_evaluation(config, explicit),
             *optimizer("actor.", config.actor),
             *(optimizer("critic.", config.critic) if config.uses_critic else ()),
@@ -480,6 +482,14 @@ def _lengths(config: PPOConfig) -> Iterator[Problem]:
             key="rollout.max_new_tokens",
             text=f"leaves no room for a prompt in data.max_len {longest}, which counts both; raise that",
         )
+
+
+def _stop(config: PPOConfig) -> Iterator[Problem]:
+    key, texts = "rollout.stop", config.rollout.stop or ()
+    if "" in texts:
+        yield Problem(key=key, text="has an empty text, which would end every response; remove it")
+    elif any("\\n" in text for text in texts):
+        yield Problem(key=key, text=IN_BASH, fatal=False)
 
 
 def _evaluation(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
