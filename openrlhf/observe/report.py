@@ -38,7 +38,10 @@ OWN = "Your own metrics"
 SECTIONS = (
     ("Results", ("reward", "score", "return", "acc", "margin", "pass_rate")),
     (OWN, ()),
-    ("Answers", ("length", "truncated", "num_samples", "generated", "outcome", "error")),
+    (
+        "Answers",
+        ("length", "truncated", "repetition", "duplicate", "num_samples", "generated", "failed", "error"),
+    ),
     (
         "Training",
         ("loss", "kl", "entropy", "clip", "ratio", "logprob", "log_prob", "grad_norm", "lr", "values"),

@@ -1,6 +1,8 @@
 import pytest
 from transformers import CodeGenConfig, CTRLConfig, DeepseekV3Config, LlamaConfig, MambaConfig
 
+from openrlhf.cli.train_ppo_ray import check_engines
+from openrlhf.config.ppo import ActorConfig, PPOConfig
 from openrlhf.engine.vllm_support import check_vllm_runs, cpu_head_sizes, registered_architectures
 
 
@@ -26,6 +28,14 @@ def test_a_head_size_without_a_kernel(config):
     with pytest.raises(ValueError, match=r"--flag tiny: .* heads have size 8, and on a CPU only 32, 64, 80"):
         check(config)
     check(config, on_cpu=False)
+
+
+def test_a_run_of_rl_asks_once_it_is_known_that_there_are_no_gpus(tmp_path):
+    llama(num_attention_heads=8).save_pretrained(tmp_path)
+    config = PPOConfig(actor=ActorConfig(model_name_or_path=str(tmp_path)))
+    check_engines(config)
+    with pytest.raises(ValueError, match=f"--actor.model_name_or_path {tmp_path}: vLLM .* heads have size 8"):
+        check_engines(config, on_cpu=True)
 
 
 def test_heads_that_do_not_divide():
