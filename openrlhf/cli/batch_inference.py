@@ -104,6 +104,7 @@ def check(config: BatchInferenceConfig) -> None:
             model_config,
             flag=MODEL_FLAG,
             path=config.model.model_name_or_path,
+            dtype=config.ds.param_dtype,
             on_cpu=DEVICE_TYPE == "cpu",
             tensor_parallel_size=config.vllm.tensor_parallel_size or 1,
         )

@@ -56,6 +56,7 @@ def check(config: ChatConfig) -> None:
             model_config,
             flag=MODEL_FLAG,
             path=path,
+            dtype=config.ds.param_dtype,
             on_cpu=DEVICE_TYPE == "cpu",
             tensor_parallel_size=config.vllm.tensor_parallel_size or 1,
         )

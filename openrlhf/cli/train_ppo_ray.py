@@ -97,6 +97,7 @@ def check_engines(config: PPOConfig, *, on_cpu: bool = False) -> None:
         load_config(path, ACTOR_FLAG),
         flag=ACTOR_FLAG,
         path=path,
+        dtype=config.ds.param_dtype,
         on_cpu=on_cpu,
         tensor_parallel_size=config.vllm.tensor_parallel_size,
     )

@@ -11,6 +11,7 @@ from typing import Any
 import transformers
 
 REGISTRY = "model_executor/models/registry.py"
+MODEL_CONFIG = "config/model.py"
 CPU_ATTENTION = "v1/attention/backends/cpu_attn.py"
 REMOVED = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
 """Tables of the registry that name what there is no code for."""
@@ -19,11 +20,13 @@ SUFFIX = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel|ChatModel
 
 
 def check_vllm_runs(
-    model_config: Any, *, flag: str, path: str, on_cpu: bool, tensor_parallel_size: int = 1
+    model_config: Any, *, flag: str, path: str, dtype: str, on_cpu: bool, tensor_parallel_size: int = 1
 ) -> None:
-    """Raise ValueError where an engine of the model would not start. What is not certain is left to vLLM."""
+    """Raise ValueError where an engine of the model would not start in `dtype` (bf16, fp16 or fp32). What is
+    not certain is left to vLLM."""
     for reason in (
         _unknown_architecture(model_config),
+        _not_in_half_precision(model_config) if dtype == "fp16" else "",
         _uneven_heads(model_config.get_text_config(), tensor_parallel_size),
         _head_size_without_kernel(model_config.get_text_config()) if on_cpu else "",
     ):
@@ -33,16 +36,8 @@ def check_vllm_runs(
 
 def registered_architectures() -> set[str]:
     """Empty where there is no vLLM, or one of another layout."""
-    tables = [
-        node.value
-        for node in _source(REGISTRY)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Dict)
-        and isinstance(name := node.targets[0], ast.Name)
-        and name.id.endswith("_MODELS")
-        and name.id not in REMOVED
-    ]
-    return {str(key.value) for table in tables for key in table.keys if isinstance(key, ast.Constant)}
+    tables = _tables(REGISTRY).items()
+    return {key for name, keys in tables if name.endswith("_MODELS") and name not in REMOVED for key in keys}
 
 
 def cpu_head_sizes() -> list[int]:
@@ -55,6 +50,17 @@ def cpu_head_sizes() -> list[int]:
     ]
     returned = [node for function in functions for node in function.body if isinstance(node, ast.Return)]
     return ast.literal_eval(returned[0].value) if returned and returned[0].value else []
+
+
+def _tables(file: str) -> dict[str, list[str]]:
+    """The dictionaries of a file of vLLM by their name, as their keys."""
+    return {
+        name.id: [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
+        for node in _source(file)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Dict)
+        and isinstance(name := node.targets[0], ast.Name)
+    }
 
 
 def _source(name: str) -> list[ast.stmt]:
@@ -86,6 +92,12 @@ def _reads_by_transformers(architecture: str) -> bool:
     """vLLM runs the implementation of transformers where it takes vLLM's attention."""
     model = getattr(transformers, architecture, None)
     return model is not None and (model.is_backend_compatible() or model._can_set_attn_implementation())
+
+
+def _not_in_half_precision(config: Any) -> str:
+    if config.model_type not in _tables(MODEL_CONFIG).get("_FLOAT16_NOT_SUPPORTED_MODELS", ()):
+        return ""
+    return f"{config.model_type} is not stable in float16.\nUse --ds.param_dtype bf16 or fp32."
 
 
 def _uneven_heads(config: Any, tensor_parallel_size: int) -> str:

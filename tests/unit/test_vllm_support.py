@@ -1,5 +1,5 @@
 import pytest
-from transformers import CodeGenConfig, CTRLConfig, DeepseekV3Config, LlamaConfig, MambaConfig
+from transformers import CodeGenConfig, CTRLConfig, DeepseekV3Config, Gemma2Config, LlamaConfig, MambaConfig
 
 from openrlhf.cli.train_ppo_ray import check_engines
 from openrlhf.config.ppo import ActorConfig, PPOConfig
@@ -11,10 +11,9 @@ def llama(**changes):
     return LlamaConfig(**(sizes | changes))
 
 
-def check(config, on_cpu=True, tensor_parallel_size=1):
-    check_vllm_runs(
-        config, flag="--flag", path="tiny", on_cpu=on_cpu, tensor_parallel_size=tensor_parallel_size
-    )
+def check(config, **changes):
+    options = {"dtype": "fp32", "on_cpu": True} | changes
+    check_vllm_runs(config, flag="--flag", path="tiny", **options)
 
 
 def test_the_lists_are_read_from_vllms_source():
@@ -41,6 +40,13 @@ def test_a_run_of_rl_asks_once_it_is_known_that_there_are_no_gpus(tmp_path):
 def test_heads_that_do_not_divide():
     with pytest.raises(ValueError, match=r"12 .*tensor_parallel_size 5.\nUse 1, 2, 3, 4, 6, 12"):
         check(llama(hidden_size=384, num_attention_heads=12), tensor_parallel_size=5)
+
+
+def test_a_model_that_is_unstable_in_half_precision():
+    gemma = Gemma2Config(architectures=["Gemma2ForCausalLM"])
+    with pytest.raises(ValueError, match=r"gemma2 is not stable in float16\.\nUse --ds.param_dtype bf16"):
+        check(gemma, dtype="fp16")
+    check(gemma, dtype="bf16")
 
 
 def test_an_architecture_that_vllm_does_not_have():
