@@ -86,6 +86,8 @@ def run(config: BatchInferenceConfig) -> None:
 def check(config: BatchInferenceConfig) -> None:
     """Everything that can be wrong with files, before anything is loaded."""
     from openrlhf.datasets.sources import check_columns
+    from openrlhf.device import DEVICE_TYPE
+    from openrlhf.engine.vllm_support import check_vllm_runs
     from openrlhf.models.loading import check_room, load_config
 
     model_config = load_config(config.model.model_name_or_path, MODEL_FLAG)
@@ -97,6 +99,15 @@ def check(config: BatchInferenceConfig) -> None:
     )
     flags = "--data.max_len" if config.task == "rm" else "--data.prompt_max_len + --rollout.max_new_tokens"
     check_room(model_config, _longest(config), flags=flags, path=config.model.model_name_or_path)
+    if config.task == "generate_vllm":
+        check_vllm_runs(
+            model_config,
+            flag=MODEL_FLAG,
+            path=config.model.model_name_or_path,
+            dtype=config.ds.param_dtype,
+            on_cpu=DEVICE_TYPE == "cpu",
+            tensor_parallel_size=config.vllm.tensor_parallel_size or 1,
+        )
 
 
 def build_work(config: BatchInferenceConfig, tokenizer) -> tuple[list[Any], dict[str, Any]]:

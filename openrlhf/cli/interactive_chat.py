@@ -44,12 +44,22 @@ def run(config: ChatConfig) -> None:
 
 
 def check(config: ChatConfig) -> None:
+    from openrlhf.device import DEVICE_TYPE
+    from openrlhf.engine.vllm_support import check_vllm_runs
     from openrlhf.models.loading import check_room, load_config
 
-    model_config = load_config(config.model.model_name_or_path, MODEL_FLAG)
-    check_room(
-        model_config, config.data.max_len, flags="--data.max_len", path=config.model.model_name_or_path
-    )
+    path = config.model.model_name_or_path
+    model_config = load_config(path, MODEL_FLAG)
+    check_room(model_config, config.data.max_len, flags="--data.max_len", path=path)
+    if config.engine == "vllm":
+        check_vllm_runs(
+            model_config,
+            flag=MODEL_FLAG,
+            path=path,
+            dtype=config.ds.param_dtype,
+            on_cpu=DEVICE_TYPE == "cpu",
+            tensor_parallel_size=config.vllm.tensor_parallel_size or 1,
+        )
 
 
 def _conversation(config: ChatConfig, tokenizer):

@@ -31,6 +31,7 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     start_ray()
     if problems := resource_problems(config, ray.cluster_resources()):
         raise ValueError("\n".join(problems))
+    check_engines(config, on_cpu=not cluster_has_gpus())
     prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
     check_policy_learns(config, len(prompts))
     texts = build_pretrain_texts(config, tokenizer, len(prompts))
@@ -62,6 +63,7 @@ def check(config: PPOConfig) -> None:
         trained[CRITIC_FLAG] = config.critic_path
     for flag, path in trained.items():
         check_room(load_config(path, flag), config.data.max_len, flags="--data.max_len", path=path)
+    check_engines(config)
     if config.actor.aux_loss_coef:
         check_experts(config.actor.model_name_or_path, ACTOR_FLAG, "--actor.aux_loss_coef")
     if config.teacher.model_name_or_path:
@@ -72,8 +74,6 @@ def check(config: PPOConfig) -> None:
         check_reward_model(path, REWARD_FLAG, config.ds.value_head_prefix)
         if config.reward.normalize_enable:
             score_statistics(load_config(path, REWARD_FLAG), path)
-    if config.reward.function_path:
-        check_reward_file(config.reward.function_path, "--reward.remote_url")
     data, columns = config.data, _columns(config)
     check_columns(
         data.prompt_dataset, flag="--data.prompt_dataset", required_columns=columns, split=data.prompt_split
@@ -89,6 +89,26 @@ def check(config: PPOConfig) -> None:
             required_columns=_pretrain_column(config),
             split=data.pretrain_split,
         )
+    path = config.reward.function_path  # the last, because users' imports take longest
+    if path and (remark := check_reward_file(path, "--reward.remote_url")):
+        print(f"note: {remark}", file=sys.stderr, flush=True)
+
+
+def check_engines(config: PPOConfig, *, on_cpu: bool = False) -> None:
+    """Raise ValueError where vLLM would refuse the policy; `on_cpu` once it is known that no engine has a
+    GPU."""
+    from openrlhf.engine.vllm_support import check_vllm_runs
+    from openrlhf.models.loading import load_config
+
+    path = config.actor.model_name_or_path
+    check_vllm_runs(
+        load_config(path, ACTOR_FLAG),
+        flag=ACTOR_FLAG,
+        path=path,
+        dtype=config.ds.param_dtype,
+        on_cpu=on_cpu,
+        tensor_parallel_size=config.vllm.tensor_parallel_size,
+    )
 
 
 def build_pretrain_texts(config: PPOConfig, tokenizer, num_prompts: int):

@@ -200,6 +200,9 @@ def missing(path: str, said: str) -> str:
     return f"{name}does not exist" + (f"; near it: {', '.join(near)}" if near else "")
 
 
+IN_BASH = r"has a backslash and an n, not a line break; in bash write $'...\n...'"
+
+
 def template(config: Any, explicit: Explicit) -> Iterator[Problem]:
     key, template = "data.input_template", config.data.input_template
     if template is None or key not in explicit or config.data.apply_chat_template:
@@ -212,11 +215,7 @@ def template(config: Any, explicit: Explicit) -> Iterator[Problem]:
     if not has_place:
         yield Problem(key=key, text="has no {} for the prompt to go to; use None for the prompt alone")
     elif "\\n" in template:
-        yield Problem(
-            key=key,
-            text=r"has a backslash and an n, not a line break; in bash write $'...\n...'",
-            fatal=False,
-        )
+        yield Problem(key=key, text=IN_BASH, fatal=False)
 
 
 def python_file(key: str, path: str, *, alone: bool) -> Iterator[Problem]:

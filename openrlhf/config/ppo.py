@@ -259,6 +259,9 @@ class RolloutConfig:
     """Sample from the k most likely tokens. -1: from all."""
     max_new_tokens: Count | None = None
     """Longest response, tokens. None: what the prompt leaves of data.max_len."""
+    stop: tuple[str, ...] | None = None
+    """Texts that end a response too, in training and evaluation: with the token that completes one of them. A
+    single word is split at its commas; YAML takes any text. None: only stop tokens end one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,7 +327,7 @@ class EvalConfig:
     temperature: PositiveOrZero = 0.6
     """Sampling temperature. 0: greedy, with one sample for each prompt."""
     n_samples_per_prompt: Count = 4
-    """Responses to each prompt: the largest k of pass@k."""
+    """Responses to each prompt: the largest k of the best of k, and of pass@k."""
     max_samples: Count | None = None
     """Prompts of each dataset to use. None: all."""
 
@@ -445,8 +448,8 @@ class PPOCkptConfig(CkptConfig):
     max_mem: Positive = float("inf")
     """Size of all kept checkpoints together, GB."""
     best_metric_key: str = ""
-    """Evaluation metric that chooses the best checkpoint. "": the first that ends in _pass1. none: keep no
-    best."""
+    """Evaluation metric that chooses the best checkpoint: default_score_mean (or default_pass1),
+    default_best_of4, ... "": the mean score of the first source. none: keep no best."""
 
 
 class Home(NamedTuple):

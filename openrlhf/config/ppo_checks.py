@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from openrlhf.config.checks import (
     COMMON_UNREAD,
+    IN_BASH,
     Unread,
     batches,
     first_of_each,
@@ -58,6 +59,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_old_log_probs(config),
             *_balance(config),
             *_lengths(config),
+            *_stop(config),
             *_evaluation(config, explicit),
             *optimizer("actor.", config.actor),
             *(optimizer("critic.", config.critic) if config.uses_critic else ()),
@@ -90,6 +92,10 @@ PPO_NOT_YET: Mapping[str, str] = {
     "use_ms": "ModelScope is",
 }
 """Flags whose feature does not exist yet: anything but the default is refused."""
+
+
+BEST = r"_(score_mean|best_of\d+|pass\d+)$"
+"""Ends of the metrics of an evaluation of which more is better."""
 
 
 PPO_UNREAD = (
@@ -478,6 +484,14 @@ def _lengths(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
+def _stop(config: PPOConfig) -> Iterator[Problem]:
+    key, texts = "rollout.stop", config.rollout.stop or ()
+    if "" in texts:
+        yield Problem(key=key, text="has an empty text, which would end every response; remove it")
+    elif any("\\n" in text for text in texts):
+        yield Problem(key=key, text=IN_BASH, fatal=False)
+
+
 def _evaluation(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     samples = config.eval.n_samples_per_prompt
     if config.eval.dataset is not None and config.eval.temperature == 0 and samples > 1:
@@ -517,10 +531,11 @@ def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
             f"with train.colocate_all; {fits}",
         )
     best = config.ckpt.best_metric_key
-    if config.eval.dataset and best not in ("", "none") and not re.search(r"_pass\d+$", best):
+    if config.eval.dataset and best not in ("", "none") and not re.search(BEST, best):
         yield Problem(
             key="ckpt.best_metric_key",
-            text="the largest value is kept as the best; name a metric that ends in _pass1, _pass2 and so on",
+            text="the largest value is kept as the best; name a metric that ends in _score_mean, "
+            "_best_ofK or _passK",
             fatal=False,
         )
     if config.ds.enable_sleep and config.ds.zero_stage == 0:

@@ -63,6 +63,15 @@ RULES = (
         "--rollout.temperature or --actor.entropy_coef, or lower --actor.adam.lr.",
     ),
     Rule(
+        metric="rollout/repetition_ratio",
+        sign=">",
+        limit=0.5,
+        steps=5,
+        text="answers say the same over and over. Read samples: does the reward pay for it? Raise "
+        "--algo.kl.init_coef, or lower --actor.adam.lr; --reward.overlong_buffer_len makes length cost "
+        "something.",
+    ),
+    Rule(
         metric="rollout/length_reward_correlation",
         sign=">",
         limit=0.9,

@@ -3,12 +3,14 @@ the run folder, and the team's trackers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from openrlhf.config.sections import LoggerConfig, is_due
+from openrlhf.observe.failures import commonest_failure, headline
 from openrlhf.observe.health import Health
 from openrlhf.observe.journal import Decode, response_of, write_journal
 from openrlhf.observe.progress import Phase, Progress
-from openrlhf.observe.report import few_samples, print_samples, write_report
+from openrlhf.observe.report import few_samples, print_samples, shorten, write_report
 from openrlhf.observe.run_folder import RunFolder, to_json
 from openrlhf.observe.trackers import JsonlTracker, TensorBoardTracker, Tracker, Trackers, WandbTracker
 from openrlhf.types import Metrics, Trajectory
@@ -60,7 +62,8 @@ class Observer:
 
     def log_rollouts(self, step: int, trajectories: Sequence[Trajectory], name: str = "step") -> None:
         """`name` is step for training and eval for evaluation."""
-        write_journal(self.folder.rollouts_path, step, trajectories, decode=self.decode, name=name)
+        path = write_journal(self.folder.rollouts_path, step, trajectories, decode=self.decode, name=name)
+        self._tell_failures(trajectories, path)
         self.samples[name] = few_samples(trajectories)
         rows = [
             [
@@ -72,6 +75,21 @@ class Observer:
             for t in trajectories[:: max(1, len(trajectories) // SAMPLES_IN_TABLE)][:SAMPLES_IN_TABLE]
         ]
         self.trackers.table(step, f"{name}_samples", ["prompt", "response", "reward", "truncated"], rows)
+
+    def _tell_failures(self, trajectories: Sequence[Trajectory], path: Path) -> None:
+        """The commonest error, on one line, with a sample that has it."""
+        failed = [t for t in trajectories if not t.ok]
+        if not failed:
+            return
+        example, count = commonest_failure(failed)
+        same = "" if count == len(failed) else f", {count} of them with"
+        prompt = shorten(example.prompt.text, 120, keep_end=True)
+        answer = shorten(response_of(example, self.decode), 120) if self.decode else ""
+        text = (
+            f"{len(failed)} of {len(trajectories)} samples failed{same}: {shorten(headline(example), 240)} | "
+            f"prompt {prompt!r}, answer {answer!r} | {path.name}"
+        )
+        self.message(text)
 
     def message(self, text: str) -> None:
         self.progress.message(text)

@@ -160,7 +160,9 @@ class Progress:
         evaluation = [
             (name, value)
             for name, value in metrics.items()
-            if _is_evaluation(name) and not name.endswith(EVALUATION_DETAILS)
+            if _is_evaluation(name)
+            and not name.endswith(EVALUATION_DETAILS)
+            and pass_name(name) not in metrics
         ]
         return chosen + evaluation[:EVALUATION_METRICS_SHOWN]
 
@@ -323,6 +325,12 @@ class _TerminalBars(Bars):
                 task.completed = phase.done
                 task.fields["note"] = clean_text(format_duration(phase.elapsed) + phase.figures_text())
         yield from super().get_renderables()
+
+
+def pass_name(name: str) -> str | None:
+    """Under which name a mean or the best of k of scores is reported once more where all are 0 or 1."""
+    found = re.search(r"_(?:score_mean|best_of(\d+))$", name)
+    return f"{name[: found.start()]}_pass{found[1] or 1}" if found else None
 
 
 def _is_evaluation(name: str) -> bool:

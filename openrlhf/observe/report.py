@@ -7,6 +7,7 @@ import html
 import itertools
 import json
 import math
+import re
 import shutil
 import sys
 from collections import Counter
@@ -16,28 +17,52 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from openrlhf.observe.journal import Decode, journal_steps, response_of
-from openrlhf.observe.progress import clean_text, format_duration, format_number
+from openrlhf.observe.progress import clean_text, format_duration, format_number, pass_name
 from openrlhf.observe.run_folder import RunFolder, read_jsonl, write_atomically
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.types import Trajectory
 
 CURVE_POINTS = 160
 CURVES_SHOWN = 32
+OWN_CURVES_SHOWN = 12
+TILES_SHOWN = 7
 SAMPLE_CHARACTERS = 800
 FILE_CHARACTERS = 12_000
 WARNINGS_SHOWN = 20
 WARNING_CHARACTERS = 500
 SAMPLES_PRINTED = 4
 
+OWN = "Your own metrics"
+"""Heading of what the reward's `extra_logs` report."""
+
 SECTIONS = (
     ("Results", ("reward", "score", "return", "acc", "margin", "pass_rate")),
-    ("Answers", ("length", "truncated", "num_samples", "generated", "outcome", "error")),
+    (OWN, ()),
+    (
+        "Answers",
+        ("length", "truncated", "repetition", "duplicate", "num_samples", "generated", "failed", "error"),
+    ),
     (
         "Training",
         ("loss", "kl", "entropy", "clip", "ratio", "logprob", "log_prob", "grad_norm", "lr", "values"),
     ),
 )
 """Heading, and what names of its metrics contain, in the order of the charts. The first match takes it."""
+
+HEADLINES = (
+    (r"eval[/_].*(_pass1|_score_mean|accuracy)", 2),
+    (r"eval[/_].*loss", 1),
+    (r"(rollout/)?(reward_mean|reward)", 1),
+    (r"rollout/score_mean", 1),
+    (r"(?!eval|policy|critic).*\b(accuracy|acc_mean)", 1),
+    (r"(?!eval|policy|critic).*\bloss", 1),
+    (r"(rollout/)?response_length_mean", 1),
+    (r"kl/mean|(?!eval|mismatch).*/kl|kl", 1),
+    (r"policy/entropy", 1),
+    (r"(rollout/)?truncated_rate", 1),
+)
+"""What the tiles at the top show, in order, and how many of each. The loss of a policy or a critic does not
+tell how a run goes."""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -53,7 +78,7 @@ def write_report(run_dir: str | Path) -> Path:
     body = [
         _header(folder, curves, steps),
         _health_section(folder.health_path),
-        *_metric_sections(curves),
+        *_metric_sections(curves, _own_metrics(files)),
         _time_section(curves),
         _samples_section(files),
         _text_section("Configuration", folder.path / "config.yaml"),
@@ -83,8 +108,8 @@ def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: Text
         (
             "–" if t.reward is None else format_number(t.reward),
             f"{t.num_actions}{' cut' if t.truncated else ''}",
-            _shorten(t.prompt.text, 300, keep_end=True),
-            _shorten(response_of(t, decode) if t.ok else f"{t.outcome.value}: {t.error}", 500),
+            shorten(t.prompt.text, 300, keep_end=True),
+            shorten(response_of(t, decode) if t.ok else f"{t.outcome.value}: {t.error}", 500),
         )
         for t in samples
     ]
@@ -141,11 +166,17 @@ def _header(folder: RunFolder, curves: dict[str, Curve], steps: list[int]) -> st
 
 
 def _headline_names(curves: dict[str, Curve]) -> list[str]:
-    wanted = ("reward_mean", "reward", "acc_mean", "response_length_mean", "truncated_rate", "loss", "kl")
-    evaluation = [name for name in curves if _is_evaluation(name) and name.endswith("_pass1")][:2]
-    others = [next((n for n in curves if n.rpartition("/")[2] == w), None) for w in wanted]
-    names = evaluation + [name for name in others if name and name not in evaluation]
-    return list(dict.fromkeys(names))[:5]
+    names: list[str] = []
+    for pattern, limit in HEADLINES:
+        found = [name for name in curves if re.fullmatch(pattern, name) and not _is_said(name, curves)]
+        names += [name for name in found[:limit] if name not in names]
+    return names[:TILES_SHOWN]
+
+
+def _is_said(name: str, curves: dict[str, Curve]) -> bool:
+    """Another curve shows the same: a mean of verdicts is pass@1, and many a score is the reward."""
+    other = "rollout/reward_mean" if name == "rollout/score_mean" else pass_name(name)
+    return curves.get(other or "") == curves[name]
 
 
 def _tile(name: str, curve: Curve) -> str:
@@ -167,7 +198,7 @@ def _health_section(path: Path) -> str:
     warnings = list(read_jsonl(path))
     shown = warnings[-WARNINGS_SHOWN:]
     items = "".join(
-        f"<li><b>step {_step(row['step'])}</b> {_escape(_shorten(row['text'], WARNING_CHARACTERS))}</li>"
+        f"<li><b>step {_step(row['step'])}</b> {_escape(shorten(row['text'], WARNING_CHARACTERS))}</li>"
         for row in shown
     )
     left_out = len(warnings) - len(shown)
@@ -175,28 +206,49 @@ def _health_section(path: Path) -> str:
     return f'<section><h2>What looks unhealthy</h2>{note}<ul class="health">{items}</ul></section>'
 
 
-def _metric_sections(curves: dict[str, Curve]) -> list[str]:
+def _own_metrics(files: dict[int, Path]) -> set[str]:
+    """Metrics made of the `extra_logs` of samples; reward models' are the run's own."""
+    ends = [files[step] for step in (min(files), max(files))] if files else []
+    names = {name for path in ends for row in read_jsonl(path) for name in row["extra_logs"]}
+    return {f"rollout/{name}" for name in names if not name.startswith("reward_model/")}
+
+
+def _metric_sections(curves: dict[str, Curve], own: set[str]) -> list[str]:
+    """Charts; then, as text, what never changed, and what there was no room for."""
     headings: dict[str, list[str]] = {}
-    for name in sorted(curves, key=_place):
-        if not name.startswith("timing/"):
-            headings.setdefault(_heading(name), []).append(name)
-    shown, parts, left_out = 0, [], []
+    constant: list[str] = []
+    drawn = [name for name in curves if not name.startswith("timing/") and not _is_said(name, curves)]
+    for name in sorted(drawn, key=lambda name: _place(name, own)):
+        if _is_constant(curves[name]):
+            constant.append(f"{_escape(name[:80])} {_number(curves[name][0][1])}")
+        else:
+            headings.setdefault(_heading(name, own), []).append(name)
+    reserved = min(OWN_CURVES_SHOWN, len(headings.get(OWN, ())))
+    room, parts, left_out = CURVES_SHOWN - reserved, [], []
     for heading, names in headings.items():
-        room = names[: CURVES_SHOWN - shown]
-        shown += len(room)
-        left_out += names[len(room) :]
-        if room:
-            charts = "".join(_chart(name, curves[name]) for name in room)
+        size = reserved if heading == OWN else min(room, len(names))
+        room -= 0 if heading == OWN else size
+        left_out += names[size:]
+        if size:
+            charts = "".join(_chart(name, curves[name]) for name in names[:size])
             parts.append(f'<section><h2>{heading}</h2><div class="charts">{charts}</div></section>')
+    if constant:
+        parts.append(f'<p class="facts">The same in every step: {", ".join(constant[:60])}</p>')
     if left_out:
         names = ", ".join(_escape(name[:80]) for name in left_out[:60])
         parts.append(f'<p class="facts">Also in metrics.jsonl: {names}</p>')
     return parts
 
 
-def _place(name: str) -> tuple[int, int]:
+def _is_constant(curve: Curve) -> bool:
+    return len(curve) > 1 and math.isfinite(curve[0][1]) and len({value for _, value in curve}) == 1
+
+
+def _place(name: str, own: set[str]) -> tuple[int, int]:
     """Section, and place of the first matching word in it. Of an evaluation, all but what answers look like
     comes first."""
+    if name in own:
+        return list(dict(SECTIONS)).index(OWN), 0
     short = name.rpartition("/")[2].lower()
     if _is_evaluation(name) and not any(word in short for word in dict(SECTIONS)["Answers"]):
         return 0, -1
@@ -207,8 +259,8 @@ def _place(name: str) -> tuple[int, int]:
     return len(SECTIONS), 0
 
 
-def _heading(name: str) -> str:
-    section, _ = _place(name)
+def _heading(name: str, own: set[str]) -> str:
+    section, _ = _place(name, own)
     return SECTIONS[section][0] if section < len(SECTIONS) else "More"
 
 
@@ -324,7 +376,7 @@ def _text_section(heading: str, path: Path) -> str:
     if not path.exists():
         return ""
     text = path.read_text(encoding="utf-8", errors="replace")
-    text = _escape(_shorten(text, FILE_CHARACTERS))
+    text = _escape(shorten(text, FILE_CHARACTERS))
     return f"<section><details><summary>{heading}</summary><pre>{text}</pre></details></section>"
 
 
@@ -382,7 +434,7 @@ def _label(name: str) -> str:
     """The section pale, the rest in words."""
     section, _, short = name.rpartition("/")
     prefix = f"<i>{_escape(section[:30])}</i> " if section else ""
-    return prefix + _escape(_shorten(short.replace("_", " "), 60))
+    return prefix + _escape(shorten(short.replace("_", " "), 60))
 
 
 def _number(value: float) -> str:
@@ -395,14 +447,14 @@ def _step(step: int) -> str:
 
 def _sample_text(value: Any, *, keep_end: bool = False) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return _escape(_shorten(text, SAMPLE_CHARACTERS, keep_end=keep_end))
+    return _escape(shorten(text, SAMPLE_CHARACTERS, keep_end=keep_end))
 
 
 def _escape(text: str) -> str:
     return html.escape(clean_text(text))
 
 
-def _shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
+def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
     text = clean_text(text).strip()
     if len(text) <= limit:
         return text

@@ -23,6 +23,7 @@ class Sampling:
     max_new_tokens: int | None
     """None: as many as fit."""
     max_len: int
+    stop: tuple[str, ...]
     run_seed: int
 
     @classmethod
@@ -44,6 +45,7 @@ class Sampling:
             top_k=config.rollout.top_k,
             max_new_tokens=config.rollout.max_new_tokens,
             max_len=config.data.max_len,
+            stop=config.rollout.stop or (),
             run_seed=config.train.seed,
         )
 
@@ -95,8 +97,10 @@ class EpisodeRunner:
             max_tokens=sampling.max_new_tokens,
             seed=seed,
             stop_token_ids=self.stop_token_ids,
+            stop=list(sampling.stop),
+            include_stop_str_in_output=True,
             logprobs=0,  # that of the sampled token alone
-            detokenize=False,
+            detokenize=bool(sampling.stop),  # only to find them: token ids stay what they are
             skip_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

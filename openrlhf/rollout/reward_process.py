@@ -18,6 +18,12 @@ from openrlhf.rollout.calls import BatchFailed
 from openrlhf.rollout.reward_values import read_rewards
 from openrlhf.utils.agent import Reward, RewardError
 
+FORM = "Define `def reward_func(queries, prompts, labels)` that returns {'rewards': [...]}."
+IMPORTED = (
+    "Mend that line: the file is imported where the run starts and in every engine. What is only there where "
+    "engines run can be imported inside reward_func."
+)
+
 RewardFunc = Callable[[list[str], list[str], list[Any]], Any]
 
 
@@ -28,7 +34,7 @@ class RewardProcess:
     """
 
     def __init__(self, path: str, *, timeout: float) -> None:
-        """`timeout`: seconds for one call; the import of the file is not limited."""
+        """`timeout`: seconds for one call."""
         self.path, self.timeout = path, timeout
         self._import_problem = ""
         # Not fork: the parent runs vLLM's and Ray's threads.
@@ -42,7 +48,7 @@ class RewardProcess:
         Raises BatchFailed where the call failed, RewardError where no call can be made.
         """
         try:
-            pipe = await self._ready()
+            pipe = await self.ready()
             pipe.send((queries, prompts, labels))
             async with asyncio.timeout(self.timeout):
                 answer = await self._receive(pipe)
@@ -73,8 +79,9 @@ class RewardProcess:
         process.join()
         return process.exitcode
 
-    async def _ready(self) -> Connection:
-        """The pipe to a process that waits for calls."""
+    async def ready(self) -> Connection:
+        """The pipe to a process that waits for calls, however long its import takes. RewardError where the
+        file has no function that could be called."""
         if self._import_problem:
             raise RewardError(self._import_problem)
         if self._process is not None and self._process.is_alive() and self._pipe is not None:
@@ -119,8 +126,11 @@ def _serve(path: str, pipe: Connection) -> None:
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
         function = _load(path)
-    except BaseException:
-        pipe.send(f"{path} could not be imported:\n{traceback.format_exc(limit=-3)}")
+    except RewardError as error:
+        pipe.send(f"{path}: {error}")
+        return
+    except BaseException as error:  # SystemExit too
+        pipe.send(f"{path}: {_import_error(error, path)}")
         return
     pipe.send("")
     with asyncio.Runner() as runner:  # one loop for all calls: what a file keeps open belongs to its loop
@@ -141,12 +151,46 @@ def _die_with_parent() -> None:
 
 
 def _load(path: str) -> RewardFunc:
+    """The function, if three lists can be handed to it. RewardError otherwise, or what the file raises."""
     spec = importlib.util.spec_from_file_location("reward_func", path)
     assert spec is not None and spec.loader is not None  # as of every .py file
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look it up
     spec.loader.exec_module(module)
-    return module.reward_func
+    function = getattr(module, "reward_func", None)
+    if not callable(function):
+        found = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value))
+        raise RewardError(f"the file has no reward_func (its functions: {found or 'none'}).\n{FORM}")
+    if problem := _no_three_lists(function):
+        raise RewardError(f"{problem}.\n{FORM}")
+    return function
+
+
+def _no_three_lists(function: Callable) -> str:
+    """Why they cannot be handed to it; "" where they can."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # compiled code may have none
+        return ""
+    try:
+        signature.bind([], [], [])
+    except TypeError as error:
+        return f"reward_func{signature} cannot be called with three lists: {error}"
+    return ""
+
+
+def _import_error(error: BaseException, path: str) -> str:
+    """Where the import of the file ended, with what, and what to do."""
+    file = os.path.abspath(path)  # as tracebacks have it
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        lines = [error.lineno]
+    place = f"line {lines[-1]}: " if lines else ""
+    return f"{place}{_headline(error)}\n{IMPORTED}"
+
+
+def _headline(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _call(
@@ -159,8 +203,8 @@ def _call(
             answer = runner.run(answer)
     except RewardError as error:
         return str(error)
-    except BaseException:  # SystemExit too
-        return f"reward_func raised:\n{traceback.format_exc(limit=-3)}"
+    except BaseException as error:  # SystemExit too
+        return f"reward_func raised {_headline(error)}\n{traceback.format_exc(limit=-3)}"
     try:
         return read_rewards(answer, len(queries))
     except RewardError as error:

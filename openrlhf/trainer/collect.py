@@ -10,6 +10,7 @@ from typing import Any
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import PromptSampler
+from openrlhf.observe.failures import commonest_failure
 from openrlhf.types import Metrics, Prompt, Trajectory, present
 
 Group = list[Trajectory]
@@ -184,11 +185,11 @@ def check_failures(trajectories: Sequence[Trajectory], max_failed_ratio: float, 
     """RuntimeError where more of them failed than the ratio allows, or all."""
     failed = [t for t in trajectories if not t.ok]
     if failed and (len(failed) > max_failed_ratio * len(trajectories) or len(failed) == len(trajectories)):
-        error, count = Counter(t.error for t in failed).most_common(1)[0]
+        example, count = commonest_failure(failed)
         allowed = f", more than --reward.max_failed_ratio {max_failed_ratio:g} allows"
         if len(failed) <= max_failed_ratio * len(trajectories):
             allowed = f"; --reward.max_failed_ratio {max_failed_ratio:g} allows that, but nothing is left"
         raise RuntimeError(
             f"step {step}: {len(failed)} of {len(trajectories)} samples failed{allowed}. "
-            f"{count} of them with:\n{error}"
+            f"{count} of them with:\n{example.error}"
         )

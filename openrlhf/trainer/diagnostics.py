@@ -29,6 +29,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics
         | _reward_and_length(finished)
         | _staleness(finished, version)
         | _duplicates(finished)
+        | _repetition(finished)
         | metrics
     )
 
@@ -86,6 +87,16 @@ def _duplicates(finished: Sequence[Trajectory]) -> Metrics:
         return {}
     repeated = sum(len(answers) - len(set(answers)) for answers in groups.values())
     return {"rollout/duplicate_ratio": repeated / with_earlier}
+
+
+def _repetition(finished: Sequence[Trajectory]) -> Metrics:
+    """The share of a sample's runs of four actions that occurred in it before, averaged over the samples that
+    have one: 0 where none did, near 1 for a word said over and over."""
+    answers = [actions for t in finished if len(actions := _actions(t)) >= 4]
+    if not answers:
+        return {}
+    runs = [list(zip(a, a[1:], a[2:], a[3:], strict=False)) for a in answers]
+    return {"rollout/repetition_ratio": fmean(1 - len(set(four)) / len(four) for four in runs)}
 
 
 def _actions(t: Trajectory) -> tuple[int, ...]:

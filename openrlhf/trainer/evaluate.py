@@ -1,5 +1,6 @@
-"""How good the policy is: pass@1 and pass@k for each source of the evaluation prompts."""
+"""How good the policy is: mean and best scores, and pass@k, for each source of the evaluation prompts."""
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
@@ -13,13 +14,14 @@ Group = list[Trajectory]
 def evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """`eval/...` of each source and of all, of at least one sample; a prompt has n.
 
-    `{source}_pass1` is the mean score, `{source}_pass{k}` the expected best score of k samples, for k = 2, 4,
-    8, ... below n and k = n: means over prompts, which are told apart by id. For scores of 0 and 1 these are
-    the unbiased pass@k of https://arxiv.org/abs/2107.03374.
+    `{source}_score_mean` is the mean score, `{source}_best_of{k}` the expected best score of k samples, for
+    k = 2, 4, 8, ... below n and k = n: means over prompts, which are told apart by id. Where all scores of a
+    source are 0 or 1 these also are `{source}_pass1` and `{source}_pass{k}`: the unbiased pass@k of
+    https://arxiv.org/abs/2107.03374.
 
     Failed samples count in `failed_ratio` and nowhere else. A prompt with m < k samples left gives the best
-    of m, which is too low rather than too high: leaving it out would compare pass@k of some prompts with
-    pass@1 of others, and prompts that fail are seldom like those that do not. A source of which everything
+    of m, which is too low rather than too high: leaving it out would compare k samples of some prompts with
+    one of others, and prompts that fail are seldom like those that do not. A source of which everything
     failed has no figures.
     """
     groups: dict[str, dict[int, Group]] = defaultdict(lambda: defaultdict(list))
@@ -29,11 +31,9 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     sources = {source: list(prompts.values()) for source, prompts in groups.items()}
     finished = [t for prompts in sources.values() for group in prompts for t in group]
     num_samples = 1 + max(t.sample_index for t in trajectories)
-    metrics = {
-        f"eval/{source}_pass{k}": _pass_at(k, prompts)
-        for k in ks_of(num_samples)
-        for source, prompts in sources.items()
-    }
+    metrics: Metrics = {}
+    for source, prompts in sources.items():
+        metrics |= _score_metrics(f"eval/{source}_", prompts, ks_of(num_samples))
     for source, prompts in sources.items():
         metrics |= _answer_metrics(f"eval/{source}_", [t for group in prompts for t in group])
     metrics |= _answer_metrics("eval/", finished)
@@ -56,9 +56,17 @@ def expected_best(scores: Sequence[float], k: int) -> float:
     return total
 
 
-def _pass_at(k: int, prompts: Sequence[Group]) -> float:
+def as_scores(key: str) -> str:
+    """What a name of pass@1 or pass@k says of any scores: their mean, or the best of k. Other names stay."""
+    return re.sub(r"_pass(\d+)$", r"_best_of\1", re.sub("_pass1$", "_score_mean", key))
+
+
+def _score_metrics(prefix: str, prompts: Sequence[Group], ks: Sequence[int]) -> Metrics:
     scores = [[present(t.score) for t in group] for group in prompts]
-    return fmean(expected_best(s, min(k, len(s))) for s in scores)
+    best = {k: fmean(expected_best(s, min(k, len(s))) for s in scores) for k in ks}
+    passes = {f"{prefix}pass{k}": value for k, value in best.items()}
+    is_verdict = all(score in (0, 1) for group in scores for score in group)
+    return (passes if is_verdict else {}) | {as_scores(name): value for name, value in passes.items()}
 
 
 def _answer_metrics(prefix: str, finished: Sequence[Trajectory]) -> Metrics:

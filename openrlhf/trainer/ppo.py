@@ -13,7 +13,7 @@ from openrlhf.trainer.checkpoints import COPY, CheckpointFolder
 from openrlhf.trainer.collect import Collected, Collector, check_failures
 from openrlhf.trainer.credit import assign_credit
 from openrlhf.trainer.diagnostics import rollout_metrics
-from openrlhf.trainer.evaluate import evaluation_metrics
+from openrlhf.trainer.evaluate import as_scores, evaluation_metrics
 from openrlhf.trainer.schedule import num_batches
 from openrlhf.types import Experience, Metrics, Prompt, Sample, Scores, Trajectory
 
@@ -208,10 +208,11 @@ class PPOTrainer:
         if key == "none" or not evaluated:
             return None
         sources = sorted({p.source for p in self.eval_prompts})
-        asked = key.removeprefix("eval/") or f"{sources[0]}_pass1"
+        asked = key.removeprefix("eval/") or f"{sources[0]}_score_mean"
         names = (f"eval/{asked}", f"eval/{asked.removeprefix('eval_')}")  # older versions: eval_default_pass1
-        name = next((name for name in names if name in metrics), names[-1])
-        failed = [s for s in sources if f"eval/{s}_pass1" not in metrics]
+        names += tuple(as_scores(name) for name in names)
+        name = next((name for name in names if name in metrics), names[1])
+        failed = [s for s in sources if f"eval/{s}_score_mean" not in metrics]
         if name in metrics or any(name.startswith(f"eval/{source}_") for source in failed):
             return metrics.get(name)
         raise ValueError(f"--ckpt.best_metric_key {key}: no such metric; there are {', '.join(evaluated)}")

@@ -7,8 +7,20 @@ from pathlib import Path
 import pytest
 import ray
 import torch.distributed as dist
+from transformers import CodeGenConfig, LlamaConfig
 
-from openrlhf.cli import train_dpo, train_kd, train_kto, train_ppo_ray, train_prm, train_rm, train_sft
+from openrlhf.cli import (
+    batch_inference,
+    interactive_chat,
+    train_dpo,
+    train_kd,
+    train_kto,
+    train_ppo_ray,
+    train_prm,
+    train_rm,
+    train_sft,
+)
+from openrlhf.device import DEVICE_TYPE
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
 CPU = ("--ds.zero_stage", "0", "--ds.param_dtype", "fp32")
@@ -198,13 +210,20 @@ def test_columns_of_the_evaluation_set(refused, files, tmp_path_factory, command
 def test_a_reward_file_without_the_function(refused, files):
     text = refused("ppo", "--reward.remote_url", files["no_reward"])
     assert f"error: --reward.remote_url {files['no_reward']}: the file has no reward_func" in text
-    assert "(it defines judge)" in text
+    assert "(its functions: judge)" in text
     assert "Define `def reward_func(queries, prompts, labels)` that returns {'rewards': [...]}" in text
 
 
 def test_a_reward_file_with_an_error_of_syntax(refused, files):
     text = refused("ppo", "--reward.remote_url", files["broken_reward"])
-    assert f"error: --reward.remote_url {files['broken_reward']}: line 2: expected ':'" in text
+    assert f"error: --reward.remote_url {files['broken_reward']}: line 2: SyntaxError: expected ':'" in text
+
+
+def test_a_reward_file_that_cannot_be_imported(refused, tmp_path_factory):
+    path = tmp_path_factory.mktemp("reward") / "reward.py"
+    path.write_text("import math\nimport no_such_package\n")
+    text = refused("ppo", "--reward.remote_url", str(path))
+    assert f"error: --reward.remote_url {path}: line 2: ModuleNotFoundError: No module" in text
 
 
 def test_a_reward_file_that_is_not_there(refused, files):
@@ -244,6 +263,37 @@ def test_no_room_for_a_prompt(refused):
 def test_a_model_that_reads_less(refused):
     text = refused("ppo", "--data.max_len", "4096")
     assert "error: --data.max_len 4096: " in text and "reads at most 512 tokens" in text
+
+
+def test_a_model_that_vllm_does_not_have(refused, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "codegen"
+    CodeGenConfig(architectures=["CodeGenForCausalLM"]).save_pretrained(folder)
+    text = refused("ppo", "--actor.model_name_or_path", str(folder))
+    assert f"error: --actor.model_name_or_path {folder}: vLLM does not run this model" in text
+    assert "no implementation of CodeGenForCausalLM" in text
+
+
+@pytest.mark.skipif(DEVICE_TYPE != "cpu", reason="a GPU's engine takes every head size")
+@pytest.mark.parametrize(
+    ("main", "flags"),
+    [
+        (batch_inference.main, ["--task", "generate_vllm", "--data.input_key", "question"]),
+        (interactive_chat.main, ["--engine", "vllm", "--data.max_len", "128"]),
+    ],
+)
+def test_a_head_size_that_vllm_has_no_kernel_for(files, tmp_path, capsys, main, flags):
+    folder = tmp_path / "model"
+    LlamaConfig(hidden_size=64, num_attention_heads=8, architectures=["LlamaForCausalLM"]).save_pretrained(
+        folder
+    )
+    if main is batch_inference.main:
+        flags = [*flags, "--data.dataset", files["data"], "--output_path", str(tmp_path / "out.jsonl")]
+    with pytest.raises(SystemExit) as stop:
+        main([*flags, "--model.model_name_or_path", str(folder)])
+    printed = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert f"error: --model.model_name_or_path {folder}: vLLM does not run this model" in printed
+    assert "heads have size 8, and on a CPU only 32, 64, " in printed
 
 
 def test_a_flag_that_does_not_exist(refused):

@@ -134,6 +134,7 @@ OURS = {
         "reward.remote_concurrency",
         "reward.remote_timeout",
         "reward.timeout",
+        "rollout.stop",
         "rollout.top_k",
         "teacher.kd_coef",
         "teacher.model_name_or_path",

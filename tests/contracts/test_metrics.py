@@ -52,7 +52,8 @@ def emitted() -> set[str]:
         max_new_tokens=8,
         teacher_coef=1.0,
     )
-    return {*rollout_metrics(everything, 0), *evaluation_metrics(everything), *credit.metrics}
+    evaluations = [*evaluation_metrics(everything), *evaluation_metrics(finished[:2])]  # scores, verdicts
+    return {*rollout_metrics(everything, 0), *evaluations, *credit.metrics}
 
 
 def written() -> set[str]:

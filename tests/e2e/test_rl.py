@@ -20,7 +20,7 @@ from openrlhf.datasets.order import epoch_order
 from openrlhf.observe.journal import read_journal
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
-from openrlhf.types import present
+from openrlhf.types import Trajectory, present
 
 REWARD = Path(__file__).with_name("digits_reward.py")
 COMMON = (
@@ -277,7 +277,8 @@ def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(
 
 
 def test_a_run_on_problems_of_reasoning_gym_and_what_it_leaves(task: TaskFiles, tmp_path: Path) -> None:
-    """Two sets to evaluate on, the package's own verifier, and no forward pass for old log-probs."""
+    """Two sets to evaluate on, the package's own verifier, texts that end responses, and no forward pass for
+    old log-probs."""
     metrics = train(
         task,
         tmp_path,
@@ -285,16 +286,20 @@ def test_a_run_on_problems_of_reasoning_gym_and_what_it_leaves(task: TaskFiles, 
         "--data.prompt_dataset reasoning_gym:chain_sum?size=16&seed=1 --reward.remote_url none "
         "--eval.dataset reasoning_gym:chain_sum?size=4&seed=900,reasoning_gym:leg_counting?size=4&seed=900 "
         "--data.label_key none --data.max_len 256 --train.batch_size 32 --algo.skip_old_log_probs "
+        "--rollout.stop e '1 ' "
         f"--logger.tensorboard_dir {tmp_path / 'tb'}",
     )
     assert "timing/score" in metrics[1] and "kl/mean" not in metrics[1]
     assert metrics[1]["mismatch/abs_diff_mean"] < 1e-4
     assert metrics[1]["policy/clip_fraction"] == 0 and metrics[2]["policy/clip_fraction"] == 0
     for source in ("chain_sum", "leg_counting"):
-        assert 0 <= metrics[2][f"eval/{source}_pass1"] <= 1
+        assert 0 <= metrics[2][f"eval/{source}_score_mean"] <= 1
         assert metrics[2][f"eval/{source}_num_samples"] == 4
     sampled = read_journal(tmp_path / "run" / "rollouts" / "step_000001.jsonl")
     assert all(t.ok and t.prompt.source == "chain_sum" for t in sampled)
+
+    evaluated = read_journal(tmp_path / "run" / "rollouts" / "eval_000002.jsonl")
+    check_what_ended_responses([*sampled, *evaluated], ("e", "1 "), AutoTokenizer.from_pretrained(task.model))
 
     folder = tmp_path / "run"
     assert json.loads((folder / "env.json").read_text())
@@ -302,6 +307,23 @@ def test_a_run_on_problems_of_reasoning_gym_and_what_it_leaves(task: TaskFiles, 
     assert "group_norm" in (folder / "config.yaml").read_text()
     assert (folder / "report.html").stat().st_size > 1000
     assert list((tmp_path / "tb").rglob("events.out.*"))
+
+
+def check_what_ended_responses(trajectories: list[Trajectory], stop: tuple[str, ...], tokenizer) -> None:
+    """The token that completes one of the texts is the last one, and nothing else is cut."""
+    ends: Counter[str] = Counter()
+    for t in trajectories:
+        response = t.token_ids[t.action_mask.index(True) :]
+        assert len(response) == t.num_actions
+        text, before = tokenizer.decode(response), tokenizer.decode(response[:-1])
+        assert not any(word in before for word in stop)
+        if any(word in text for word in stop):
+            end = "text"
+        else:
+            end = "token" if response[-1] == tokenizer.eos_token_id else "length"
+        assert (t.finish_reason, t.truncated) == (("length", True) if end == "length" else ("stop", False))
+        ends[end] += 1
+    assert ends["text"] > 5 and ends["length"] > 0, ends
 
 
 @pytest.mark.slow

@@ -543,6 +543,7 @@ CHECKS = [
         "--algo.advantage.is_correction_enable --algo.advantage.is_correction_threshold 5 5",
         "must be less than the second",
     ),
+    (PPO, ["--rollout.stop", "User:", ""], "has an empty text, which would end every response; remove it"),
     (
         PPO,
         "--reward.overlong_buffer_len 4096",
@@ -731,7 +732,7 @@ REMARKS = [
     (
         PPO,
         "--eval.dataset a/b --eval.steps 1 --ckpt.best_metric_key eval/default_response_length_mean",
-        "the largest value is kept as the best; name a metric that ends in _pass1, _pass2 and so on",
+        "the largest value is kept as the best; name a metric that ends in _score_mean, _best_ofK or _passK",
     ),
     (
         PPO,
@@ -765,6 +766,7 @@ REMARKS = [
         "--eval.dataset org/e: is never used: eval.steps is -1; set --eval.steps N",
     ),
     (SFT, ["--data.input_template", r"{}\n"], "has a backslash and an n, not a line break"),
+    (PPO, ["--rollout.stop", r"\n\n"], "has a backslash and an n, not a line break"),
     (
         PPO,
         "--train.dynamic_batch_enable --train.micro_batch_size 4",

@@ -1,10 +1,14 @@
 import math
 import statistics
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrlhf.observe.health import RULES
+from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.tasks.word_problem import make_problems, worked_problem
 from openrlhf.trainer.diagnostics import rollout_metrics
 from openrlhf.types import Outcome, Prompt, Trajectory
 
@@ -59,6 +63,7 @@ def test_by_hand():
         "rollout/staleness_mean": pytest.approx((4 * 1 + 2 * 0 + 1 * 3 + 2 * 0) / 9),
         "rollout/staleness_max": 3,
         "rollout/duplicate_ratio": 0,
+        "rollout/repetition_ratio": 0,
         # lengths 2, 4, 3 and rewards 0, 1, 2: covariance 1/3, variances 2/3 and 2/3
         "rollout/length_reward_correlation": pytest.approx(0.5),
         "rollout/format": 0.75,
@@ -100,6 +105,30 @@ def test_only_samples_of_the_same_prompt_and_episode_repeat_each_other():
     # one more in two of the groups: it repeats in one and differs in the other
     more = [trajectory(prompt_id=1), trajectory(episode=1, actions=(9,))]
     assert rollout_metrics(apart + more, 3)["rollout/duplicate_ratio"] == 0.5
+
+
+def test_what_an_answer_said_before_is_repetition():
+    """Of 1234 2341 3412 4123 1234 2345 the fifth; of four times 7777 all but one; 123 has no run of four."""
+    answers = [(1, 2, 3, 4, 1, 2, 3, 4, 5), (7,) * 7, (1, 2, 3), (1, 2, 3, 4)]
+    metrics = rollout_metrics([trajectory(1.0, actions) for actions in answers], 3)
+    assert metrics["rollout/repetition_ratio"] == pytest.approx((1 / 6 + 3 / 4 + 0) / 3)
+    assert "rollout/repetition_ratio" not in rollout_metrics([trajectory(1.0, (1, 1, 1))], 3)
+
+
+def test_the_limit_of_repetition_is_between_good_and_degenerate_answers():
+    (limit,) = (rule.limit for rule in RULES if rule.metric == "rollout/repetition_ratio")
+    tokenizer = tiny_tokenizer()
+
+    def ratio(texts):
+        answers = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+        samples = [trajectory(1.0, tuple(actions)) for actions in answers]
+        return rollout_metrics(samples, 3)["rollout/repetition_ratio"]
+
+    worked = [worked_problem(problem) for problem in make_problems(100, seed=3)]
+    assert ratio(worked) < 0.02
+    assert ratio([(Path(__file__).parents[2] / "README.md").read_text()[:500]]) < limit / 2
+    assert ratio(["dog" + " dog" * 12]) > limit
+    assert ratio([text + " so" * 100 for text in worked]) > limit  # good at first, then a loop
 
 
 def test_a_name_of_the_run_is_not_overwritten_by_an_extra_log():

@@ -1,6 +1,7 @@
 """Episodes with a stand-in for the engine: vLLM's own records, tokens by hand."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from vllm import SamplingParams
@@ -63,6 +64,7 @@ def sampling(**changes) -> Sampling:
         "top_k": 20,
         "max_new_tokens": 8,
         "max_len": 64,
+        "stop": (),
         "run_seed": 42,
     }
     return Sampling(**(values | changes))
@@ -105,6 +107,16 @@ def test_what_the_engine_is_asked():
     assert (params.temperature, params.top_p, params.top_k) == (0.7, 0.9, 20)
     assert params.stop_token_ids == [STOP]
     assert params.logprobs == 0 and not params.detokenize
+
+
+def test_texts_that_end_an_answer():
+    """vLLM finds them in the text; the tokens stay what was sampled."""
+    engine = Engine()
+    run_group(engine, num_samples=1, stop=("User:", "\n\n"))
+    ((_, params),) = engine.asked
+    assert params.stop == ["User:", "\n\n"] and params.include_stop_str_in_output
+    assert params.detokenize and not params.skip_special_tokens
+    assert params.stop_token_ids == [STOP]
 
 
 @pytest.mark.parametrize(
@@ -190,14 +202,24 @@ def test_feedback_between_actions_is_no_action():
 
 def test_sampling_of_a_configuration():
     config = PPOConfig(
-        rollout=RolloutConfig(n_samples_per_prompt=6, temperature=0.9, top_p=0.8, top_k=5, max_new_tokens=7),
+        rollout=RolloutConfig(
+            n_samples_per_prompt=6, temperature=0.9, top_p=0.8, top_k=5, max_new_tokens=7, stop=("User:",)
+        ),
         eval=EvalConfig(n_samples_per_prompt=2, temperature=0.1),
         data=PromptDataConfig(max_len=99),
         train=TrainConfig(seed=11),
     )
-    common = {"top_p": 0.8, "top_k": 5, "max_new_tokens": 7, "max_len": 99, "run_seed": 11}
-    train = Sampling(purpose="train", num_samples=6, temperature=0.9, **common)
-    assert Sampling.for_training(config) == train
-    assert Sampling.for_evaluation(config) == Sampling(
-        purpose="eval", num_samples=2, temperature=0.1, **common
+    train = Sampling(
+        purpose="train",
+        num_samples=6,
+        temperature=0.9,
+        top_p=0.8,
+        top_k=5,
+        max_new_tokens=7,
+        max_len=99,
+        stop=("User:",),
+        run_seed=11,
     )
+    assert Sampling.for_training(config) == train
+    evaluation = replace(train, purpose="eval", num_samples=2, temperature=0.1)
+    assert Sampling.for_evaluation(config) == evaluation

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.trainer.evaluate import evaluation_metrics, expected_best, ks_of
+from openrlhf.trainer.evaluate import as_scores, evaluation_metrics, expected_best, ks_of
 from openrlhf.types import Outcome, Prompt, Trajectory
 
 
@@ -54,11 +54,15 @@ def test_by_hand():
         "eval/truncated_rate": pytest.approx(1 / 3),
         "eval/math_pass1": 0.25,
         "eval/math_pass2": 0.5,
+        "eval/math_score_mean": 0.25,
+        "eval/math_best_of2": 0.5,
         "eval/math_response_length_mean": 3,
         "eval/math_truncated_rate": 0,
         "eval/math_num_samples": 4,
         "eval/code_pass1": 1,
         "eval/code_pass2": 1,
+        "eval/code_score_mean": 1,
+        "eval/code_best_of2": 1,
         "eval/code_response_length_mean": 2,
         "eval/code_truncated_rate": 1,
         "eval/code_num_samples": 2,
@@ -92,7 +96,30 @@ def test_prompts_of_the_same_text_in_two_sources_are_told_apart():
     samples += [trajectory(2, 0, 0.5, source="code"), trajectory(2, 1, 0.0, source="code")]
     metrics = evaluation_metrics(samples)
     assert metrics["eval/math_pass2"] == 0.5
-    assert (metrics["eval/code_pass1"], metrics["eval/code_pass2"]) == (0.25, 0.5)
+    assert (metrics["eval/code_score_mean"], metrics["eval/code_best_of2"]) == (0.25, 0.5)
+
+
+def test_only_verdicts_pass():
+    """Scores of a reward model have a mean and a best, and nothing that they pass."""
+    metrics = evaluation_metrics([trajectory(0, i, s) for i, s in enumerate([30.5, -2.0, 0.0, 1.0])])
+    assert not [name for name in metrics if "pass" in name]
+    assert metrics["eval/math_score_mean"] == pytest.approx(29.5 / 4)
+    assert metrics["eval/math_best_of2"] == pytest.approx((3 * 30.5 + 2 * 1 + 0) / 6)
+    assert metrics["eval/math_best_of4"] == 30.5
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("eval/math_pass1", "eval/math_score_mean"),
+        ("math_pass16", "math_best_of16"),
+        ("math_pass11", "math_best_of11"),
+        ("math_pass1_score_mean", "math_pass1_score_mean"),
+        ("eval/truncated_rate", "eval/truncated_rate"),
+    ],
+)
+def test_names_of_pass_at_k_name_scores_too(key, name):
+    assert as_scores(key) == name
 
 
 @given(
@@ -110,7 +137,7 @@ def test_more_samples_are_never_worse_whatever_fails(prompts):
     ]
     metrics = evaluation_metrics(samples)
     for source in {p.source for p in (t.prompt for t in samples if t.ok)}:
-        passes = [metrics[f"eval/{source}_pass{k}"] for k in (1, 2, 4)]
+        passes = [metrics[f"eval/{source}_{name}"] for name in ("score_mean", "best_of2", "best_of4")]
         assert passes == pytest.approx(sorted(passes))
     assert all(math.isfinite(value) for value in metrics.values())
 

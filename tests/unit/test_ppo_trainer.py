@@ -189,8 +189,8 @@ def test_what_a_run_writes(tmp_path):
     trainer.fit()
     metrics = metrics_of(tmp_path)
     assert list(metrics) == [0, 1, 2, 3]
-    assert [s for s in metrics if "eval/math_pass1" in metrics[s]] == [0, 2, 3]
-    assert [metrics[s]["eval/math_pass1"] for s in (0, 2, 3)] == [0, 0.5, 0.75]
+    assert [s for s in metrics if "eval/math_score_mean" in metrics[s]] == [0, 2, 3]
+    assert [metrics[s]["eval/math_score_mean"] for s in (0, 2, 3)] == [0, 0.5, 0.75]
     first = metrics[1]
     assert first["rollout/reward_mean"] == 0.5 and first["rollout/num_samples"] == 4
     assert first["rollout/failed_ratio"] == 0
@@ -348,7 +348,9 @@ def ckpt_in(path: Path) -> PPOCkptConfig:
     return PPOCkptConfig(path=str(path / "ckpt"), save_steps=2, best_metric_key="none")
 
 
-@pytest.mark.parametrize("key", ["", "math_pass1", "eval/math_pass1", "eval_math_pass1"])
+@pytest.mark.parametrize(
+    "key", ["", "math_pass1", "eval/math_pass1", "eval_math_pass1", "math_score_mean", "eval_math_score_mean"]
+)
 def test_the_best_evaluation_is_kept(tmp_path, key):
     scores = {0: 0.1, 2: 0.7, 4: 0.4, 6: 0.7}
     config = config_of(tmp_path, save_steps=3, best_metric_key=key)
@@ -365,7 +367,8 @@ SETS = [Prompt(prompt_id=i, text="the same text", source=source) for i, source i
 
 
 @pytest.mark.parametrize(
-    ("key", "best"), [("", 0.9), ("math_pass1", 0.6), ("eval/math_pass2", 0.6), ("code_pass1", 0.9)]
+    ("key", "best"),
+    [("", 0.9), ("math_pass1", 0.6), ("eval/math_pass2", 0.6), ("math_best_of2", 0.6), ("code_pass1", 0.9)],
 )
 def test_the_best_of_several_sets_is_that_of_one_of_them(tmp_path, key, best):
     """Left empty, it is the alphabetically first, whatever the others do; where all of its samples failed,
@@ -380,13 +383,13 @@ def test_the_best_of_several_sets_is_that_of_one_of_them(tmp_path, key, best):
     trainer.fit()
     assert trainer.best_metric == best
     metrics = metrics_of(tmp_path)
-    assert (metrics[0]["eval/code_pass1"], metrics[0]["eval/math_pass1"]) == (0.3, 0.2)
-    assert "eval/code_pass1" not in metrics[2] and metrics[2]["eval/failed_ratio"] == 0.5
+    assert (metrics[0]["eval/code_score_mean"], metrics[0]["eval/math_score_mean"]) == (0.3, 0.2)
+    assert "eval/code_score_mean" not in metrics[2] and metrics[2]["eval/failed_ratio"] == 0.5
 
 
 def test_a_best_metric_that_does_not_exist(tmp_path):
     trainer = trainer_of(tmp_path, config_of(tmp_path, save_steps=1, best_metric_key="physics_pass1"))
-    text = "--ckpt.best_metric_key physics_pass1: no such metric; there are .*eval/math_pass1"
+    text = "--ckpt.best_metric_key physics_pass1: no such metric; there are .*eval/math_score_mean"
     with pytest.raises(ValueError, match=text):
         trainer.fit()
 
@@ -423,7 +426,7 @@ def test_a_filtered_run_trains_on_full_batches_and_ends_with_its_prompts(tmp_pat
     metrics = metrics_of(tmp_path)
     assert trainer.step == 8 and list(metrics) == list(range(9))
     assert [c for c in trainer.policy.calls if c.startswith("update")] == ["update policy 4"] * 8
-    assert "eval/math_pass1" in metrics[8]
+    assert "eval/math_score_mean" in metrics[8]
     assert sum(metrics[s]["rollout/num_prompts"] for s in range(1, 9)) <= 32
     for s, path in journal_steps(tmp_path / "run" / "rollouts").items():
         assert {t.prompt.prompt_id % 2 for t in read_journal(path)} == {1}
@@ -440,7 +443,7 @@ def test_a_run_whose_last_prompts_are_rejected_is_evaluated_at_its_end(tmp_path)
     trainer.fit()
     metrics = metrics_of(tmp_path)
     assert trainer.step == 3 and list(metrics) == [0, 1, 2, 3]
-    assert "eval/math_pass1" in metrics[3] and "policy/loss" in metrics[3]
+    assert "eval/math_score_mean" in metrics[3] and "policy/loss" in metrics[3]
 
 
 def test_groups_that_wait_are_in_the_checkpoint(tmp_path):

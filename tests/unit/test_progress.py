@@ -105,9 +105,11 @@ def test_evaluations_are_always_shown():
     stream = io.StringIO()
     with Progress(stream=stream) as progress:
         progress.start()
-        progress.step(3, {"eval/gsm8k_pass1": 0.75, "rollout/reward_mean": 0.5, "eval_math_pass1": 0.25})
+        evaluation = {"eval/gsm8k_pass1": 0.75, "eval/gsm8k_score_mean": 0.75, "eval/math_score_mean": 30.5}
+        progress.step(3, evaluation | {"rollout/reward_mean": 0.5, "eval_math_pass1": 0.25})
     assert re.search(
-        r" step 3  reward 0\.5  eval/gsm8k_pass1 0\.75  eval_math_pass1 0\.25  total \S+$",
+        r" step 3  reward 0\.5  eval/gsm8k_pass1 0\.75  eval/math_score_mean 30\.5  "
+        r"eval_math_pass1 0\.25  total \S+$",
         stream.getvalue().strip(),
     )
 

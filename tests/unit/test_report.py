@@ -103,7 +103,8 @@ def test_a_report_shows_the_run(tmp_path):
     ):  # fmt: skip
         assert expected in page.text, expected
     assert "0.333" not in page.text
-    assert len(page.named("svg")) == 3
+    assert len(page.named("svg")) == 2
+    assert "The same in every step: eval/gsm8k_pass1 0.625" in page.text
 
 
 def test_a_curve_is_where_its_numbers_are(tmp_path):
@@ -136,6 +137,66 @@ def test_the_figures_of_many_evaluation_sets_leave_room_for_training(tmp_path):
     assert drawn[:5] == [f"eval/{s}_{kind}" for kind in kinds[:2] for s in sources] + ["rollout/reward_mean"]
     tiles = [attrs for attrs in page.named("div") if attrs.get("class") == "tile"]
     assert len(tiles) == 3  # pass1 of both, and the reward
+
+
+RL_METRICS = (
+    *("rollout/reward_mean", "rollout/score_mean", "rollout/response_length_mean", "rollout/truncated_rate"),
+    *("kl/mean", "mismatch/kl", "policy/loss", "policy/kl_loss", "policy/entropy", "critic/loss"),
+)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "tiles"),
+    [
+        (
+            (*RL_METRICS, "eval/math_score_mean", "eval/math_best_of4", "eval/code_score_mean"),
+            [
+                *("eval math score mean", "eval code score mean", "rollout reward mean"),
+                *("rollout score mean", "rollout response length mean", "kl mean", "policy entropy"),
+            ],
+        ),
+        (("sft/loss", "eval/sft/loss", "grad_norm", "lr"), ["eval/sft loss", "sft loss"]),
+        (
+            ("dpo/loss", "dpo/accuracy", "eval/dpo/loss", "eval/dpo/accuracy", "lr"),
+            ["eval/dpo accuracy", "eval/dpo loss", "dpo accuracy", "dpo loss"],
+        ),
+    ],
+)
+def test_the_headline_is_what_people_look_at(tmp_path, metrics, tiles):
+    values = lambda step: {name: step + i / 10 for i, name in enumerate(metrics)}
+    html = write_report(make_run(tmp_path, metrics=values).path).read_text()
+    shown = re.findall(r'<div class="tile"><span class="name"><i>(.*?)</i> (.*?)</span>', html)
+    assert [" ".join(name) for name in shown] == tiles
+
+
+def test_what_says_the_same_twice_is_shown_once(tmp_path):
+    """The mean of verdicts is pass@1, and a score is the reward where a function returns no other."""
+    names = ("eval/math_pass1", "eval/math_score_mean", "rollout/reward_mean", "rollout/score_mean")
+    folder = make_run(tmp_path, metrics=lambda step: dict.fromkeys(names, float(step)))
+    page = Page(write_report(folder.path).read_text())
+    assert [svg["aria-label"] for svg in page.named("svg")] == ["eval/math_pass1", "rollout/reward_mean"]
+
+
+def test_metrics_of_ones_own_are_drawn_whatever_else_there_is(tmp_path):
+    """`extra_logs` have a section of their own; of reward models they are the run's."""
+    others = [f"rollout/reward_{i}" for i in range(40)]
+    logs = {"politeness": 1.0, "code/compiles": 0.0, "reward_model/tiny": 0.5}
+    folder = make_run(
+        tmp_path,
+        num_steps=2,
+        metrics=lambda step: {
+            **dict.fromkeys((*others, *(f"rollout/{name}" for name in logs)), step / 10),
+            "rollout/num_samples": 32.0,
+            "timing/step_total": 1.0,
+        },
+    )
+    write_journal(folder.rollouts_path, 1, [FAILED, trajectory(0.5, extra_logs={"politeness": 1.0})])
+    write_journal(folder.rollouts_path, 2, [trajectory(0.5, extra_logs=logs)])
+    page = Page(write_report(folder.path).read_text())
+    drawn = [svg["aria-label"] for svg in page.named("svg")]
+    assert drawn == [*others[:30], "rollout/politeness", "rollout/code/compiles"]
+    assert "Your own metrics" in page.text
+    assert "The same in every step: rollout/num_samples 32Also in metrics.jsonl: rollout/rew" in page.text
 
 
 def test_hostile_text_is_inert(tmp_path):

@@ -523,7 +523,7 @@ def test_prompts_with_the_same_text_are_told_apart():
     prompts = [Prompt(prompt_id=i, text="the same") for i in range(2)]
     trajectories = [trajectory_of(p, i, float(p.prompt_id)) for p in prompts for i in range(2)]
     metrics = evaluation_metrics(trajectories)
-    assert (metrics["eval/default_pass1"], metrics["eval/default_pass2"]) == (0.5, 0.5)
+    assert (metrics["eval/default_score_mean"], metrics["eval/default_best_of2"]) == (0.5, 0.5)
     credit, _ = credit_of(trajectories, AlgoConfig(advantage=AdvantageConfig(estimator="dr_grpo")))
     assert [c.advantages.tolist() for c in credit] == [[0.0]] * 4
 

@@ -1,0 +1,132 @@
+"""What vLLM is certain to refuse of a model: read from its source in milliseconds, because importing it takes
+seconds."""
+
+import ast
+import re
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+REGISTRY = "model_executor/models/registry.py"
+MODEL_CONFIG = "config/model.py"
+CPU_ATTENTION = "v1/attention/backends/cpu_attn.py"
+REMOVED = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
+"""Tables of the registry that name what there is no code for."""
+SUFFIX = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel|ChatModel|Model)$")
+"""Of an architecture; vLLM finds one also under another suffix."""
+
+
+def check_vllm_runs(
+    model_config: Any, *, flag: str, path: str, dtype: str, on_cpu: bool, tensor_parallel_size: int = 1
+) -> None:
+    """Raise ValueError where an engine of the model would not start in `dtype` (bf16, fp16 or fp32). What is
+    not certain is left to vLLM."""
+    for reason in (
+        _unknown_architecture(model_config),
+        _not_in_half_precision(model_config) if dtype == "fp16" else "",
+        _uneven_heads(model_config.get_text_config(), tensor_parallel_size),
+        _head_size_without_kernel(model_config.get_text_config()) if on_cpu else "",
+    ):
+        if reason:
+            raise ValueError(f"{flag} {path}: vLLM does not run this model: {reason}")
+
+
+def registered_architectures() -> set[str]:
+    """Empty where there is no vLLM, or one of another layout."""
+    tables = _tables(REGISTRY).items()
+    return {key for name, keys in tables if name.endswith("_MODELS") and name not in REMOVED for key in keys}
+
+
+def cpu_head_sizes() -> list[int]:
+    """Those that attention on a CPU has kernels for; empty as above."""
+    functions = [
+        node
+        for part in _source(CPU_ATTENTION)
+        for node in ast.walk(part)
+        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes"
+    ]
+    returned = [node for function in functions for node in function.body if isinstance(node, ast.Return)]
+    return ast.literal_eval(returned[0].value) if returned and returned[0].value else []
+
+
+def _tables(file: str) -> dict[str, list[str]]:
+    """The dictionaries of a file of vLLM by their name, as their keys."""
+    return {
+        name.id: [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
+        for node in _source(file)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Dict)
+        and isinstance(name := node.targets[0], ast.Name)
+    }
+
+
+def _source(name: str) -> list[ast.stmt]:
+    """The statements of a file of vLLM."""
+    folders = (package.submodule_search_locations or []) if (package := find_spec("vllm")) else []
+    files = [Path(folder) / name for folder in folders]
+    return [part for file in files if file.is_file() for part in ast.parse(file.read_text("utf-8")).body]
+
+
+def _unknown_architecture(config: Any) -> str:
+    known = registered_architectures()
+    stems = [SUFFIX.sub("", name) for name in config.architectures or ()]
+    plugins = entry_points(group="vllm.general_plugins")
+    uncertain = (
+        not (known and stems)
+        or any(name.startswith(stem) for stem in stems for name in known)
+        or getattr(config, "auto_map", None)
+        or any(not plugin.value.startswith("vllm.") for plugin in plugins)
+    )
+    if uncertain or _reads_by_transformers(config.architectures[0]):
+        return ""
+    return (
+        f"it has no implementation of {', '.join(config.architectures)}, and that of transformers has an "
+        "attention that vLLM cannot replace.\nUse a model of another architecture."
+    )
+
+
+def _reads_by_transformers(architecture: str) -> bool:
+    """vLLM runs the implementation of transformers where it takes vLLM's attention."""
+    model = getattr(transformers, architecture, None)
+    return model is not None and (model.is_backend_compatible() or model._can_set_attn_implementation())
+
+
+def _not_in_half_precision(config: Any) -> str:
+    if config.model_type not in _tables(MODEL_CONFIG).get("_FLOAT16_NOT_SUPPORTED_MODELS", ()):
+        return ""
+    return f"{config.model_type} is not stable in float16.\nUse --ds.param_dtype bf16 or fp32."
+
+
+def _uneven_heads(config: Any, tensor_parallel_size: int) -> str:
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads % tensor_parallel_size == 0:
+        return ""
+    sizes = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+    return (
+        f"its {heads} attention heads do not divide among --vllm.tensor_parallel_size {tensor_parallel_size}."
+        f"\nUse {', '.join(sizes)}."
+    )
+
+
+def _head_size_without_kernel(config: Any) -> str:
+    size, sizes = _head_size(config), cpu_head_sizes()
+    if size is None or not sizes or size in sizes:
+        return ""
+    return (
+        f"its attention heads have size {size}, and on a CPU only {', '.join(map(str, sizes))} work.\n"
+        "Use a model with such a size (head_dim in its config.json, or hidden_size / num_attention_heads), "
+        "or a GPU."
+    )
+
+
+def _head_size(config: Any) -> int | None:
+    """None where it is not simply in the configuration: latent attention, state spaces."""
+    if getattr(config, "kv_lora_rank", None) or hasattr(config, "attention_head_dim"):
+        return None
+    if size := getattr(config, "head_dim", None) or getattr(config, "hidden_size_per_head", None):
+        return size
+    hidden, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None

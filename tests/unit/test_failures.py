@@ -1,0 +1,54 @@
+from openrlhf.config.sections import LoggerConfig
+from openrlhf.observe.failures import commonest_failure, headline
+from openrlhf.observe.observer import Observer
+from openrlhf.observe.run_folder import RunFolder
+from openrlhf.types import Outcome, Prompt, Trajectory
+
+
+def sample(error: str | None, text: str = "2 + 2?", outcome: Outcome = Outcome.REWARD_ERROR) -> Trajectory:
+    return Trajectory(
+        prompt=Prompt(prompt_id=0, text=text),
+        sample_index=0,
+        token_ids=[1, 2],
+        action_mask=[False, True],
+        rollout_log_probs=[-1.0],
+        weight_versions=[0],
+        reward=1.0 if error is None else None,
+        score=1.0 if error is None else None,
+        outcome=Outcome.OK if error is None else outcome,
+        error=error or "",
+    )
+
+
+def test_errors_that_differ_in_what_they_were_about_are_one():
+    words = [sample(f"ValueError: could not convert '{word}' of 17 samples") for word in ("four", "five")]
+    others = [sample("took longer than 60 s"), sample("took longer than 61 s"), sample("took 7 s")]
+    last = sample("ValueError: could not convert 'x' of 3 samples")
+    failed = [sample("KeyError: 'a'"), *words, *others, last]
+    example, count = commonest_failure(failed)
+    assert (example, count) == (words[0], 3)
+
+
+def test_the_headline_of_an_error():
+    assert headline(sample("reward_func raised KeyError: 'a'\nTraceback\n  File")) == (
+        "reward_func raised KeyError: 'a'"
+    )
+    assert headline(sample("", outcome=Outcome.ABORTED)) == "aborted"
+
+
+def test_the_screen_shows_the_commonest_error_in_one_line(tmp_path, capsys):
+    folder = RunFolder.create(tmp_path, config_yaml="{}", argv=["test"], resume=False)
+    observer = Observer(folder, LoggerConfig(), decode=lambda token_ids, after: f"{token_ids}\nafter {after}")
+    observer.start(10)
+    failed = [sample("KeyError: 'x'\nTraceback ..."), sample("KeyError: 'y'"), sample("NaN")]
+    observer.log_rollouts(1, [sample(None), *failed])
+    observer.log_rollouts(1, failed[:2], name="eval")
+    observer.log_rollouts(2, [sample(None)] * 4)
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        r"3 of 4 samples failed, 2 of them with: KeyError: 'x' | prompt '2 + 2?', answer '[2]\nafter [1]' | "
+        "step_000001.jsonl",
+        r"2 of 2 samples failed: KeyError: 'x' | prompt '2 + 2?', answer '[2]\nafter [1]' | "
+        "eval_000001.jsonl",
+    ]
+    observer.trackers.close()

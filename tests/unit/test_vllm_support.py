@@ -1,0 +1,70 @@
+import pytest
+from transformers import CodeGenConfig, CTRLConfig, DeepseekV3Config, Gemma2Config, LlamaConfig, MambaConfig
+
+from openrlhf.cli.train_ppo_ray import check_engines
+from openrlhf.config.ppo import ActorConfig, PPOConfig
+from openrlhf.engine.vllm_support import check_vllm_runs, cpu_head_sizes, registered_architectures
+
+
+def llama(**changes):
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "architectures": ["LlamaForCausalLM"]}
+    return LlamaConfig(**(sizes | changes))
+
+
+def check(config, **changes):
+    options = {"dtype": "fp32", "on_cpu": True} | changes
+    check_vllm_runs(config, flag="--flag", path="tiny", **options)
+
+
+def test_the_lists_are_read_from_vllms_source():
+    assert {"LlamaForCausalLM", "Qwen3ForCausalLM", "GPTNeoXForCausalLM"} <= registered_architectures()
+    assert "MptForCausalLM" not in registered_architectures()  # that of models that were removed
+    assert {32, 64, 128} <= set(cpu_head_sizes()) and not {8, 48} & set(cpu_head_sizes())
+
+
+@pytest.mark.parametrize("config", [llama(num_attention_heads=8), llama(head_dim=8)])
+def test_a_head_size_without_a_kernel(config):
+    with pytest.raises(ValueError, match=r"--flag tiny: .* heads have size 8, and on a CPU only 32, 64, 80"):
+        check(config)
+    check(config, on_cpu=False)
+
+
+def test_a_run_of_rl_asks_once_it_is_known_that_there_are_no_gpus(tmp_path):
+    llama(num_attention_heads=8).save_pretrained(tmp_path)
+    config = PPOConfig(actor=ActorConfig(model_name_or_path=str(tmp_path)))
+    check_engines(config)
+    with pytest.raises(ValueError, match=f"--actor.model_name_or_path {tmp_path}: vLLM .* heads have size 8"):
+        check_engines(config, on_cpu=True)
+
+
+def test_heads_that_do_not_divide():
+    with pytest.raises(ValueError, match=r"12 .*tensor_parallel_size 5.\nUse 1, 2, 3, 4, 6, 12"):
+        check(llama(hidden_size=384, num_attention_heads=12), tensor_parallel_size=5)
+
+
+def test_a_model_that_is_unstable_in_half_precision():
+    gemma = Gemma2Config(architectures=["Gemma2ForCausalLM"])
+    with pytest.raises(ValueError, match=r"gemma2 is not stable in float16\.\nUse --ds.param_dtype bf16"):
+        check(gemma, dtype="fp16")
+    check(gemma, dtype="bf16")
+
+
+def test_an_architecture_that_vllm_does_not_have():
+    with pytest.raises(ValueError, match="no implementation of CodeGenForCausalLM"):
+        check(CodeGenConfig(architectures=["CodeGenForCausalLM"]))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        llama(),
+        llama(architectures=["OfMyOwnForCausalLM"], auto_map={"AutoModelForCausalLM": "own.Own"}),
+        llama(architectures=["LlamaModel"]),  # vLLM finds it as LlamaForCausalLM
+        llama(architectures=None),
+        CTRLConfig(architectures=["CTRLLMHeadModel"], n_embd=64, n_head=2),  # through transformers
+        DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], qk_rope_head_dim=8),
+        MambaConfig(architectures=["MambaForCausalLM"]),
+    ],
+)
+def test_what_is_not_certain_is_left_to_vllm(config):
+    check(config)
