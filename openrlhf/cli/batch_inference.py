@@ -86,15 +86,16 @@ def run(config: BatchInferenceConfig) -> None:
 def check(config: BatchInferenceConfig) -> None:
     """Everything that can be wrong with files, before anything is loaded."""
     from openrlhf.datasets.sources import check_columns
-    from openrlhf.models.loading import check_room, load_config
 
-    model_config = load_config(config.model.model_name_or_path, MODEL_FLAG)
     check_columns(
         config.data.dataset,
         flag="--data.dataset",
         required_columns=_columns(config),
         split=config.data.dataset_split,
     )
+    from openrlhf.models.loading import check_room, load_config
+
+    model_config = load_config(config.model.model_name_or_path, MODEL_FLAG)
     flags = "--data.max_len" if config.task == "rm" else "--data.prompt_max_len + --rollout.max_new_tokens"
     check_room(model_config, _longest(config), flags=flags, path=config.model.model_name_or_path)
 

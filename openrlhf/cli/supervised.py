@@ -234,13 +234,13 @@ def check_files(task: Task) -> None:
     """Everything that can be wrong with models and files, before anything is loaded."""
     from openrlhf.datasets.sources import check_columns
 
-    task.check_models()
     columns, data, evaluation = task.columns(), task.config.data, task.config.eval
     check_columns(data.dataset, flag="--data.dataset", required_columns=columns, split=data.dataset_split)
     if evaluation.dataset:
         check_columns(
             evaluation.dataset, flag="--eval.dataset", required_columns=columns, split=evaluation.split
         )
+    task.check_models()  # imports transformers, which takes longer than all of the above
 
 
 def load_tokenizer_of(config: SupervisedConfig):

@@ -50,7 +50,7 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
 
 def check(config: PPOConfig) -> None:
     """Everything that can be wrong with files, before anything is loaded or started."""
-    from openrlhf.datasets.sources import check_columns
+    check_data(config)
     from openrlhf.models.experts import check_experts
     from openrlhf.models.loading import check_model, check_room, load_config
     from openrlhf.models.scorer import check_reward_model, score_statistics
@@ -73,6 +73,12 @@ def check(config: PPOConfig) -> None:
             score_statistics(load_config(path, REWARD_FLAG), path)
     if config.reward.function_path:
         check_reward_file(config.reward.function_path, "--reward.remote_url")
+
+
+def check_data(config: PPOConfig) -> None:
+    """Without transformers, whose import takes longer than all of this."""
+    from openrlhf.datasets.sources import check_columns
+
     data, columns = config.data, _columns(config)
     check_columns(
         data.prompt_dataset, flag="--data.prompt_dataset", required_columns=columns, split=data.prompt_split

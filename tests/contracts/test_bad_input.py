@@ -2,6 +2,8 @@
 names the flag or file, the value and what to do, before any model is loaded."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,18 @@ def test_a_column_that_the_dataset_does_not_have(refused, files, command):
     assert f"error: {FIRST_COLUMN[command]} questions: {files['data']} has no such column." in text
     assert "Its columns: question, answer" in text
     assert "Did you mean question?" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_columns_are_looked_at_before_models(refused, files, command):
+    text = refused(command, FIRST_COLUMN[command], "questions", MODEL[command], files["empty"])
+    assert f"error: {FIRST_COLUMN[command]} questions: {files['data']} has no such column." in text
+
+
+def test_columns_are_looked_at_without_transformers():
+    """Its import takes longer than all other checks together."""
+    code = "import sys, openrlhf.datasets.sources; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

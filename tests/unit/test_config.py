@@ -100,6 +100,12 @@ def test_old_names_on_the_command_line_win_over_files(say, tmp_path):
     ]
 
 
+def test_a_printed_configuration_has_no_anchors(say):
+    config, _ = say(PPO, "")
+    assert config.actor.adam.betas is config.critic.adam.betas  # what YAML writes once, and then refers to
+    assert to_yaml(config).count("betas: [0.9, 0.95]") == 2
+
+
 def test_the_last_word_on_the_command_line_counts(say):
     config, _ = say(
         PPO, "--max_norm 2 --critic_learning_rate 1e-3 --actor.max_norm 3 --actor.adam.lr 1 --actor.adam.lr 2"
