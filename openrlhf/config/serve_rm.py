@@ -43,8 +43,8 @@ class ServedDsConfig:
     """Name of the reward model's scalar head, where neither its config.json says it nor it is `score`."""
     load_in_4bit: bool = False
     """Weights in NF4."""
-    param_dtype: ParamDtype = "bf16"
-    """Type of the weights."""
+    param_dtype: ParamDtype | None = None
+    """Type of the weights. None: that of the model."""
     attn_implementation: str = "auto"
     """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: the fastest
     that this machine has."""

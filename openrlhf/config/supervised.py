@@ -169,7 +169,7 @@ class SFTDataConfig(TemplateDataConfig):
     output_key: str | None = None
     """Column with the response. None: the last message of input_key, or with model.pretrain_mode_enable plain
     text."""
-    input_template: str | None = "User: {}\nAssistant: "
+    input_template: str | None = None
     """Text around the prompt, which replaces `{}`. Not read with apply_chat_template."""
     multiturn: bool = False
     """Loss on every assistant turn, not only on the last. Needs apply_chat_template."""
@@ -277,7 +277,7 @@ class KTODataConfig(TemplateDataConfig):
     """Column with the answer. None: the last message of input_key."""
     label_key: str = "label"
     """Column that says whether the answer is good: true or false, 1 or 0."""
-    input_template: str | None = "User: {}\nAssistant: "
+    input_template: str | None = None
     """Text around the prompt, which replaces `{}`. Not read with apply_chat_template."""
 
 

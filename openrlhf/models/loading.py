@@ -1,5 +1,6 @@
 """From a name or path to a model and its tokenizer."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,8 +22,13 @@ from openrlhf.models.backbone import reading_of
 from openrlhf.models.checkpoint_layout import forget_unused_conversions
 from openrlhf.models.rope import fix_frequencies
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""`--ds.param_dtype` in torch's words."""
+DTYPES: Mapping[str | None, Any] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    None: "auto",
+}
+"""`--ds.param_dtype` as transformers wants it. None: the type that the model's files have."""
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt", "spiece*", "sentencepiece*")
 
 

@@ -55,7 +55,7 @@ CHAT_DEFAULTS = {
     "rollout.top_p": 0.9,
     "rollout.temperature": 0.2,
     "rollout.repetition_penalty": 1.2,
-    "data.input_template": "User: {}\nAssistant: ",
+    "data.input_template": None,
     "data.apply_chat_template": False,
     "ta_prompt": None,
     "csft.enable": False,
@@ -210,10 +210,6 @@ REFUSED = [
     ((*GENERATE, "--iter", "-1"), "--iter -1: must be at least 0"),
     ((*GENERATE, "--csft.prompt", "<good>"), "--csft.prompt <good>: nothing would read it"),
     ((*GENERATE, "--data.input_template", "Q"), "--data.input_template Q: has no {} for the prompt"),
-    (
-        (*GENERATE, "--ds.zero_stage", "3"),
-        "--ds.zero_stage 3: sharding the weights in inference is not available",
-    ),
     ((*GENERATE, "--use_ms"), "--use_ms: ModelScope is not available yet"),
     (
         (*RM, "--rollout.temperature", "0.5"),
@@ -253,7 +249,11 @@ def test_vllm_under_a_launcher_is_refused(files, monkeypatch, capsys):
 def test_what_only_speed_depends_on_is_remarked_upon(files, capsys):
     config_of(*GENERATE, "--vllm.max_num_seqs", "3")
     config_of(*GENERATE, "--task", "generate_vllm", "--train.micro_batch_size", "3")
+    config_of(*GENERATE, "--ds.zero_stage", "3")
+    config_of(*GENERATE, "--zero_stage", "2")
     notes = capsys.readouterr().err
+    for stage in (3, 2):
+        assert f"note: --ds.zero_stage {stage}: has no effect: each rank holds the whole model" in notes
     assert "note: --vllm.max_num_seqs 3: has no effect" in notes
     assert "note: --train.micro_batch_size 3: has no effect" in notes
 
