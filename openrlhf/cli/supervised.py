@@ -78,6 +78,7 @@ class Run(Generic[ConfigT]):
         from openrlhf.datasets.batches import Windows
         from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
         from openrlhf.engine.distributed import init_distributed, seed_everything
+        from openrlhf.trainer.supervised import total_steps
 
         self.task, self.config, self.argv = task, task.config, argv
         config = task.config
@@ -86,7 +87,7 @@ class Run(Generic[ConfigT]):
         self.tokenizer = load_tokenizer_of(config)
         self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
         self.windows: Windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
-        self.total_steps = len(self.windows) * config.train.max_epochs
+        self.total_steps = total_steps(config.train, len(self.windows))
         self.engine = DeepSpeedEngine(
             self._build_model,
             optim=config,

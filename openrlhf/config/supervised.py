@@ -93,7 +93,7 @@ class EvalConfig:
     split: str = "train"
     """Split to take where the dataset has splits."""
     steps: Steps = -1
-    """Evaluate every N optimizer steps. -1: once per epoch."""
+    """Evaluate every N optimizer steps. -1: at the end of each epoch and of the run."""
     max_samples: Count | None = None
     """Rows to use. None: all."""
 
@@ -113,6 +113,9 @@ class TrainConfig:
     """Tokens in one row with dynamic_batch_enable. A longer sequence gets a row of its own."""
     max_epochs: Count = 2
     """Passes over the rows."""
+    max_steps: Count | None = None
+    """Stop after this many optimizer steps, with the learning rate of a run of that length. None: after
+    max_epochs."""
     seed: CountOrZero = 42
     """Seed of everything random."""
     full_determinism_enable: bool = False

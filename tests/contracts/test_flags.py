@@ -105,6 +105,7 @@ SUPERVISED = {
     "eval.max_samples",
     "logger.run_dir",
     "train.dynamic_batch_enable",
+    "train.max_steps",
     "train.max_tokens_per_gpu",
 }
 OURS = {
