@@ -12,6 +12,8 @@ from openrlhf.config.supervised import SupervisedConfig
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
+MODEL_FLAG = "--model.model_name_or_path"
+
 
 class Task(ABC, Generic[ConfigT]):
     """What one supervised command learns from, and what it minimises. Nothing heavy is imported before it is
@@ -24,16 +26,20 @@ class Task(ABC, Generic[ConfigT]):
     def __init__(self, config: ConfigT) -> None:
         self.config = config
 
+    def models(self) -> Mapping[str, str]:
+        """Flag -> the model that it names, of all that read the rows."""
+        return {MODEL_FLAG: self.config.model.model_name_or_path}
+
     def check_models(self) -> None:
         """Raise ValueError for a model that is not there, before anything is loaded."""
         from openrlhf.models.loading import check_model
 
-        path, flag = self.config.model.model_name_or_path, "--model.model_name_or_path"
-        check_model(path, flag)
+        for flag, path in self.models().items():
+            check_model(path, flag)
         if self.config.model.aux_loss_coef > 0:
             from openrlhf.models.experts import check_experts
 
-            check_experts(path, flag)
+            check_experts(self.config.model.model_name_or_path, MODEL_FLAG)
 
     @abstractmethod
     def columns(self) -> Mapping[str, str | None]:
@@ -55,9 +61,8 @@ class Task(ABC, Generic[ConfigT]):
         return PolicyModel(self.load_causal_lm())
 
     def load_causal_lm(self) -> Any:
-        path = self.config.model.model_name_or_path
-        flag, in_4bit = "--model.model_name_or_path", self.config.ds.load_in_4bit
-        return load_language_model(self.config, path, flag, in_4bit=in_4bit)
+        path, in_4bit = self.config.model.model_name_or_path, self.config.ds.load_in_4bit
+        return load_language_model(self.config, path, MODEL_FLAG, in_4bit=in_4bit)
 
     @abstractmethod
     def objective(self, run: "Run") -> Callable:
@@ -250,7 +255,7 @@ def load_tokenizer_of(config: SupervisedConfig):
 
     return load_tokenizer(
         config.model.model_name_or_path,
-        flag="--model.model_name_or_path",
+        flag=MODEL_FLAG,
         use_fast=not config.data.disable_fast_tokenizer,
         chat_template=getattr(config.data, "tokenizer_chat_template", None),
     )
@@ -313,12 +318,35 @@ def build_dataset(
     probs: str | None = None,
     max_samples: int | None = None,
 ) -> Any:
-    """From the data cache where the same was built before."""
+    """From the data cache where the same was built before. ValueError where a model cannot read it."""
+    mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
+    dataset = tokenise(task, tokenizer, spec, flag, mix)
+    check_lengths(task, dataset.sequence_lengths, flag)
+    return dataset
+
+
+def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
+    """Raise ValueError where a sequence is longer than one of the models reads. data.max_len alone may be:
+    it cuts nothing off shorter rows."""
+    from openrlhf.models.loading import load_config, room_of
+
+    for model_flag, path in task.models().items():
+        room = room_of(load_config(path, model_flag))
+        if room and max(lengths) > room:
+            count = sum(length > room for length in lengths)
+            raise ValueError(
+                f"--data.max_len {task.config.data.max_len}: {count} of {len(lengths)} sequences of {flag} are "
+                f"longer than the {room} tokens that\n{path} ({model_flag}) reads; the longest has "
+                f"{max(lengths)}.\nCut them with --data.max_len {room}, or stretch the model's RoPE in its "
+                "config.json (docs/models.md)."
+            )
+
+
+def tokenise(task: Task, tokenizer, spec: str, flag: str, mix: Mapping[str, Any]) -> Any:
     from openrlhf.datasets.cache import cached, tokenizer_digest
     from openrlhf.datasets.sources import load_rows, rows_digest
 
     data, builder = task.config.data, task.builder()
-    mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
 
     def build() -> Any:
         return builder(load_rows(spec, flag=flag, required_columns=task.columns(), **mix), tokenizer)
@@ -326,7 +354,7 @@ def build_dataset(
     if not data.cache_enable:
         return build()
     key_parts = {
-        "rows": rows_digest(spec, flag=flag, split=split),
+        "rows": rows_digest(spec, flag=flag, split=mix["split"]),
         "mix": mix,
         "tokenizer": tokenizer_digest(tokenizer),
         "builder": builder.func.__qualname__,

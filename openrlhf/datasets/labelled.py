@@ -31,6 +31,11 @@ class LabelledSamples:
         """Rows that were cut at max_len."""
         return self.samples.truncated
 
+    @property
+    def sequence_lengths(self) -> Sequence[int]:
+        """Tokens of each sequence, of which an item may have several."""
+        return self.samples.lengths
+
     def arrays(self) -> dict[str, np.ndarray]:
         """Those of the store and its own."""
         own = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), np.ndarray)}

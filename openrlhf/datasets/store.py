@@ -36,6 +36,11 @@ class SampleStore:
             action_mask=torch.from_numpy(np.array(self._action_mask[start:stop], dtype=np.bool_)),
         )
 
+    @property
+    def sequence_lengths(self) -> Sequence[int]:
+        """As in `LabelledSamples`."""
+        return self.lengths
+
     def append(self, token_ids: Sequence[int], action_mask: Sequence[bool]) -> None:
         """Only to a store that was not loaded."""
         assert isinstance(self._token_ids, array) and isinstance(self._action_mask, array)

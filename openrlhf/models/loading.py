@@ -179,9 +179,28 @@ def check_model(path: str, flag: str) -> None:
 def check_room(model_config, num_tokens: int, *, flags: str, path: str) -> None:
     """Raise ValueError where sequences of `num_tokens`, which `flags` ask for, are longer than the model
     reads."""
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if limit and num_tokens > limit:
-        raise ValueError(f"{flags} {num_tokens}: {path} reads at most {limit} tokens.\nMake it smaller.")
+    room = room_of(model_config)
+    if room and num_tokens > room:
+        raise ValueError(f"{flags} {num_tokens}: {path} reads at most {room} tokens.\nMake it smaller.")
+
+
+def room_of(model_config) -> int | None:
+    """Tokens of the longest sequence that the model has learned to read, None where its configuration names
+    no limit. RoPE that its configuration stretches reads as much as that says: of `linear` and `dynamic` the
+    factor times the positions, of `yarn` times the original ones."""
+    config = model_config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or 0
+    ropes = getattr(config, "rope_parameters", None) or {}
+    room = limit
+    for rope in [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]:
+        if rope.get("rope_type") in STRETCHED and "gemma3" not in config.model_type:  # there it is in the limit
+            original = rope.get("original_max_position_embeddings") or limit
+            room = max(room, int(original * (rope.get("factor") or 1)))
+    return room or None
+
+
+STRETCHED = ("linear", "dynamic", "yarn")
+"""Kinds of RoPE whose factor says how far they reach; the others say it in `max_position_embeddings`."""
 
 
 def load_config(path: str, flag: str):

@@ -11,6 +11,8 @@ import ray
 import torch.distributed as dist
 
 from openrlhf.cli import train_dpo, train_kd, train_kto, train_ppo_ray, train_prm, train_rm, train_sft
+from openrlhf.cli.supervised import check_lengths
+from openrlhf.config.parse import parse
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
 CPU = ("--ds.zero_stage", "0", "--ds.param_dtype", "fp32")
@@ -388,6 +390,34 @@ def test_a_row_that_cannot_be_used(refused, with_rows, command, columns, message
     text = refused(command, "--data.dataset", path, before_processes=False)
     assert f"{path}:1: " in text and message in text
     assert "--data.bad_rows skip" in text
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "ppo"])
+def test_a_row_that_is_longer_than_the_model_reads(refused, with_rows, files, command):
+    long = {"question": "1+" * 300 + "1?", "steps": "1+" * 300 + "1#"}
+    changes = ("--data.dataset", with_rows({}, long), "--data.max_len", "2048", "--data.no_cache_enable")
+    text = refused(command, *changes, before_processes=False).splitlines()
+    longer = {"rm": "2 of 4", "dpo": "2 of 4", "kto": "2 of 4"}.get(command, "1 of 2")
+    assert text[0].startswith(f"error: --data.max_len 2048: {longer} sequences of --data.dataset are longer")
+    assert text[1].startswith(f"{files['model']} (--model.model_name_or_path) reads; the longest has 6")
+    assert text[2].startswith("Cut them with --data.max_len 512, or stretch the model's RoPE")
+
+
+@pytest.mark.parametrize(
+    ("task", "flag"),
+    [
+        (train_kd.DistillationTask, "--teacher.model_name_or_path"),
+        (train_dpo.DPOTask, "--ref.model_name_or_path"),
+        (train_kto.KTOTask, "--ref.model_name_or_path"),
+    ],
+)
+def test_a_row_that_is_longer_than_another_model_reads(files, tmp_path, task, flag):
+    short = str(tiny_chat_model(tmp_path / "short", max_len=64))
+    command = task.command.name
+    built = task(parse(task.command, [*good_flags(command, files), flag, short]).config)
+    check_lengths(built, [64, 64], "--data.dataset")  # as many tokens as it reads; data.max_len is larger
+    with pytest.raises(ValueError, match=rf"1 of 2 sequences .*\n{short} \({flag}\) reads; .* 65\."):
+        check_lengths(built, [65, 64], "--data.dataset")
 
 
 def test_a_margin_that_is_no_number(refused, with_rows):
