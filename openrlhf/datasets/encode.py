@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.datasets.bad_rows import Policy, read_each
 from openrlhf.datasets.files import Row
 from openrlhf.datasets.sources import Rows
-from openrlhf.datasets.store import SampleStore
+from openrlhf.datasets.store import Drop, SampleStore
 from openrlhf.utils.text import decode
 
 ItemT = TypeVar("ItemT")
@@ -161,13 +161,13 @@ def cut_before_end(token_ids: list[int], max_len: int) -> list[int]:
     return token_ids if len(token_ids) <= max_len else [*token_ids[: max_len - 1], token_ids[-1]]
 
 
-def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> str:
-    """Empty when the sample stays. max_len: None where a text need not leave room for an answer."""
+def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> Drop | None:
+    """None when the sample stays. max_len: None where a text need not leave room for an answer."""
     if True not in learned:
-        return NOTHING_TO_LEARN
-    if max_len is not None and learned.index(True) >= max_len - 2:
-        return LONG_PROMPT
-    return ""
+        return Drop(NOTHING_TO_LEARN)
+    if max_len is not None and (prompt := learned.index(True)) >= max_len - 2:
+        return Drop(LONG_PROMPT, prompt + 3)
+    return None
 
 
 NOTHING_TO_LEARN = "nothing to learn"
@@ -177,6 +177,8 @@ LONG_PROMPT = "prompt of max_len - 2 tokens or more"
 def check_left(store: SampleStore, rows: Rows, max_len: int, unit: str = "sample") -> None:
     """Tell how many rows were dropped, and why; ValueError when none is left."""
     counts = ", ".join(f"{count} × {reason}" for reason, count in store.dropped.items())
+    if store.needed_len:
+        counts += f";\n--data.max_len {store.needed_len} would keep those that are too long"
     if store.dropped:
         logger.warning("%d of %d rows were dropped: %s", store.dropped.total(), len(rows), counts)
     if not len(store):

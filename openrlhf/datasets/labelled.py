@@ -27,6 +27,11 @@ class LabelledSamples:
         return self.samples.dropped
 
     @property
+    def needed_len(self) -> int:
+        """As in `SampleStore`."""
+        return self.samples.needed_len
+
+    @property
     def truncated(self) -> int:
         """Rows that were cut at max_len."""
         return self.samples.truncated

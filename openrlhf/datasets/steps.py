@@ -15,7 +15,7 @@ from openrlhf.datasets.encode import NOTHING_TO_LEARN, Text, check_left, read_to
 from openrlhf.datasets.files import Row, kind
 from openrlhf.datasets.labelled import LabelledSamples
 from openrlhf.datasets.sources import Rows
-from openrlhf.datasets.store import SampleStore
+from openrlhf.datasets.store import Drop, SampleStore
 from openrlhf.types import Steps
 from openrlhf.utils.text import decode
 
@@ -95,7 +95,8 @@ def build_steps(
             continue
         action_mask = is_placeholder[:max_len]
         if not action_mask.any():
-            store.dropped[FAR_STEPS if len(labels) else NOTHING_TO_LEARN] += 1
+            first = int(is_placeholder.argmax()) + 1
+            store.drop(Drop(FAR_STEPS, first) if is_placeholder.any() else Drop(NOTHING_TO_LEARN))
             continue
         first_of_kind.setdefault("text" if labels.dtype == np.int64 else "numbers", i)
         _check_kinds(first_of_kind, rows, label_key, reward_tokens)

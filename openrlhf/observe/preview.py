@@ -155,6 +155,8 @@ class Preview:
         learned = sum(_num_learned(dataset[i]) for i in items)
         total, dropped = int(lengths.sum()), dataset.dropped
         reasons = "".join(f"\n    {count:,} {reason}" for reason, count in dropped.items())
+        if dataset.needed_len:
+            reasons += f"\n    --data.max_len {dataset.needed_len} would keep those that are too long"
         self.line(
             f"{len(dataset) + dropped.total():,} rows: {_count(len(dataset), unit)}, "
             f"{dropped.total():,} dropped, {dataset.truncated:,} truncated{reasons}\n"

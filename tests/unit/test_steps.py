@@ -69,6 +69,7 @@ def test_solutions_without_a_step_left_are_dropped_and_counted():
     dataset = build(rows, max_len=6)
     assert len(dataset) == 1
     assert dataset.dropped == {"no placeholder within max_len": 1, "nothing to learn": 1}
+    assert dataset.needed_len == 7 and len(build(rows, max_len=7)) == 2
     with pytest.raises(ValueError, match=r"No solution is left of 1 rows: 1 × no placeholder within"):
         build(rows[1:2], max_len=6)
 
