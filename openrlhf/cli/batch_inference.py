@@ -92,6 +92,7 @@ def check(config: BatchInferenceConfig) -> None:
         flag="--data.dataset",
         required_columns=_columns(config),
         split=config.data.dataset_split,
+        bad_rows=config.data.bad_rows,
     )
     from openrlhf.models.loading import check_room, load_config
 
@@ -115,6 +116,7 @@ def build_work(config: BatchInferenceConfig, tokenizer) -> tuple[list[Any], dict
         split=data.dataset_split,
         max_samples=data.max_samples,
         seed=config.train.seed,
+        bad_rows=data.bad_rows,
     )
     templates = {
         "input_key": data.input_key,

@@ -240,12 +240,11 @@ def check_files(task: Task) -> None:
     """Everything that can be wrong with models and files, before anything is loaded."""
     from openrlhf.datasets.sources import check_columns
 
-    columns, data, evaluation = task.columns(), task.config.data, task.config.eval
-    check_columns(data.dataset, flag="--data.dataset", required_columns=columns, split=data.dataset_split)
+    data, evaluation = task.config.data, task.config.eval
+    check = partial(check_columns, required_columns=task.columns(), bad_rows=data.bad_rows)
+    check(data.dataset, flag="--data.dataset", split=data.dataset_split)
     if evaluation.dataset:
-        check_columns(
-            evaluation.dataset, flag="--eval.dataset", required_columns=columns, split=evaluation.split
-        )
+        check(evaluation.dataset, flag="--eval.dataset", split=evaluation.split)
     task.check_models()  # imports transformers, which takes longer than all of the above
 
 
@@ -335,8 +334,8 @@ def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
         if room and max(lengths) > room:
             count = sum(length > room for length in lengths)
             raise ValueError(
-                f"--data.max_len {task.config.data.max_len}: {count} of {len(lengths)} sequences of {flag} are "
-                f"longer than the {room} tokens that\n{path} ({model_flag}) reads; the longest has "
+                f"--data.max_len {task.config.data.max_len}: {count} of {len(lengths)} sequences of {flag} "
+                f"are longer than the {room} tokens that\n{path} ({model_flag}) reads; the longest has "
                 f"{max(lengths)}.\nCut them with --data.max_len {room}, or stretch the model's RoPE in its "
                 "config.json (docs/models.md)."
             )
@@ -349,7 +348,9 @@ def tokenise(task: Task, tokenizer, spec: str, flag: str, mix: Mapping[str, Any]
     data, builder = task.config.data, task.builder()
 
     def build() -> Any:
-        return builder(load_rows(spec, flag=flag, required_columns=task.columns(), **mix), tokenizer)
+        columns, bad_rows = task.columns(), data.bad_rows
+        rows = load_rows(spec, flag=flag, required_columns=columns, bad_rows=bad_rows, **mix)
+        return builder(rows, tokenizer)
 
     if not data.cache_enable:
         return build()

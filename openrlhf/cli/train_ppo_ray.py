@@ -79,14 +79,11 @@ def check_data(config: PPOConfig) -> None:
     """Without transformers, whose import takes longer than all of this."""
     from openrlhf.datasets.sources import check_columns
 
-    data, columns = config.data, _columns(config)
-    check_columns(
-        data.prompt_dataset, flag="--data.prompt_dataset", required_columns=columns, split=data.prompt_split
-    )
-    if config.eval.dataset:
-        check_columns(
-            config.eval.dataset, flag="--eval.dataset", required_columns=columns, split=config.eval.split
-        )
+    data, evaluation = config.data, config.eval
+    check = partial(check_columns, required_columns=_columns(config), bad_rows=data.bad_rows or "error")
+    check(data.prompt_dataset, flag="--data.prompt_dataset", split=data.prompt_split)
+    if evaluation.dataset:
+        check(evaluation.dataset, flag="--eval.dataset", split=evaluation.split)
 
 
 def build_prompt_datasets(config: PPOConfig):
@@ -118,6 +115,7 @@ def build_prompt_datasets(config: PPOConfig):
             split=split,
             max_samples=max_samples,
             seed=config.train.seed,
+            bad_rows=data.bad_rows or "error",
         )
         return build_prompts(
             rows,
@@ -151,7 +149,7 @@ def build_prompt_datasets(config: PPOConfig):
             first_id=num_rows,
         )
         eval_prompts += held_out
-        num_rows += len(held_out) + held_out.skipped
+        num_rows += len(held_out) + held_out.dropped.total()
     check_reward_templates(config, tokenizer, [*prompts, *eval_prompts])
     return prompts, eval_prompts, tokenizer
 

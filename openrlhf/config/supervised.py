@@ -65,8 +65,9 @@ class DataConfig:
     """Accepted for old commands: rows are tokenised before training starts, by the tokenizer's own
     threads."""
     bad_rows: BadRows = "error"
-    """A row that cannot be used (missing column, wrong type, nothing to train on) stops the run, or is left
-    out and counted."""
+    """A row that cannot be used (a line that is no JSON, missing column, a type that most rows do not have)
+    stops the run, or is left out and counted. Rows without anything to learn, and prompts without room for an
+    answer, are always left out and counted."""
     cache_enable: bool = True
     """Keep tokenised rows on disk, and read them from there when the files, the tokenizer and the data flags
     are the same again."""

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer, processors
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.datasets.bad_rows import Policy, read_each
 from openrlhf.datasets.files import Row
 from openrlhf.datasets.sources import Rows
-from openrlhf.datasets.store import Drop, SampleStore
+from openrlhf.datasets.store import Drop
 from openrlhf.utils.text import decode
 
 ItemT = TypeVar("ItemT")
@@ -174,14 +174,23 @@ NOTHING_TO_LEARN = "nothing to learn"
 LONG_PROMPT = "prompt of max_len - 2 tokens or more"
 
 
-def check_left(store: SampleStore, rows: Rows, max_len: int, unit: str = "sample") -> None:
+class Kept(Protocol):
+    """What rows were made into, and which gave nothing: see `SampleStore`."""
+
+    dropped: Counter[str]
+    needed_len: int
+
+    def __len__(self) -> int: ...
+
+
+def check_left(kept: Kept, rows: Rows, max_len: int, unit: str = "sample") -> None:
     """Tell how many rows were dropped, and why; ValueError when none is left."""
-    counts = ", ".join(f"{count} × {reason}" for reason, count in store.dropped.items())
-    if store.needed_len:
-        counts += f";\n--data.max_len {store.needed_len} would keep those that are too long"
-    if store.dropped:
-        logger.warning("%d of %d rows were dropped: %s", store.dropped.total(), len(rows), counts)
-    if not len(store):
+    counts = ", ".join(f"{count} × {reason}" for reason, count in kept.dropped.items())
+    if kept.needed_len:
+        counts += f";\n--data.max_len {kept.needed_len} would keep those that are too long"
+    if kept.dropped:
+        logger.warning("%d of %d rows were dropped: %s", kept.dropped.total(), len(rows), counts)
+    if not len(kept):
         raise ValueError(
             f"No {unit} is left of {len(rows)} rows: {counts}.\n"
             f"The first row is {rows.origin(0)}; --data.max_len is {max_len}."

@@ -1,6 +1,5 @@
 """Rows as solutions whose steps are judged, for process reward models."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.datasets.bad_rows import BAD_ROW, BadRow, Policy, bad_row_error, value_of
+from openrlhf.datasets.bad_rows import BadRow, Policy, refuse, value_of
 from openrlhf.datasets.encode import NOTHING_TO_LEARN, Text, check_left, read_tokens, token_ids_of
 from openrlhf.datasets.files import Row, kind
 from openrlhf.datasets.labelled import LabelledSamples
@@ -20,8 +19,6 @@ from openrlhf.types import Steps
 from openrlhf.utils.text import decode
 
 FAR_STEPS = "no placeholder within max_len"
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,11 +84,7 @@ def build_steps(
         try:
             _check_placeholders(is_placeholder, labels, num_written, placeholder_token)
         except BadRow as reason:
-            if bad_rows == "error":
-                raise bad_row_error(rows.origin(i), reason) from reason
-            if not store.dropped[BAD_ROW]:
-                logger.warning("%s: skipped: %s", rows.origin(i), reason)
-            store.dropped[BAD_ROW] += 1
+            refuse(rows.origin(i), reason, bad_rows, store.dropped)
             continue
         action_mask = is_placeholder[:max_len]
         if not action_mask.any():

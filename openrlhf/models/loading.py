@@ -193,7 +193,9 @@ def room_of(model_config) -> int | None:
     ropes = getattr(config, "rope_parameters", None) or {}
     room = limit
     for rope in [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]:
-        if rope.get("rope_type") in STRETCHED and "gemma3" not in config.model_type:  # there it is in the limit
+        if (
+            rope.get("rope_type") in STRETCHED and "gemma3" not in config.model_type
+        ):  # there it is in the limit
             original = rope.get("original_max_position_embeddings") or limit
             room = max(room, int(original * (rope.get("factor") or 1)))
     return room or None

@@ -934,7 +934,8 @@ def test_plain_rows_without_a_template_are_told_how_to_mark_responses(command, c
     base = "--model.model_name_or_path org/m --data.dataset org/d --data.output_key out "
     base += "--teacher.model_name_or_path org/t" if command is KD else ""
     told = "nothing stands between a prompt and its response"
-    for more in ("--data.input_template None", "--data.input_template Q:{}", "--data.apply_chat_template", ""):
+    template = "--data.input_template"
+    for more in (f"{template} None", f"{template} Q:{{}}", "--data.apply_chat_template", ""):
         parse(command, [*base.split(), *more.split()])
         assert (told in capsys.readouterr().err) == (more == "")
 

@@ -44,7 +44,7 @@ def test_local_paths_are_no_links(tmp_path, run):
 
 @pytest.mark.parametrize(
     ("card", "base"),
-    [("---\nbase_model: org/base\n---\n# sft", "org/base"), ("# by hand", None), ("---\nbad: [\n---\n", None)],
+    [("---\nbase_model: org/base\n---\n", "org/base"), ("# by hand", None), ("---\nbad: [\n---\n", None)],
 )
 def test_a_model_of_a_local_model_names_what_that_was_made_from(tmp_path, run, card, base):
     """As DPO after SFT."""

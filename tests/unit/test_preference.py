@@ -26,6 +26,7 @@ OPTIONS = {
 PLAIN = {"apply_chat_template": False, "input_template": "Q{} A"}
 ROW = {"prompt": "1+2", "chosen": "33", "rejected": "4"}
 TOKENIZER = tiny_tokenizer()
+DIGITS = st.text("12", max_size=8)
 
 
 def build(rows, tokenizer=TOKENIZER, **changes):
@@ -156,7 +157,7 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted(score_last_token, capl
 
 @pytest.mark.parametrize("score_last_token", [False, True])
 @settings(max_examples=60, deadline=None)
-@given(st.text("12", max_size=8), st.text("12", min_size=1, max_size=8), st.text("12", min_size=1, max_size=8))
+@given(prompt=DIGITS, one=DIGITS.filter(bool), other=DIGITS.filter(bool))
 def test_the_length_that_is_named_is_the_smallest_that_keeps_a_pair(score_last_token, prompt, one, other):
     row = {"prompt": prompt, "chosen": one, "rejected": other}
     options = {**PLAIN, "input_template": None, "score_last_token": score_last_token}
