@@ -31,6 +31,9 @@ class ServedDataConfig:
     max_len: Count = 2048
     """Longest text that the model reads, tokens; the rest is cut off, but for the token that ends it, and the
     answer says so in `extra_logs`."""
+    apply_chat_template: bool = False
+    """The texts come from a chat template, which wrote all special tokens: nothing is put in front of them.
+    Without, a text begins with what the tokenizer puts there, unless it does so by itself."""
     disable_fast_tokenizer: bool = False
     """Use the slow tokenizer."""
 

@@ -27,6 +27,7 @@ import numpy as np
 from filelock import BaseFileLock, FileLock, Timeout
 
 from openrlhf.observe.tracked import tracked
+from openrlhf.utils.text import first_token_ids
 
 if TYPE_CHECKING:  # columns are checked before anything heavy is imported
     from transformers import PreTrainedTokenizerBase
@@ -136,6 +137,7 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
             "class": type(tokenizer).__name__,
             "vocabulary": _vocabulary(tokenizer),
             "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+            "first_tokens": first_token_ids(tokenizer),
             "chat_template": template,
             "today": str(date.today()) if "strftime_now" in str(template) else None,
         }

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.answers import plain_answer, scored_answer
 from openrlhf.datasets.bad_rows import BadRow, Policy, read_each, refuse, value_of
-from openrlhf.datasets.encode import Encoder, Text, cut_before_end, encode_plainly, with_end
+from openrlhf.datasets.encode import Encoder, Text, cut_before_end, encode_prompts, with_end
 from openrlhf.datasets.files import Row
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.templates import as_messages, check_templates, render_prompt
@@ -83,7 +83,8 @@ def build_questions(
 
     dropped: Counter[str] = Counter()
     prompts = dict(read_each(chosen, read, bad_rows, dropped))
-    encoded = encode_plainly([text for _, text in prompts.values()], tokenizer)
+    texts = [text for _, text in prompts.values()]
+    encoded = encode_prompts(texts, tokenizer, is_chat=apply_chat_template)
     questions = []
     for (i, (value, _)), token_ids in zip(prompts.items(), encoded, strict=True):
         if 0 < len(token_ids) <= max_len:

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.bad_rows import Policy, read_each, refuse, value_of
-from openrlhf.datasets.encode import check_left, encode_plainly
+from openrlhf.datasets.encode import check_left, encode_prompts
 from openrlhf.datasets.files import READERS, Row
 from openrlhf.datasets.sampler import PromptDataset
 from openrlhf.datasets.sources import Rows
@@ -58,7 +58,8 @@ def build_prompts(
     dropped: Counter[str] = Counter()
     read_prompts = dict(read_each(rows, read, policy, dropped))
     prompts, needed_len = [], 0
-    lengths = map(len, encode_plainly((prompt.text for prompt in read_prompts.values()), tokenizer))
+    texts = (prompt.text for prompt in read_prompts.values())
+    lengths = map(len, encode_prompts(texts, tokenizer, is_chat=apply_chat_template))
     for (i, prompt), length in zip(read_prompts.items(), lengths, strict=True):
         if 0 < length < max_len:
             prompts.append(replace(prompt, prompt_id=first_id + i))

@@ -16,7 +16,7 @@ from openrlhf.datasets.labelled import LabelledSamples
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.store import Drop, SampleStore
 from openrlhf.types import Steps
-from openrlhf.utils.text import decode
+from openrlhf.utils.text import decode, first_token_ids
 
 FAR_STEPS = "no placeholder within max_len"
 
@@ -69,6 +69,7 @@ def build_steps(
     """
     placeholder = single_token_id(tokenizer, placeholder_token, "--data.placeholder_token")
     label_of = _label_reader(tokenizer, reward_tokens)
+    num_first = len(first_token_ids(tokenizer))
 
     def read(row: Row) -> tuple[tuple[Text], tuple[np.ndarray, int]]:
         text = value_of(row, input_key, str)
@@ -82,7 +83,7 @@ def build_steps(
     ):
         is_placeholder = np.array(token_ids) == placeholder
         try:
-            _check_placeholders(is_placeholder, labels, num_written, placeholder_token)
+            _check_placeholders(is_placeholder[num_first:], labels, num_written, placeholder_token)
         except BadRow as reason:
             refuse(rows.origin(i), reason, bad_rows, store.dropped)
             continue

@@ -16,7 +16,7 @@ from rich.text import Text
 from openrlhf.observe.progress import clean_text
 from openrlhf.observe.tracked import tracked
 from openrlhf.types import Judged, Pair, Sample, Steps
-from openrlhf.utils.text import decode
+from openrlhf.utils.text import decode, first_token_ids
 
 Item = Sample | Pair | Judged | Steps
 
@@ -121,6 +121,13 @@ class Preview:
     def __init__(self, stream: TextIO, *, coloured: bool):
         self._stream = stream
         self._console = Console(file=stream, force_terminal=True) if coloured else None
+
+    def first_tokens(self, tokenizer, *, is_chat: bool) -> None:
+        """What the tokenizer puts in front of a text, where it puts something."""
+        if first := decode(tokenizer, first_token_ids(tokenizer)):
+            plain = f"every text begins with {first}, as the tokenizer has it"
+            chat = f"the tokenizer puts {first} in front of plain text; of a chat the template decides"
+            self.line(f"{chat if is_chat else plain}\n")
 
     def item(self, number: int, item: Item, tokenizer) -> None:
         sides = sides_of(item, tokenizer)

@@ -163,6 +163,7 @@ OURS = {
     },
     "serve_rm": {
         "api_key",
+        "data.apply_chat_template",
         "drain_seconds",
         "max_body_mb",
         "max_queue",

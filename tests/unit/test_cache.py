@@ -258,6 +258,12 @@ class Letters(PreTrainedTokenizer):
     def get_vocab(self):
         return {chr(i): i + self.first for i in range(128)} | self.added_tokens_encoder
 
+    def _tokenize(self, text, **options):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self.get_vocab()[token]
+
 
 def changed(change):
     tokenizer = tiny_tokenizer()
