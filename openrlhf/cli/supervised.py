@@ -342,6 +342,8 @@ def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
 
 
 def tokenise(task: Task, tokenizer, spec: str, flag: str, mix: Mapping[str, Any]) -> Any:
+    """The rows of `spec` as what the task learns from, kept in the data cache. mix: which of them, and in
+    which order, as `load_rows` wants it."""
     from openrlhf.datasets.cache import cached, tokenizer_digest
     from openrlhf.datasets.sources import load_rows, rows_digest
 

@@ -24,7 +24,8 @@ class Rows:
 
     def __init__(self, parts: Sequence[Part], index: np.ndarray, kinds: Mapping[str, str] | None = None):
         """index: (rows, 2) which part, and which row of it.
-        kinds: column -> the kind of value that it has in most rows, where it has several."""
+        kinds: column -> the kind of value that it has in most rows, where rows of others are to be left
+            out."""
         self._parts = tuple(parts)
         self._index = index
         self.kinds = kinds or {}
@@ -102,13 +103,14 @@ def load_rows(
         if not len(part.rows):
             raise ValueError(f"{flag} {part.name}: it is empty.")
         _check_columns_exist(part, required_columns)
-    kinds = _kinds_of(parts, required_columns)
+    kinds, usual = _kinds_of(parts, required_columns), {}
     if bad_rows == "error":
         _check_one_type(kinds)
+    else:
+        usual = {column: max(found, key=lambda kind: found[kind][1]) for _, column, found in kinds if found}
     mixed = (
         np.concatenate(items) if probs is None else _interleave(items, _parse_probs(probs, items, flag), seed)
     )
-    usual = {column: max(found, key=lambda kind: found[kind][1]) for _, column, found in kinds if found}
     return Rows(parts, mixed[:max_samples], usual)
 
 

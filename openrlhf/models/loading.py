@@ -187,15 +187,12 @@ def check_room(model_config, num_tokens: int, *, flags: str, path: str) -> None:
 def room_of(model_config) -> int | None:
     """Tokens of the longest sequence that the model has learned to read, None where its configuration names
     no limit. RoPE that its configuration stretches reads as much as that says: of `linear` and `dynamic` the
-    factor times the positions, of `yarn` times the original ones."""
+    factor times the positions, of `yarn` times the original ones. Gemma 3 counts that in its positions."""
     config = model_config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or 0
+    limit = room = getattr(config, "max_position_embeddings", None) or 0
     ropes = getattr(config, "rope_parameters", None) or {}
-    room = limit
     for rope in [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]:
-        if (
-            rope.get("rope_type") in STRETCHED and "gemma3" not in config.model_type
-        ):  # there it is in the limit
+        if rope.get("rope_type") in STRETCHED and not config.model_type.startswith("gemma3"):
             original = rope.get("original_max_position_embeddings") or limit
             room = max(room, int(original * (rope.get("factor") or 1)))
     return room or None
