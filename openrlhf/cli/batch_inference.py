@@ -88,15 +88,17 @@ def check(config: BatchInferenceConfig) -> None:
     from openrlhf.datasets.sources import check_columns
     from openrlhf.device import DEVICE_TYPE
     from openrlhf.engine.vllm_support import check_vllm_runs
-    from openrlhf.models.loading import check_room, load_config
 
-    model_config = load_config(config.model.model_name_or_path, MODEL_FLAG)
     check_columns(
         config.data.dataset,
         flag="--data.dataset",
         required_columns=_columns(config),
         split=config.data.dataset_split,
+        bad_rows=config.data.bad_rows,
     )
+    from openrlhf.models.loading import check_room, load_config
+
+    model_config = load_config(config.model.model_name_or_path, MODEL_FLAG)
     flags = "--data.max_len" if config.task == "rm" else "--data.prompt_max_len + --rollout.max_new_tokens"
     check_room(model_config, _longest(config), flags=flags, path=config.model.model_name_or_path)
     if config.task == "generate_vllm":
@@ -125,6 +127,7 @@ def build_work(config: BatchInferenceConfig, tokenizer) -> tuple[list[Any], dict
         split=data.dataset_split,
         max_samples=data.max_samples,
         seed=config.train.seed,
+        bad_rows=data.bad_rows,
     )
     templates = {
         "input_key": data.input_key,

@@ -141,9 +141,11 @@ def _answer(config: ChatConfig, tokenizer, model, conversation, message: str) ->
     from openrlhf.models.streaming import PiecewiseText
     from openrlhf.observe.progress import clean_text
     from openrlhf.rollout.seeds import seed_at
+    from openrlhf.utils.text import prompt_token_ids
 
     rollout = config.rollout
-    prompt = tokenizer(conversation.prompt(message), add_special_tokens=False)["input_ids"]
+    asked = conversation.prompt(message)
+    prompt = prompt_token_ids(tokenizer, asked, is_chat=config.data.apply_chat_template)
     room = config.data.max_len - len(prompt)
     if room < 1:
         print(

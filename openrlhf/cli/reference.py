@@ -9,14 +9,18 @@ from openrlhf.config.supervised import DPOConfig, KTOConfig, RefConfig
 REF_FLAG = "--ref.model_name_or_path"
 
 
-def check_reference(config: DPOConfig | KTOConfig) -> None:
-    """Raise ValueError for a reference that is not there, or that reads other tokens than the policy."""
-    from openrlhf.cli.supervised import load_tokenizer_of
-    from openrlhf.models.loading import check_model, check_same_vocabulary, load_tokenizer
-
+def reference_model(config: DPOConfig | KTOConfig) -> dict[str, str]:
+    """Its flag and its name, where it is a model of its own."""
     path = config.ref.model_name_or_path
-    if path and path != config.model.model_name_or_path:
-        check_model(path, REF_FLAG)
+    return {REF_FLAG: path} if path and path != config.model.model_name_or_path else {}
+
+
+def check_reference(config: DPOConfig | KTOConfig) -> None:
+    """Raise ValueError for a reference that reads other tokens than the policy."""
+    from openrlhf.cli.supervised import load_tokenizer_of
+    from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
+
+    for path in reference_model(config).values():
         check_same_vocabulary(load_tokenizer_of(config), load_tokenizer(path, flag=REF_FLAG), REF_FLAG, path)
 
 

@@ -39,6 +39,12 @@ def check(config: ServeRMConfig) -> None:
     if config.reward.normalize_enable:
         score_statistics(model_config, path)
     check_room(model_config, config.data.max_len, flags="--data.max_len", path=path)
+    own = config.ds.param_dtype is None and str(model_config.dtype)
+    if own == "torch.float32" and "flash_attention" in config.ds.attn_implementation:
+        raise ValueError(
+            f"--ds.attn_implementation {config.ds.attn_implementation}: {path} has float32 weights, and "
+            "flash attention has no float32.\nUse auto, or --ds.param_dtype bf16."
+        )
 
 
 def load(config: ServeRMConfig):

@@ -12,6 +12,8 @@ from openrlhf.config.supervised import SupervisedConfig
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
+MODEL_FLAG = "--model.model_name_or_path"
+
 
 class Task(ABC, Generic[ConfigT]):
     """What one supervised command learns from, and what it minimises. Nothing heavy is imported before it is
@@ -24,16 +26,20 @@ class Task(ABC, Generic[ConfigT]):
     def __init__(self, config: ConfigT) -> None:
         self.config = config
 
+    def models(self) -> Mapping[str, str]:
+        """Flag -> the model that it names, of all that read the rows."""
+        return {MODEL_FLAG: self.config.model.model_name_or_path}
+
     def check_models(self) -> None:
         """Raise ValueError for a model that is not there, before anything is loaded."""
         from openrlhf.models.loading import check_model
 
-        path, flag = self.config.model.model_name_or_path, "--model.model_name_or_path"
-        check_model(path, flag)
+        for flag, path in self.models().items():
+            check_model(path, flag)
         if self.config.model.aux_loss_coef > 0:
             from openrlhf.models.experts import check_experts
 
-            check_experts(path, flag)
+            check_experts(self.config.model.model_name_or_path, MODEL_FLAG)
 
     @abstractmethod
     def columns(self) -> Mapping[str, str | None]:
@@ -55,9 +61,8 @@ class Task(ABC, Generic[ConfigT]):
         return PolicyModel(self.load_causal_lm())
 
     def load_causal_lm(self) -> Any:
-        path = self.config.model.model_name_or_path
-        flag, in_4bit = "--model.model_name_or_path", self.config.ds.load_in_4bit
-        return load_language_model(self.config, path, flag, in_4bit=in_4bit)
+        path, in_4bit = self.config.model.model_name_or_path, self.config.ds.load_in_4bit
+        return load_language_model(self.config, path, MODEL_FLAG, in_4bit=in_4bit)
 
     @abstractmethod
     def objective(self, run: "Run") -> Callable:
@@ -78,6 +83,7 @@ class Run(Generic[ConfigT]):
         from openrlhf.datasets.batches import Windows
         from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
         from openrlhf.engine.distributed import init_distributed, seed_everything
+        from openrlhf.trainer.supervised import total_steps
 
         self.task, self.config, self.argv = task, task.config, argv
         config = task.config
@@ -86,7 +92,7 @@ class Run(Generic[ConfigT]):
         self.tokenizer = load_tokenizer_of(config)
         self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
         self.windows: Windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
-        self.total_steps = len(self.windows) * config.train.max_epochs
+        self.total_steps = total_steps(config.train, len(self.windows))
         self.engine = DeepSpeedEngine(
             self._build_model,
             optim=config,
@@ -234,13 +240,12 @@ def check_files(task: Task) -> None:
     """Everything that can be wrong with models and files, before anything is loaded."""
     from openrlhf.datasets.sources import check_columns
 
-    task.check_models()
-    columns, data, evaluation = task.columns(), task.config.data, task.config.eval
-    check_columns(data.dataset, flag="--data.dataset", required_columns=columns, split=data.dataset_split)
+    data, evaluation = task.config.data, task.config.eval
+    check = partial(check_columns, required_columns=task.columns(), bad_rows=data.bad_rows)
+    check(data.dataset, flag="--data.dataset", split=data.dataset_split)
     if evaluation.dataset:
-        check_columns(
-            evaluation.dataset, flag="--eval.dataset", required_columns=columns, split=evaluation.split
-        )
+        check(evaluation.dataset, flag="--eval.dataset", split=evaluation.split)
+    task.check_models()  # imports transformers, which takes longer than all of the above
 
 
 def load_tokenizer_of(config: SupervisedConfig):
@@ -249,7 +254,7 @@ def load_tokenizer_of(config: SupervisedConfig):
 
     return load_tokenizer(
         config.model.model_name_or_path,
-        flag="--model.model_name_or_path",
+        flag=MODEL_FLAG,
         use_fast=not config.data.disable_fast_tokenizer,
         chat_template=getattr(config.data, "tokenizer_chat_template", None),
     )
@@ -312,20 +317,47 @@ def build_dataset(
     probs: str | None = None,
     max_samples: int | None = None,
 ) -> Any:
-    """From the data cache where the same was built before."""
+    """From the data cache where the same was built before. ValueError where a model cannot read it."""
+    mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
+    dataset = tokenise(task, tokenizer, spec, flag, mix)
+    check_lengths(task, dataset.sequence_lengths, flag)
+    return dataset
+
+
+def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
+    """Raise ValueError where a sequence is longer than one of the models reads. data.max_len alone may be:
+    it cuts nothing off shorter rows."""
+    from openrlhf.models.loading import load_config, room_of
+
+    for model_flag, path in task.models().items():
+        room = room_of(load_config(path, model_flag))
+        if room and max(lengths) > room:
+            count = sum(length > room for length in lengths)
+            raise ValueError(
+                f"--data.max_len {task.config.data.max_len}: {count} of {len(lengths)} sequences of {flag} "
+                f"are longer than the {room} tokens that\n{path} ({model_flag}) reads; the longest has "
+                f"{max(lengths)}.\nCut them with --data.max_len {room}, or stretch the model's RoPE in its "
+                "config.json (docs/models.md)."
+            )
+
+
+def tokenise(task: Task, tokenizer, spec: str, flag: str, mix: Mapping[str, Any]) -> Any:
+    """The rows of `spec` as what the task learns from, kept in the data cache. mix: which of them, and in
+    which order, as `load_rows` wants it."""
     from openrlhf.datasets.cache import cached, tokenizer_digest
     from openrlhf.datasets.sources import load_rows, rows_digest
 
     data, builder = task.config.data, task.builder()
-    mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
 
     def build() -> Any:
-        return builder(load_rows(spec, flag=flag, required_columns=task.columns(), **mix), tokenizer)
+        columns, bad_rows = task.columns(), data.bad_rows
+        rows = load_rows(spec, flag=flag, required_columns=columns, bad_rows=bad_rows, **mix)
+        return builder(rows, tokenizer)
 
     if not data.cache_enable:
         return build()
     key_parts = {
-        "rows": rows_digest(spec, flag=flag, split=split),
+        "rows": rows_digest(spec, flag=flag, split=mix["split"]),
         "mix": mix,
         "tokenizer": tokenizer_digest(tokenizer),
         "builder": builder.func.__qualname__,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from openrlhf.cli import supervised
-from openrlhf.cli.reference import check_reference, reference_of
+from openrlhf.cli.reference import check_reference, reference_model, reference_of
 from openrlhf.cli.train_rm import pair_builder, pair_columns
 from openrlhf.config.commands import DPO
 from openrlhf.config.supervised import DPOConfig
@@ -13,6 +13,9 @@ from openrlhf.config.supervised import DPOConfig
 class DPOTask(supervised.Task[DPOConfig]):
     command = DPO
     module = "openrlhf.cli.train_dpo"
+
+    def models(self) -> Mapping[str, str]:
+        return {**super().models(), **reference_model(self.config)}
 
     def check_models(self) -> None:
         super().check_models()

@@ -1,6 +1,6 @@
 """Knowledge distillation: `python -m openrlhf.cli.train_kd`, or the same under torchrun or deepspeed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from openrlhf.cli import supervised
 from openrlhf.cli.train_sft import ResponsesTask
@@ -14,12 +14,14 @@ class DistillationTask(ResponsesTask[KDConfig]):
     command = KD
     module = "openrlhf.cli.train_kd"
 
+    def models(self) -> Mapping[str, str]:
+        return {**super().models(), TEACHER_FLAG: self.config.teacher.model_name_or_path}
+
     def check_models(self) -> None:
-        from openrlhf.models.loading import check_model, check_same_vocabulary, load_tokenizer
+        from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
 
         super().check_models()
         path = self.config.teacher.model_name_or_path
-        check_model(path, TEACHER_FLAG)
         own, other = supervised.load_tokenizer_of(self.config), load_tokenizer(path, flag=TEACHER_FLAG)
         check_same_vocabulary(own, other, TEACHER_FLAG, path)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from openrlhf.cli import supervised
-from openrlhf.cli.reference import check_reference, reference_of
+from openrlhf.cli.reference import check_reference, reference_model, reference_of
 from openrlhf.config.commands import KTO
 from openrlhf.config.supervised import KTOConfig
 
@@ -12,6 +12,9 @@ from openrlhf.config.supervised import KTOConfig
 class KTOTask(supervised.Task[KTOConfig]):
     command = KTO
     module = "openrlhf.cli.train_kto"
+
+    def models(self) -> Mapping[str, str]:
+        return {**super().models(), **reference_model(self.config)}
 
     def check_models(self) -> None:
         super().check_models()

@@ -52,7 +52,7 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
 
 def check(config: PPOConfig) -> None:
     """Everything that can be wrong with files, before anything is loaded or started."""
-    from openrlhf.datasets.sources import check_columns
+    check_data(config)
     from openrlhf.models.experts import check_experts
     from openrlhf.models.loading import check_model, check_room, load_config
     from openrlhf.models.scorer import check_reward_model, score_statistics
@@ -74,21 +74,6 @@ def check(config: PPOConfig) -> None:
         check_reward_model(path, REWARD_FLAG, config.ds.value_head_prefix)
         if config.reward.normalize_enable:
             score_statistics(load_config(path, REWARD_FLAG), path)
-    data, columns = config.data, _columns(config)
-    check_columns(
-        data.prompt_dataset, flag="--data.prompt_dataset", required_columns=columns, split=data.prompt_split
-    )
-    if config.eval.dataset:
-        check_columns(
-            config.eval.dataset, flag="--eval.dataset", required_columns=columns, split=config.eval.split
-        )
-    if data.pretrain_dataset:
-        check_columns(
-            data.pretrain_dataset,
-            flag=PRETRAIN_FLAG,
-            required_columns=_pretrain_column(config),
-            split=data.pretrain_split,
-        )
     path = config.reward.function_path  # the last, because users' imports take longest
     if path and (remark := check_reward_file(path, "--reward.remote_url")):
         print(f"note: {remark}", file=sys.stderr, flush=True)
@@ -111,6 +96,20 @@ def check_engines(config: PPOConfig, *, on_cpu: bool = False) -> None:
     )
 
 
+def check_data(config: PPOConfig) -> None:
+    """Without transformers, whose import takes longer than all of this."""
+    from openrlhf.datasets.sources import check_columns
+
+    data, evaluation = config.data, config.eval
+    check = partial(check_columns, required_columns=_columns(config), bad_rows=data.broken_rows)
+    check(data.prompt_dataset, flag="--data.prompt_dataset", split=data.prompt_split)
+    if evaluation.dataset:
+        check(evaluation.dataset, flag="--eval.dataset", split=evaluation.split)
+    if data.pretrain_dataset:
+        own = {"required_columns": _pretrain_column(config), "split": data.pretrain_split}
+        check(data.pretrain_dataset, flag=PRETRAIN_FLAG, **own)
+
+
 def build_pretrain_texts(config: PPOConfig, tokenizer, num_prompts: int):
     """As many texts as the run's optimizer steps take; None without data.pretrain_dataset."""
     from openrlhf.datasets.sft import build_sft_samples
@@ -128,6 +127,7 @@ def build_pretrain_texts(config: PPOConfig, tokenizer, num_prompts: int):
         split=data.pretrain_split,
         max_samples=train.batch_size * num_updates(config, num_prompts, config.frozen_actor_steps),
         seed=train.seed,
+        bad_rows=data.broken_rows,
     )
     (input_key,) = column.values()
     return build_sft_samples(
@@ -140,7 +140,7 @@ def build_pretrain_texts(config: PPOConfig, tokenizer, num_prompts: int):
         multiturn=False,
         pretrain=True,
         max_len=data.max_len,
-        bad_rows=data.bad_rows,
+        bad_rows=data.broken_rows,
     )
 
 
@@ -173,6 +173,7 @@ def build_prompt_datasets(config: PPOConfig):
             split=split,
             max_samples=max_samples,
             seed=config.train.seed,
+            bad_rows=data.broken_rows,
         )
         return build_prompts(
             rows,
@@ -206,7 +207,7 @@ def build_prompt_datasets(config: PPOConfig):
             first_id=num_rows,
         )
         eval_prompts += held_out
-        num_rows += len(held_out) + held_out.skipped
+        num_rows += len(held_out) + held_out.dropped.total()
     check_reward_templates(config, tokenizer, [*prompts, *eval_prompts])
     return prompts, eval_prompts, tokenizer
 

@@ -44,7 +44,7 @@ class EngineActor(VLLMEngine):
         config, path = self.config, self.config.actor.model_name_or_path
         tokenizer = policy_tokenizer(config)
         self.reward = self._build_reward()
-        executor = SingleTurnAgentExecutor(self.reward)
+        executor = SingleTurnAgentExecutor(self.reward, is_chat=config.data.apply_chat_template)
         self.runner = EpisodeRunner(self, tokenizer, executor, stop_token_ids(path, tokenizer))
         self.samplings = {
             s.purpose: s for s in (Sampling.for_training(config), Sampling.for_evaluation(config))

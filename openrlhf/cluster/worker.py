@@ -31,6 +31,7 @@ from openrlhf.models.loading import (
     load_config,
     load_tokenizer,
     policy_tokenizer,
+    room_of,
     stop_token_ids,
 )
 from openrlhf.models.policy import PolicyModel
@@ -136,8 +137,8 @@ class RewardWorker(Worker):
             self.models.append(FrozenModel(build, ds=config.ds, offload=config.reward.offload))
             own = load_tokenizer(path, flag=REWARD_FLAG)
             model_config = load_config(path, REWARD_FLAG)
-            limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-            self.readers.append(RewardReader(policy, own, stop_token_ids=stops, max_len=limit))
+            room = room_of(model_config)
+            self.readers.append(RewardReader(policy, own, stop_token_ids=stops, max_len=room))
             normalize = config.reward.normalize_enable
             self.statistics.append(score_statistics(model_config, path) if normalize else (0.0, 1.0))
 

@@ -54,8 +54,8 @@ class InferenceDataConfig:
     disable_fast_tokenizer: bool = False
     """Use the slow tokenizer."""
     bad_rows: BadRows = "error"
-    """A row that cannot be used (missing column, wrong type, prompt too long) stops the run, or is left out
-    and counted."""
+    """A row that cannot be used (a line that is no JSON, missing column, wrong type, prompt too long) stops
+    the run, or is left out and counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +135,8 @@ class InferenceDsConfig:
     """Precision and kernels."""
 
     zero_stage: CountOrZero = 0
-    """Accepted for old commands; each rank holds the whole model."""
+    """Accepted for old commands: each rank holds the whole model. One that is too large for a GPU answers
+    with task generate_vllm, over the GPUs of vllm.tensor_parallel_size."""
     param_dtype: ParamDtype = "bf16"
     """Type of the weights."""
     attn_implementation: str = "auto"
@@ -199,7 +200,7 @@ class ChatDataConfig:
 
     max_len: Count = 4096
     """Longest conversation, tokens."""
-    input_template: str | None = "User: {}\nAssistant: "
+    input_template: str | None = None
     """Text around each message, which replaces `{}`. Not read with apply_chat_template."""
     apply_chat_template: bool = False
     """Format the conversation with the tokenizer's chat template."""

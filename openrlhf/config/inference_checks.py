@@ -52,10 +52,7 @@ def chat_problems(config: ChatConfig, explicit: Explicit) -> list[Problem]:
     )
 
 
-BATCH_INFERENCE_NOT_YET: Mapping[str, str] = {
-    "ds.zero_stage": "sharding the weights in inference is",
-    "use_ms": "ModelScope is",
-}
+BATCH_INFERENCE_NOT_YET: Mapping[str, str] = {"use_ms": "ModelScope is"}
 CHAT_NOT_YET: Mapping[str, str] = {"ds.load_in_4bit": "4-bit inference is", "use_ms": "ModelScope is"}
 """Flags whose feature does not exist yet: anything but the default is refused."""
 
@@ -84,6 +81,12 @@ BATCH_INFERENCE_UNREAD = (
         why="only post_processor csft writes rewards into inputs",
     ),
     Unread(keys=("rollout.batch_size",), when=lambda c: c.iter is None, why="there is no iter"),
+    Unread(
+        keys=("ds.zero_stage",),
+        when=lambda c: True,
+        why="each rank holds the whole model; task generate_vllm spreads it over GPUs "
+        "(vllm.tensor_parallel_size)",
+    ),
     Unread(
         keys=("vllm.",),
         when=lambda c: c.task != "generate_vllm",

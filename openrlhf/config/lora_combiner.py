@@ -13,8 +13,8 @@ from openrlhf.config.parse import Explicit, Problem
 class MergeDeepSpeedConfig:
     """Precision."""
 
-    param_dtype: ParamDtype = "bf16"
-    """Type of the merged weights."""
+    param_dtype: ParamDtype | None = None
+    """Type of the merged weights. None: that of the base."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +45,7 @@ def lora_combiner_problems(config: LoraCombinerConfig, explicit: Explicit) -> li
 def _output(config: LoraCombinerConfig) -> Iterator[Problem]:
     if os.path.isfile(config.output_path):
         yield Problem(key="output_path", text="is a file; name a folder")
-    for key in ("model_path", "lora_path"):
-        if os.path.realpath(config.output_path) == os.path.realpath(getattr(config, key)):
-            yield Problem(key="output_path", text=f"would overwrite {key}; name another folder")
+    elif os.path.isdir(config.output_path) and os.listdir(config.output_path):
+        yield Problem(
+            key="output_path", text="is not empty, and its model would be overwritten; name a new folder"
+        )

@@ -100,7 +100,8 @@ def to_yaml(config: Any) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        pass
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
 
     Dumper.add_representer(
         tuple,

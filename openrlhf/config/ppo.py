@@ -308,9 +308,15 @@ class PromptDataConfig:
     """Column with images."""
     max_images_per_prompt: CountOrZero = 0
     """Images in one prompt at most. 0: text only."""
-    bad_rows: BadRows = "error"
-    """A row that cannot be used (missing column, wrong type, empty prompt) stops the run, or is left out and
-    counted."""
+    bad_rows: BadRows | None = None
+    """A row that cannot be used (a line that is no JSON, missing column, wrong type, empty prompt, prompt of
+    data.max_len tokens or more) stops the run, or is left out and counted. None: prompts that are too long
+    are left out and counted, everything else stops the run."""
+
+    @property
+    def broken_rows(self) -> BadRows:
+        """What becomes of rows that are more than too long."""
+        return self.bad_rows or "error"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,6 +38,9 @@ class ServedDataConfig:
     max_len: Count = 2048
     """Longest text that the model reads, tokens; the rest is cut off, but for the token that ends it, and the
     answer says so in `extra_logs`."""
+    apply_chat_template: bool = False
+    """The texts come from a chat template, which wrote all special tokens: nothing is put in front of them.
+    Without, a text begins with what the tokenizer puts there, unless it does so by itself."""
     disable_fast_tokenizer: bool = False
     """Use the slow tokenizer."""
 
@@ -50,8 +53,8 @@ class ServedDsConfig:
     """Name of the reward model's scalar head, where neither its config.json says it nor it is `score`."""
     load_in_4bit: bool = False
     """Weights in NF4."""
-    param_dtype: ParamDtype = "bf16"
-    """Type of the weights."""
+    param_dtype: ParamDtype | None = None
+    """Type of the weights. None: that of the model."""
     attn_implementation: str = "auto"
     """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: the fastest
     that this machine has."""

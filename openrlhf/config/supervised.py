@@ -65,8 +65,9 @@ class DataConfig:
     """Accepted for old commands: rows are tokenised before training starts, by the tokenizer's own
     threads."""
     bad_rows: BadRows = "error"
-    """A row that cannot be used (missing column, wrong type, nothing to train on) stops the run, or is left
-    out and counted."""
+    """A row that cannot be used (a line that is no JSON, missing column, a type that most rows do not have)
+    stops the run, or is left out and counted. Rows without anything to learn, and prompts without room for an
+    answer, are always left out and counted."""
     cache_enable: bool = True
     """Keep tokenised rows on disk, and read them from there when the files, the tokenizer and the data flags
     are the same again."""
@@ -93,7 +94,7 @@ class EvalConfig:
     split: str = "train"
     """Split to take where the dataset has splits."""
     steps: Steps = -1
-    """Evaluate every N optimizer steps. -1: once per epoch."""
+    """Evaluate every N optimizer steps. -1: at the end of each epoch and of the run."""
     max_samples: Count | None = None
     """Rows to use. None: all."""
 
@@ -113,6 +114,9 @@ class TrainConfig:
     """Tokens in one row with dynamic_batch_enable. A longer sequence gets a row of its own."""
     max_epochs: Count = 2
     """Passes over the rows."""
+    max_steps: Count | None = None
+    """Stop after this many optimizer steps, with the learning rate of a run of that length. None: after
+    max_epochs."""
     seed: CountOrZero = 42
     """Seed of everything random."""
     full_determinism_enable: bool = False
@@ -169,7 +173,7 @@ class SFTDataConfig(TemplateDataConfig):
     output_key: str | None = None
     """Column with the response. None: the last message of input_key, or with model.pretrain_mode_enable plain
     text."""
-    input_template: str | None = "User: {}\nAssistant: "
+    input_template: str | None = None
     """Text around the prompt, which replaces `{}`. Not read with apply_chat_template."""
     multiturn: bool = False
     """Loss on every assistant turn, not only on the last. Needs apply_chat_template."""
@@ -277,7 +281,7 @@ class KTODataConfig(TemplateDataConfig):
     """Column with the answer. None: the last message of input_key."""
     label_key: str = "label"
     """Column that says whether the answer is good: true or false, 1 or 0."""
-    input_template: str | None = "User: {}\nAssistant: "
+    input_template: str | None = None
     """Text around the prompt, which replaces `{}`. Not read with apply_chat_template."""
 
 

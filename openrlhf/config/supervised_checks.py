@@ -39,6 +39,7 @@ def sft_problems(config: SFTConfig, explicit: Explicit) -> list[Problem]:
         template(config, explicit),
         _multiturn(config),
         _responses(config),
+        _no_template(config, explicit),
         unread(config, explicit, PRETRAIN_UNREAD),
     )
 
@@ -70,6 +71,7 @@ def kto_problems(config: KTOConfig, explicit: Explicit) -> list[Problem]:
         template(config, explicit),
         _dropout(config),
         _responses(config),
+        _no_template(config, explicit),
     )
 
 
@@ -82,6 +84,7 @@ def kd_problems(config: KDConfig, explicit: Explicit) -> list[Problem]:
         template(config, explicit),
         _multiturn(config),
         _responses(config),
+        _no_template(config, explicit),
         unread(config, explicit, PRETRAIN_UNREAD + KD_UNREAD),
     )
 
@@ -257,6 +260,18 @@ def _responses(config: SFTConfig | KTOConfig | KDConfig) -> Iterator[Problem]:
             others += " or --model.pretrain_mode_enable (loss on all tokens)"
         yield Problem(
             key="data.output_key", text=f"nothing says what the response is: name its column, or {others}"
+        )
+
+
+def _no_template(config: SFTConfig | KTOConfig | KDConfig, explicit: Explicit) -> Iterator[Problem]:
+    data, key = config.data, "data.input_template"
+    is_plain = isinstance(config, KTOConfig) or not config.model.pretrain_mode_enable
+    if is_plain and not data.apply_chat_template and data.input_template is None and key not in explicit:
+        yield Problem(
+            key=key,
+            text="nothing stands between a prompt and its response, here as in RL; to mark them use\n"
+            r"--data.apply_chat_template, or --data.input_template $'User: {}\nAssistant: ' in every command",
+            fatal=False,
         )
 
 

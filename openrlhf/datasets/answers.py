@@ -90,7 +90,7 @@ def mark_answer(messages: Sequence[Message], first: int, tokenizer: PreTrainedTo
             spans.append((len(prompt), len(ended)))
             if turn != turns[-1] and isinstance(content, str) and ended.endswith(content.rstrip()):
                 _tell_endless(str(tokenizer.chat_template))
-    return Text(text=text, spans=tuple(spans))
+    return Text(text=text, spans=tuple(spans), is_chat=True)
 
 
 @cache
@@ -130,7 +130,7 @@ def scored_answer(
     text = render_messages(talk, tokenizer, add_generation_prompt=False, is_open=is_open).rstrip("\n")
     start = len([*takewhile(bool, map(eq, prompt, text))])  # of what differs
     is_empty = not any(messages[turn].get("content") or messages[turn].get("tool_calls") for turn in turns)
-    return Text(text=text, spans=() if is_empty else ((start, len(text)),))
+    return Text(text=text, spans=() if is_empty else ((start, len(text)),), is_chat=True)
 
 
 def _assistant_turns(messages: Sequence[Message], first: int) -> list[int]:

@@ -4,10 +4,10 @@ repaired."""
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
-from openrlhf.datasets.files import Row, kind
+from openrlhf.datasets.files import REMEDY, Row, Unreadable, kind
 from openrlhf.datasets.sources import Rows
 from openrlhf.observe.tracked import tracked
 
@@ -21,39 +21,46 @@ class BadRow(Exception):
     """Why a row cannot be used. Becomes a ValueError or a count, never seen outside `openrlhf.datasets`."""
 
 
-def read_rows(rows: Rows, read: Callable[[Row], ReadT], policy: Policy) -> tuple[dict[int, ReadT], int]:
-    """Row number -> what `read` makes of the row, and how many rows were skipped; see `read_each`."""
-    dropped: Counter[str] = Counter()
-    return dict(read_each(rows, read, policy, dropped)), dropped.total()
-
-
 def read_each(
     rows: Rows, read: Callable[[Row], ReadT], policy: Policy, dropped: Counter[str]
 ) -> Iterator[tuple[int, ReadT]]:
     """Row number, and what `read` makes of the row, one after the other.
 
     "error": the first row for which `read` raises BadRow is a ValueError with its file and line.
-    "skip": such rows are left out and counted in `dropped`; the first is logged.
+    "skip": such rows are left out and counted in `dropped`, and so are those that no file could give and
+    those with a value of another kind than most have; the first few are logged.
     """
-    for i, row in enumerate(tracked(rows, len(rows), "reading rows")):
+    for i in tracked(range(len(rows)), len(rows), "reading rows"):
         try:
+            row = rows[i]
+            _check_kinds(row, rows.kinds)
             value = read(row)
-        except BadRow as reason:
-            if policy == "error":
-                raise bad_row_error(rows.origin(i), reason) from reason
-            if not dropped[BAD_ROW]:
-                logger.warning("%s: skipped: %s", rows.origin(i), reason)
-            dropped[BAD_ROW] += 1
+        except (BadRow, Unreadable) as reason:
+            refuse(rows.origin(i), reason, policy, dropped)
         else:
             yield i, value
 
+
+def refuse(origin: str, reason: object, policy: Policy, dropped: Counter[str]) -> None:
+    """ValueError; with "skip" one more in `dropped`, of which the first few are logged."""
+    if policy == "error":
+        raise ValueError(f"{origin}: {reason}\n{REMEDY}")
+    dropped[BAD_ROW] += 1
+    if dropped[BAD_ROW] <= NAMED:
+        logger.warning("%s: skipped: %s", origin, reason)
+
+
+NAMED = 3
+"""Skipped rows that are logged one by one."""
 
 BAD_ROW = "bad row"
 """Why such rows are dropped."""
 
 
-def bad_row_error(origin: str, reason: object) -> ValueError:
-    return ValueError(f"{origin}: {reason}\nMend the row, or leave such rows out with --data.bad_rows skip.")
+def _check_kinds(row: Row, kinds: Mapping[str, str]) -> None:
+    for column, usual in kinds.items():
+        if row.get(column) is not None and kind(row[column]) != usual:
+            raise BadRow(f"column {column!r} is {kind(row[column])}; in most rows it is {usual}.")
 
 
 def value_of(row: Row, column: str, *types: type) -> Any:

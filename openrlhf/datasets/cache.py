@@ -19,16 +19,18 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import date
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
-import tokenizers
-import transformers
 from filelock import BaseFileLock, FileLock, Timeout
-from transformers import PreTrainedTokenizerBase
 
 from openrlhf.observe.tracked import tracked
+from openrlhf.utils.text import first_token_ids
+
+if TYPE_CHECKING:  # columns are checked before anything heavy is imported
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +128,7 @@ def file_digest(path: Path) -> str:
 _MEBIBYTE = 2**20
 
 
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Of everything that turns messages into tokens. A chat template that writes the date is another one
     every day."""
     template = tokenizer.chat_template
@@ -135,13 +137,14 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
             "class": type(tokenizer).__name__,
             "vocabulary": _vocabulary(tokenizer),
             "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+            "first_tokens": first_token_ids(tokenizer),
             "chat_template": template,
             "today": str(date.today()) if "strftime_now" in str(template) else None,
         }
     )
 
 
-def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> object:
+def _vocabulary(tokenizer: "PreTrainedTokenizerBase") -> object:
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         return state | {"truncation": None, "padding": None}  # of the last call, not of the tokenizer
@@ -160,8 +163,8 @@ def _versions() -> Mapping[str, str]:
     code = [path.read_text() for path in [*sorted(here.glob("*.py")), here.parent / "types.py"]]
     return {
         "code": digest(code),
-        "tokenizers": tokenizers.__version__,
-        "transformers": transformers.__version__,
+        "tokenizers": version("tokenizers"),
+        "transformers": version("transformers"),
     }
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer, processors
@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.datasets.bad_rows import Policy, read_each
 from openrlhf.datasets.files import Row
 from openrlhf.datasets.sources import Rows
-from openrlhf.datasets.store import SampleStore
-from openrlhf.utils.text import decode
+from openrlhf.datasets.store import Drop
+from openrlhf.utils.text import decode, first_token_ids, with_first
 
 ItemT = TypeVar("ItemT")
 LabelT = TypeVar("LabelT")
@@ -28,6 +28,8 @@ class Text:
     text: str
     spans: tuple[tuple[int, int], ...] = ()
     """Characters to learn: [start, end) in ascending order. Empty: nothing to learn."""
+    is_chat: bool = False
+    """A chat template wrote it, special tokens and all: nothing is put in front of it."""
 
 
 Tokens = tuple[list[int], list[bool]]
@@ -55,16 +57,22 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._first = first_token_ids(tokenizer)
         self._encoder = _whole_token_encoder(tokenizer) if tokenizer.is_fast else None
 
     def __call__(self, texts: Iterable[Text]) -> Iterator[Tokens]:
         """The tokens of each text. What comes before its first span has the tokens that it has alone, and no
-        token spans the border of a span."""
-        if self._encoder is None:
-            yield from (_encode_slow(text, self._tokenizer) for text in texts)
-            return
+        token spans the border of a span. A text that no chat template wrote begins with what the tokenizer
+        puts in front of a text."""
         for block in _blocks(texts):
-            yield from _encode_fast(block, self._tokenizer, self._encoder)
+            for text, (token_ids, learned) in zip(block, self._encode(block), strict=True):
+                whole = token_ids if text.is_chat else with_first(token_ids, self._first)
+                yield whole, [False] * (len(whole) - len(token_ids)) + learned
+
+    def _encode(self, texts: Sequence[Text]) -> Iterator[Tokens]:
+        if self._encoder is None:
+            return (_encode_slow(text, self._tokenizer) for text in texts)
+        return _encode_fast(texts, self._tokenizer, self._encoder)
 
 
 def _blocks(items: Iterable[ItemT], size: int = 1000) -> Iterator[list[ItemT]]:
@@ -128,10 +136,14 @@ def _encode_slow(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     return token_ids, learned
 
 
-def encode_plainly(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """The tokens of each text, without special tokens around them."""
+def encode_prompts(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, is_chat: bool
+) -> Iterator[list[int]]:
+    """`prompt_token_ids` of each text."""
+    first = [] if is_chat else first_token_ids(tokenizer)
     for block in _blocks(texts):
-        yield from tokenizer(block, add_special_tokens=False)["input_ids"]
+        for token_ids in tokenizer(block, add_special_tokens=False)["input_ids"]:
+            yield with_first(token_ids, first)
 
 
 def token_ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -161,25 +173,36 @@ def cut_before_end(token_ids: list[int], max_len: int) -> list[int]:
     return token_ids if len(token_ids) <= max_len else [*token_ids[: max_len - 1], token_ids[-1]]
 
 
-def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> str:
-    """Empty when the sample stays. max_len: None where a text need not leave room for an answer."""
+def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> Drop | None:
+    """None when the sample stays. max_len: None where a text need not leave room for an answer."""
     if True not in learned:
-        return NOTHING_TO_LEARN
-    if max_len is not None and learned.index(True) >= max_len - 2:
-        return LONG_PROMPT
-    return ""
+        return Drop(NOTHING_TO_LEARN)
+    if max_len is not None and (prompt := learned.index(True)) >= max_len - 2:
+        return Drop(LONG_PROMPT, prompt + 3)
+    return None
 
 
 NOTHING_TO_LEARN = "nothing to learn"
 LONG_PROMPT = "prompt of max_len - 2 tokens or more"
 
 
-def check_left(store: SampleStore, rows: Rows, max_len: int, unit: str = "sample") -> None:
+class Kept(Protocol):
+    """What rows were made into, and which gave nothing: see `SampleStore`."""
+
+    dropped: Counter[str]
+    needed_len: int
+
+    def __len__(self) -> int: ...
+
+
+def check_left(kept: Kept, rows: Rows, max_len: int, unit: str = "sample") -> None:
     """Tell how many rows were dropped, and why; ValueError when none is left."""
-    counts = ", ".join(f"{count} × {reason}" for reason, count in store.dropped.items())
-    if store.dropped:
-        logger.warning("%d of %d rows were dropped: %s", store.dropped.total(), len(rows), counts)
-    if not len(store):
+    counts = ", ".join(f"{count} × {reason}" for reason, count in kept.dropped.items())
+    if kept.needed_len:
+        counts += f";\n--data.max_len {kept.needed_len} would keep those that are too long"
+    if kept.dropped:
+        logger.warning("%d of %d rows were dropped: %s", kept.dropped.total(), len(rows), counts)
+    if not len(kept):
         raise ValueError(
             f"No {unit} is left of {len(rows)} rows: {counts}.\n"
             f"The first row is {rows.origin(0)}; --data.max_len is {max_len}."

@@ -18,20 +18,33 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, cast, overload
+from typing import Any, NoReturn, TypeVar, cast, overload
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from openrlhf.config.choices import BadRows
 from openrlhf.datasets.cache import cache_folder
 from openrlhf.observe.tracked import tracked
 
 Row = dict[str, Any]
+ReadT = TypeVar("ReadT")
+
+REMEDY = "Mend the row, or leave such rows out with --data.bad_rows skip."
+
+
+class Unreadable(Exception):
+    """Why there is no row where one should be. Stands in its place where `--data.bad_rows` says skip."""
+
+    def __init__(self, reason: str, line: int = 1):
+        """line: of the text that is read, from 1."""
+        super().__init__(reason)
+        self.line = line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,17 +52,16 @@ class Part:
     """The rows of one file, saved folder or hub name."""
 
     name: str
-    rows: Sequence[Row] | datasets.Dataset
+    rows: Sequence[Row | Unreadable] | datasets.Dataset
     columns: tuple[str, ...]
     """Every column that some row has."""
-    kinds: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Column -> kind of value -> the first row with one, in order of rows. Not of tables: see
-    `first_of_kinds`."""
+    kinds: "Kinds" = field(default_factory=dict)
+    """Not of tables: see `kinds_of`."""
     lines: Sequence[int] | np.ndarray | None = None
     """Line of each row, where the format has lines."""
 
     @classmethod
-    def of(cls, name: str, rows: Sequence[Row], lines: Sequence[int] | None = None) -> "Part":
+    def of(cls, name: str, rows: Sequence[Row | Unreadable], lines: Sequence[int] | None = None) -> "Part":
         kinds: Kinds = {}
         for i, row in enumerate(rows):
             _note_kinds(kinds, row, i)
@@ -62,24 +74,29 @@ class Part:
     def origin(self, row: int) -> str:
         return f"{self.name} row {row + 1}" if self.lines is None else f"{self.name}:{self.lines[row]}"
 
-    def first_of_kinds(self, column: str) -> Iterator[tuple[str, str]]:
-        """(kind, origin) of the first value of each kind in the column, leaving out null. A column of a table
-        has one type."""
+    def kinds_of(self, column: str) -> Mapping[str, tuple[int, int]]:
+        """Kind of value -> the first row with one, and how many there are, leaving out null. A column of a
+        table has one type."""
         if not isinstance(self.rows, datasets.Dataset):
-            kinds = self.kinds.get(column, {})
-            yield from ((found, self.origin(row)) for found, row in kinds.items() if found != kind(None))
-            return
+            return {
+                found: where for found, where in self.kinds.get(column, {}).items() if found != kind(None)
+            }
         column_alone = cast(Iterable[Row], self.rows.select_columns([column]))
         values = ((i, row[column]) for i, row in enumerate(column_alone) if row[column] is not None)
-        yield from ((kind(value), self.origin(i)) for i, value in islice(values, 1))
+        return {kind(value): (i, len(self.rows)) for i, value in islice(values, 1)}
 
 
-Kinds = dict[str, dict[str, int]]
+Kinds = dict[str, dict[str, tuple[int, int]]]
+"""Column -> kind of value -> the first row with one, and how many there are, in order of rows."""
 
 
-def _note_kinds(kinds: Kinds, row: Row, i: int) -> None:
+def _note_kinds(kinds: Kinds, row: Row | Unreadable, i: int) -> None:
+    if isinstance(row, Unreadable):
+        return
     for column, value in row.items():
-        kinds.setdefault(column, {}).setdefault(kind(value), i)
+        of_column, found = kinds.setdefault(column, {}), kind(value)
+        first, count = of_column.get(found, (i, 0))
+        of_column[found] = first, count + 1
 
 
 def kind(value: Any) -> str:
@@ -101,13 +118,12 @@ _KINDS = {
 class JsonLines(Sequence[Row]):
     """The rows of a .jsonl file, parsed anew each time. Can be pickled."""
 
-    def __init__(self, path: Path, version: "Version", starts: np.ndarray, lines: np.ndarray, flag: str):
+    def __init__(self, path: Path, version: "Version", starts: np.ndarray, flag: str):
         """version: of the file in which the lines were found.
-        starts, lines: (rows,) byte at which the line of each row begins, and the number of that line."""
+        starts: (rows,) byte at which the line of each row begins."""
         self._path = path
         self._version = version
         self._starts = starts
-        self._lines = lines
         self._flag = flag
 
     def __len__(self) -> int:
@@ -123,8 +139,7 @@ class JsonLines(Sequence[Row]):
         content = _content(self._path, self._version, self._flag)
         start = int(self._starts[i])
         end = content.find(b"\n", start)
-        raw = content[start : len(content) if end < 0 else end]
-        return _parse_line(raw, self._path, int(self._lines[i]), self._flag)
+        return _parse_line(content[start : len(content) if end < 0 else end]) or {}
 
 
 Version = tuple[int, ...]
@@ -144,92 +159,107 @@ def _content(path: Path, version: Version, flag: str) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _read_json_lines(path: Path, flag: str) -> Part:
+def _read_json_lines(path: Path, flag: str, bad_rows: BadRows) -> Part:
     version, starts, lines = _version(path), array("q"), array("q")
     kinds: Kinds = {}
-    for start, line, row in _json_lines(path, flag):
+    for start, line, row in _json_lines(path, flag, bad_rows):
         _note_kinds(kinds, row, len(starts))
         starts.append(start)
         lines.append(line)
-    numbers = np.array(lines, dtype=np.int64)
-    rows = JsonLines(path, version, np.array(starts, dtype=np.int64), numbers, flag)
-    return Part(name=str(path), rows=rows, columns=tuple(kinds), kinds=kinds, lines=numbers)
+    rows = JsonLines(path, version, np.array(starts, dtype=np.int64), flag)
+    return Part(
+        name=str(path),
+        rows=rows,
+        columns=tuple(kinds),
+        kinds=kinds,
+        lines=np.array(lines, dtype=np.int64),
+    )
 
 
-def _json_lines(path: Path, flag: str) -> Iterator[tuple[int, int, Row]]:
+def _json_lines(path: Path, flag: str, bad_rows: BadRows) -> Iterator[tuple[int, int, Row | Unreadable]]:
     """(byte at which the line begins, its number, row) of each line that is not blank."""
     start = 0
     with path.open("rb") as file:
         for line, raw in enumerate(tracked(file, None, f"checking the lines of {path.name}"), start=1):
-            if _decode(raw, f"{flag} {path}:{line}").strip():
-                yield start, line, _parse_line(raw, path, line, flag)
+            row = _row_or_reason(partial(_parse_line, raw), f"{flag} {path}:{line}", bad_rows)
+            if row is not None:
+                yield start, line, row
             start += len(raw)
 
 
-def _parse_line(raw: bytes, path: Path, line: int, flag: str) -> Row:
-    where = f"{flag} {path}:{line}"
-    return _row(_parse_json(_decode(raw, where).strip(), f"{flag} {path}", line), where)
+def _row_or_reason(read: Callable[[], ReadT], where: str, bad_rows: BadRows) -> ReadT | Unreadable:
+    """What `read` answers, or with "skip" why there is no answer; else that is a ValueError."""
+    try:
+        return read()
+    except Unreadable as reason:
+        if bad_rows == "skip":
+            return reason
+        raise ValueError(f"{where}: {reason}\n{REMEDY}") from reason
 
 
-def _decode(raw: bytes, where: str) -> str:
+def _parse_line(raw: bytes) -> Row | None:
+    """None: the line is blank."""
+    text = _decode(raw).strip()
+    return _row(_parse_json(text)) if text else None
+
+
+def _decode(raw: bytes) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8: {error.reason} (byte {error.start + 1}).") from error
+        raise Unreadable(f"not UTF-8: {error.reason} (byte {error.start + 1}).") from error
 
 
-def _parse_json(text: str, where: str, line: int) -> Any:
-    """`line` is the line of the file on which `text` begins."""
+def _parse_json(text: str) -> Any:
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         if text.startswith("<"):
-            raise ValueError(
-                f"{where}:{line}: this looks like HTML. Was an error page downloaded?"
-            ) from error
+            raise Unreadable("this looks like HTML. Was an error page downloaded?") from error
         found = text.splitlines()[error.lineno - 1][:60]
-        raise ValueError(f"{where}:{line + error.lineno - 1}: not JSON: {error.msg}: {found}") from error
-    except _NotAJsonNumber as error:
-        raise ValueError(f"{where}:{line}: {error} is not JSON. Write a number or null.") from error
+        raise Unreadable(f"not JSON: {error.msg}: {found}", error.lineno) from error
     if "\\ud" in text.lower():
-        _refuse_half_characters(value, f"{where}:{line}")
+        _refuse_half_characters(value)
     return value
 
 
-class _NotAJsonNumber(Exception):
-    pass
-
-
 def _refuse_constant(name: str) -> NoReturn:
-    raise _NotAJsonNumber(name)
+    raise Unreadable(f"{name} is not JSON. Write a number or null.")
 
 
-def _refuse_half_characters(value: Any, where: str) -> None:
+def _refuse_half_characters(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise ValueError(f"{where}: {half!r} is half of a surrogate pair, not a character.") from error
+        raise Unreadable(f"{half!r} is half of a surrogate pair, not a character.") from error
 
 
-def _row(value: Any, where: str) -> Row:
+def _row(value: Any) -> Row:
     if not isinstance(value, dict):
-        raise ValueError(f'{where}: a row must be an object such as {{"input": …}}, not {kind(value)}.')
+        raise Unreadable(f'a row must be an object such as {{"input": …}}, not {kind(value)}.')
     return value
 
 
-def _read_json(path: Path, flag: str) -> Part:
+def _read_json(path: Path, flag: str, bad_rows: BadRows) -> Part:
     """A list of objects; or, as many files of this name are, one object in each line."""
     if _has_a_row_in_each_line(path):
-        return _read_json_lines(path, flag)
-    value = _parse_json(_decode(path.read_bytes(), f"{flag} {path}").strip(), f"{flag} {path}", line=1)
+        return _read_json_lines(path, flag, bad_rows)
+    try:
+        value = _parse_json(_decode(path.read_bytes()).strip())
+    except Unreadable as reason:
+        raise ValueError(f"{flag} {path}:{reason.line}: {reason}") from reason
     if not isinstance(value, list):
         keys = f" (keys: {', '.join(value)})" if isinstance(value, dict) else ""
         raise ValueError(
             f"{flag} {path}: {kind(value)}{keys}, not a list of rows.\n"
             "Save the list itself, or one row in each line of a .jsonl file."
         )
-    return Part.of(str(path), [_row(row, f"{flag} {path} row {i}") for i, row in enumerate(value, start=1)])
+    rows = [
+        _row_or_reason(partial(_row, item), f"{flag} {path} row {i}", bad_rows)
+        for i, item in enumerate(value, start=1)
+    ]
+    return Part.of(str(path), rows)
 
 
 def _has_a_row_in_each_line(path: Path) -> bool:
@@ -248,15 +278,15 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def _read_csv(path: Path, flag: str) -> Part:
+def _read_csv(path: Path, flag: str, bad_rows: BadRows) -> Part:
     lines, rows = [], []
-    for line, row in _csv_lines(path, flag):
+    for line, row in _csv_lines(path, flag, bad_rows):
         lines.append(line)
         rows.append(row)
     return Part.of(str(path), rows, lines)
 
 
-def _csv_lines(path: Path, flag: str) -> Iterator[tuple[int, Row]]:
+def _csv_lines(path: Path, flag: str, bad_rows: BadRows) -> Iterator[tuple[int, Row | Unreadable]]:
     """(last line of the row, row)"""
     csv.field_size_limit(sys.maxsize)  # the default refuses texts of more than 128 KiB
     with path.open(newline="", encoding="utf-8-sig") as file:
@@ -264,17 +294,20 @@ def _csv_lines(path: Path, flag: str) -> Iterator[tuple[int, Row]]:
         line = 1
         try:
             for row in reader:
-                if None in row or None in row.values():
-                    raise csv.Error(
-                        f"a row must have {len(reader.fieldnames or ())} values, as the header has"
-                    )
+                check = partial(_whole_row, row, reader.fieldnames or ())
                 line = reader.line_num
-                yield line, row
+                yield line, _row_or_reason(check, f"{flag} {path}:{line}", bad_rows)
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{flag} {path}:{line + 1}: not readable as CSV: {error}.") from error
 
 
-def _read_parquet(path: Path, flag: str) -> Part:
+def _whole_row(row: Row, columns: Sequence[str]) -> Row:
+    if None in row or None in row.values():
+        raise Unreadable(f"not readable as CSV: a row must have {len(columns)} values, as the header has.")
+    return row
+
+
+def _read_parquet(path: Path, flag: str, bad_rows: BadRows) -> Part:
     """Parquet can only be decoded; what is large is decoded to disk, and mapped from there."""
     metadata = _read_table(pq.read_metadata, path, flag)
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
@@ -317,7 +350,7 @@ _BATCH = 4096
 """Rows that are decoded at once."""
 
 
-def _read_arrow(path: Path, flag: str) -> Part:
+def _read_arrow(path: Path, flag: str, bad_rows: BadRows) -> Part:
     return Part.of_table(str(path), datasets.Dataset(_read_table(_arrow_table, path, flag)))
 
 
@@ -339,23 +372,23 @@ def _read_table(read: Callable[[Path], Any], path: Path, flag: str) -> Any:
         ) from error
 
 
-READERS: Mapping[str, Callable[[Path, str], Part]] = {
+READERS: Mapping[str, Callable[[Path, str, BadRows], Part]] = {
     ".jsonl": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }
-"""Ending of a file -> what reads it; the string is the flag that named it."""
+"""Ending of a file -> what reads it; the string is the flag that named it. A table has no bad rows."""
 
 
-def peek(file: Path, flag: str) -> Part:
+def peek(file: Path, flag: str, bad_rows: BadRows) -> Part:
     """The first rows or the schema of a file."""
     if file.suffix == ".parquet":
         schema = _read_table(pq.read_schema, file, flag)
         return Part(name=str(file), rows=[], columns=tuple(schema.names))
     if file.suffix == ".jsonl":
-        return Part.of(str(file), [row for _, _, row in islice(_json_lines(file, flag), 100)])
+        return Part.of(str(file), [row for _, _, row in islice(_json_lines(file, flag, bad_rows), 100)])
     if file.suffix == ".csv":
-        return Part.of(str(file), [row for _, row in islice(_csv_lines(file, flag), 100)])
-    return READERS[file.suffix](file, flag)
+        return Part.of(str(file), [row for _, row in islice(_csv_lines(file, flag, bad_rows), 100)])
+    return READERS[file.suffix](file, flag, bad_rows)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.answers import plain_answer, scored_answer
-from openrlhf.datasets.bad_rows import BadRow, Policy, bad_row_error, read_rows, value_of
-from openrlhf.datasets.encode import Encoder, Text, cut_before_end, encode_plainly, with_end
+from openrlhf.datasets.bad_rows import BadRow, Policy, read_each, refuse, value_of
+from openrlhf.datasets.encode import Encoder, Text, cut_before_end, encode_prompts, with_end
 from openrlhf.datasets.files import Row
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.templates import as_messages, check_templates, render_prompt
@@ -80,18 +81,18 @@ def build_questions(
         )
         return value, text
 
-    prompts, skipped = read_rows(chosen, read, bad_rows)
-    encoded = encode_plainly([text for _, text in prompts.values()], tokenizer)
+    dropped: Counter[str] = Counter()
+    prompts = dict(read_each(chosen, read, bad_rows, dropped))
+    texts = [text for _, text in prompts.values()]
+    encoded = encode_prompts(texts, tokenizer, is_chat=apply_chat_template)
     questions = []
     for (i, (value, _)), token_ids in zip(prompts.items(), encoded, strict=True):
         if 0 < len(token_ids) <= max_len:
             questions.append(Question(prompt_id=numbers[i], input=value, token_ids=token_ids))
             continue
         reason = f"the prompt has {len(token_ids)} tokens; --data.prompt_max_len allows 1 to {max_len}."
-        if bad_rows == "error":
-            raise bad_row_error(chosen.origin(i), reason)
-        skipped += 1
-    _check_left(len(questions), skipped, chosen)
+        refuse(chosen.origin(i), reason, bad_rows, dropped)
+    _check_left(len(questions), dropped.total(), chosen)
     return questions
 
 
@@ -122,8 +123,9 @@ def build_answers(
         prompt = render_prompt(value, tokenizer, apply_chat_template=False, input_template=input_template)
         return value, output, plain_answer(prompt, output)
 
-    read_texts, skipped = read_rows(rows, read, bad_rows)
-    _check_left(len(read_texts), skipped, rows)
+    dropped: Counter[str] = Counter()
+    read_texts = dict(read_each(rows, read, bad_rows, dropped))
+    _check_left(len(read_texts), dropped.total(), rows)
     encoded = Encoder(tokenizer)(text for _, _, text in read_texts.values())
     return [
         Answer(

@@ -77,9 +77,9 @@ def build_judged(
     whole, desirable = SampleStore(), []
     for _, (tokens,), label in read_tokens(rows, read, tokenizer, bad_rows, whole.dropped):
         finish(tokens, tokenizer.eos_token_id)
-        reason = reason_to_drop(tokens[1], max_len)
-        if reason:
-            whole.dropped[reason] += 1
+        drop = reason_to_drop(tokens[1], max_len)
+        if drop:
+            whole.drop(drop)
             continue
         whole.append(*tokens)
         desirable.append(label)
@@ -125,7 +125,7 @@ def _with_mismatched(whole: SampleStore, max_len: int, seed: int, input_key: str
             "needs two prompts at least."
         )
     store = SampleStore()
-    store.dropped.update(whole.dropped)
+    store.dropped, store.needed_len = whole.dropped, whole.needed_len
     for i, other in enumerate(other_prompts(np.array(numbers), seed).tolist()):
         store.truncated += len(token_ids[i]) > max_len
         for answer in (i, other):

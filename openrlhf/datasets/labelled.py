@@ -27,9 +27,19 @@ class LabelledSamples:
         return self.samples.dropped
 
     @property
+    def needed_len(self) -> int:
+        """As in `SampleStore`."""
+        return self.samples.needed_len
+
+    @property
     def truncated(self) -> int:
         """Rows that were cut at max_len."""
         return self.samples.truncated
+
+    @property
+    def sequence_lengths(self) -> Sequence[int]:
+        """Tokens of each sequence, of which an item may have several."""
+        return self.samples.lengths
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Those of the store and its own."""

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
+from operator import eq
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -22,11 +23,12 @@ from openrlhf.datasets.encode import (
 from openrlhf.datasets.files import Row, kind
 from openrlhf.datasets.labelled import TwoSamples
 from openrlhf.datasets.sources import Rows
-from openrlhf.datasets.store import SampleStore
+from openrlhf.datasets.store import Drop, SampleStore
 from openrlhf.datasets.templates import Message, as_messages, check_templates, render_prompt
 from openrlhf.types import Pair
 
 SAME_ANSWERS = "both answers are the same"
+SAME_WHEN_CUT = "both answers are the same up to max_len"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,7 +81,7 @@ def build_pairs(
     margin_key         Column with a number: by how much the scores shall differ.
 
     A pair is dropped and counted when one side has nothing to learn, or a prompt of max_len - 2 tokens or
-    more, or when both sides are the same.
+    more, or when both sides are the same, also where only cutting makes them so.
 
     ValueError for a bad row (see `read_each`), for a template that does not show an answer right behind
     its generation prompt (DPO), and when no pair is left.
@@ -102,9 +104,9 @@ def build_pairs(
         for side in sides:
             finish(side, tokenizer.eos_token_id)
         cut = [end(side, max_len) for side in sides]
-        reason = _reason_to_drop_pair(sides, cut, max_len)
-        if reason:
-            store.dropped[reason] += 1
+        drop = _reason_to_drop_pair(sides, cut, max_len, end_is_kept=score_last_token)
+        if drop:
+            store.drop(drop)
             continue
         store.truncated += any(len(token_ids) > max_len for token_ids, _ in sides)
         for token_ids, action_mask in cut:
@@ -125,10 +127,18 @@ def _end_scored(tokens: Tokens, max_len: int) -> Tokens:
     return token_ids, [False] * (len(token_ids) - 1) + [True]
 
 
-def _reason_to_drop_pair(sides: Sequence[Tokens], cut: Sequence[Tokens], max_len: int) -> str:
-    reasons = [reason_to_drop(learned, max_len) for _, learned in sides]
-    chosen, rejected = (token_ids for token_ids, _ in cut)
-    return next(filter(None, reasons), SAME_ANSWERS if chosen == rejected else "")
+def _reason_to_drop_pair(
+    sides: Sequence[Tokens], cut: Sequence[Tokens], max_len: int, *, end_is_kept: bool
+) -> Drop | None:
+    drops = [drop for _, learned in sides if (drop := reason_to_drop(learned, max_len))]
+    chosen, rejected = (token_ids for token_ids, _ in sides)
+    if chosen == rejected:
+        drops.append(Drop(SAME_ANSWERS))
+    elif cut[0][0] == cut[1][0]:
+        num_same = len([*takewhile(bool, map(eq, chosen, rejected))])
+        drops.append(Drop(SAME_WHEN_CUT, num_same + (2 if end_is_kept else 1)))
+    hopeless = [drop for drop in drops if not drop.needed_len]
+    return next(iter(hopeless), max(drops, key=lambda drop: drop.needed_len, default=None))
 
 
 def _margin(row: Row, column: str) -> float:

@@ -1,22 +1,20 @@
 """From rows to prompts for RL and evaluation."""
 
-import logging
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.datasets.bad_rows import Policy, bad_row_error, read_rows, value_of
-from openrlhf.datasets.encode import encode_plainly
+from openrlhf.datasets.bad_rows import Policy, read_each, refuse, value_of
+from openrlhf.datasets.encode import check_left, encode_prompts
 from openrlhf.datasets.files import READERS, Row
 from openrlhf.datasets.sampler import PromptDataset
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.templates import as_messages, check_templates, render_prompt
 from openrlhf.types import Prompt
-
-logger = logging.getLogger(__name__)
 
 
 def build_prompts(
@@ -28,15 +26,16 @@ def build_prompts(
     apply_chat_template: bool,
     input_template: str | None,
     max_len: int,
-    bad_rows: Policy = "error",
+    bad_rows: Policy | None = None,
     source: str = "default",
     first_id: int = 0,
 ) -> PromptDataset:
     """One prompt of each row; its id is `first_id` plus the number of the row, so ids stay the same when
     other rows are skipped. Its source is the row's `datasource` column, else `source`.
 
-    A row is bad when its prompt or label is missing or null, when the chat template refuses it, or when the
-    prompt has more than max_len - 1 tokens, which leave no room for a response. The label keeps the type it
+    A row is bad when its prompt or label is missing or null, or when the chat template refuses it. A prompt
+    of max_len tokens or more leaves no room for a response. bad_rows None: bad rows are an error, and prompts
+    that are too long are dropped and counted; "error" and "skip" are for both. The label keeps the type it
     has in the file.
     """
     check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
@@ -55,24 +54,27 @@ def build_prompts(
             messages=as_messages(value) if apply_chat_template else None,
         )
 
-    read_prompts, skipped = read_rows(rows, read, bad_rows)
-    prompts = []
-    lengths = map(len, encode_plainly((prompt.text for prompt in read_prompts.values()), tokenizer))
+    policy = bad_rows or "error"
+    dropped: Counter[str] = Counter()
+    read_prompts = dict(read_each(rows, read, policy, dropped))
+    prompts, needed_len = [], 0
+    texts = (prompt.text for prompt in read_prompts.values())
+    lengths = map(len, encode_prompts(texts, tokenizer, is_chat=apply_chat_template))
     for (i, prompt), length in zip(read_prompts.items(), lengths, strict=True):
         if 0 < length < max_len:
             prompts.append(replace(prompt, prompt_id=first_id + i))
-            continue
-        reason = (
-            f"the prompt has {length} tokens; --data.max_len {max_len} leaves room for 1 to {max_len - 1}."
-        )
-        if bad_rows == "error":
-            raise bad_row_error(rows.origin(i), reason)
-        skipped += 1
-    if skipped:
-        logger.warning("%d of %d rows were skipped", skipped, len(rows))
-    if not prompts:
-        raise ValueError(f"All {len(rows)} prompts were skipped. The first is {rows.origin(0)}.")
-    return PromptDataset(prompts, skipped)
+        elif length and bad_rows is None:
+            dropped[LONG_PROMPT] += 1
+            needed_len = max(needed_len, length + 1)
+        else:
+            room = f"--data.max_len {max_len} leaves room for 1 to {max_len - 1}"
+            refuse(rows.origin(i), f"the prompt has {length} tokens; {room}.", policy, dropped)
+    dataset = PromptDataset(prompts, dropped, needed_len)
+    check_left(dataset, rows, max_len, unit="prompt")
+    return dataset
+
+
+LONG_PROMPT = "prompt of max_len tokens or more"
 
 
 def source_names(items: Sequence[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """The prompts of a run, and the order in which it asks for them."""
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,16 @@ from openrlhf.types import Prompt
 
 
 class PromptDataset:
-    """All prompts of a run. `skipped` rows were left out by `--data.bad_rows skip`."""
+    """All prompts of a run."""
 
-    def __init__(self, prompts: Sequence[Prompt], skipped: int = 0):
+    def __init__(
+        self, prompts: Sequence[Prompt], dropped: Mapping[str, int] | None = None, needed_len: int = 0
+    ):
+        """dropped: reason -> rows that gave no prompt. needed_len: the max_len that would keep those that are
+        only too long, 0 where there are none."""
         self._prompts = tuple(prompts)
-        self.skipped = skipped
+        self.dropped = Counter(dropped)
+        self.needed_len = needed_len
 
     def __len__(self) -> int:
         return len(self._prompts)

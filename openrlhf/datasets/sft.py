@@ -60,9 +60,9 @@ def build_sft_samples(
     for _, (tokens,), _ in read_tokens(rows, read, tokenizer, bad_rows, store.dropped):
         finish(tokens, None if pretrain else tokenizer.eos_token_id)
         token_ids, learned = tokens
-        reason = reason_to_drop(learned, None if pretrain else max_len)
-        if reason:
-            store.dropped[reason] += 1
+        drop = reason_to_drop(learned, None if pretrain else max_len)
+        if drop:
+            store.drop(drop)
             continue
         store.truncated += len(token_ids) > max_len
         store.append(token_ids[:max_len], learned[:max_len])

@@ -4,7 +4,6 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -12,9 +11,10 @@ import datasets
 import numpy as np
 
 from openrlhf.config.checks import split_spec
+from openrlhf.config.choices import BadRows
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.datasets.cache import digest, file_digest
-from openrlhf.datasets.files import READERS, Part, Row, peek
+from openrlhf.datasets.files import READERS, REMEDY, Part, Row, Unreadable, peek
 from openrlhf.observe.tracked import tracked
 from openrlhf.tasks.reasoning_gym import COLUMNS, gym_dataset, gym_rows
 
@@ -22,10 +22,13 @@ from openrlhf.tasks.reasoning_gym import COLUMNS, gym_dataset, gym_rows
 class Rows:
     """Rows of one or several parts in the order they are used."""
 
-    def __init__(self, parts: Sequence[Part], index: np.ndarray):
-        """index: (rows, 2) which part, and which row of it."""
+    def __init__(self, parts: Sequence[Part], index: np.ndarray, kinds: Mapping[str, str] | None = None):
+        """index: (rows, 2) which part, and which row of it.
+        kinds: column -> the kind of value that it has in most rows, where rows of others are to be left
+            out."""
         self._parts = tuple(parts)
         self._index = index
+        self.kinds = kinds or {}
 
     @classmethod
     def of(cls, rows: Sequence[Row], name: str = "rows") -> "Rows":
@@ -40,15 +43,19 @@ class Rows:
         return len(self._index)
 
     def __getitem__(self, i: int) -> Row:
-        part, row = self._index[i].tolist()
-        return self._parts[part].rows[row]
+        """Raises Unreadable where the file has no row there, which only `bad_rows` skip lets in."""
+        part, number = self._index[i].tolist()
+        row = self._parts[part].rows[number]
+        if isinstance(row, Unreadable):
+            raise row
+        return row
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
 
     def take(self, numbers: Sequence[int]) -> "Rows":
         """The rows with these numbers, which may repeat."""
-        return Rows(self._parts, self._index[list(numbers)])
+        return Rows(self._parts, self._index[list(numbers)], self.kinds)
 
     def origin(self, i: int) -> str:
         """Where row i stands: "train.jsonl:3" (line 3) or "train.parquet row 3", counted from 1."""
@@ -65,6 +72,7 @@ def load_rows(
     split: str = "train",
     max_samples: int | None = None,
     seed: int = 42,
+    bad_rows: BadRows = "error",
 ) -> Rows:
     """The rows that `spec` names: a comma list of `path[@data_dir]`.
 
@@ -79,13 +87,15 @@ def load_rows(
         repeating those that end earlier (`datasets.interleave_datasets`, all_exhausted); None puts one item
         after the other.
     max_samples: cap of each item, and of the whole.
+    bad_rows: "skip" lets lines that are no rows and values of a rarer type pass, for whoever reads the rows
+        to leave out.
 
     ValueError, at most three lines, for anything wrong with the flag, a file or a line of it.
     """
     parts: list[Part] = []
     items: list[np.ndarray] = []
     for item in split_spec(spec):
-        loaded = _load(item, split, flag)
+        loaded = _load(item, split, flag, bad_rows)
         indices = [_whole(len(parts) + i, len(part.rows)) for i, part in enumerate(loaded)]
         parts += loaded
         items.append(np.concatenate(indices)[:max_samples])
@@ -93,15 +103,24 @@ def load_rows(
         if not len(part.rows):
             raise ValueError(f"{flag} {part.name}: it is empty.")
         _check_columns_exist(part, required_columns)
-    _check_one_type(parts, required_columns)
+    kinds, usual = _kinds_of(parts, required_columns), {}
+    if bad_rows == "error":
+        _check_one_type(kinds)
+    else:
+        usual = {column: max(found, key=lambda kind: found[kind][1]) for _, column, found in kinds if found}
     mixed = (
         np.concatenate(items) if probs is None else _interleave(items, _parse_probs(probs, items, flag), seed)
     )
-    return Rows(parts, mixed[:max_samples])
+    return Rows(parts, mixed[:max_samples], usual)
 
 
 def check_columns(
-    spec: str, *, flag: str, required_columns: Mapping[str, str | None], split: str = "train"
+    spec: str,
+    *,
+    flag: str,
+    required_columns: Mapping[str, str | None],
+    split: str = "train",
+    bad_rows: BadRows = "error",
 ) -> None:
     """Raise what `load_rows` would raise for missing files, splits and columns, reading only the first rows
     or the schema of each file (a .json list is read whole). Names on the hub are not looked up."""
@@ -114,10 +133,15 @@ def check_columns(
         if place is None:
             continue
         files = [place] if _is_saved_dataset(place) else _files_of(place, split, flag)
-        for part in (_read_saved(file, split, flag) if file.is_dir() else peek(file, flag) for file in files):
+        for part in _peeked(files, split, flag, bad_rows):
             if not part.columns:
                 raise ValueError(f"{flag} {part.name}: it is empty.")
             _check_columns_exist(part, required_columns)
+
+
+def _peeked(files: Sequence[Path], split: str, flag: str, bad_rows: BadRows) -> Iterator[Part]:
+    for file in files:
+        yield _read_saved(file, split, flag) if file.is_dir() else peek(file, flag, bad_rows)
 
 
 def rows_digest(spec: str, *, flag: str, split: str = "train") -> str:
@@ -139,7 +163,7 @@ def rows_digest(spec: str, *, flag: str, split: str = "train") -> str:
     return digest(found)
 
 
-def _load(item: str, split: str, flag: str) -> list[Part]:
+def _load(item: str, split: str, flag: str, bad_rows: BadRows) -> list[Part]:
     if is_gym(item):
         size = gym_dataset(item, flag).size
         return [Part.of(item, list(tracked(gym_rows(item, flag), size, f"making {item}")))]
@@ -148,7 +172,7 @@ def _load(item: str, split: str, flag: str) -> list[Part]:
         return [_read_hub(item, split, flag)]
     if _is_saved_dataset(place):
         return [_read_saved(place, split, flag)]
-    return [READERS[file.suffix](file, flag) for file in _files_of(place, split, flag)]
+    return [READERS[file.suffix](file, flag, bad_rows) for file in _files_of(place, split, flag)]
 
 
 def _find(item: str, flag: str) -> Path | None:
@@ -242,18 +266,33 @@ def _check_columns_exist(part: Part, required: Mapping[str, str | None]) -> None
             )
 
 
-def _check_one_type(parts: Sequence[Part], required: Mapping[str, str | None]) -> None:
+Found = dict[str, tuple[str, int]]
+"""Kind of value -> where the first one stands, and how many there are."""
+
+
+def _kinds_of(parts: Sequence[Part], required: Mapping[str, str | None]) -> list[tuple[str, str, Found]]:
+    """(flag, column, its kinds in the order in which they come)"""
+    kinds = []
     for flag, column in required.items():
         if column is None:
             continue
-        first: tuple[str, str] | None = None
-        for found, origin in chain.from_iterable(part.first_of_kinds(column) for part in parts):
-            first = first or (found, origin)
-            if found != first[0]:
-                raise ValueError(
-                    f"{flag} {column}: {found} at {origin}, but {first[0]} at {first[1]}.\n"
-                    "Give the column one type; values are never converted."
-                )
+        found: Found = {}
+        for part in parts:
+            for kind, (first, count) in part.kinds_of(column).items():
+                origin, before = found.get(kind, (part.origin(first), 0))
+                found[kind] = origin, before + count
+        kinds.append((flag, column, found))
+    return kinds
+
+
+def _check_one_type(kinds: Iterable[tuple[str, str, Found]]) -> None:
+    for flag, column, found in kinds:
+        if len(found) > 1:
+            (first, (origin, _)), (other, (there, _)) = [*found.items()][:2]
+            raise ValueError(
+                f"{flag} {column}: {other} at {there}, but {first} at {origin}.\n"
+                f"Give the column one type; values are never converted. {REMEDY}"
+            )
 
 
 def _whole(part: int, rows: int) -> np.ndarray:

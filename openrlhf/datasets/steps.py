@@ -1,6 +1,5 @@
 """Rows as solutions whose steps are judged, for process reward models."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -10,18 +9,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.datasets.bad_rows import BAD_ROW, BadRow, Policy, bad_row_error, value_of
+from openrlhf.datasets.bad_rows import BadRow, Policy, refuse, value_of
 from openrlhf.datasets.encode import NOTHING_TO_LEARN, Text, check_left, read_tokens, token_ids_of
 from openrlhf.datasets.files import Row, kind
 from openrlhf.datasets.labelled import LabelledSamples
 from openrlhf.datasets.sources import Rows
-from openrlhf.datasets.store import SampleStore
+from openrlhf.datasets.store import Drop, SampleStore
 from openrlhf.types import Steps
-from openrlhf.utils.text import decode
+from openrlhf.utils.text import decode, first_token_ids
 
 FAR_STEPS = "no placeholder within max_len"
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,6 +69,7 @@ def build_steps(
     """
     placeholder = single_token_id(tokenizer, placeholder_token, "--data.placeholder_token")
     label_of = _label_reader(tokenizer, reward_tokens)
+    num_first = len(first_token_ids(tokenizer))
 
     def read(row: Row) -> tuple[tuple[Text], tuple[np.ndarray, int]]:
         text = value_of(row, input_key, str)
@@ -85,17 +83,14 @@ def build_steps(
     ):
         is_placeholder = np.array(token_ids) == placeholder
         try:
-            _check_placeholders(is_placeholder, labels, num_written, placeholder_token)
+            _check_placeholders(is_placeholder[num_first:], labels, num_written, placeholder_token)
         except BadRow as reason:
-            if bad_rows == "error":
-                raise bad_row_error(rows.origin(i), reason) from reason
-            if not store.dropped[BAD_ROW]:
-                logger.warning("%s: skipped: %s", rows.origin(i), reason)
-            store.dropped[BAD_ROW] += 1
+            refuse(rows.origin(i), reason, bad_rows, store.dropped)
             continue
         action_mask = is_placeholder[:max_len]
         if not action_mask.any():
-            store.dropped[FAR_STEPS if len(labels) else NOTHING_TO_LEARN] += 1
+            first = int(is_placeholder.argmax()) + 1
+            store.drop(Drop(FAR_STEPS, first) if is_placeholder.any() else Drop(NOTHING_TO_LEARN))
             continue
         first_of_kind.setdefault("text" if labels.dtype == np.int64 else "numbers", i)
         _check_kinds(first_of_kind, rows, label_key, reward_tokens)

@@ -3,6 +3,7 @@
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -11,12 +12,23 @@ import torch
 from openrlhf.types import Sample
 
 
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Why a row gives no sample."""
+
+    reason: str
+    needed_len: int = 0
+    """The max_len with which it would give one. 0: none would do."""
+
+
 class SampleStore:
     """Samples in flat arrays: 5 bytes for each token, in memory or mapped from disk."""
 
     def __init__(self) -> None:
         self.dropped: Counter[str] = Counter()
         """Reason -> rows that gave no sample."""
+        self.needed_len = 0
+        """The max_len that would keep every dropped row that is only too long. 0: none is."""
         self.truncated = 0
         """Samples cut at max_len."""
         self.lengths: Sequence[int] = array("q")
@@ -35,6 +47,15 @@ class SampleStore:
             token_ids=torch.from_numpy(np.array(self._token_ids[start:stop], dtype=np.int64)),
             action_mask=torch.from_numpy(np.array(self._action_mask[start:stop], dtype=np.bool_)),
         )
+
+    @property
+    def sequence_lengths(self) -> Sequence[int]:
+        """As in `LabelledSamples`."""
+        return self.lengths
+
+    def drop(self, drop: Drop) -> None:
+        self.dropped[drop.reason] += 1
+        self.needed_len = max(self.needed_len, drop.needed_len)
 
     def append(self, token_ids: Sequence[int], action_mask: Sequence[bool]) -> None:
         """Only to a store that was not loaded."""
@@ -55,7 +76,11 @@ class SampleStore:
         }
 
     def meta(self) -> dict[str, Any]:
-        return {"dropped": dict(self.dropped), "truncated": self.truncated}
+        return {
+            "dropped": dict(self.dropped),
+            "needed_len": self.needed_len,
+            "truncated": self.truncated,
+        }
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Self:
@@ -68,5 +93,6 @@ class SampleStore:
             raise ValueError("the arrays have different lengths")
         store.lengths = array("q", np.diff(store._starts).astype(np.int64).tobytes())
         store.dropped = Counter(meta["dropped"])
+        store.needed_len = meta["needed_len"]
         store.truncated = meta["truncated"]
         return store

@@ -41,7 +41,7 @@ def render_prompt(
     apply_chat_template: bool,
     input_template: str | None,
 ) -> str:
-    """The prompt as the policy reads it, to be tokenised with add_special_tokens=False.
+    """The prompt as the policy reads it, to be tokenised by `prompt_token_ids`.
 
     With a chat template a text is one user message, a list of messages is used as it is, and the header of
     the assistant's turn follows. Without, the text is put into `input_template`.

@@ -1,5 +1,6 @@
 """From a name or path to a model and its tokenizer."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,8 +22,13 @@ from openrlhf.models.backbone import reading_of
 from openrlhf.models.checkpoint_layout import forget_unused_conversions
 from openrlhf.models.rope import fix_frequencies
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""`--ds.param_dtype` in torch's words."""
+DTYPES: Mapping[str | None, Any] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    None: "auto",
+}
+"""`--ds.param_dtype` as transformers wants it. None: the type that the model's files have."""
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt", "spiece*", "sentencepiece*")
 
 
@@ -173,9 +179,27 @@ def check_model(path: str, flag: str) -> None:
 def check_room(model_config, num_tokens: int, *, flags: str, path: str) -> None:
     """Raise ValueError where sequences of `num_tokens`, which `flags` ask for, are longer than the model
     reads."""
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if limit and num_tokens > limit:
-        raise ValueError(f"{flags} {num_tokens}: {path} reads at most {limit} tokens.\nMake it smaller.")
+    room = room_of(model_config)
+    if room and num_tokens > room:
+        raise ValueError(f"{flags} {num_tokens}: {path} reads at most {room} tokens.\nMake it smaller.")
+
+
+def room_of(model_config) -> int | None:
+    """Tokens of the longest sequence that the model has learned to read, None where its configuration names
+    no limit. RoPE that its configuration stretches reads as much as that says: of `linear` and `dynamic` the
+    factor times the positions, of `yarn` times the original ones. Gemma 3 counts that in its positions."""
+    config = model_config.get_text_config()
+    limit = room = getattr(config, "max_position_embeddings", None) or 0
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]:
+        if rope.get("rope_type") in STRETCHED and not config.model_type.startswith("gemma3"):
+            original = rope.get("original_max_position_embeddings") or limit
+            room = max(room, int(original * (rope.get("factor") or 1)))
+    return room or None
+
+
+STRETCHED = ("linear", "dynamic", "yarn")
+"""Kinds of RoPE whose factor says how far they reach; the others say it in `max_position_embeddings`."""
 
 
 def load_config(path: str, flag: str):

@@ -57,7 +57,7 @@ def load_scorer(
     path: str,
     *,
     flag: str,
-    dtype: str,
+    dtype: str | None,
     attention: str,
     max_len: int | None = None,
     head_prefix: str = CLASSIFIER_HEAD,
@@ -71,7 +71,7 @@ def load_scorer(
     `head_prefix` names the head in the files that this model will be saved to; a `value_head_prefix` in the
     model's config.json wins. `tokenizer` of a model that will be saved: tokenizer and model are made to agree
     on a padding token that is not the end of a sequence. `max_len`: tokens of the longest sequence of the
-    run, see `fix_frequencies`.
+    run, see `fix_frequencies`. `dtype`: see `DTYPES`.
     """
     config = load_config(path, flag)
     name = getattr(config, "value_head_prefix", None) or head_prefix
@@ -88,7 +88,7 @@ def load_scorer(
         dtype=DTYPES[dtype],
         key_mapping={rf"^{name}\.": f"{CLASSIFIER_HEAD}."} if name != CLASSIFIER_HEAD else None,
         **({} if experts is None else {"experts_implementation": experts}),
-        **({"quantization_config": nf4(dtype)} if in_4bit else {}),
+        **({"quantization_config": nf4(dtype)} if in_4bit and dtype else {}),
     )
     if trained and any(key.startswith(f"{CLASSIFIER_HEAD}.") for key in loaded["missing_keys"]):
         raise _no_head(path, flag, name)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
-from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub import HfApi, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.errors import HfHubHTTPError
 
 from openrlhf.config.reasoning_gym import is_gym
@@ -28,10 +28,11 @@ def write_model_card(
 ) -> Path:
     """README.md with how `folder`'s model was made: method, final metrics, versions, configuration.
 
-    Names on the hub go into the metadata by which the hub links models and datasets; local paths do not.
+    Names on the hub go into the metadata by which the hub links models and datasets; local paths do not. Of
+    a local base model the name that its own card gives goes there.
     """
     data = ModelCardData(
-        base_model=base_model if _is_on_hub(base_model) else None,
+        base_model=base_model if _is_on_hub(base_model) else _base_in_card(Path(base_model)),
         datasets=[name for name in datasets if _is_on_hub(name)] or None,
         library_name="transformers",
         tags=["openrlhf", command],
@@ -83,6 +84,16 @@ def _is_on_hub(name: str) -> bool:
         and not os.path.exists(name.partition("@")[0])
         and not name.startswith((".", "/", "~"))
     )
+
+
+def _base_in_card(folder: Path) -> str | None:
+    """What a local model was made from, where its card names one model of the hub."""
+    card = folder / "README.md"
+    try:
+        base = (metadata_load(card) or {}).get("base_model") if card.is_file() else None
+    except (yaml.YAMLError, ValueError):  # a card that somebody wrote by hand names nothing
+        return None
+    return base if isinstance(base, str) and _is_on_hub(base) else None
 
 
 def _metrics_table(run: RunFolder) -> str:

@@ -16,7 +16,7 @@ from rich.text import Text
 from openrlhf.observe.progress import clean_text
 from openrlhf.observe.tracked import tracked
 from openrlhf.types import Judged, Pair, Sample, Steps
-from openrlhf.utils.text import decode
+from openrlhf.utils.text import decode, first_token_ids
 
 Item = Sample | Pair | Judged | Steps
 
@@ -122,6 +122,13 @@ class Preview:
         self._stream = stream
         self._console = Console(file=stream, force_terminal=True) if coloured else None
 
+    def first_tokens(self, tokenizer, *, is_chat: bool) -> None:
+        """What the tokenizer puts in front of a text, where it puts something."""
+        if first := decode(tokenizer, first_token_ids(tokenizer)):
+            plain = f"every text begins with {first}, as the tokenizer has it"
+            chat = f"the tokenizer puts {first} in front of plain text; of a chat the template decides"
+            self.line(f"{chat if is_chat else plain}\n")
+
     def item(self, number: int, item: Item, tokenizer) -> None:
         sides = sides_of(item, tokenizer)
         name = f"{UNITS[type(item)]} {number}"
@@ -155,6 +162,8 @@ class Preview:
         learned = sum(_num_learned(dataset[i]) for i in items)
         total, dropped = int(lengths.sum()), dataset.dropped
         reasons = "".join(f"\n    {count:,} {reason}" for reason, count in dropped.items())
+        if dataset.needed_len:
+            reasons += f"\n    --data.max_len {dataset.needed_len} would keep those that are too long"
         self.line(
             f"{len(dataset) + dropped.total():,} rows: {_count(len(dataset), unit)}, "
             f"{dropped.total():,} dropped, {dataset.truncated:,} truncated{reasons}\n"

@@ -132,15 +132,17 @@ def read_question(body: bytes, config: ServeRMConfig) -> list[Text]:
             raise Refusal(
                 422, f"query.{i} has {len(query)} characters; --max_text_chars is {config.max_text_chars}"
             )
-    return [text_of(query, prompts[i] if prompts else "") for i, query in enumerate(queries)]
+    is_chat = config.data.apply_chat_template
+    return [text_of(query, prompts[i] if prompts else "", is_chat) for i, query in enumerate(queries)]
 
 
-def text_of(query: str, prompt: str) -> Text:
+def text_of(query: str, prompt: str, is_chat: bool = False) -> Text:
     """Without newlines at the end, as `datasets/answers.py` prepares the texts that reward models learn
     from; the answer is marked where the query begins with the prompt."""
     text = query.rstrip("\n") or query
     has_border = prompt and text.startswith(prompt) and len(text) > len(prompt)
-    return Text(text=text, spans=((len(prompt), len(text)),) if has_border else ())
+    spans = ((len(prompt), len(text)),) if has_border else ()
+    return Text(text=text, spans=spans, is_chat=is_chat)
 
 
 def bind(host: str, port: int) -> socket.socket:

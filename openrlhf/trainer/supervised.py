@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any, Generic, Protocol
 
 from openrlhf.config.sections import is_due
-from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.config.supervised import SupervisedConfig, TrainConfig
 from openrlhf.engine.interfaces import Objective, RowT, TrainEngine
 from openrlhf.observe.observer import Observer
 from openrlhf.trainer.checkpoints import COPY, CheckpointFolder, check_origin
@@ -46,18 +47,27 @@ class SupervisedTrainer(Generic[RowT]):
     """Optimizer steps done."""
 
     def fit(self) -> None:
-        steps_per_epoch = len(self.windows)
-        start_epoch, start_step = divmod(self.step, steps_per_epoch)
-        for epoch in range(start_epoch, self.config.train.max_epochs):
-            for window in self.windows.epoch(epoch, start_step if epoch == start_epoch else 0):
-                metrics = self.engine.train_step(window, self._objective_for(window))
-                self.step += 1
-                if self.eval_rows and self._is_eval_due(steps_per_epoch):
-                    metrics |= self.evaluate()
-                if self.observer:
-                    self.observer.log_step(self.step, metrics)
-                if is_due(self.step, self.config.ckpt.save_steps):
-                    self.save(f"global_step{self.step}")
+        for window in islice(self._windows_left(), max(0, self.total_steps - self.step)):
+            metrics = self.engine.train_step(window, self._objective_for(window))
+            self.step += 1
+            if self.eval_rows and self._is_eval_due():
+                metrics |= self.evaluate()
+            if self.observer:
+                self.observer.log_step(self.step, metrics)
+            if is_due(self.step, self.config.ckpt.save_steps):
+                self.save(f"global_step{self.step}")
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return total_steps(self.config.train, len(self.windows))
+
+    def _windows_left(self) -> Iterator[Sequence[RowT]]:
+        """From where the run stands, epoch after epoch."""
+        start_epoch, start_step = divmod(self.step, len(self.windows))
+        yield from self.windows.epoch(start_epoch, start_step)
+        for epoch in count(start_epoch + 1):
+            yield from self.windows.epoch(epoch)
 
     def evaluate(self) -> Metrics:
         """The objective's metrics over the whole evaluation set, as `eval/...`."""
@@ -85,6 +95,14 @@ class SupervisedTrainer(Generic[RowT]):
     def _objective_for(self, rows: Sequence[RowT]) -> Objective[RowT]:
         return self.prepare(rows) if self.prepare else self.objective
 
-    def _is_eval_due(self, steps_per_epoch: int) -> bool:
+    def _is_eval_due(self) -> bool:
         every = self.config.eval.steps
-        return is_due(self.step, steps_per_epoch if every == -1 else every)
+        if every != -1:
+            return is_due(self.step, every)
+        return is_due(self.step, len(self.windows)) or self.step == self.total_steps
+
+
+def total_steps(train: TrainConfig, steps_per_epoch: int) -> int:
+    """Optimizer steps of a whole run."""
+    steps = steps_per_epoch * train.max_epochs
+    return steps if train.max_steps is None else min(steps, train.max_steps)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from openrlhf.utils.text import decode
+from openrlhf.utils.text import decode, prompt_token_ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,15 +50,15 @@ class AgentExecutorBase(ABC):
 class SingleTurnAgentExecutor(AgentExecutorBase):
     """One generation, then one call of the reward."""
 
-    def __init__(self, reward: Callable[[str, str, Any], Awaitable[Reward]]) -> None:
+    def __init__(self, reward: Callable[[str, str, Any], Awaitable[Reward]], *, is_chat: bool) -> None:
         """`reward(query, prompt, label)`: query is the prompt and the response as text, special tokens
-        kept."""
-        self.reward = reward
+        kept. `is_chat`: prompts are written by a chat template."""
+        self.reward, self.is_chat = reward, is_chat
 
     async def execute(
         self, prompt: str, label: Any, sampling_params, max_length: int, hf_tokenizer, llm_engine, images=None
     ) -> dict:
-        prompt_ids = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        prompt_ids = prompt_token_ids(hf_tokenizer, prompt, is_chat=self.is_chat)
         room = max_length - len(prompt_ids)
         if room < 1:
             raise ValueError(

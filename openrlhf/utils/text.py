@@ -1,6 +1,29 @@
-"""Tokens as the text that they are."""
+"""Tokens as the text that they are, and prompts as tokens."""
 
 from collections.abc import Sequence
+
+
+def prompt_token_ids(tokenizer, prompt: str, *, is_chat: bool) -> list[int]:
+    """A prompt as a policy reads it. Plain text begins with what the tokenizer puts in front of a text, as
+    with transformers. `is_chat`: a chat template wrote it, special tokens and all, and nothing is added."""
+    token_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return token_ids if is_chat else with_first(token_ids, first_token_ids(tokenizer))
+
+
+def first_token_ids(tokenizer) -> list[int]:
+    """What the tokenizer puts in front of a text: most often the beginning-of-sequence token, or nothing."""
+    alone = tokenizer(_ANY_TEXT, add_special_tokens=False)["input_ids"]
+    whole = tokenizer(_ANY_TEXT)["input_ids"]
+    starts = (i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
+    return whole[: next(starts, 0)]
+
+
+_ANY_TEXT = "a"
+
+
+def with_first(token_ids: list[int], first: list[int]) -> list[int]:
+    """`first` in front of tokens that do not begin with it. No tokens stay none."""
+    return [*first, *token_ids] if token_ids and token_ids[: len(first)] != first else token_ids
 
 
 def decode(

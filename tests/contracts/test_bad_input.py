@@ -2,6 +2,8 @@
 names the flag or file, the value and what to do, before any model is loaded."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ from openrlhf.cli import (
     train_rm,
     train_sft,
 )
+from openrlhf.cli.supervised import check_lengths
+from openrlhf.config.parse import parse
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
@@ -175,6 +179,18 @@ def test_a_column_that_the_dataset_does_not_have(refused, files, command):
     assert f"error: {FIRST_COLUMN[command]} questions: {files['data']} has no such column." in text
     assert "Its columns: question, answer" in text
     assert "Did you mean question?" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_columns_are_looked_at_before_models(refused, files, command):
+    text = refused(command, FIRST_COLUMN[command], "questions", MODEL[command], files["empty"])
+    assert f"error: {FIRST_COLUMN[command]} questions: {files['data']} has no such column." in text
+
+
+def test_columns_are_looked_at_without_transformers():
+    """Its import takes longer than all other checks together."""
+    code = "import sys, openrlhf.datasets.sources; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -416,6 +432,34 @@ def test_a_row_that_cannot_be_used(refused, with_rows, command, columns, message
     text = refused(command, "--data.dataset", path, before_processes=False)
     assert f"{path}:1: " in text and message in text
     assert "--data.bad_rows skip" in text
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "ppo"])
+def test_a_row_that_is_longer_than_the_model_reads(refused, with_rows, files, command):
+    long = {"question": "1+" * 300 + "1?", "steps": "1+" * 300 + "1#"}
+    changes = ("--data.dataset", with_rows({}, long), "--data.max_len", "2048", "--data.no_cache_enable")
+    text = refused(command, *changes, before_processes=False).splitlines()
+    longer = {"rm": "2 of 4", "dpo": "2 of 4", "kto": "2 of 4"}.get(command, "1 of 2")
+    assert text[0].startswith(f"error: --data.max_len 2048: {longer} sequences of --data.dataset are longer")
+    assert text[1].startswith(f"{files['model']} (--model.model_name_or_path) reads; the longest has 6")
+    assert text[2].startswith("Cut them with --data.max_len 512, or stretch the model's RoPE")
+
+
+@pytest.mark.parametrize(
+    ("task", "flag"),
+    [
+        (train_kd.DistillationTask, "--teacher.model_name_or_path"),
+        (train_dpo.DPOTask, "--ref.model_name_or_path"),
+        (train_kto.KTOTask, "--ref.model_name_or_path"),
+    ],
+)
+def test_a_row_that_is_longer_than_another_model_reads(files, tmp_path, task, flag):
+    short = str(tiny_chat_model(tmp_path / "short", max_len=64))
+    command = task.command.name
+    built = task(parse(task.command, [*good_flags(command, files), flag, short]).config)
+    check_lengths(built, [64, 64], "--data.dataset")  # as many tokens as it reads; data.max_len is larger
+    with pytest.raises(ValueError, match=rf"1 of 2 sequences .*\n{short} \({flag}\) reads; .* 65\."):
+        check_lengths(built, [65, 64], "--data.dataset")
 
 
 def test_a_margin_that_is_no_number(refused, with_rows):

@@ -3,7 +3,8 @@ the flags of the commands: old name, new name, words, value, default.
 
 Defaults that are not the old ones, on purpose: `ds.attn_implementation` (auto), `logger.wandb.project` and
 `run_name` of kto and kd (the command's own name), `model.model_name_or_path` of kto (required), `host` of
-serve_rm (this machine only).
+serve_rm (this machine only), `ds.param_dtype` of serve_rm and lora_combiner (the model's own),
+`data.input_template` (None in every command: one text is one prompt everywhere).
 """
 
 import csv
@@ -104,6 +105,7 @@ SUPERVISED = {
     "eval.max_samples",
     "logger.run_dir",
     "train.dynamic_batch_enable",
+    "train.max_steps",
     "train.max_tokens_per_gpu",
 }
 OURS = {
@@ -163,6 +165,7 @@ OURS = {
     },
     "serve_rm": {
         "api_key",
+        "data.apply_chat_template",
         "drain_seconds",
         "max_body_mb",
         "max_queue",

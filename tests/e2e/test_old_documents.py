@@ -15,7 +15,8 @@ from openrlhf.observe.trackers import read_metrics
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("running_ray")]
 
 FLAT_SUPERVISED = """
-    --save_steps -1 --logging_steps 1 --eval_steps -1 --gradient_checkpointing --max_epochs 1 --zero_stage {stage}
+    --save_steps -1 --logging_steps 1 --eval_steps -1 --gradient_checkpointing --max_epochs 1
+    --zero_stage {stage}
 """
 FLAT_RL = """
     --save_path /openrlhf/final --ckpt_path /openrlhf/ckpt --save_hf_ckpt --micro_train_batch_size 8
@@ -83,8 +84,8 @@ DOCUMENTS: dict[str, str] = {
     python -m openrlhf.cli.train_ppo_ray --pretrain OpenRLHF/Llama-3-8b-sft-mixture
     --remote_rm_url examples/scripts/reward_func.py --label_key answer --critic_pretrain None
     --prompt_data OpenRLHF/prompt-collection-v0.1 --input_key context_messages --apply_chat_template
-    --actor_num_nodes 1 --actor_num_gpus_per_node 8 --critic_num_nodes 0 --reward_num_nodes 0 --ref_num_nodes 0
-    --colocate_all_models --vllm_num_engines 8 --advantage_estimator reinforce_baseline
+    --actor_num_nodes 1 --actor_num_gpus_per_node 8 --critic_num_nodes 0 --reward_num_nodes 0
+    --ref_num_nodes 0 --colocate_all_models --vllm_num_engines 8 --advantage_estimator reinforce_baseline
     --n_samples_per_prompt 4 --clip_eps_low 0.2 --clip_eps_high 0.28 --reward_clip_range 10.0
     --kl_target 0.02 --kl_horizon 10000 --kl_estimator k2 --use_kl_loss --rollout_batch_size 1024
     --train_batch_size 128 --micro_train_batch_size 4 --micro_rollout_batch_size 8 --prompt_max_len 1024
@@ -118,8 +119,8 @@ DOCUMENTS: dict[str, str] = {
     "dotted, 0.10.2 on: GRPO without a spread": """
     python3 -m openrlhf.cli.train_ppo_ray --actor.num_nodes 1 --actor.num_gpus_per_node 8
     --train.colocate_all --vllm.num_engines 8 --actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture
-    --reward.remote_url examples/scripts/reward_func.py --data.label_key answer --ckpt.output_dir /openrlhf/final
-    --train.batch_size 128 --rollout.batch_size 128 --rollout.n_samples_per_prompt 8
+    --reward.remote_url examples/scripts/reward_func.py --data.label_key answer 
+    --ckpt.output_dir /openrlhf/final --train.batch_size 128 --rollout.batch_size 128 --rollout.n_samples_per_prompt 8
     --data.prompt_dataset OpenRLHF/prompt-collection-v0.1 --data.input_key context_messages
     --data.apply_chat_template --algo.advantage.estimator group_norm --algo.advantage.no_std_norm
     --algo.kl.init_coef 0 --ds.param_dtype bf16 --vllm.enable_sleep --data.max_len 2048

@@ -26,7 +26,7 @@ def samples(*lists):
     store = SampleStore()
     for token_ids in lists:
         store.append(token_ids, [i % 2 == 1 for i in range(len(token_ids))])
-    store.dropped["bad row"] = 3
+    store.dropped["bad row"], store.needed_len = 3, 9
     store.truncated = 1
     return store
 
@@ -67,7 +67,7 @@ def test_the_second_time_nothing_is_built_and_everything_is_the_same(tmp_path, c
     for store in (first, again):
         assert contents(store) == contents(samples(*builder.lists))
         assert list(store.lengths) == [3, 1, 2]
-        assert store.dropped == {"bad row": 3}
+        assert (store.dropped, store.needed_len) == ({"bad row": 3}, 9)
         assert store.truncated == 1
         assert store[0].token_ids.dtype == torch.int64
 
@@ -112,7 +112,7 @@ def test_an_entry_says_what_it_was_made_of(tmp_path):
     assert about["kind"] == "SampleStore"
     assert about["made_of"]["options"] == {"max_len": 8}
     assert set(about["made_of"]["versions"]) == {"code", "tokenizers", "transformers"}
-    assert about["meta"] == {"dropped": {"bad row": 3}, "truncated": 1}
+    assert about["meta"] == {"dropped": {"bad row": 3}, "needed_len": 9, "truncated": 1}
 
 
 def cut(path):
@@ -257,6 +257,12 @@ class Letters(PreTrainedTokenizer):
 
     def get_vocab(self):
         return {chr(i): i + self.first for i in range(128)} | self.added_tokens_encoder
+
+    def _tokenize(self, text, **options):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self.get_vocab()[token]
 
 
 def changed(change):

@@ -39,13 +39,14 @@ def say(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text("")
     supervised = "--model.model_name_or_path org/model --data.dataset org/rows "
+    responses = supervised + "--data.output_key out --data.input_template None"
     base = {
-        "sft": supervised + "--data.output_key out",
+        "sft": responses,
         "rm": supervised,
         "prm": supervised + "--data.placeholder_token #",
         "dpo": supervised,
-        "kto": supervised + "--data.output_key out",
-        "kd": supervised + "--teacher.model_name_or_path org/teacher",
+        "kto": responses,
+        "kd": responses + " --teacher.model_name_or_path org/teacher",
         "ppo": "--actor.model_name_or_path org/model --data.prompt_dataset org/rows "
         "--reward.remote_url reward.py --algo.advantage.estimator reinforce",
     }
@@ -103,6 +104,12 @@ def test_old_names_on_the_command_line_win_over_files(say, tmp_path):
         "note: b.yaml:2: reward_clip_range is now --reward.clip_range -5.0 5.0",
         "note: --bf16 is now --ds.param_dtype bf16",
     ]
+
+
+def test_a_printed_configuration_has_no_anchors(say):
+    config, _ = say(PPO, "")
+    assert config.actor.adam.betas is config.critic.adam.betas  # what YAML writes once, and then refers to
+    assert to_yaml(config).count("betas: [0.9, 0.95]") == 2
 
 
 def test_the_last_word_on_the_command_line_counts(say):
@@ -935,6 +942,23 @@ REMARKS = [
     (PPO, "--critic_learning_rate 1", "--critic.adam.lr 1.0: has no effect: only estimator gae has a critic"),
     (PPO, "--use_icepop", "has no effect: algo.advantage.is_correction_enable is off"),
 ]
+
+
+def test_a_text_is_one_prompt_in_every_command():
+    """What SFT learned to answer is what RL and inference ask, also where nobody names a template."""
+    templates = {c.name: values_of(c.config_type()).get("data.input_template") for c in COMMANDS}
+    assert set(templates.values()) == {None}
+
+
+@pytest.mark.parametrize("command", [SFT, KTO, KD])
+def test_plain_rows_without_a_template_are_told_how_to_mark_responses(command, capsys):
+    base = "--model.model_name_or_path org/m --data.dataset org/d --data.output_key out "
+    base += "--teacher.model_name_or_path org/t" if command is KD else ""
+    told = "nothing stands between a prompt and its response"
+    template = "--data.input_template"
+    for more in (f"{template} None", f"{template} Q:{{}}", "--data.apply_chat_template", ""):
+        parse(command, [*base.split(), *more.split()])
+        assert (told in capsys.readouterr().err) == (more == "")
 
 
 @pytest.mark.parametrize(("command", "line", "message"), REMARKS, ids=[str(line) for _, line, _ in REMARKS])

@@ -71,7 +71,7 @@ def sampling(**changes) -> Sampling:
 
 
 def run_group(engine: Engine, reward=judge, prompt: Prompt = PROMPT, **changes):
-    runner = EpisodeRunner(engine, TOKENIZER, SingleTurnAgentExecutor(reward), [STOP])
+    runner = EpisodeRunner(engine, TOKENIZER, SingleTurnAgentExecutor(reward, is_chat=True), [STOP])
     return asyncio.run(runner.run_group(prompt, sampling(**changes)))
 
 

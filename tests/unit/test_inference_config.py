@@ -55,7 +55,7 @@ CHAT_DEFAULTS = {
     "rollout.top_p": 0.9,
     "rollout.temperature": 0.2,
     "rollout.repetition_penalty": 1.2,
-    "data.input_template": "User: {}\nAssistant: ",
+    "data.input_template": None,
     "data.apply_chat_template": False,
     "ta_prompt": None,
     "csft.enable": False,
@@ -202,10 +202,6 @@ REFUSED = [
     ),
     ((*GENERATE, "--iter", "-1"), "--iter -1: must be at least 0"),
     ((*GENERATE, "--data.input_template", "Q"), "--data.input_template Q: has no {} for the prompt"),
-    (
-        (*GENERATE, "--ds.zero_stage", "3"),
-        "--ds.zero_stage 3: sharding the weights in inference is not available",
-    ),
     ((*GENERATE, "--use_ms"), "--use_ms: ModelScope is not available yet"),
     (
         (*RM, "--post_processor", "csft", "--reward.template", "{input}"),
@@ -254,6 +250,8 @@ UNREAD = [
     (config_of, (*RM, "--reward.template", "{input}"), "--reward.template {input}: has no effect"),
     (chat_of, ("--rollout.greedy", "--rollout.temperature", "1"), "--rollout.temperature 1.0: has no effect"),
     (config_of, (*GENERATE, "--vllm.max_num_seqs", "3"), "--vllm.max_num_seqs 3: has no effect"),
+    (config_of, (*GENERATE, "--ds.zero_stage", "3"), "--ds.zero_stage 3: has no effect: each rank holds the"),
+    (config_of, (*GENERATE, "--zero_stage", "2"), "--ds.zero_stage 2: has no effect: each rank holds the"),
     (
         config_of,
         (*GENERATE, "--task", "generate_vllm", "--train.micro_batch_size", "3"),

@@ -46,6 +46,7 @@ def chat(model, monkeypatch):
     def run(engine: Engine, lines: str, *flags: str) -> None:
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
         monkeypatch.setattr(interactive_chat, "_load", lambda *_: engine)
+        flags = flags or ("--data.input_template", "User: {}\nAssistant: ")
         argv = ["--model.model_name_or_path", model, "--data.max_len", "128", *flags]
         interactive_chat.run(parse(CHAT, argv).config)
 

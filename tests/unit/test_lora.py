@@ -13,7 +13,7 @@ from openrlhf.cli.lora_combiner import main as combine
 from openrlhf.config.commands import DPO, LORA_COMBINER, PPO, RM, SFT
 from openrlhf.config.parse import parse
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
-from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.loading import load_causal_lm, load_tokenizer
 from openrlhf.models.lora import disabled_adapters, load_statistics, prepare_for_training, save_adapter
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import CLASSIFIER_HEAD, load_scorer
@@ -262,11 +262,22 @@ def test_mistakes_of_the_combiner(base: Path, tmp_path: Path, capsys: pytest.Cap
     assert "holds no adapter" in whole
     assert "holds a LoRA adapter" in refused(capsys, "--model_path", str(tmp_path), *adapter, *out)
     over = refused(capsys, "--model_path", str(base), *adapter, "--output_path", str(base))
-    assert "would overwrite model_path" in over
+    assert "is not empty, and its model would be overwritten; name a new folder" in over
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_merged_model_keeps_the_type_of_its_base(base: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    hf.AutoModelForCausalLM.from_pretrained(base, dtype=dtype).save_pretrained(tmp_path / "base")
+    load_tokenizer(str(base), flag="--x").save_pretrained(tmp_path / "base")
+    save_adapter(model := adapted(base), weights_of(model), tmp_path / "adapter")
+    words = f"--model_path {tmp_path}/base --lora_path {tmp_path}/adapter --output_path {tmp_path}/merged"
+    combine(words.split())
+    assert hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").dtype == dtype
+    assert hf.AutoConfig.from_pretrained(tmp_path / "merged").dtype == dtype
 
 
 def test_the_old_spelling_of_the_combiners_precision() -> None:
-    assert LORA_COMBINER.config_type().ds.param_dtype == "bf16"
+    assert LORA_COMBINER.config_type().ds.param_dtype is None
     words = "--model_path m --lora_path l --output_path o --is_rm --param_dtype fp16"
     config = parse(LORA_COMBINER, words.split()).config
     assert config.is_rm and config.ds.param_dtype == "fp16"

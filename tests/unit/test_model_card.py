@@ -42,6 +42,20 @@ def test_local_paths_are_no_links(tmp_path, run):
     assert card.data.base_model is None and card.data.datasets is None
 
 
+@pytest.mark.parametrize(
+    ("card", "base"),
+    [("---\nbase_model: org/base\n---\n", "org/base"), ("# by hand", None), ("---\nbad: [\n---\n", None)],
+)
+def test_a_model_of_a_local_model_names_what_that_was_made_from(tmp_path, run, card, base):
+    """As DPO after SFT."""
+    sft = tmp_path / "sft"
+    sft.mkdir()
+    (sft / "README.md").write_text(card)
+    made = ModelCard.load(write(tmp_path, run, base_model=str(sft)))
+    assert made.data.base_model == base
+    assert f"Made from `{sft}`" in made.text
+
+
 def test_a_refused_upload_says_where_the_model_is(tmp_path, monkeypatch):
     class Refusing:
         def create_repo(self, *args, **kwargs):

@@ -26,6 +26,7 @@ OPTIONS = {
 PLAIN = {"apply_chat_template": False, "input_template": "Q{} A"}
 ROW = {"prompt": "1+2", "chosen": "33", "rejected": "4"}
 TOKENIZER = tiny_tokenizer()
+DIGITS = st.text("12", max_size=8)
 
 
 def build(rows, tokenizer=TOKENIZER, **changes):
@@ -139,14 +140,31 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted(score_last_token, capl
         dataset = build(rows, **options)
     assert len(dataset) == 1
     assert dataset.dropped == {
-        "both answers are the same": 2,
+        "both answers are the same": 1,
+        "both answers are the same up to max_len": 1,
         "nothing to learn": 2,
         "prompt of max_len - 2 tokens or more": 1,
     }
     assert dataset.truncated == 0
-    assert "5 of 6 rows were dropped: 2 × both answers are the same" in caplog.text
+    assert "5 of 6 rows were dropped: 1 × both answers are the same, 1 × both answers are" in caplog.text
+    needed = 8 if score_last_token else 7  # a scored text has its end in the last place
+    assert dataset.needed_len == needed
+    assert f";\n--data.max_len {needed} would keep those that are too long" in caplog.text
+    assert len(build(rows, **options | {"max_len": needed})) == 3
     with pytest.raises(ValueError, match=r"No pair is left of 1 rows: 1 × both answers are the same.\n"):
         build(rows[1:2], **options)
+
+
+@pytest.mark.parametrize("score_last_token", [False, True])
+@settings(max_examples=60, deadline=None)
+@given(prompt=DIGITS, one=DIGITS.filter(bool), other=DIGITS.filter(bool))
+def test_the_length_that_is_named_is_the_smallest_that_keeps_a_pair(score_last_token, prompt, one, other):
+    row = {"prompt": prompt, "chosen": one, "rejected": other}
+    options = {**PLAIN, "input_template": None, "score_last_token": score_last_token}
+    short = {"prompt": "1", "chosen": "2", "rejected": "3"}
+    built = {n: build([short, row], **options, max_len=n) for n in range(4, 24)}
+    kept = [n for n, dataset in built.items() if len(dataset) == 2]
+    assert built[4].needed_len == (kept[0] if kept and kept[0] > 4 else 0)
 
 
 def test_an_empty_answer_in_a_chat_teaches_nothing():

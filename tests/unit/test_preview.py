@@ -196,9 +196,12 @@ class Items(list):
 def test_the_summary_counts_by_hand(tokenizer):
     stream = io.StringIO()
     dataset = Items([sample(tokenizer, "123", "4"), sample(tokenizer, "12", "3456")])
-    dataset.truncated, dataset.dropped = 0, Counter({"bad row": 2})
+    dataset.truncated, dataset.dropped, dataset.needed_len = 0, Counter({"bad row": 2}), 9
     Preview(stream, coloured=False).summary(dataset)
-    assert "4 rows: 2 samples, 2 dropped, 0 truncated\n    2 bad row\n" in stream.getvalue()
+    assert (
+        "4 rows: 2 samples, 2 dropped, 0 truncated\n    2 bad row\n"
+        "    --data.max_len 9 would keep those that are too long\n"
+    ) in stream.getvalue()
     assert "10 tokens, 5 learned (50.0%)" in stream.getvalue()
     assert "mean 5.0, median 4, 90% 6, 99% 6, longest 6" in stream.getvalue()
 

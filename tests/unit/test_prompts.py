@@ -83,10 +83,30 @@ def test_a_bad_row_is_named_or_skipped(tokenizer, case):
     row, reason = BAD[case]
     rows = [{"input": "fine", "label": "1"}, row, {"input": "good", "label": "2"}]
     with pytest.raises(ValueError, match=rf"rows.json row 2: .*{reason}.*\n.*--data.bad_rows skip"):
-        build(rows, tokenizer, label_key="label")
+        build(rows, tokenizer, label_key="label", bad_rows="error")
     prompts = build(rows, tokenizer, label_key="label", bad_rows="skip")
     assert [prompt.prompt_id for prompt in prompts] == [0, 2]
-    assert prompts.skipped == 1
+    assert prompts.dropped == {"bad row": 1}
+
+
+@pytest.mark.parametrize("case", [case for case in BAD if case != "too long"])
+def test_a_bad_row_stops_a_run_that_does_not_say(tokenizer, case):
+    row, reason = BAD[case]
+    with pytest.raises(ValueError, match=rf"rows.json row 1: .*{reason}"):
+        build([row], tokenizer, label_key="label")
+
+
+def test_prompts_that_are_too_long_are_dropped_and_counted(tokenizer, caplog):
+    rows = [{"input": "fine"}, {"input": "x " * 60}, {"input": "x " * 80}, {"input": "good"}]
+    prompts = build(rows, tokenizer)
+    assert [prompt.prompt_id for prompt in prompts] == [0, 3]
+    assert prompts.dropped == {"prompt of max_len tokens or more": 2}
+    remedy = f"--data.max_len {prompts.needed_len} would keep those that are too long"
+    assert f"2 of 4 rows were dropped: 2 × prompt of max_len tokens or more;\n{remedy}" in caplog.text
+    assert len(build(rows, tokenizer, max_len=prompts.needed_len)) == 4
+    assert len(build(rows, tokenizer, max_len=prompts.needed_len - 1)) == 3
+    with pytest.raises(ValueError, match=rf"No prompt is left of 2 rows: 2 × prompt of max_len .*\n{remedy}"):
+        build(rows[1:3], tokenizer)
 
 
 def test_a_bad_row_of_a_file_is_named_with_its_line(tokenizer, tmp_path):
@@ -102,11 +122,11 @@ def test_a_prompt_of_max_len_minus_one_tokens_is_the_longest(tokenizer):
     tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     assert len(build([{"input": "a b c"}], tokenizer, max_len=tokens + 1)) == 1
     with pytest.raises(ValueError, match=f"{tokens} tokens"):
-        build([{"input": "a b c"}], tokenizer, max_len=tokens)
+        build([{"input": "a b c"}], tokenizer, max_len=tokens, bad_rows="error")
 
 
 def test_nothing_left_is_an_error(tokenizer):
-    with pytest.raises(ValueError, match="All 1 prompts were skipped"):
+    with pytest.raises(ValueError, match="No prompt is left of 1 rows: 1 × bad row"):
         build([{"input": None}], tokenizer, bad_rows="skip")
 
 

@@ -3,12 +3,14 @@
 import re
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from openrlhf.cli.serve_rm import check, load
 from openrlhf.config.commands import SERVE_RM
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.serve_rm import KEY_VARIABLE, ServeRMConfig
@@ -138,6 +140,19 @@ def test_scores_do_not_depend_on_rows(
     assert max(sum(row) for row in watched.rows) <= most_tokens
     assert max(len(row) for row in watched.rows) <= most_texts
     assert sum(len(row) for row in watched.rows) == len(TEXTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_is_served_in_the_type_of_its_files(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = load_scorer(str(tiny_chat_model(tmp_path)), flag="--x", dtype="fp32", attention="auto")
+    model.model.to(dtype).save_pretrained(tmp_path)
+    config = parse(SERVE_RM, ["--reward.model_name_or_path", str(tmp_path)]).config
+    check(replace(config, data=replace(config.data, max_len=64)))
+    assert load(config).model.model.dtype == dtype
+    flash = replace(config, ds=replace(config.ds, attn_implementation="flash_attention_2"))
+    if dtype == torch.float32:
+        with pytest.raises(ValueError, match="float32 weights, and flash attention has no float32"):
+            check(replace(flash, data=replace(config.data, max_len=64)))
 
 
 def test_scores_are_normalized(model: ScoreModel) -> None:

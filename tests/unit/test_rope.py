@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as hf
 
-from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.loading import load_causal_lm, room_of
 from openrlhf.models.policy import PolicyModel
 from openrlhf.types import PackedRow, Sample
 
@@ -104,3 +104,26 @@ def test_frequencies_are_those_of_the_longest_sequence(folder):
     torch.testing.assert_close(log_probs(policy_of(folder, 20), short), expected, atol=1e-4, rtol=1e-4)
     changed = log_probs(policy_of(folder, MAX_LEN), short) - expected
     assert changed.abs().max() > 0.01, "a hundred tolerances"
+
+
+def yarn(factor: float) -> dict:
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 100}
+
+
+@pytest.mark.parametrize(
+    ("config", "room"),
+    [
+        (hf.GPT2Config(n_positions=128), 128),
+        (hf.BloomConfig(), None),  # a bias by distance, without a table of positions
+        (hf.LlamaConfig(max_position_embeddings=128), 128),
+        (hf.LlamaConfig(max_position_embeddings=128, rope_parameters=DYNAMIC), 512),
+        (hf.LlamaConfig(max_position_embeddings=128, rope_parameters=DYNAMIC | {"rope_type": "linear"}), 512),
+        (hf.Qwen3Config(max_position_embeddings=128, rope_parameters=yarn(4.0)), 400),
+        (hf.Qwen3Config(max_position_embeddings=400, rope_parameters=yarn(4.0)), 400),
+        (MODELS["phi3, longrope"], 128),
+        (hf.Gemma3TextConfig(max_position_embeddings=128), 128),
+        (hf.Gemma3Config(text_config=hf.Gemma3TextConfig(max_position_embeddings=128)), 128),
+    ],
+)
+def test_how_long_a_sequence_a_model_reads(config: hf.PreTrainedConfig, room: int | None) -> None:
+    assert room_of(config) == room

@@ -312,6 +312,9 @@ def test_rows_with_nothing_to_learn_are_dropped_and_counted(tokenizer):
     dataset = build(rows, tokenizer, apply_chat_template=False, max_len=12)
     assert len(dataset) == 1
     assert dataset.dropped == {"nothing to learn": 2, "prompt of max_len - 2 tokens or more": 1}
+    longest, options = dataset.needed_len, {"apply_chat_template": False}
+    kept = [len(build(rows, tokenizer, **options, max_len=length)) for length in (longest - 1, longest)]
+    assert kept == [1, 2]
     assert list(dataset.lengths) == [dataset[0].length]
     assert build([rows[0], {"input": "u", "output": ""}], tokenizer).dropped == {"nothing to learn": 1}
 

@@ -1,6 +1,7 @@
 import json
 import pickle
 import tracemalloc
+from collections import Counter
 
 import datasets
 import pyarrow as pa
@@ -8,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from openrlhf.config.checks import split_spec
+from openrlhf.datasets.bad_rows import read_each
 from openrlhf.datasets.sources import check_columns, load_rows, rows_digest
 
 FLAG = "--data.dataset"
@@ -95,6 +97,46 @@ def test_values_keep_the_type_and_the_digits_of_the_file(tmp_path):
     loaded = list(load(write_lines(tmp_path / "a.jsonl", rows), columns=("label",)))
     assert loaded == rows
     assert [type(row["x"]) for row in loaded] == [float, int]
+
+
+LINES = b'{"input": "a"}\n{"input": oops}\n\n["b"]\n{"input": "\xe9"}\n{"input": NaN}\n<p>\n{"input": "c"}\n'
+UNREADABLE = {
+    "a.jsonl": (LINES, [":2: skipped: not JSON", ":4: skipped: a row must be", ":5: skipped: not UTF-8"], 5),
+    "lines.json": (LINES, [":2: skipped: not JSON", ":4: skipped: a row must be", ":5: skipped: not UTF"], 5),
+    "a.json": (b'[{"input": "a"}, "b", {"input": "c"}]', [" row 2: skipped: a row must be an object"], 1),
+    "a.csv": (b"input,n\na,1\nb\nc,2\n", [":3: skipped: not readable as CSV: a row must have 2 values"], 1),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_is_no_row_is_left_out_and_counted(tmp_path, name, caplog):
+    """The first few are named."""
+    content, told, count = UNREADABLE[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"leave such rows out with --data\.bad_rows skip"):
+        load(path, columns=("input",))
+    check_columns(str(path), flag=FLAG, required_columns={"--data.input_key": "input"}, bad_rows="skip")
+    dropped: Counter[str] = Counter()
+    rows = load(path, columns=("input",), bad_rows="skip")
+    assert [text for _, text in read_each(rows, lambda row: row["input"], "skip", dropped)] == ["a", "c"]
+    assert dropped == {"bad row": count}
+    assert len(caplog.messages) == len(told)
+    for message, part in zip(caplog.messages, told, strict=True):
+        assert message.startswith(f"{path}{part}")
+
+
+def test_values_of_a_rarer_type_are_left_out_and_counted(tmp_path, caplog):
+    """Also where the first row has it, and over all files."""
+    write_lines(tmp_path / "a.jsonl", [{"label": 1}, {"label": "2"}])
+    write_lines(tmp_path / "b.jsonl", [{"label": "3"}, {"label": None}])
+    rows = load(f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", columns=("label",), bad_rows="skip")
+    dropped: Counter[str] = Counter()
+    labels = [label for _, label in read_each(rows, lambda row: row["label"], "skip", dropped)]
+    assert labels == ["2", "3", None] and dropped == {"bad row": 1}
+    assert caplog.messages == [
+        f"{tmp_path}/a.jsonl:1: skipped: column 'label' is a number; in most rows it is text."
+    ]
 
 
 def test_a_column_of_two_types_is_refused_with_both_rows(tmp_path):

@@ -69,6 +69,7 @@ def test_solutions_without_a_step_left_are_dropped_and_counted():
     dataset = build(rows, max_len=6)
     assert len(dataset) == 1
     assert dataset.dropped == {"no placeholder within max_len": 1, "nothing to learn": 1}
+    assert dataset.needed_len == 7 and len(build(rows, max_len=7)) == 2
     with pytest.raises(ValueError, match=r"No solution is left of 1 rows: 1 × no placeholder within"):
         build(rows[1:2], max_len=6)
 
@@ -158,11 +159,11 @@ def test_a_bad_row_is_named_or_skipped(case, caplog):
     with pytest.raises(ValueError, match=rf"^rows.json row 2: .*{reason}.*\n.*--data.bad_rows skip"):
         build([ROW, row], **changes)
     with caplog.at_level(logging.WARNING):
-        dataset = build([ROW, row, row], **changes, bad_rows="skip")
+        dataset = build([ROW, row, row, row, row], **changes, bad_rows="skip")
     assert len(dataset) == 1
-    assert dataset.dropped == {"bad row": 2}
+    assert dataset.dropped == {"bad row": 4}
     assert caplog.text.count("rows.json row 2: skipped") == 1
-    assert "row 3" not in caplog.text
+    assert "row 4: skipped" in caplog.text and "row 5" not in caplog.text
 
 
 def test_a_placeholder_that_melts_into_its_neighbours_is_told():

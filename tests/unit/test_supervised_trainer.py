@@ -65,10 +65,18 @@ class Killed(Exception):
 
 
 def trainer_of(
-    path: Path, disk: dict, *, eval_steps=-1, eval_rows=(), kill_at: int | None = None, origin=ORIGIN, **ckpt
+    path: Path,
+    disk: dict,
+    *,
+    eval_steps=-1,
+    eval_rows=(),
+    kill_at: int | None = None,
+    max_steps: int | None = None,
+    origin=ORIGIN,
+    **ckpt,
 ):
     config = SupervisedConfig(
-        train=TrainConfig(batch_size=4, micro_batch_size=2, max_epochs=3),
+        train=TrainConfig(batch_size=4, micro_batch_size=2, max_epochs=3, max_steps=max_steps),
         eval=EvalConfig(steps=eval_steps),
         ckpt=CkptConfig(path=str(path / "ckpt"), **ckpt),
     )
@@ -165,6 +173,34 @@ def test_when_it_evaluates(tmp_path, every, steps):
     assert trainer.engine.evaluations == steps
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [s for s in metrics if metrics[s].get("eval/sft/loss") == 9.0] == steps
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "steps", "evaluations"), [(2, 2, [2]), (5, 5, [3, 5]), (6, 6, [3, 6]), (99, 9, [3, 6, 9])]
+)
+def test_max_steps_cuts_a_run_short(tmp_path, max_steps, steps, evaluations):
+    whole = trainer_of(tmp_path / "whole", {})
+    whole.fit()
+    trainer = trainer_of(tmp_path / "cut", {}, max_steps=max_steps, eval_rows=[PackedRow.empty()])
+    trainer.fit()
+    assert trainer.engine.windows == whole.engine.windows[:steps]
+    assert trainer.step == trainer.total_steps == steps
+    assert trainer.engine.evaluations == evaluations
+
+
+@pytest.mark.parametrize(("max_steps", "steps"), [(2, 2), (4, 4), (7, 7), (None, 9)])
+def test_a_resumed_run_stops_where_max_steps_says(tmp_path, max_steps, steps):
+    """Also where it has made more steps already."""
+    disk: dict[str, dict] = {}
+    first = trainer_of(tmp_path, disk, save_steps=2, max_steps=4)
+    first.fit()
+    second = trainer_of(tmp_path, disk, save_steps=2, max_steps=max_steps)
+    assert second.step == 4
+    second.fit()
+    assert second.step == max(4, steps)
+    whole = trainer_of(tmp_path / "whole", {})
+    whole.fit()
+    assert first.engine.windows + second.engine.windows == whole.engine.windows[: second.step]
 
 
 def test_without_evaluation_rows(tmp_path):

@@ -120,7 +120,7 @@ def test_a_reward_function_reads_what_the_policy_wrote() -> None:
             )
             return SimpleNamespace(outputs=[output])
 
-    executor = SingleTurnAgentExecutor(reward)
+    executor = SingleTurnAgentExecutor(reward, is_chat=True)
     asyncio.run(executor.execute(PROMPT, "", SimpleNamespace(max_tokens=None), 100, LLAMA, Engine()))
     assert queries == [PROMPT + RESPONSE]
     assert ids_of(LLAMA, queries[0]) == prompt + response
