@@ -119,8 +119,9 @@ DOCUMENTS: dict[str, str] = {
     "dotted, 0.10.2 on: GRPO without a spread": """
     python3 -m openrlhf.cli.train_ppo_ray --actor.num_nodes 1 --actor.num_gpus_per_node 8
     --train.colocate_all --vllm.num_engines 8 --actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture
-    --reward.remote_url examples/scripts/reward_func.py --data.label_key answer 
-    --ckpt.output_dir /openrlhf/final --train.batch_size 128 --rollout.batch_size 128 --rollout.n_samples_per_prompt 8
+    --reward.remote_url examples/scripts/reward_func.py --data.label_key answer
+    --ckpt.output_dir /openrlhf/final --train.batch_size 128 --rollout.batch_size 128
+    --rollout.n_samples_per_prompt 8
     --data.prompt_dataset OpenRLHF/prompt-collection-v0.1 --data.input_key context_messages
     --data.apply_chat_template --algo.advantage.estimator group_norm --algo.advantage.no_std_norm
     --algo.kl.init_coef 0 --ds.param_dtype bf16 --vllm.enable_sleep --data.max_len 2048
