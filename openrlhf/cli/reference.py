@@ -20,6 +20,11 @@ def check_reference(config: DPOConfig | KTOConfig) -> None:
         check_same_vocabulary(load_tokenizer_of(config), load_tokenizer(path, flag=REF_FLAG), REF_FLAG, path)
 
 
+def reference_path(config: DPOConfig | KTOConfig) -> dict[str, str]:
+    """Its flag -> where it is loaded from."""
+    return {REF_FLAG: config.ref.model_name_or_path or config.model.model_name_or_path}
+
+
 def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
     """row -> (A,) log-probs of the reference. None with `ref.precompute_enable`: then the datasets of `run`
     are given what `read(model, row)` says of each item."""
@@ -29,7 +34,7 @@ def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
     from openrlhf.models.lora import has_adapters
     from openrlhf.models.policy import PolicyModel
 
-    path = ref.model_name_or_path or run.config.model.model_name_or_path
+    path = reference_path(run.config)[REF_FLAG]
     is_policy = path == run.config.model.model_name_or_path
 
     def load() -> FrozenModel:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from openrlhf.cli import supervised
-from openrlhf.cli.reference import check_reference, reference_of
+from openrlhf.cli.reference import check_reference, reference_of, reference_path
 from openrlhf.cli.train_rm import pair_builder, pair_columns
 from openrlhf.config.commands import DPO
 from openrlhf.config.supervised import DPOConfig
@@ -17,6 +17,9 @@ class DPOTask(supervised.Task[DPOConfig]):
     def check_models(self) -> None:
         super().check_models()
         check_reference(self.config)
+
+    def models(self) -> dict[str, str]:
+        return super().models() | reference_path(self.config)
 
     def columns(self) -> Mapping[str, str | None]:
         return pair_columns(self.config)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from openrlhf.cli import supervised
-from openrlhf.cli.reference import check_reference, reference_of
+from openrlhf.cli.reference import check_reference, reference_of, reference_path
 from openrlhf.config.commands import KTO
 from openrlhf.config.supervised import KTOConfig
 
@@ -16,6 +16,9 @@ class KTOTask(supervised.Task[KTOConfig]):
     def check_models(self) -> None:
         super().check_models()
         check_reference(self.config)
+
+    def models(self) -> dict[str, str]:
+        return super().models() | reference_path(self.config)
 
     def columns(self) -> Mapping[str, str | None]:
         data = self.config.data

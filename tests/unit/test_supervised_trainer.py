@@ -81,7 +81,6 @@ def trainer_of(
         eval_rows=eval_rows,
         checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
         export=engine.export,
-        origin=origin,
         observer=None,
     )
     tag = trainer.checkpoints.latest()
