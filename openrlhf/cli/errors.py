@@ -36,7 +36,7 @@ def catch_signals() -> None:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     for other in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(other, signal.SIG_IGN)
+        signal.signal(other, lambda number, frame: None)  # SIG_IGN would complain of one that is under way
     stopped = Stopped(number)
     timer = threading.Timer(GRACE, os._exit, [stopped.code])
     timer.daemon = True
