@@ -16,8 +16,8 @@ EXIT_FAILURE = 1
 PATIENCE = 5.0
 """Seconds that other ranks wait before they say what is wrong: mostly rank 0 has said it by then, and their
 launcher has ended them."""
-GRACE = 60.0
-"""Seconds that a stopped run may take to end."""
+GRACE = 20.0
+"""Seconds that a stopped run may take to end. Where the signal also ended Ray's servers, nothing answers."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -38,10 +38,21 @@ def _stop(number: int, frame: FrameType | None) -> None:
     for other in (signal.SIGINT, signal.SIGTERM):
         signal.signal(other, lambda number, frame: None)  # SIG_IGN would complain of one that is under way
     stopped = Stopped(number)
-    timer = threading.Timer(GRACE, os._exit, [stopped.code])
+    timer = threading.Timer(GRACE, _leave, [stopped])
     timer.daemon = True
     timer.start()
     raise stopped
+
+
+def _leave(stopped: Stopped) -> None:
+    _say(stopped)
+    os._exit(stopped.code)
+
+
+def _say(stopped: Stopped) -> None:
+    if _rank() == 0:
+        notes = " ".join(_notes(stopped))
+        print(f"stopped {notes or 'before the first step'}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -65,8 +76,8 @@ def short_errors() -> Iterator[None]:
     except KeyboardInterrupt as stop:
         if os.environ.get("OPENRLHF_DEBUG"):
             raise
-        if isinstance(stop, Stopped) and _rank() == 0:
-            print(f"stopped {' '.join(_notes(stop)) or 'before the first step'}", file=sys.stderr, flush=True)
+        if isinstance(stop, Stopped):
+            _say(stop)
         sys.exit(getattr(stop, "code", 128 + signal.SIGINT))
 
 
