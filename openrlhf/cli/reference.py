@@ -9,19 +9,19 @@ from openrlhf.config.supervised import DPOConfig, KTOConfig, RefConfig
 REF_FLAG = "--ref.model_name_or_path"
 
 
-def reference_model(config: DPOConfig | KTOConfig) -> dict[str, str]:
-    """Its flag and its name, where it is a model of its own."""
-    path = config.ref.model_name_or_path
-    return {REF_FLAG: path} if path and path != config.model.model_name_or_path else {}
-
-
 def check_reference(config: DPOConfig | KTOConfig) -> None:
     """Raise ValueError for a reference that reads other tokens than the policy."""
     from openrlhf.cli.supervised import load_tokenizer_of
     from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
 
-    for path in reference_model(config).values():
+    path = reference_path(config)[REF_FLAG]
+    if path != config.model.model_name_or_path:
         check_same_vocabulary(load_tokenizer_of(config), load_tokenizer(path, flag=REF_FLAG), REF_FLAG, path)
+
+
+def reference_path(config: DPOConfig | KTOConfig) -> dict[str, str]:
+    """Its flag -> where it is loaded from."""
+    return {REF_FLAG: config.ref.model_name_or_path or config.model.model_name_or_path}
 
 
 def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
@@ -33,7 +33,7 @@ def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
     from openrlhf.models.lora import has_adapters
     from openrlhf.models.policy import PolicyModel
 
-    path = ref.model_name_or_path or run.config.model.model_name_or_path
+    path = reference_path(run.config)[REF_FLAG]
     is_policy = path == run.config.model.model_name_or_path
 
     def load() -> FrozenModel:

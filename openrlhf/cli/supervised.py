@@ -3,10 +3,13 @@
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
 
+from openrlhf.cli.errors import catch_signals, short_errors, telling
 from openrlhf.cli.publish import publish
+from openrlhf.cli.start import begin, make_room, origin_of, position
 from openrlhf.config.parse import Command, parse, to_yaml
 from openrlhf.config.supervised import SupervisedConfig
 
@@ -79,7 +82,8 @@ class Task(ABC, Generic[ConfigT]):
 class Run(Generic[ConfigT]):
     """Everything that a supervised command builds, on one rank."""
 
-    def __init__(self, task: Task[ConfigT], argv: Sequence[str]) -> None:
+    def __init__(self, task: Task[ConfigT], argv: Sequence[str], held: ExitStack) -> None:
+        """`held`: until it ends the run has its folders for itself."""
         from openrlhf.datasets.batches import Windows
         from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
         from openrlhf.engine.distributed import init_distributed, seed_everything
@@ -93,6 +97,8 @@ class Run(Generic[ConfigT]):
         self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
         self.windows: Windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
         self.total_steps = total_steps(config.train, len(self.windows))
+        self.checkpoints = self._checkpoints()
+        self.tag = self._begin(held)
         self.engine = DeepSpeedEngine(
             self._build_model,
             optim=config,
@@ -140,7 +146,6 @@ class Run(Generic[ConfigT]):
         return rows
 
     def train(self) -> None:
-        from openrlhf.trainer.checkpoints import CheckpointFolder
         from openrlhf.trainer.supervised import SupervisedTrainer
 
         config, engine = self.config, self.engine
@@ -155,23 +160,23 @@ class Run(Generic[ConfigT]):
             prepare=prepare,
             windows=self.windows,
             eval_rows=[] if self.eval_set is None else self.whole(self.eval_set),
-            checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
+            checkpoints=self.checkpoints,
             export=self.export,
-            origin=self.origin() if config.ckpt.load_enable or config.ckpt.save_steps > 0 else {},
             observer=None,
         )
-        tag = trainer.checkpoints.latest() if config.ckpt.load_enable else None
-        if tag is not None:
-            trainer.resume(tag)
+        if self.tag is not None:
+            trainer.resume(self.tag)
         if engine.rank == 0:
-            trainer.observer = self._observer(resume_step=None if tag is None else trainer.step)
+            make_room(config, self.checkpoints, self.tag)
+            trainer.observer = self._observer(resume_step=None if self.tag is None else trainer.step)
             trainer.observer.start(self.total_steps, done=trainer.step)
             trainer.observer.message(
                 f"{len(self.train_set)} samples, {sum(self.train_set.lengths)} tokens, "
                 f"{len(self.windows)} steps an epoch; run folder {config.run_dir}"
             )
         try:
-            trainer.fit()
+            with telling(lambda: position(trainer)):
+                trainer.fit()
         finally:
             if trainer.observer:
                 trainer.observer.close()
@@ -185,18 +190,31 @@ class Run(Generic[ConfigT]):
                 datasets=config.data.dataset,
             )
 
-    def origin(self) -> dict[str, Any]:
-        """What decides which items a step visits. The number of ranks and all that lays items into rows do
-        not: they only deal a step's items."""
+    def _checkpoints(self):
+        from openrlhf.trainer.checkpoints import CheckpointFolder
+
+        ckpt = self.config.ckpt
+        return CheckpointFolder(ckpt.folder, ckpt, origin=self._origin() if ckpt.is_used else None)
+
+    def _begin(self, held: ExitStack) -> str | None:
+        """The tag to resume from. Rank 0 speaks; the others find the same."""
+        import torch.distributed as dist
+
+        if dist.get_rank() == 0:
+            return begin(self.config, self.checkpoints, held)
+        return self.checkpoints.choose()[0]
+
+    def _origin(self):
+        import torch.distributed as dist
+
         from openrlhf.datasets.cache import arrays_digest
 
-        # What a reference says of the items follows from them, but not to the last bit.
-        arrays = {k: v for k, v in self.train_set.arrays().items() if k != "ref_log_probs"}
-        return {
-            "--train.batch_size": self.config.train.batch_size,
-            "--train.seed": self.config.train.seed,
-            "--data.dataset": f"{len(self.train_set)} samples (checksum {arrays_digest(arrays)[:16]})",
-        }
+        config, checksum = self.config, arrays_digest(self.train_set.arrays())[:16]
+        more = {"--data.dataset": f"{len(self.train_set)} samples (checksum {checksum})"}
+        if config.ds.zero_stage > 0:  # each rank has a part of the optimizer's state
+            more["the number of ranks"] = str(dist.get_world_size())
+        models = {flag: [path] for flag, path in self.task.models().items()}
+        return origin_of(config, self.task.command, models, more)
 
     def export(self, folder: str) -> None:
         """Model and tokenizer in Hugging Face format. On every rank."""
@@ -221,9 +239,8 @@ def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
     """The command line of a supervised command."""
     argv = sys.argv[1:] if argv is None else argv
     config = parse(task_type.command, argv).config
-    from openrlhf.cli.errors import short_errors
-
     with short_errors():
+        catch_signals()
         run(task_type(config), argv)
         from openrlhf.engine.distributed import leave_distributed
 
@@ -233,7 +250,8 @@ def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
 def run(task: Task, argv: Sequence[str] = ()) -> None:
     """Train, and write the model to `ckpt.output_dir`. On every rank, which stays in its process group."""
     check_files(task)
-    Run(task, argv).train()
+    with ExitStack() as held:
+        Run(task, argv, held).train()
 
 
 def check_files(task: Task) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from openrlhf.cli import supervised
-from openrlhf.cli.reference import check_reference, reference_model, reference_of
+from openrlhf.cli.reference import check_reference, reference_of, reference_path
 from openrlhf.cli.train_rm import pair_builder, pair_columns
 from openrlhf.config.commands import DPO
 from openrlhf.config.supervised import DPOConfig
@@ -15,7 +15,7 @@ class DPOTask(supervised.Task[DPOConfig]):
     module = "openrlhf.cli.train_dpo"
 
     def models(self) -> Mapping[str, str]:
-        return {**super().models(), **reference_model(self.config)}
+        return {**super().models(), **reference_path(self.config)}
 
     def check_models(self) -> None:
         super().check_models()

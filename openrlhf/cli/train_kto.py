@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from openrlhf.cli import supervised
-from openrlhf.cli.reference import check_reference, reference_model, reference_of
+from openrlhf.cli.reference import check_reference, reference_of, reference_path
 from openrlhf.config.commands import KTO
 from openrlhf.config.supervised import KTOConfig
 
@@ -14,7 +14,7 @@ class KTOTask(supervised.Task[KTOConfig]):
     module = "openrlhf.cli.train_kto"
 
     def models(self) -> Mapping[str, str]:
-        return {**super().models(), **reference_model(self.config)}
+        return {**super().models(), **reference_path(self.config)}
 
     def check_models(self) -> None:
         super().check_models()

@@ -3,9 +3,12 @@ submit`."""
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
+from openrlhf.cli.errors import catch_signals, short_errors, telling
 from openrlhf.cli.publish import publish
+from openrlhf.cli.start import begin, make_room, origin_of, position
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
@@ -14,9 +17,8 @@ from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FL
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     config = parse(PPO, argv).config
-    from openrlhf.cli.errors import short_errors
-
     with short_errors():
+        catch_signals()
         run(config, argv)
 
 
@@ -26,28 +28,46 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     import ray
 
     from openrlhf.cluster.launch import cluster_has_gpus, resource_problems, start_ray
-    from openrlhf.cluster.roles import start_roles
 
     start_ray()
-    if problems := resource_problems(config, ray.cluster_resources()):
-        raise ValueError("\n".join(problems))
-    check_engines(config, on_cpu=not cluster_has_gpus())
-    prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
-    check_policy_learns(config, len(prompts))
-    texts = build_pretrain_texts(config, tokenizer, len(prompts))
-    roles = start_roles(config, cluster_has_gpus(), len(prompts), texts)
-    trainer = build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer)
-    roles.rollout.on_finished = lambda group: trainer.observer.advance(len(group))
+    catch_signals()  # Ray has put a handler of its own in the place of ours
     try:
-        trainer.fit()
-        roles.policy.export(config.ckpt.output_dir).result()
-        if roles.critic and config.critic.save_value_network:
-            roles.critic.export(f"{config.ckpt.output_dir}_critic").result()
+        if problems := resource_problems(config, ray.cluster_resources()):
+            raise ValueError("\n".join(problems))
+        check_engines(config, on_cpu=not cluster_has_gpus())
+        prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
+        check_policy_learns(config, len(prompts))
+        texts = build_pretrain_texts(config, tokenizer, len(prompts))
+        with ExitStack() as held:
+            checkpoints = checkpoints_of(config, prompts, texts)
+            tag = begin(config, checkpoints, held)
+            train(config, argv, prompts, eval_prompts, texts, tokenizer, checkpoints, tag)
     finally:
-        trainer.observer.close()
+        ray.shutdown()
+
+
+def train(config: PPOConfig, argv, prompts, eval_prompts, texts, tokenizer, checkpoints, tag) -> None:
+    """With a cluster that has room: every process of the run starts, works and ends here."""
+    from openrlhf.cluster.deaths import naming_the_dead
+    from openrlhf.cluster.launch import cluster_has_gpus
+    from openrlhf.cluster.roles import start_roles
+
+    with naming_the_dead():
+        roles = start_roles(config, cluster_has_gpus(), len(prompts), texts)
+    try:
+        trainer = build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer, checkpoints, tag)
+        roles.rollout.on_finished = lambda group: trainer.observer.advance(len(group))
+        try:
+            with telling(lambda: position(trainer)), naming_the_dead(roles.members):
+                trainer.fit()
+                roles.policy.export(config.ckpt.output_dir).result()
+                if roles.critic and config.critic.save_value_network:
+                    roles.critic.export(f"{config.ckpt.output_dir}_critic").result()
+        finally:
+            trainer.observer.close()
+    finally:
+        roles.end()
     publish(config, PPO, base_model=config.actor.model_name_or_path, datasets=config.data.prompt_dataset)
-    roles.rollout.close()
-    ray.shutdown()
 
 
 def check(config: PPOConfig) -> None:
@@ -261,21 +281,52 @@ def check_policy_learns(config: PPOConfig, num_prompts: int) -> None:
         )
 
 
-def build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer):
+def checkpoints_of(config: PPOConfig, prompts, texts):
+    """Those of the policy, and of the critic where there is one; with what this run's are of."""
+    from openrlhf.trainer.checkpoints import CheckpointFolder
+
+    ckpt = config.ckpt
+    others = [f"{ckpt.folder}/_critic"] if config.uses_critic else []
+    origin = _origin(config, prompts, texts) if ckpt.is_used else None
+    return CheckpointFolder(f"{ckpt.folder}/_actor", ckpt, others, origin)
+
+
+def _origin(config: PPOConfig, prompts, texts):
+    from pathlib import Path
+
+    from openrlhf.datasets.cache import arrays_digest, file_digest
+
+    models: dict[str, Sequence[str]] = {ACTOR_FLAG: [config.actor.model_name_or_path]}
+    if config.uses_critic:
+        models[CRITIC_FLAG] = [config.critic_path]
+    if path := config.teacher.model_name_or_path:
+        models[TEACHER_FLAG] = [path]
+    if config.uses_reward_model:
+        models[REWARD_FLAG] = config.reward.models
+    more = {"--data.prompt_dataset": f"{len(prompts)} prompts (checksum {prompts.digest()[:16]})"}
+    if texts is not None:
+        more[PRETRAIN_FLAG] = f"{len(texts)} texts (checksum {arrays_digest(texts.arrays())[:16]})"
+    if path := config.reward.function_path:
+        more["--reward.remote_url"] = f"checksum {file_digest(Path(path))[:16]}"
+    if config.ds.zero_stage > 0:  # each rank has a part of the optimizer's state
+        for role in ("actor", "critic"):
+            if role in config.homes:
+                more[f"the number of the {role}'s ranks"] = str(config.homes[role].num_workers)
+    return origin_of(config, PPO, models, more)
+
+
+def build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer, checkpoints, tag):
     """The controller with everything it speaks to, at the step it resumes from."""
     from openrlhf.algos.kl import KLController
     from openrlhf.config.parse import to_yaml
     from openrlhf.datasets.sampler import PromptSampler
     from openrlhf.observe.observer import Observer
     from openrlhf.observe.run_folder import RunFolder
-    from openrlhf.trainer.checkpoints import CheckpointFolder
     from openrlhf.trainer.ppo import PPOTrainer
     from openrlhf.trainer.schedule import prompts_of_steps
     from openrlhf.utils.text import decode
 
-    others = [f"{config.ckpt.path}/_critic"] if config.uses_critic else []
-    checkpoints = CheckpointFolder(f"{config.ckpt.path}/_actor", config.ckpt, others)
-    tag = checkpoints.latest() if config.ckpt.load_enable else None
+    make_room(config, checkpoints, tag)
     folder = RunFolder.create(
         config.run_dir,
         config_yaml=to_yaml(config),

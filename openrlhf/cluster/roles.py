@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import ray
+from ray.actor import ActorHandle
 
 from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
 from openrlhf.cluster.placement import place
@@ -22,6 +23,19 @@ class Roles:
     reference: FrozenGroup | None = None
     teacher: FrozenGroup | None = None
     reward: RewardGroup | None = None
+
+    @property
+    def members(self) -> list[ActorHandle]:
+        """Every process of the run."""
+        groups = (self.policy, self.critic, self.reference, self.teacher, self.reward)
+        return [*self.rollout.engines, *(worker for group in groups if group for worker in group.workers)]
+
+    def end(self) -> None:
+        """Every process ends, also where some are dead or busy, and nothing waits for one."""
+        self.rollout.close()
+        for member in self.members:
+            ray.kill(member)
+        self.rollout.thread.shutdown(cancel_futures=True)
 
 
 def start_roles(config: PPOConfig, on_gpu: bool, num_prompts: int, texts: SampleStore | None) -> Roles:

@@ -31,6 +31,10 @@ MAX_CALLS = 4096
 """Calls that an engine actor runs at a time."""
 
 
+CLOSE_TIMEOUT = 10.0
+"""Seconds that an engine may take to end by itself."""
+
+
 class EngineActor(VLLMEngine):
     """An engine, and the episodes that run on it, in one process."""
 
@@ -157,8 +161,9 @@ class RolloutGroup:
         return self.thread.submit(self._load_weights, policy, version)
 
     def close(self) -> None:
-        """Stop the engines and their reward processes."""
-        ray.get([engine.close.remote() for engine in self.engines])
+        """Stop the engines and their reward processes, those that answer."""
+        refs = [engine.close.remote() for engine in self.engines]
+        ray.wait(refs, num_returns=len(refs), timeout=CLOSE_TIMEOUT)
 
     def _run(self, prompts: Sequence[Prompt], purpose: str, num_samples: int) -> list[Trajectory]:
         samplers = [_Sampler(engine) for engine in self.engines]

@@ -225,7 +225,7 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
 
     @property
     def _checkpoint_folder(self) -> str:
-        return f"{self.config.ckpt.path}/_{self.name}"
+        return f"{self.config.ckpt.folder}/_{self.name}"
 
     def _rows(self, experiences: Sequence[Experience]) -> list[ExperienceRow]:
         train = self.config.train

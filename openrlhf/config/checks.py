@@ -305,7 +305,7 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
         )
     folders = {
         "ckpt.output_dir": ckpt.output_dir,
-        "ckpt.path": ckpt.path,
+        "ckpt.path": ckpt.folder,
         "logger.tensorboard_dir": logger.tensorboard_dir,
         "logger.run_dir": logger.run_dir,
     }

@@ -449,8 +449,6 @@ class AlgoConfig:
 class PPOCkptConfig(CkptConfig):
     """What is written to disk, and when."""
 
-    path: str = "./ckpt/checkpoints_ppo_ray"
-    """Where resumable checkpoints go."""
     max_mem: Positive = float("inf")
     """Size of all kept checkpoints together, GB."""
     best_metric_key: str = ""

@@ -42,7 +42,7 @@ def page(*commands: Command) -> str:
 def markdown(command: Command) -> str:
     """One table for each section."""
     values = values_of(command.config_type())
-    values["logger.wandb.run_name"] = f"{command.name}_<month, day>T<hour>:<minute>"
+    values["logger.wandb.run_name"] = f"{command.name}_<month, day>T<hour>:<minute>_<number>"
     old_names = _old_names(command)
     lines = [f"## openrlhf {command.name}", "", command.summary]
     for title, doc, fields in _sections(command, ""):

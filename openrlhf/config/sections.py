@@ -5,6 +5,7 @@ renames a field, nothing changes one after parsing, and the docstring under it i
 several fields is a property.
 """
 
+import secrets
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Literal
@@ -151,8 +152,8 @@ class CkptConfig:
 
     output_dir: str = "./ckpt"
     """Where the final Hugging Face model and tokenizer go."""
-    path: str = "./ckpt/checkpoints"
-    """Where resumable checkpoints go."""
+    path: str | None = None
+    """Where resumable checkpoints go. None: `{ckpt.output_dir}/checkpoints`."""
     save_steps: Steps = -1
     """Save a checkpoint every N steps. -1: never."""
     save_hf: bool = False
@@ -169,6 +170,16 @@ class CkptConfig:
     load_enable: bool = False
     """Resume from the last checkpoint in `path`, if there is one."""
 
+    @property
+    def folder(self) -> str:
+        """Where resumable checkpoints go."""
+        return self.path or f"{self.output_dir}/checkpoints"
+
+    @property
+    def is_used(self) -> bool:
+        """Checkpoints are read or written."""
+        return self.load_enable or self.save_steps > 0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WandbConfig:
@@ -184,7 +195,8 @@ class WandbConfig:
     project: str = "openrlhf"
     """Project."""
     run_name: str = ""
-    """Name of the run, here and in TensorBoard and the run folder. Contains the start time."""
+    """Name of the run, here and in TensorBoard and the run folder: the command, the start time, and a random
+    number, so that no two runs share one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,8 +214,8 @@ class LoggerConfig:
 
 
 def logger_for(command: str, project: str) -> LoggerConfig:
-    """Default logger of a command: its project, and a run name with the start time."""
-    run_name = f"{command}_{datetime.now():%m%dT%H:%M}"
+    """Default logger of a command: its project, and a run name of its own."""
+    run_name = f"{command}_{datetime.now():%m%dT%H:%M}_{secrets.token_hex(3)}"
     return LoggerConfig(wandb=WandbConfig(project=project, run_name=run_name))
 
 

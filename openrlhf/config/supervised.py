@@ -185,7 +185,6 @@ class SFTConfig(SupervisedConfig):
 
     model: SFTModelConfig = field(default_factory=SFTModelConfig)
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
-    ckpt: CkptConfig = field(default_factory=lambda: CkptConfig(path="./ckpt/checkpoints_sft"))
     logger: LoggerConfig = field(default_factory=lambda: logger_for("sft", "openrlhf_train_sft"))
 
 
@@ -227,7 +226,6 @@ class RMConfig(SupervisedConfig):
     data: PairDataConfig = field(default_factory=PairDataConfig)
     train: TrainConfig = field(default_factory=lambda: TrainConfig(max_epochs=1, micro_batch_size=1))
     ds: ScorerDeepSpeedConfig = field(default_factory=ScorerDeepSpeedConfig)
-    ckpt: CkptConfig = field(default_factory=lambda: CkptConfig(path="./ckpt/checkpoints_rm"))
     logger: LoggerConfig = field(default_factory=lambda: logger_for("rm", "openrlhf_train_rm"))
 
 
@@ -255,8 +253,7 @@ class DPOConfig(SupervisedConfig):
     data: PairDataConfig = field(default_factory=PairDataConfig)
     eval: EvalConfig = field(default_factory=lambda: EvalConfig(split="test"))
     train: TrainConfig = field(default_factory=lambda: TrainConfig(max_epochs=1))
-    ckpt: CkptConfig = field(default_factory=lambda: CkptConfig(path="./ckpt/checkpoints_dpo"))
-    logger: LoggerConfig = field(default_factory=lambda: logger_for("exp", "openrlhf_train_dpo"))
+    logger: LoggerConfig = field(default_factory=lambda: logger_for("dpo", "openrlhf_train_dpo"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,7 +292,6 @@ class KTOConfig(SupervisedConfig):
     data: KTODataConfig = field(default_factory=KTODataConfig)
     eval: EvalConfig = field(default_factory=lambda: EvalConfig(split="test"))
     train: TrainConfig = field(default_factory=lambda: TrainConfig(max_epochs=1))
-    ckpt: CkptConfig = field(default_factory=lambda: CkptConfig(path="./ckpt/checkpoints_kto"))
     logger: LoggerConfig = field(default_factory=lambda: logger_for("kto", "openrlhf_train_kto"))
 
 
@@ -324,7 +320,6 @@ class PRMConfig(SupervisedConfig):
     data: PRMDataConfig = field(default_factory=PRMDataConfig)
     eval: EvalConfig = field(default_factory=lambda: EvalConfig(split="test"))
     train: TrainConfig = field(default_factory=lambda: TrainConfig(max_epochs=1, micro_batch_size=1))
-    ckpt: CkptConfig = field(default_factory=lambda: CkptConfig(path="./ckpt/checkpoints_prm"))
     logger: LoggerConfig = field(default_factory=lambda: logger_for("prm", "openrlhf_train_prm"))
 
 
@@ -369,5 +364,4 @@ class KDConfig(SupervisedConfig):
     data: KDDataConfig = field(default_factory=KDDataConfig)
     eval: EvalConfig = field(default_factory=lambda: EvalConfig(split="test"))
     train: TrainConfig = field(default_factory=lambda: TrainConfig(max_epochs=1))
-    ckpt: CkptConfig = field(default_factory=lambda: CkptConfig(path="./ckpt/checkpoints_kd"))
     logger: LoggerConfig = field(default_factory=lambda: logger_for("kd", "openrlhf_train_kd"))

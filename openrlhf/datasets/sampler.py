@@ -1,5 +1,7 @@
 """The prompts of a run, and the order in which it asks for them."""
 
+import hashlib
+import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +39,11 @@ class PromptDataset:
         for prompt in self._prompts:
             crc = zlib.crc32(prompt.text.encode(), crc)
         return crc
+
+    def digest(self) -> str:
+        """Of all that a run reads of its prompts."""
+        read = [(p.prompt_id, p.text, p.label, p.source) for p in self._prompts]
+        return hashlib.sha256(json.dumps(read, default=repr).encode()).hexdigest()
 
 
 class PromptSampler:

@@ -235,7 +235,15 @@ class DeepSpeedEngine:
         if path is None or client_state is None:
             raise ValueError(f"--ckpt.path {folder}: checkpoint {tag} could not be loaded from there")
         load_random_state(f"{folder}/{tag}", self.rank, self.world_size)
+        self._follow_schedule()
         return client_state["openrlhf"]
+
+    def _follow_schedule(self) -> None:
+        """The rates that a checkpoint holds are those of the length that its run had."""
+        scheduler = cast(LambdaLR, self.engine.lr_scheduler)
+        groups = scheduler.optimizer.param_groups
+        for group, peak, shape in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = peak * shape(scheduler.last_epoch)
 
     def export(self, folder: str) -> None:
         """Collective. Rank 0 writes the model in Hugging Face format, or its adapter alone where it has one;

@@ -1,6 +1,6 @@
 """From a name or path to a model and its tokenizer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
-from openrlhf.datasets.cache import digest, file_digest
+from openrlhf.datasets.cache import digest, file_digest, sampled_digest
 from openrlhf.models.attention import PACKED, lacks_its_kernel, resolve_attention
 from openrlhf.models.backbone import reading_of
 from openrlhf.models.checkpoint_layout import forget_unused_conversions
@@ -148,10 +148,19 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def model_digest(path: str, flag: str) -> str:
     """Changes with the weights and the configuration: of a folder the contents, on the hub the commit."""
+    return _digest_of(path, flag, file_digest)
+
+
+def model_fingerprint(path: str, flag: str) -> str:
+    """As `model_digest`, from samples of large files: another one where a model was trained or replaced."""
+    return _digest_of(path, flag, sampled_digest)
+
+
+def _digest_of(path: str, flag: str, of_file: Callable[[Path], str]) -> str:
     if not Path(path).is_dir():
         return str(load_config(path, flag)._commit_hash)
     files = sorted(f for f in Path(path).iterdir() if f.suffix in (".safetensors", ".bin", ".json"))
-    return digest([[file.name, file_digest(file)] for file in files])
+    return digest([[file.name, of_file(file)] for file in files])
 
 
 def reads_the_tokens_of(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:

@@ -65,7 +65,7 @@ def push_to_hub(folder: str | os.PathLike, repository: str) -> str:
             repo_id=repository,
             folder_path=str(folder),
             commit_message="Model trained with openrlhf",
-            ignore_patterns=["checkpoints_*/**", "runs/**"],
+            ignore_patterns=["checkpoints*/**", "runs/**"],
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

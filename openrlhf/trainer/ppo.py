@@ -168,7 +168,7 @@ class PPOTrainer:
                     self.critic.save_checkpoint(tag, {}).result()
                 self.policy.save_checkpoint(tag, self.state()).result()
             if self.config.ckpt.save_hf:
-                self.policy.export(f"{self.config.ckpt.path}/{tag}{COPY}").result()
+                self.policy.export(f"{self.config.ckpt.folder}/{tag}{COPY}").result()
             self.checkpoints.completed(tag, metric)
 
     def state(self) -> dict:

@@ -1,6 +1,6 @@
 """One loop for everything that learns from a fixed dataset. A task is a dataset and an objective."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, Generic, Protocol
@@ -9,7 +9,8 @@ from openrlhf.config.sections import is_due
 from openrlhf.config.supervised import SupervisedConfig, TrainConfig
 from openrlhf.engine.interfaces import Objective, RowT, TrainEngine
 from openrlhf.observe.observer import Observer
-from openrlhf.trainer.checkpoints import COPY, CheckpointFolder, check_origin
+from openrlhf.trainer.checkpoints import COPY, CheckpointFolder
+from openrlhf.trainer.origin import Origin
 from openrlhf.types import Metrics
 
 
@@ -38,13 +39,16 @@ class SupervisedTrainer(Generic[RowT]):
     checkpoints: CheckpointFolder
     export: Callable[[str], None]
     """Write model and tokenizer in Hugging Face format to a folder. Collective."""
-    origin: Mapping[str, Any]
-    """Flag -> value, of all that decides which items a step visits: a checkpoint of others is refused."""
     observer: Observer | None
     prepare: Callable[[Sequence[RowT]], Objective[RowT]] | None = None
     """For an objective that needs a figure of the whole batch first: rows -> the objective for them."""
     step: int = 0
     """Optimizer steps done."""
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return len(self.windows) * self.config.train.max_epochs
 
     def fit(self) -> None:
         for window in islice(self._windows_left(), max(0, self.total_steps - self.step)):
@@ -79,17 +83,18 @@ class SupervisedTrainer(Generic[RowT]):
         if not self.config.ckpt.disable_ds:
             self.engine.save_checkpoint(str(self.checkpoints.path), tag, self.state())
         if self.config.ckpt.save_hf:
-            self.export(f"{self.config.ckpt.path}/{tag}{COPY}")
+            self.export(f"{self.config.ckpt.folder}/{tag}{COPY}")
         if self.observer:
             self.checkpoints.completed(tag)
 
     def state(self) -> dict[str, Any]:
         """Everything that a run must remember beside its model."""
-        return {"step": self.step, "origin": dict(self.origin)}
+        return {"step": self.step}
 
     def resume(self, tag: str) -> None:
         state = self.engine.load_checkpoint(str(self.checkpoints.path), tag)
-        check_origin(tag, state.get("origin"), self.origin)
+        if "origin" in state:  # checkpoints that have no file that says it
+            self.checkpoints.check(tag, Origin.of_state(state["origin"]))
         self.step = state["step"]
 
     def _objective_for(self, rows: Sequence[RowT]) -> Objective[RowT]:

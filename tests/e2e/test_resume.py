@@ -2,13 +2,17 @@
 
 import pytest
 
+from openrlhf.config.sections import OptimConfig
+from openrlhf.engine.lr_schedule import lr_schedule
+
 
 @pytest.mark.parametrize(
     ("stage", "num_ranks"), [(2, 2), pytest.param(0, 1, marks=pytest.mark.slow)], ids=["2 ranks", "1 rank"]
 )
 def test_dropout_goes_on_where_it_was(task, run_worker, stage: int, num_ranks: int) -> None:
     """A run with LoRA dropout, resumed after 2 of 6 steps, ends with the weights of the run that went
-    through; with other data or another batch size it is refused."""
+    through. With more epochs it follows the learning rates of that length; with other data, batch size or
+    learning rate it is refused, and told all that is different."""
     flags = (
         f"--model.model_name_or_path {task.model} --data.dataset {task.sft} --data.output_key output "
         "--data.apply_chat_template --data.max_samples 20 --data.max_len 128 --train.batch_size 8 "
@@ -16,14 +20,25 @@ def test_dropout_goes_on_where_it_was(task, run_worker, stage: int, num_ranks: i
         f"--ds.lora.rank 4 --ds.lora.dropout 0.5 --ds.param_dtype fp32 --ds.zero_stage {stage}"
     )
     reports = run_worker(
-        "resume", num_ranks, flags=flags, other="--train.batch_size 16 --data.max_samples 18"
+        "resume",
+        num_ranks,
+        flags=flags,
+        longer="--train.max_epochs 4",
+        other="--train.batch_size 16 --data.max_samples 18 --adam.lr 2e-2 --train.micro_batch_size 1",
     )
     whole, resumed = reports[0]["losses"]
     assert list(whole) == [str(step) for step in range(1, 7)]
     assert resumed == {step: loss for step, loss in whole.items() if step in "3456"}
     assert reports[0]["differ"] == []
+    rate = lr_schedule(OptimConfig(lr_warmup_ratio=0), total_steps=12)
+    expected = {str(step): pytest.approx(1e-2 * rate(step - 1)) for step in range(3, 13)}
+    assert reports[0]["rates"] == expected
     for report in reports:
-        head, batch_size, data, _ = report["refused"].splitlines()
-        assert head.startswith("--ckpt.load_enable: global_step2 is of a run")
-        assert batch_size == "--train.batch_size was 8, is 16"
-        assert data.startswith("--data.dataset was 20 samples (checksum ")
+        head, *differences, data, _, _ = report["refused"].splitlines()
+        assert head.startswith("--ckpt.load_enable: ") and head.endswith("global_step2 is of another run:")
+        assert differences == [
+            "  --adam.lr was 0.01, is 0.02",
+            "  --data.max_samples was 20, is 18",
+            "  --train.batch_size was 8, is 16",
+        ]
+        assert data.startswith(f"  --data.dataset was {task.sft} (20 samples (checksum ")

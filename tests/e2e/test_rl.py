@@ -182,6 +182,13 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
         assert one.keys() == other.keys()
         for name in one:
             torch.testing.assert_close(one[name], other[name], atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError) as refused:
+        other_run = f"--actor.adam.lr 1e-3 --vllm.kv_cache_gb 0.5 --data.prompt_dataset {task.eval}"
+        train(task, tmp_path / "halves", f"{flags} --ckpt.load_enable {other_run}")
+    _, *differences, _, _ = str(refused.value).splitlines()
+    assert differences[0] == "  --actor.adam.lr was 0.003, is 0.001"
+    assert differences[1].startswith(f"  --data.prompt_dataset was {task.prompts} (64 prompts (checksum ")
+    assert len(differences) == 2
 
 
 def mean_loss_of_texts(task: TaskFiles, *, count: int, of: int) -> float:

@@ -4,7 +4,9 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config.sections import CkptConfig
+from openrlhf.config.supervised import SFTConfig, TrainConfig
 from openrlhf.trainer.checkpoints import CheckpointFolder
+from openrlhf.trainer.origin import Origin
 
 
 @pytest.fixture
@@ -143,3 +145,82 @@ def test_the_size_limit_counts_all_models(tmp_path):
             (tmp_path / name / f"global_step{step}" / "weights").write_bytes(b"0" * 1000)
         checkpoints.completed(f"global_step{step}")
     assert names(tmp_path / "a") == names(tmp_path / "b") == ["global_step2"]
+
+
+def run_of(path: Path, *, batch_size: int = 128, **ckpt) -> CheckpointFolder:
+    """The checkpoints of a run, in `path`/_actor and `path`/_critic."""
+    config = CkptConfig(path=str(path), **ckpt)
+    origin = Origin.of("sft", SFTConfig(train=TrainConfig(batch_size=batch_size)), {})
+    return CheckpointFolder(str(path / "_actor"), config, [str(path / "_critic")], origin)
+
+
+def save(checkpoints: CheckpointFolder, tag: str) -> None:
+    for place in checkpoints.folders:
+        (place / tag).mkdir(parents=True)
+    checkpoints.completed(tag)
+
+
+def test_a_resume_says_what_it_resumes_from(tmp_path):
+    save(run_of(tmp_path, save_steps=2), "global_step2")
+    tag, (line,) = run_of(tmp_path, load_enable=True).choose()
+    assert tag == "global_step2"
+    assert line.startswith(f"resuming from {tmp_path}/_actor/global_step2: step 2, written 2")
+
+
+def test_a_resume_of_another_run_is_refused(tmp_path):
+    save(run_of(tmp_path), "global_step2")
+    with pytest.raises(ValueError) as refused:
+        run_of(tmp_path, load_enable=True, batch_size=64).choose()
+    assert str(refused.value).splitlines() == [
+        f"--ckpt.load_enable: {tmp_path}/_actor/global_step2 is of another run:",
+        "  --train.batch_size was 128, is 64",
+        "Resume with what was. Or start over: in another --ckpt.output_dir, or without",
+        "--ckpt.load_enable, which keeps what is there.",
+    ]
+
+
+def test_a_checkpoint_that_does_not_tell_its_run(tmp_path):
+    save(run_of(tmp_path), "global_step2")
+    (tmp_path / "_actor/global_step2/origin.json").unlink()
+    tag, (line, warning) = run_of(tmp_path, load_enable=True).choose()
+    assert tag == "global_step2" and "step 2, written 2" in line
+    assert "does not tell its flags and models: they could not be compared" in warning
+
+
+def test_nothing_to_resume(tmp_path):
+    tag, (line,) = run_of(tmp_path, load_enable=True).choose()
+    assert tag is None
+    assert line == f"--ckpt.load_enable: {tmp_path}/_actor has no checkpoint: starting from the beginning"
+
+
+def test_a_run_from_the_beginning_is_told_of_a_checkpoint(tmp_path):
+    assert run_of(tmp_path).choose() == (None, [])
+    save(run_of(tmp_path), "global_step2")
+    tag, (line,) = run_of(tmp_path, batch_size=64).choose()
+    assert tag is None and "has a checkpoint of step 2, written 2" in line
+    assert line.endswith("--ckpt.load_enable would resume from it")
+
+
+def test_checkpoints_of_another_run_are_set_aside_whole(tmp_path):
+    """And are there to be resumed from, with the critic's and the copies."""
+    assert run_of(tmp_path).set_aside() == []
+    for number in ("001", "002"):
+        save(run_of(tmp_path), "global_step2")
+        (tmp_path / "global_step2_hf").mkdir()
+        (tmp_path / "notes.txt").touch()
+        (line,) = run_of(tmp_path).set_aside()
+        place = tmp_path / "previous" / number
+        assert f"are in {place}" in line
+        assert names(tmp_path) == ["previous"] and (tmp_path / "notes.txt").exists()
+        assert names(place) == ["_actor", "_critic", "global_step2_hf"]
+        assert run_of(place, load_enable=True).choose()[0] == "global_step2"
+
+
+def test_what_a_run_that_ends_leaves(tmp_path):
+    said = "nothing was saved: --ckpt.save_steps {0} saves a checkpoint every {0} steps"
+    assert run_of(tmp_path).standing() == said.format("N")
+    checkpoints = run_of(tmp_path, save_steps=2)
+    assert checkpoints.standing() == said.format(2)
+    save(checkpoints, "global_step2")
+    assert checkpoints.standing().startswith(f"the last checkpoint is {tmp_path}/_actor/global_step2: ")
+    assert run_of(tmp_path).standing() == said.format("N")  # that one is of another run

@@ -22,6 +22,7 @@ from openrlhf.config.parse import parse, suggest, to_yaml
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import PPO_NOT_YET, PPO_UNREAD
 from openrlhf.config.sections import is_due
+from openrlhf.config.supervised import DPOConfig
 from openrlhf.config.supervised_checks import (
     DPO_UNREAD,
     KD_UNREAD,
@@ -1065,9 +1066,21 @@ def test_derived_values(say):
     assert config.actor.clip_range == (0.2, 0.27)
 
 
-def test_run_names_contain_the_start_time():
-    name = PPOConfig().logger.wandb.run_name
-    assert time.strptime(name.removeprefix("ppo_"), "%m%dT%H:%M")
+@pytest.mark.parametrize("command", ["sft", "rm", "prm", "dpo", "kto", "kd", "ppo"])
+def test_run_names_tell_the_command_and_the_start_time_and_are_unique(command):
+    config_type = next(c for c in COMMANDS if c.name == command).config_type
+    names = {config_type().logger.wandb.run_name for _ in range(20)}
+    assert len(names) == 20
+    for name in names:
+        prefix, start, _ = name.split("_")
+        assert prefix == command and time.strptime(start, "%m%dT%H:%M")
+
+
+@pytest.mark.parametrize("config_type", [PPOConfig, DPOConfig])
+def test_checkpoints_lie_in_the_output_folder_unless_they_are_named(config_type):
+    ckpt = config_type().ckpt
+    assert dataclasses.replace(ckpt, output_dir="out").folder == "out/checkpoints"
+    assert dataclasses.replace(ckpt, output_dir="out", path="elsewhere").folder == "elsewhere"
 
 
 def test_interval():

@@ -82,4 +82,4 @@ def test_checkpoints_and_logs_are_not_uploaded(tmp_path, monkeypatch):
     monkeypatch.setattr(model_card, "HfApi", Hub)
     assert push_to_hub(tmp_path, "me/model") == "https://hub/me/model"
     assert sent["folder_path"] == str(tmp_path) and sent["repo_id"] == "me/model"
-    assert set(sent["ignore_patterns"]) == {"checkpoints_*/**", "runs/**"}
+    assert set(sent["ignore_patterns"]) == {"checkpoints*/**", "runs/**"}

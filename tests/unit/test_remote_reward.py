@@ -390,6 +390,7 @@ def run_episodes(*servers: Server, urls: tuple = (), timeout: float = 5.0) -> li
         max_new_tokens=None,
         max_len=8,
         run_seed=0,
+        stop=(),
     )
 
     async def run() -> list[Trajectory]:

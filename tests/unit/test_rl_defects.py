@@ -22,6 +22,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from openrlhf.algos.advantages import ESTIMATORS
 from openrlhf.algos.correction import CORRECTIONS
@@ -62,6 +63,7 @@ from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.trainer.checkpoints import CheckpointFolder
 from openrlhf.trainer.credit import assign_credit
 from openrlhf.trainer.evaluate import evaluation_metrics
+from openrlhf.trainer.origin import Origin
 from openrlhf.trainer.ppo import PPOTrainer
 from openrlhf.trainer.schedule import prompts_of_steps
 from openrlhf.types import (
@@ -826,6 +828,7 @@ def engine_without_deepspeed(found: bool, stage: int = 2, world_size: int = 1) -
     engine.engine = SimpleNamespace(
         save_checkpoint=save,
         load_checkpoint=lambda folder, **options: (folder, kept) if found else (None, None),
+        lr_scheduler=LambdaLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)]), lambda step: 1.0),
     )
     engine.average, engine.stage, engine.rank, engine.world_size = None, stage, 0, world_size
     return engine
@@ -843,16 +846,17 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
         ckpt=replace(config.ckpt, load_enable=True),
         logger=replace(logger_for("ppo", "test"), run_dir=str(tmp_path / "run")),
     )
-    run = Run(config, 4, lambda episode, prompt: (0.0, 1.0))
+    run, origin = Run(config, 4, lambda episode, prompt: (0.0, 1.0)), Origin.of("ppo", config, {})
     prompts = PromptDataset([Prompt(prompt_id=i, text="") for i in range(4)])
 
     def build() -> PPOTrainer:
         roles = SimpleNamespace(
             rollout=run, policy=run.policy, critic=None, reference=run.trainer.reference, teacher=None
         )
-        return build_trainer(
-            config, [], roles, prompts, [], SimpleNamespace(decode=lambda ids, **options: str(ids))
-        )
+        tokenizer = SimpleNamespace(decode=lambda ids, **options: str(ids))
+        checkpoints = CheckpointFolder(f"{config.ckpt.folder}/_actor", config.ckpt, origin=origin)
+        tag, _ = checkpoints.choose()
+        return build_trainer(config, [], roles, prompts, [], tokenizer, checkpoints, tag)
 
     trainer = build()
     assert (trainer.step, trainer.kl.coef, trainer.best_metric) == (0, 0.25, None)

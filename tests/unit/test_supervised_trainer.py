@@ -12,6 +12,7 @@ from openrlhf.observe.observer import Observer
 from openrlhf.observe.run_folder import RunFolder
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.trainer.checkpoints import CheckpointFolder
+from openrlhf.trainer.origin import Origin
 from openrlhf.trainer.supervised import SupervisedTrainer
 from openrlhf.types import PackedRow, Sample
 
@@ -57,9 +58,6 @@ class Engine:
         self.exported.append(Path(folder).name)
 
 
-ORIGIN = {"--train.batch_size": 4, "--train.seed": 7, "--data.dataset": "10 samples (checksum aa)"}
-
-
 class Killed(Exception):
     pass
 
@@ -72,7 +70,7 @@ def trainer_of(
     eval_rows=(),
     kill_at: int | None = None,
     max_steps: int | None = None,
-    origin=ORIGIN,
+    data="10 samples",
     **ckpt,
 ):
     config = SupervisedConfig(
@@ -81,15 +79,15 @@ def trainer_of(
         ckpt=CkptConfig(path=str(path / "ckpt"), **ckpt),
     )
     engine = Engine(disk)
+    origin = Origin.of("sft", config, {"--data.dataset": data})
     trainer = SupervisedTrainer(
         config=config,
         engine=engine,
         objective=lambda model, row, norm: None,
         windows=Windows(Numbers(), PackedRow.of, batch_size=4, micro_batch_size=2, rank=0, world=1, seed=7),
         eval_rows=eval_rows,
-        checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
+        checkpoints=CheckpointFolder(config.ckpt.folder, config.ckpt, origin=origin),
         export=engine.export,
-        origin=origin,
         observer=None,
     )
     tag = trainer.checkpoints.latest()
@@ -140,30 +138,17 @@ def test_a_resumed_run_visits_exactly_what_was_left(tmp_path, kill_at):
     assert list(read_metrics(tmp_path / "halves" / "run" / "metrics.jsonl")) == list(range(1, 10))
 
 
-def test_a_run_that_visits_its_data_in_another_order_is_refused(tmp_path):
-    """Its steps would count other samples: some would be seen twice, some never."""
-    disk: dict[str, dict] = {}
-    first = trainer_of(tmp_path, disk, kill_at=3, save_steps=2)
-    with pytest.raises(Killed):
-        first.fit()
-    now = ORIGIN | {"--train.batch_size": 16, "--data.dataset": "11 samples (checksum bb)"}
-    with pytest.raises(ValueError) as refused:
-        trainer_of(tmp_path, disk, origin=now)
-    assert str(refused.value).splitlines() == [
-        "--ckpt.load_enable: global_step2 is of a run that visits its data in another order:",
-        "--train.batch_size was 4, is 16",
-        "--data.dataset was 10 samples (checksum aa), is 11 samples (checksum bb)",
-        "Resume with what was, or start over: without --ckpt.load_enable, or in another --ckpt.path.",
-    ]
-
-
-def test_a_checkpoint_that_does_not_say_what_it_is_of_is_told(tmp_path, caplog):
-    disk = {"global_step2": {"step": 2}}
+@pytest.mark.parametrize("told", ["10 samples", "11 samples"])
+def test_a_checkpoint_whose_origin_is_in_its_state(tmp_path, told):
+    """Then its data, batch size and seed are compared."""
     first = trainer_of(tmp_path, {}, kill_at=3, save_steps=2)
     with pytest.raises(Killed):
         first.fit()
-    assert trainer_of(tmp_path, disk).step == 2
-    assert "global_step2 does not say which data and flags it is of" in caplog.text
+    origin = {"--train.batch_size": 16, "--train.seed": 42, "--data.dataset": told}
+    with pytest.raises(ValueError) as refused:
+        trainer_of(tmp_path, {"global_step2": {"step": 2, "origin": origin}})
+    assert "  --train.batch_size was 16, is 4" in str(refused.value)
+    assert ("--data.dataset was 11 samples, is 10 samples" in str(refused.value)) == (told == "11 samples")
 
 
 @pytest.mark.parametrize(("every", "steps"), [(-1, [3, 6, 9]), (2, [2, 4, 6, 8]), (0, [])])

@@ -26,8 +26,10 @@ def main() -> None:
     is_first = int(os.environ.get("RANK", 0)) == 0
     if is_first:
         (out / "ckpt" / "latest").write_text("global_step2")
-    resumed = f"{flags} --ckpt.load_enable --ckpt.output_dir {out}/resumed --logger.run_dir {out}/resumed/run"
+    resume = f"{flags} --ckpt.load_enable --ckpt.output_dir {out}"
+    resumed = f"{resume}/resumed --logger.run_dir {out}/resumed/run"
     sft(resumed)
+    sft(f"{resume}/longer --logger.run_dir {out}/longer/run {spec['longer']}")
     refused = ""
     try:
         sft(f"{resumed} {spec['other']}")
@@ -42,6 +44,8 @@ def main() -> None:
             {step: m["sft/loss"] for step, m in read_metrics(folder / "run" / "metrics.jsonl").items()}
             for folder in runs
         ]
+        longer = read_metrics(out / "longer" / "run" / "metrics.jsonl")
+        report["rates"] = {step: m["lr"] for step, m in longer.items()}
     (out / f"rank{os.environ.get('RANK', 0)}.json").write_text(json.dumps(report))
     leave_distributed()
 

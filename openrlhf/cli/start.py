@@ -1,0 +1,56 @@
+"""What every training command does once it knows its data and before it loads a model: it takes its folders
+for itself and settles what it resumes from."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.config.parse import Command
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.checkpoints import CheckpointFolder
+    from openrlhf.trainer.origin import Origin
+
+
+def origin_of(
+    config: Any, command: Command, models: Mapping[str, Sequence[str]], more: Mapping[str, str]
+) -> "Origin":
+    """`models`: flag -> the paths that it names; `more`: what else is compared, see Origin.contents."""
+    from openrlhf.models.loading import model_fingerprint
+    from openrlhf.trainer.origin import Origin
+
+    prints = {
+        flag: f"checksum {' '.join(model_fingerprint(path, flag)[:16] for path in paths)}"
+        for flag, paths in models.items()
+    }
+    return Origin.of(command.name, config, prints | more)
+
+
+def begin(config: Any, checkpoints: "CheckpointFolder", held: ExitStack) -> str | None:
+    """Take the run's folders until `held` ends, say what there is to resume from, and return its tag. On the
+    one rank that speaks for a run. ValueError where a living run has a folder, or where the checkpoint is of
+    another run."""
+    from openrlhf.observe.lock import locked
+
+    if config.ckpt.is_used:
+        held.enter_context(locked(config.ckpt.folder, flag="--ckpt.path"))
+    held.enter_context(locked(config.run_dir, flag="--logger.run_dir"))
+    tag, lines = checkpoints.choose()
+    for line in lines:
+        print(line, flush=True)
+    return tag
+
+
+def make_room(config: Any, checkpoints: "CheckpointFolder", tag: str | None) -> None:
+    """Just before a run from the beginning trains: checkpoints of another run move aside where it will write
+    its own."""
+    if tag is None and config.ckpt.save_steps > 0:
+        for line in checkpoints.set_aside():
+            print(line, flush=True)
+
+
+def position(trainer: Any) -> str:
+    """In which step a run that ends here is, and how to go on."""
+    step, total = trainer.step, trainer.total_steps
+    where = f"in step {step + 1} of {total}" if step < total else f"after step {step}, the last one"
+    return f"{where}; {trainer.checkpoints.standing()}"

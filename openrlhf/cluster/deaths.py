@@ -1,0 +1,70 @@
+"""Which process of a run has died, in words for people."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+PATIENCE = 5.0
+"""Seconds in which the processes of a run answer whether they live."""
+NAMES = {
+    "EngineActor": "a vLLM engine",
+    "PolicyWorker": "a rank of the policy",
+    "CriticWorker": "a rank of the critic",
+    "FrozenWorker": "a rank of the reference or teacher",
+    "RewardWorker": "a rank of the reward models",
+}
+
+
+@contextmanager
+def naming_the_dead(members: Sequence[ActorHandle] = ()) -> Iterator[None]:
+    """Where an error inside follows from the death of a process, RuntimeError says which process and where
+    its log is. `members`: the processes that are asked where the error itself does not say."""
+    try:
+        yield
+    except RayError as error:
+        death = _death_in(error) or _death_among(members)
+        if death is None:
+            raise
+        raise RuntimeError(_described(death)) from error
+
+
+def _death_in(error: BaseException | None) -> RayActorError | None:
+    if isinstance(error, RayTaskError):
+        error = error.cause
+    return error if isinstance(error, RayActorError) and not error.actor_init_failed else None
+
+
+def _death_among(members: Sequence[ActorHandle]) -> RayActorError | None:
+    """Ranks that wait for a dead one often fail before it is known to be dead."""
+    refs = [member.__ray_ready__.remote() for member in members]
+    answered = ray.wait(refs, num_returns=len(refs), timeout=PATIENCE)[0] if refs else []
+    for ref in answered:
+        try:
+            ray.get(ref)
+        except RayActorError as death:
+            return death
+    return None
+
+
+def _described(death: RayActorError) -> str:
+    said = dict(re.findall(r"^\s*(class_name|pid|ip): (\S+)", str(death), re.MULTILINE))
+    name = NAMES.get(said.get("class_name", ""), "a process of the run")
+    if "pid" not in said:
+        return f"{name} died: {str(death).splitlines()[0]}"
+    return (
+        f"{name} died: process {said['pid']} on {said.get('ip', 'an unknown machine')} was killed (out of "
+        f"memory?) or crashed.\nIts log is {_log(said['pid'])}; OPENRLHF_DEBUG=1 shows all that Ray says."
+    )
+
+
+def _log(pid: str) -> str:
+    """The file, or where it is on another machine."""
+    node = ray._private.worker._global_node
+    folder = Path(node.get_logs_dir_path() if node else "/tmp/ray/session_latest/logs")
+    here = sorted(folder.glob(f"worker-*-{pid}.err"))
+    return str(here[0] if here else folder / f"worker-*-{pid}.err")

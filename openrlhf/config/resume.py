@@ -1,0 +1,76 @@
+"""What another value of a flag means to a run that resumes. A flag that stands in no table here may not
+change: it decides what is learned."""
+
+from collections.abc import Mapping
+from enum import Enum
+
+
+class Change(Enum):
+    """What becomes of a resume with another value."""
+
+    FREE = "free"
+    """It goes on: where things run, memory, layout, logging, what is saved and evaluated."""
+    REMARKED = "remarked"
+    """It goes on, and is told what that means."""
+    CONTENT = "content"
+    """It goes on where what the flag names is the same, wherever it lies."""
+    REFUSED = "refused"
+
+
+def change_of(command: str, key: str) -> Change:
+    """`command`: as in `openrlhf NAME`."""
+    if key in remarks_of(command):
+        return Change.REMARKED
+    if key in CONTENT:
+        return Change.CONTENT
+    if key in FREE or key.startswith(FREE_SECTIONS):
+        return Change.FREE
+    return Change.REFUSED
+
+
+def remarks_of(command: str) -> Mapping[str, str]:
+    """Flag -> what another value means."""
+    return RL_REMARKS if command == "ppo" else SUPERVISED_REMARKS
+
+
+_LENGTH = "the run gets another length; from here on the learning rate follows the schedule of that length"
+SUPERVISED_REMARKS = {"train.max_epochs": _LENGTH, "train.max_steps": _LENGTH}
+RL_REMARKS = {
+    "train.num_episodes": _LENGTH,
+    "train.max_steps": _LENGTH,
+    "reward.remote_url": "rewards before and after cannot be compared where their source is another one",
+}
+
+CONTENT = {
+    *("model.model_name_or_path", "ref.model_name_or_path", "teacher.model_name_or_path"),
+    *("actor.model_name_or_path", "critic.model_name_or_path", "reward.model_name_or_path"),
+    *("data.dataset", "data.prompt_dataset", "data.pretrain_dataset"),
+}
+
+FREE_SECTIONS = ("ckpt.", "eval.", "logger.")
+FREE = {
+    *("local_rank", "use_ms"),
+    *("data.dataloader_num_workers", "data.cache_enable", "data.cache_dir"),
+    # Ranks: at --ds.zero_stage 1 to 3 their number is part of a checkpoint, see trainer/origin.py.
+    *(f"{role}.num_nodes" for role in ("actor", "critic", "ref", "teacher", "reward")),
+    *(f"{role}.num_gpus_per_node" for role in ("actor", "critic", "ref", "teacher", "reward")),
+    *("ref.offload", "teacher.offload", "reward.offload", "ref.precompute_enable"),
+    *("train.colocate_all", "train.colocate_actor_ref", "train.colocate_critic_reward"),
+    *("vllm.num_engines", "vllm.tensor_parallel_size", "vllm.sync_backend", "vllm.sync_with_ray"),
+    *("vllm.enable_prefix_caching", "vllm.enforce_eager", "vllm.enable_sleep"),
+    *("vllm.gpu_memory_utilization", "vllm.kv_cache_gb"),
+    # Rows: how a step's samples are laid out.
+    *("train.micro_batch_size", "train.dynamic_batch_enable", "train.max_tokens_per_gpu"),
+    *("rollout.micro_batch_size", "rollout.max_tokens_per_gpu", "ds.packing_samples"),
+    # Memory and kernels
+    *(f"{model}.gradient_checkpointing_enable" for model in ("model", "actor", "critic")),
+    *(f"{model}.gradient_checkpointing_reentrant" for model in ("model", "actor")),
+    *("ds.zpg", "ds.overlap_comm", "ds.deepcompile", "ds.use_liger_kernel", "ds.use_universal_ckpt"),
+    *("ds.attn_implementation", "ds.experts_implementation", "train.full_determinism_enable"),
+    "model.compute_fp32_loss_enable",
+    # How rewards are asked for, and when a run gives up
+    *("reward.batch", "reward.timeout", "reward.num_workers"),
+    *("reward.remote_timeout", "reward.remote_batch_size", "reward.remote_concurrency"),
+    *("reward.max_failed_ratio", "algo.dynamic_filtering_max_batches"),
+    "critic.save_value_network",
+}

@@ -1,0 +1,152 @@
+"""How a run ends that is told to end, or loses a process: at once, in a few lines, with nothing left over."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from openrlhf.tasks.prepare import TaskFiles
+
+BIN = Path(sys.executable).parent
+REWARD = Path(__file__).with_name("digits_reward.py")
+FOREVER = 100_000
+
+
+def interrupt(
+    command: str, folder: Path, end: Callable[[psutil.Process], object], steps: int = 3
+) -> tuple[int, str, str]:
+    """Run `command`, which writes to `folder`/run, with no cluster to join; when it has made some steps,
+    `end` its process. Exit code and what it wrote to stdout and stderr. Nothing that it started is left."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    metrics = folder / "run" / "metrics.jsonl"
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        run = subprocess.Popen(
+            shlex.split(command), stdout=out, stderr=err, env=environment, start_new_session=True
+        )
+    started: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 240
+        while not metrics.exists() or metrics.read_text().count("\n") < steps:
+            assert run.poll() is None and time.monotonic() < deadline, (folder / "err").read_text()[-3000:]
+            time.sleep(0.1)
+        process = psutil.Process(run.pid)
+        started = process.children(recursive=True)
+        end(process)
+        code = run.wait(timeout=60)
+        assert psutil.wait_procs(started, timeout=20)[1] == []
+    finally:
+        for process in [*started, run]:
+            try:
+                process.kill()
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
+    return code, (folder / "out").read_text(), (folder / "err").read_text()
+
+
+def rl(task: TaskFiles, folder: Path, flags: str) -> str:
+    return (
+        f"{sys.executable} -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path {task.model} "
+        f"--data.prompt_dataset {task.prompts} --reward.remote_url {REWARD} --data.apply_chat_template "
+        "--data.max_len 96 --rollout.max_new_tokens 12 --rollout.batch_size 4 "
+        "--rollout.n_samples_per_prompt 2 --train.batch_size 8 --algo.advantage.estimator group_norm "
+        "--algo.kl.init_coef 0 "
+        f"--ds.param_dtype fp32 --train.num_episodes {FOREVER} --train.max_steps {FOREVER} "
+        f"--ckpt.output_dir {folder / 'out_dir'} --logger.run_dir {folder / 'run'} {flags}"
+    )
+
+
+def last_checkpoint(folder: Path) -> str:
+    path = folder / "out_dir" / "checkpoints" / "_actor"
+    return f"the last checkpoint is {path / (path / 'latest').read_text()}: "
+
+
+ONE_RANK = "--actor.num_gpus_per_node 1 --train.colocate_all"
+
+
+@pytest.mark.parametrize(
+    ("send", "number"),
+    [
+        (os.kill, signal.SIGTERM),
+        pytest.param(os.killpg, signal.SIGTERM, marks=pytest.mark.slow),  # Ray's servers end with it
+        pytest.param(os.killpg, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_told_to_end(task: TaskFiles, tmp_path: Path, send: Callable, number: int) -> None:
+    flags, code = f"{ONE_RANK} --ckpt.save_steps 2", 128 + number
+    ended, _, err = interrupt(rl(task, tmp_path, flags), tmp_path, lambda run: send(run.pid, number))
+    assert ended == code, err[-3000:]
+    (last,) = (line for line in err.splitlines() if line.startswith("stopped "))
+    assert last.startswith("stopped in step ") and f" of {FOREVER}; {last_checkpoint(tmp_path)}" in last
+    assert last.endswith("the same command with --ckpt.load_enable goes on from there")
+    assert "Traceback" not in err and "*** " not in err
+
+
+def kill(title: str) -> Callable[[psutil.Process], None]:
+    """`kill -9` for the last process of the run with this title."""
+
+    def end(run: psutil.Process) -> None:
+        found = [p for p in run.children(recursive=True) if " ".join(p.cmdline()).startswith(title)]
+        found[-1].kill()
+
+    return end
+
+
+@pytest.mark.parametrize(
+    ("title", "name", "flags"),
+    [
+        ("ray::EngineActor", "a vLLM engine", ONE_RANK),
+        pytest.param(
+            "ray::PolicyWorker",
+            "a rank of the policy",
+            "--actor.num_gpus_per_node 2 --ckpt.save_steps 2",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_run_that_loses_a_process(
+    task: TaskFiles, tmp_path: Path, title: str, name: str, flags: str
+) -> None:
+    code, _, err = interrupt(rl(task, tmp_path, flags), tmp_path, kill(title))
+    assert code == 1
+    what, log, where = err[err.index("error: ") :].splitlines()
+    assert what.startswith(f"error: {name} died: process ")
+    assert Path(log.removeprefix("Its log is ").partition(";")[0]).exists()
+    saved = "save_steps" in flags
+    left = last_checkpoint(tmp_path) if saved else "nothing was saved: --ckpt.save_steps N saves a checkpoint"
+    assert where.startswith("in step ") and left in where
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(sys.executable, marks=pytest.mark.slow),
+        f"{BIN / 'torchrun'} --standalone --nproc_per_node 2",
+    ],
+    ids=["python", "torchrun"],
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_supervised_run_that_is_told_to_end(
+    task: TaskFiles, tmp_path: Path, launcher: str, number: int
+) -> None:
+    """One rank speaks; torchrun has words and exit codes of its own."""
+    command = (
+        f"{launcher} -m openrlhf.cli.train_sft --model.model_name_or_path {task.model} "
+        f"--data.dataset {task.pretrain} --model.pretrain_mode_enable --data.max_samples 32 "
+        f"--train.batch_size 16 --train.max_epochs {FOREVER} --ds.param_dtype fp32 "
+        f"--ckpt.output_dir {tmp_path / 'out_dir'} --logger.run_dir {tmp_path / 'run'}"
+    )
+    code, _, err = interrupt(command, tmp_path, lambda run: os.killpg(run.pid, number))
+    (said,) = (line for line in err.splitlines() if line.startswith("stopped "))
+    assert said.startswith("stopped in step ") and said.endswith(
+        "nothing was saved: --ckpt.save_steps N saves a checkpoint every N steps"
+    )
+    if launcher == sys.executable:
+        assert code == 128 + number and "Traceback" not in err

@@ -1,0 +1,50 @@
+"""A folder has one living run."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from openrlhf.observe.lock import locked
+
+HOLD = """
+import sys, time
+from openrlhf.observe.lock import locked
+with locked(sys.argv[1], flag="--x"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the folder."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_run_is_told_who_is_there(tmp_path, holder):
+    with pytest.raises(ValueError) as refused, locked(tmp_path, flag="--ckpt.path"):
+        pytest.fail("it was let in")
+    text = str(refused.value)
+    assert text.startswith(f"--ckpt.path {tmp_path}: a living run uses it: process {holder.pid} on ")
+    assert os.uname().nodename in text and ", since 2" in text and "name another folder" in text
+
+
+def test_a_dead_run_leaves_no_lock(tmp_path, holder):
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    with locked(tmp_path, flag="--x"):
+        assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_it_ends_with_the_run_also_where_that_fails(tmp_path):
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="of the run"), locked(tmp_path / "new", flag="--x"):
+            raise RuntimeError("of the run")

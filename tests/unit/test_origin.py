@@ -1,0 +1,116 @@
+"""Which other run may go on with a checkpoint."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from openrlhf.config import resume
+from openrlhf.config.commands import COMMANDS
+from openrlhf.config.fields import fields_of, values_of, with_values
+from openrlhf.config.parse import SECRETS
+from openrlhf.config.resume import CONTENT, FREE, FREE_SECTIONS, Change, change_of, remarks_of
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.trainer.origin import Origin, compare
+
+TYPES = {c.name: c.config_type for c in COMMANDS if "ckpt.load_enable" in fields_of(c.config_type)}
+FLAGS = [(name, key) for name, type_ in TYPES.items() for key in fields_of(type_) if key not in SECRETS]
+
+
+def origin_of(command: str, contents: dict[str, str] | None = None, **flags) -> Origin:
+    values = {key.replace("__", "."): value for key, value in flags.items()}
+    return Origin.of(command, with_values(TYPES[command](), values), contents or {})
+
+
+def test_the_commands():
+    assert set(TYPES) == {"sft", "rm", "prm", "dpo", "kto", "kd", "ppo"}
+
+
+@pytest.mark.parametrize("command", TYPES)
+def test_every_flag_is_in_one_class(command):
+    for key in fields_of(TYPES[command]):
+        in_tables = [key in remarks_of(command), key in CONTENT, key in FREE, key.startswith(FREE_SECTIONS)]
+        assert sum(in_tables) == (change_of(command, key) is not Change.REFUSED), key
+
+
+def test_the_tables_name_flags_that_exist():
+    known = {key for _, key in FLAGS}
+    assert {*CONTENT, *FREE, *resume.RL_REMARKS, *resume.SUPERVISED_REMARKS} - known <= {"train.max_steps"}
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "expected"),
+    [
+        ("sft", "adam.lr", Change.REFUSED),
+        ("ppo", "actor.adam.lr", Change.REFUSED),
+        ("ppo", "rollout.n_samples_per_prompt", Change.REFUSED),
+        ("ppo", "train.max_epochs", Change.REFUSED),  # passes over each step's samples
+        ("sft", "train.max_epochs", Change.REMARKED),  # the length of the run
+        ("ppo", "train.num_episodes", Change.REMARKED),
+        ("ppo", "actor.model_name_or_path", Change.CONTENT),
+        ("kto", "data.dataset", Change.CONTENT),
+        ("ppo", "vllm.gpu_memory_utilization", Change.FREE),
+        ("rm", "ckpt.save_steps", Change.FREE),
+        ("sft", "a.flag_of_tomorrow", Change.REFUSED),
+    ],
+)
+def test_class_of(command, key, expected):
+    assert change_of(command, key) is expected
+
+
+@pytest.mark.parametrize(("command", "key"), FLAGS)
+def test_another_value_of_each_flag(command, key):
+    now = origin_of(command)
+    before = replace(now, flags={**now.flags, key: "another"})
+    differences, remarks = compare(before, now)
+    named = [f"--{key} was another, is "]
+    by_class = {
+        Change.FREE: ([], []),
+        Change.REMARKED: ([], named),
+        Change.CONTENT: (named, []),
+        Change.REFUSED: (named, []),
+    }
+    found = [[text[: len(named[0])] for text in texts] for texts in (differences, remarks)]
+    assert tuple(found) == by_class[change_of(command, key)]
+
+
+def test_what_a_flag_names_is_compared_where_it_is_known():
+    names = {"model__model_name_or_path": "a", "data__dataset": "b.jsonl"}
+    before = origin_of("sft", {"--model.model_name_or_path": "x", "--data.dataset": "2 samples"}, **names)
+    moved = {key: f"/elsewhere/{name}" for key, name in names.items()}
+    assert compare(before, origin_of("sft", dict(before.contents), **moved)) == ([], [])
+    trained = {"--model.model_name_or_path": "y", "--data.dataset": "2 samples"}
+    assert compare(before, origin_of("sft", trained, **names)) == (
+        ["--model.model_name_or_path was a (x), is a (y)"],
+        [],
+    )
+
+
+def test_all_differences_are_in_one_list():
+    before = origin_of("sft", {"ranks": "2"}, adam__lr=1e-3, data__max_len=10)
+    now = origin_of("sft", {"ranks": "1"}, adam__betas=(0.5, 0.6), train__micro_batch_size=1)
+    assert compare(before, now).differences == [
+        "--adam.lr was 0.001, is 5e-06",
+        "--adam.betas was 0.9 0.95, is 0.5 0.6",
+        "--data.max_len was 10, is 2048",
+        "ranks was 2, is 1",
+    ]
+
+
+def test_another_command():
+    differences, remarks = compare(origin_of("dpo"), origin_of("sft"))
+    assert differences == ["it is of `openrlhf dpo`, and this is `openrlhf sft`"] and remarks == []
+
+
+def test_what_only_one_version_knows_is_remarked_upon():
+    now = origin_of("sft")
+    flags = {key: value for key, value in now.flags.items() if key not in ("adam.lr", "ckpt.max_num")}
+    differences, (remark,) = compare(replace(now, flags={**flags, "gone": 1}), now)
+    assert differences == [] and remark.endswith("could not be compared: --adam.lr, --gone")
+
+
+def test_no_secret_is_kept():
+    values = {"logger.wandb.key": "MARKER", "eval.dataset": "https://me:MARKER@host/x"}
+    origin = Origin.of("sft", with_values(SFTConfig(), values), {})
+    assert "MARKER" not in json.dumps(origin.as_dict())
+    assert origin.flags.keys() == values_of(SFTConfig()).keys() - {"logger.wandb.key", "api_key"}
