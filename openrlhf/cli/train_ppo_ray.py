@@ -2,38 +2,39 @@
 submit`."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import cast
 
 from openrlhf.cli.publish import publish
 from openrlhf.config.commands import PPO
-from openrlhf.config.parse import parse
+from openrlhf.config.fields import values_of
+from openrlhf.config.parse import Explicit, parse
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    config = parse(PPO, argv).config
     from openrlhf.cli.errors import short_errors
 
     with short_errors():
+        config = parse(PPO, argv, settle=rank_counts, inspect=problems_outside).config
         run(config, argv)
 
 
 def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     """Train, and write the policy to `ckpt.output_dir`."""
-    check(config)
-    import ray
-
-    from openrlhf.cluster.launch import cluster_has_gpus, resource_problems, start_ray
+    from openrlhf.cluster.launch import check_resources, cluster_has_gpus, start_ray, stop_ray
+    from openrlhf.cluster.placement import place
     from openrlhf.cluster.roles import start_roles
 
     start_ray()
-    if problems := resource_problems(config, ray.cluster_resources()):
-        raise ValueError("\n".join(problems))
+    check_resources(config)
+    on_gpu = cluster_has_gpus()
+    places = place(config, on_gpu)
     prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
     check_policy_learns(config, len(prompts))
-    roles = start_roles(config, cluster_has_gpus(), len(prompts))
+    roles = start_roles(config, places, on_gpu, len(prompts))
     trainer = build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer)
     roles.rollout.on_finished = lambda group: trainer.observer.advance(len(group))
     try:
@@ -45,42 +46,81 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
         trainer.observer.close()
     publish(config, PPO, base_model=config.actor.model_name_or_path, datasets=config.data.prompt_dataset)
     roles.rollout.close()
-    ray.shutdown()
+    stop_ray()
 
 
-def check(config: PPOConfig) -> None:
-    """Everything that can be wrong with files, before anything is loaded or started."""
+def rank_counts(config: PPOConfig, explicit: Explicit) -> dict[str, int]:
+    """`num_gpus_per_node` where nobody chose it and the default is more than a node has. Without GPUs one
+    rank."""
+    keys = [f"{role}.num_gpus_per_node" for role, home in config.homes.items() if home.host is None]
+    if all(key in explicit for key in keys):
+        return {}
+    from openrlhf.cluster.launch import available_nodes
+
+    most = max(1, min((int(n["GPU"]) for n in available_nodes() if n.get("GPU", 0) >= 1), default=1))
+    values = values_of(config)
+    return {key: most for key in keys if key not in explicit and cast(int, values[key]) > most}
+
+
+def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
+    """What is wrong with the cluster and with files, before anything is loaded or started; nothing more about
+    flags that are `refused`."""
+    from openrlhf.cluster.launch import check_resources
     from openrlhf.datasets.sources import check_columns
     from openrlhf.models.experts import check_experts
-    from openrlhf.models.loading import check_model, check_room, load_config
-    from openrlhf.models.scorer import check_reward_model, score_statistics
+    from openrlhf.models.loading import check_model
+    from openrlhf.models.scorer import check_reward_model
     from openrlhf.rollout.reward_function import check_reward_file
 
-    trained = {ACTOR_FLAG: config.actor.model_name_or_path}
-    if config.uses_critic:
-        trained[CRITIC_FLAG] = config.critic_path
-    for flag, path in trained.items():
-        check_room(load_config(path, flag), config.data.max_len, flags="--data.max_len", path=path)
+    problems, wrong = [], set(refused)
+
+    def ask(flag: str, check: Callable[..., object], /, *args, **options) -> None:
+        if flag in wrong:
+            return
+        try:
+            check(*args, **options)
+        except ValueError as error:
+            problems.append(str(error))
+            wrong.add(flag)
+
+    ask("--vllm.num_engines", check_resources, config)
+    actor, critic = config.actor.model_name_or_path, config.critic_path
+    ask(ACTOR_FLAG, _check_trained, actor, ACTOR_FLAG, config.data.max_len)
     if config.actor.aux_loss_coef:
-        check_experts(config.actor.model_name_or_path, ACTOR_FLAG, "--actor.aux_loss_coef")
-    if config.teacher.model_name_or_path:
-        check_model(config.teacher.model_name_or_path, TEACHER_FLAG)
-    if config.uses_critic and config.critic_aux_loss_coef:
-        check_experts(config.critic_path, CRITIC_FLAG, "--critic.aux_loss_coef")
+        ask(ACTOR_FLAG, check_experts, actor, ACTOR_FLAG, "--actor.aux_loss_coef")
+    if path := config.teacher.model_name_or_path:
+        ask(TEACHER_FLAG, check_model, path, TEACHER_FLAG)
+    if config.uses_critic and critic != actor:
+        ask(CRITIC_FLAG, _check_trained, critic, CRITIC_FLAG, config.data.max_len)
+    if config.uses_critic and config.critic_aux_loss_coef and ACTOR_FLAG not in wrong:
+        ask(CRITIC_FLAG, check_experts, critic, CRITIC_FLAG, "--critic.aux_loss_coef")
     for path in config.reward.models:
-        check_reward_model(path, REWARD_FLAG, config.ds.value_head_prefix)
+        ask(REWARD_FLAG, check_reward_model, path, REWARD_FLAG, config.ds.value_head_prefix)
         if config.reward.normalize_enable:
-            score_statistics(load_config(path, REWARD_FLAG), path)
-    if config.reward.function_path:
-        check_reward_file(config.reward.function_path, "--reward.remote_url")
-    data, columns = config.data, _columns(config)
-    check_columns(
-        data.prompt_dataset, flag="--data.prompt_dataset", required_columns=columns, split=data.prompt_split
-    )
-    if config.eval.dataset:
-        check_columns(
-            config.eval.dataset, flag="--eval.dataset", required_columns=columns, split=config.eval.split
-        )
+            ask(REWARD_FLAG, _check_statistics, path)
+    if path := config.reward.function_path:
+        ask("--reward.remote_url", check_reward_file, path, "--reward.remote_url")
+    sets = {
+        "--data.prompt_dataset": (config.data.prompt_dataset, config.data.prompt_split),
+        "--eval.dataset": (config.eval.dataset, config.eval.split),
+    }
+    for flag, (spec, split) in sets.items():
+        if spec:
+            ask(flag, check_columns, spec, flag=flag, required_columns=_columns(config), split=split)
+    return problems
+
+
+def _check_trained(path: str, flag: str, max_len: int) -> None:
+    from openrlhf.models.loading import check_room, load_config
+
+    check_room(load_config(path, flag), max_len, flags="--data.max_len", path=path)
+
+
+def _check_statistics(path: str) -> None:
+    from openrlhf.models.loading import load_config
+    from openrlhf.models.scorer import score_statistics
+
+    score_statistics(load_config(path, REWARD_FLAG), path)
 
 
 def build_prompt_datasets(config: PPOConfig):

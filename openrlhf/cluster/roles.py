@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
-from openrlhf.cluster.placement import place
+from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.rollout import RolloutGroup
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.trainer.schedule import num_updates
@@ -21,9 +21,12 @@ class Roles:
     reward: RewardGroup | None = None
 
 
-def start_roles(config: PPOConfig, on_gpu: bool, num_prompts: int) -> Roles:
-    """`num_prompts`: of an episode, from which learning rate schedules get their length."""
-    bundles, engine_bundles = place(config, on_gpu)
+def start_roles(
+    config: PPOConfig, places: tuple[dict[str, Bundles], Bundles], on_gpu: bool, num_prompts: int
+) -> Roles:
+    """`places`: of each role, and of the engines, see `placement.place`. `num_prompts`: of an episode, from
+    which learning rate schedules get their length."""
+    bundles, engine_bundles = places
     rollout = RolloutGroup(config, engine_bundles, on_gpu)
     roles = Roles(rollout=rollout, policy=PolicyGroup(config, bundles["actor"]))
     if "critic" in bundles:

@@ -288,10 +288,10 @@ def test_more_ranks_than_the_cluster_has():
         __file__,
     ]
     config = parse(COMMAND, [*flags, *PPO, "--actor.num_gpus_per_node", "8"]).config
-    (problem,) = resource_problems(config, {"CPU": 2.0})
+    (problem,) = resource_problems(config, [{"CPU": 2.0}])
     assert "--actor.num_gpus_per_node asks for 8 ranks" in problem and "2 CPU cores" in problem
     assert "Ask for at most 2." in problem and len(problem.splitlines()) <= 3
-    (problem,) = resource_problems(config, {"CPU": 64.0, "GPU": 4.0})
+    (problem,) = resource_problems(config, [{"CPU": 64.0, "GPU": 4.0}])
     assert "needs 9 GPUs" in problem and "the cluster has 4" in problem
     assert "Ask for fewer, or share them with --train.colocate_all" in problem
     assert len(problem.splitlines()) <= 3
