@@ -66,11 +66,6 @@ def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
     """What is wrong with the cluster and with files, before anything is loaded or started; nothing more about
     flags that are `refused`."""
     from openrlhf.cluster.launch import check_resources
-    from openrlhf.datasets.sources import check_columns
-    from openrlhf.models.experts import check_experts
-    from openrlhf.models.loading import check_model
-    from openrlhf.models.scorer import check_reward_model
-    from openrlhf.rollout.reward_function import check_reward_file
 
     problems, wrong = [], set(refused)
 
@@ -84,6 +79,19 @@ def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
             wrong.add(flag)
 
     ask("--vllm.num_engines", check_resources, config)
+    check_files(config, ask)
+    return problems
+
+
+def check_files(config: PPOConfig, ask: Callable[..., None]) -> None:
+    """Everything that can be wrong with them, by `ask(flag, check, ...)`, which calls `check(...)` where
+    nothing is known to be wrong with the flag."""
+    from openrlhf.datasets.sources import check_columns
+    from openrlhf.models.experts import check_experts
+    from openrlhf.models.loading import check_model
+    from openrlhf.models.scorer import check_reward_model
+    from openrlhf.rollout.reward_function import check_reward_file
+
     actor, critic = config.actor.model_name_or_path, config.critic_path
     ask(ACTOR_FLAG, _check_trained, actor, ACTOR_FLAG, config.data.max_len)
     if config.actor.aux_loss_coef:
@@ -92,7 +100,7 @@ def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
         ask(TEACHER_FLAG, check_model, path, TEACHER_FLAG)
     if config.uses_critic and critic != actor:
         ask(CRITIC_FLAG, _check_trained, critic, CRITIC_FLAG, config.data.max_len)
-    if config.uses_critic and config.critic_aux_loss_coef and ACTOR_FLAG not in wrong:
+    if config.uses_critic and config.critic_aux_loss_coef:
         ask(CRITIC_FLAG, check_experts, critic, CRITIC_FLAG, "--critic.aux_loss_coef")
     for path in config.reward.models:
         ask(REWARD_FLAG, check_reward_model, path, REWARD_FLAG, config.ds.value_head_prefix)
@@ -107,7 +115,6 @@ def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
     for flag, (spec, split) in sets.items():
         if spec:
             ask(flag, check_columns, spec, flag=flag, required_columns=_columns(config), split=split)
-    return problems
 
 
 def _check_trained(path: str, flag: str, max_len: int) -> None:

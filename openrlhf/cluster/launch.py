@@ -95,6 +95,10 @@ def total(nodes: Nodes, resource: str) -> int:
     return int(sum(node.get(resource, 0) for node in nodes))
 
 
+def free_gpus() -> float:
+    return ray.available_resources().get("GPU", 0)
+
+
 def cluster_has_gpus() -> bool:
     return total(available_nodes(), "GPU") > 0
 
@@ -102,9 +106,10 @@ def cluster_has_gpus() -> bool:
 def _join(address: str) -> None:
     ray.init(**_common_options())
     nodes = available_nodes()
-    gpus, cores = total(nodes, "GPU"), total(nodes, "CPU")
+    gpus, free, cores = total(nodes, "GPU"), free_gpus(), total(nodes, "CPU")
+    taken = f" ({free:g} of them free)" if free < gpus else ""
     count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-    _say(f"joined the Ray cluster at {address}: {count}, {gpus} GPUs, {cores} CPU cores")
+    _say(f"joined the Ray cluster at {address}: {count}, {gpus} GPUs{taken}, {cores} CPU cores")
 
 
 def _start_here() -> None:
@@ -188,9 +193,10 @@ def resource_problems(config: PPOConfig, nodes: Nodes) -> list[str]:
         ]
     problems = []
     if sum(needs.values()) > gpus:
+        shared = config.train.colocate_all
         problems.append(
             f"the run needs {sum(needs.values())} GPUs ({listed(needs)}); the cluster has {gpus}.\n"
-            f"Ask for fewer, or share them with --train.colocate_all (now {config.train.colocate_all})."
+            f"Ask for fewer{'' if shared else ', or share them with --train.colocate_all'}."
         )
     size = config.vllm.tensor_parallel_size
     room = sum(int(node.get("GPU", 0)) // size for node in nodes)

@@ -11,13 +11,13 @@ from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from openrlhf.cluster.launch import available_nodes, check_resources, demands, listed, total
+from openrlhf.cluster.launch import available_nodes, check_resources, demands, free_gpus, listed, total
 from openrlhf.config.ppo import PPOConfig
 
 SHARE = 0.2
 """What a worker claims of its GPU, so that colocated roles fit on one."""
 
-PATIENCE, REMINDER = 5, 60
+PATIENCE, REMINDER = 2, 60
 """Seconds of waiting for GPUs before the first line about it, and between further ones."""
 
 
@@ -86,25 +86,20 @@ class Bundles:
 def place(config: PPOConfig, on_gpu: bool) -> tuple[dict[str, Bundles], Bundles]:
     """Reserve what the run needs: the places of each role, and those of the engines. Waits until the cluster
     has granted it, and says what for; raises ValueError where it never can."""
-    owners = {role: home.num_workers for role, home in config.homes.items() if home.host is None}
-    sizes = [1] * sum(owners.values())
-    apart = not (config.train.colocate_all and on_gpu)
-    tensor_parallel_size = config.vllm.tensor_parallel_size
-    if apart:
-        sizes += [tensor_parallel_size] * config.num_engines
-    group = _reserve(config, sizes) if on_gpu else None
+    # Ray places engines of several GPUs first, and fills their nodes up with what comes first after them: the
+    # actor comes last, so that it gets nodes of its own.
+    own = {role: home.num_workers for role, home in reversed(config.homes.items()) if home.host is None}
+    shared = config.train.colocate_all and on_gpu
+    num_engines, size = (0 if shared else config.num_engines), config.vllm.tensor_parallel_size
+    group = _reserve(config, [1] * sum(own.values()) + [size] * num_engines) if on_gpu else None
     bundles: dict[str, Bundles] = {}
     first = 0
-    for role, home in config.homes.items():
-        if home.host is not None:
-            bundles[role] = bundles[home.host]
-            continue
-        bundles[role] = Bundles(group, home.num_workers, Turns(needed=on_gpu), first)
-        first += home.num_workers
-    if not apart:
-        return bundles, bundles["actor"]
-    engines = Bundles(group, config.num_engines, Turns(needed=on_gpu), first, tensor_parallel_size)
-    return bundles, engines
+    for role, count in own.items():
+        bundles[role] = Bundles(group, count, Turns(needed=on_gpu), first)
+        first += count
+    engines = Bundles(group, num_engines, Turns(needed=on_gpu), first, size)
+    places = {role: bundles[home.host or role] for role, home in config.homes.items()}
+    return places, places["actor"] if shared else engines
 
 
 def _reserve(config: PPOConfig, sizes: Sequence[int]) -> PlacementGroup:
@@ -122,8 +117,7 @@ def _reserve(config: PPOConfig, sizes: Sequence[int]) -> PlacementGroup:
 
 def _shortage(config: PPOConfig) -> str:
     """What the run needs, what the cluster has, and who holds it."""
-    needs, gpus = demands(config), total(available_nodes(), "GPU")
-    free = ray.available_resources().get("GPU", 0)
+    needs, gpus, free = demands(config), total(available_nodes(), "GPU"), free_gpus()
     groups = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
     counts = [sum(bundle.get("GPU", 0) for bundle in group["bundles"].values()) for group in groups]
     held = [

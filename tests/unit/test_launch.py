@@ -70,7 +70,7 @@ def test_the_text_names_every_flag():
         "the run needs 8 GPUs (--actor.num_nodes x --actor.num_gpus_per_node = 2, "
         "--ref.num_nodes x --ref.num_gpus_per_node = 2, "
         "--vllm.num_engines x --vllm.tensor_parallel_size = 4); the cluster has 4.\n"
-        "Ask for fewer, or share them with --train.colocate_all (now False)."
+        "Ask for fewer, or share them with --train.colocate_all."
     )
 
 
