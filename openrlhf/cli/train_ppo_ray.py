@@ -24,26 +24,27 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     """Train, and write the policy to `ckpt.output_dir`."""
-    from openrlhf.cluster.launch import check_resources, cluster_has_gpus, start_ray, stop_ray
+    from openrlhf.cluster.launch import check_resources, cluster_has_gpus, naming_logs, start_ray, stop_ray
     from openrlhf.cluster.placement import place
     from openrlhf.cluster.roles import start_roles
 
     start_ray()
     check_resources(config)
     on_gpu = cluster_has_gpus()
-    places = place(config, on_gpu)
-    prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
-    check_policy_learns(config, len(prompts))
-    roles = start_roles(config, places, on_gpu, len(prompts))
-    trainer = build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer)
-    roles.rollout.on_finished = lambda group: trainer.observer.advance(len(group))
-    try:
-        trainer.fit()
-        roles.policy.export(config.ckpt.output_dir).result()
-        if roles.critic and config.critic.save_value_network:
-            roles.critic.export(f"{config.ckpt.output_dir}_critic").result()
-    finally:
-        trainer.observer.close()
+    with naming_logs():
+        places = place(config, on_gpu)
+        prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
+        check_policy_learns(config, len(prompts))
+        roles = start_roles(config, places, on_gpu, len(prompts))
+        trainer = build_trainer(config, argv, roles, prompts, eval_prompts, tokenizer)
+        roles.rollout.on_finished = lambda group: trainer.observer.advance(len(group))
+        try:
+            trainer.fit()
+            roles.policy.export(config.ckpt.output_dir).result()
+            if roles.critic and config.critic.save_value_network:
+                roles.critic.export(f"{config.ckpt.output_dir}_critic").result()
+        finally:
+            trainer.observer.close()
     publish(config, PPO, base_model=config.actor.model_name_or_path, datasets=config.data.prompt_dataset)
     roles.rollout.close()
     stop_ray()

@@ -4,8 +4,8 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import grpc
@@ -18,6 +18,7 @@ from ray._private.authentication.authentication_token_setup import (
 from ray._private.grpc_utils import init_grpc_channel
 from ray.core.generated import gcs_service_pb2
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
+from ray.exceptions import RayError
 
 from openrlhf.config.ppo import PPOConfig
 
@@ -51,6 +52,17 @@ def start_ray() -> None:
         _join(address)
     else:
         _start_here()
+
+
+@contextmanager
+def naming_logs() -> Iterator[None]:
+    """Where something in a worker fails, stderr says where its log is."""
+    try:
+        yield
+    except RayError:
+        folder = ray._private.worker._global_node.get_logs_dir_path()
+        _say(f"logs of Ray and of every worker on this machine: {folder}")
+        raise
 
 
 def stop_ray() -> None:

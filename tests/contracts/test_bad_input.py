@@ -273,6 +273,25 @@ def test_everything_at_once(refused, files):
     assert "6 problems; nothing was started." in text
 
 
+def test_everything_at_once_also_outside_of_flags(refused, files, monkeypatch):
+    """The machine, models, functions and rows, in the same round as flags."""
+    monkeypatch.setattr("openrlhf.cluster.launch.available_nodes", lambda: [{"CPU": 2.0}])
+    text = refused(
+        "ppo",
+        *("--actor.num_gpus_per_node", "4", "--actor.model_name_or_path", files["empty"]),
+        *("--reward.remote_url", files["no_reward"], "--data.input_key", "questions"),
+        *("--actor.adam.lr", "fast", "--vllm.num_engines", "3"),
+        problems=5,
+    )
+    assert "--actor.num_nodes x --actor.num_gpus_per_node asks for 4 ranks" in text
+    assert "--vllm.num_engines x --vllm.tensor_parallel_size asks for 3 ranks" in text
+    assert f"error: --actor.model_name_or_path {files['empty']}: no model configuration" in text
+    assert f"error: --reward.remote_url {files['no_reward']}: the file has no reward_func" in text
+    assert f"error: --data.input_key questions: {files['data']} has no such column." in text
+    assert "error: --actor.adam.lr fast: expects a number" in text
+    assert "5 problems; nothing was started." in text
+
+
 def test_more_ranks_than_the_cluster_has():
     from openrlhf.cluster.launch import resource_problems
     from openrlhf.config.commands import PPO as COMMAND

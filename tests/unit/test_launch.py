@@ -1,13 +1,17 @@
 import socket
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import yaml
+from ray.exceptions import ActorDiedError
 
 from openrlhf.cli.train_ppo_ray import rank_counts
 from openrlhf.cluster import launch
 from openrlhf.cluster.launch import cluster_address, resource_problems
-from openrlhf.config.parse import Source
+from openrlhf.config.commands import PPO
+from openrlhf.config.parse import Source, parse
 from openrlhf.config.ppo import (
     ActorConfig,
     AdvantageConfig,
@@ -175,3 +179,53 @@ def test_where_all_ranks_are_counted_nothing_is_asked(monkeypatch):
     monkeypatch.setattr(launch, "available_nodes", partial(pytest.fail, "the machine is looked at"))
     said = {"actor.num_gpus_per_node": Source()}
     assert rank_counts(config(colocate_all=True), said) == {}
+
+
+def test_what_nobody_set_is_settled_checked_and_shown(tmp_path, monkeypatch, capsys):
+    """The batch divides among the ranks that there are, and what is printed is what would run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text("")
+    argv = "--actor.model_name_or_path a/b --data.prompt_dataset c/d --reward.remote_url reward.py"
+    argv = f"{argv} --rollout.batch_size 3 --train.batch_size 3 --rollout.n_samples_per_prompt 1".split()
+    with pytest.raises(SystemExit):
+        parse(PPO, [*argv, "--print_config"])
+    assert "--train.batch_size 3: does not divide among 8 ranks" in capsys.readouterr().err
+
+    settled = {"actor.num_gpus_per_node": 1}
+    with pytest.raises(SystemExit) as stop:
+        parse(PPO, [*argv, "--print_config"], settle=lambda config, explicit: settled)
+    printed = capsys.readouterr()
+    assert stop.value.code == 0
+    assert yaml.safe_load(printed.out)["actor"]["num_gpus_per_node"] == 1
+    assert printed.err == "note: --actor.num_gpus_per_node 1: not set; chosen by what there is\n"
+
+
+def test_what_is_wrong_outside_of_flags_is_said_with_the_rest(monkeypatch, capsys):
+    def inspect(config, refused):
+        assert {"--actor.model_name_or_path", "--actor.adam.lr"} <= refused
+        return ["the run needs 8 GPUs; the cluster has 4."]
+
+    with pytest.raises(SystemExit) as stop:
+        parse(PPO, ["--actor.adam.lr", "fast"], inspect=inspect)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "error: --actor.adam.lr fast" in err and "error: --actor.model_name_or_path: is required" in err
+    assert "error: the run needs 8 GPUs; the cluster has 4.\n" in err
+
+
+def test_what_a_user_sets_for_workers_stands(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert launch._common_options()["runtime_env"]["env_vars"]["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert launch._common_options()["runtime_env"]["env_vars"]["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_only_a_failure_of_a_worker_names_the_logs(monkeypatch, capsys):
+    node = SimpleNamespace(get_logs_dir_path=lambda: "/tmp/ray/session/logs")
+    monkeypatch.setattr(launch.ray._private.worker, "_global_node", node)
+    with pytest.raises(ActorDiedError), launch.naming_logs():
+        raise ActorDiedError
+    assert "every worker on this machine: /tmp/ray/session/logs" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="a row"), launch.naming_logs():
+        raise ValueError("a row")
+    assert capsys.readouterr().err == ""
