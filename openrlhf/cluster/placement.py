@@ -106,12 +106,14 @@ def _reserve(config: PPOConfig, sizes: Sequence[int]) -> PlacementGroup:
     """A placement group with one bundle of each of these numbers of GPUs. It claims no cores: they would only
     keep a run off a cluster that has the GPUs."""
     group = placement_group([{"GPU": size} for size in sizes], strategy="PACK", name=config.run_dir)
-    start, patience = time.monotonic(), PATIENCE
-    while not group.wait(patience):
-        check_resources(config)  # a node may have gone
-        minutes = int((time.monotonic() - start) / 60)
-        print(f"waiting{f' since {minutes} min' if minutes else ''}: {_shortage(config)}", file=sys.stderr)
-        patience = REMINDER
+    start, due = time.monotonic(), PATIENCE
+    while not group.wait(1):  # Ctrl-C is heard in between
+        waited = time.monotonic() - start
+        if waited >= due:
+            check_resources(config)  # a node may have gone
+            since = f" since {waited / 60:.0f} min" if waited >= REMINDER else ""
+            print(f"waiting{since}: {_shortage(config)}", file=sys.stderr, flush=True)
+            due = waited + REMINDER
     return group
 
 

@@ -15,8 +15,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 import yaml
+from ray.cluster_utils import Cluster
 
+from openrlhf.cluster.launch import start_ray
+from openrlhf.cluster.placement import place
+from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, PPOConfig, RefConfig, VllmConfig
 from openrlhf.engine.distributed import free_port
 from openrlhf.tasks.prepare import TaskFiles
 
@@ -99,10 +104,16 @@ class Machine:
         return process.returncode, output
 
     def stop(self) -> None:
-        for process in psutil.process_iter(["environ"]):
-            environment = process.info["environ"] or {}
-            if environment.get("RAY_TMPDIR") == self.environment["RAY_TMPDIR"]:
-                process.kill()
+        folder = self.environment["RAY_TMPDIR"]
+        mine = [
+            process
+            for process in psutil.process_iter(["environ"])
+            if (process.info["environ"] or {}).get("RAY_TMPDIR") == folder
+        ]
+        for process in mine:
+            process.kill()
+        psutil.wait_procs(mine, timeout=30)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -121,7 +132,6 @@ def machine(tmp_path: Path, task: TaskFiles) -> Iterator[Machine]:
     machine = Machine(folder=tmp_path, environment=environment)
     yield machine
     machine.stop()
-    shutil.rmtree(ray_folder)
 
 
 def test_a_run_starts_ray_where_a_dead_cluster_left_its_file(machine: Machine) -> None:
@@ -198,3 +208,46 @@ def test_a_run_as_a_job(machine: Machine, heading: str) -> None:
             assert f"joined the Ray cluster at {machine.address}" in output and "succeeded" in output
     assert (machine.folder / ".ray" / "auth_token").exists() == (heading == "A token")
     assert (machine.folder / "policy" / "config.json").exists()
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of 4 GPUs and a core, as far as Ray knows."""
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    node = {"num_cpus": 1, "num_gpus": 4, "object_store_memory": 100_000_000}
+    cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+    cluster.add_node(**node)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    start_ray()
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("actors", "references", "engines", "size"), [(4, 2, 1, 2), (2, 2, 4, 1)])
+def test_roles_and_engines_on_two_nodes(
+    two_nodes, actors: int, references: int, engines: int, size: int
+) -> None:
+    config = PPOConfig(
+        actor=ActorConfig(num_gpus_per_node=actors),
+        ref=RefConfig(num_gpus_per_node=references),
+        vllm=VllmConfig(num_engines=engines, tensor_parallel_size=size),
+        algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo")),
+    )
+    places, engine_places = place(config, on_gpu=True)
+    where = ray.remote(lambda: (ray.get_runtime_context().get_node_id(), *ray.get_gpu_ids()))
+    ranks = {
+        role: ray.get([where.options(**places[role].options(rank)).remote() for rank in range(count)])
+        for role, count in (("actor", actors), ("ref", references))
+    }
+    held = [gpu for found in ranks.values() for gpu in found]
+    for index in range(engines):
+        options, environment = engine_places.engine_options(index, size)
+        devices = environment["CUDA_VISIBLE_DEVICES"].split(",")
+        assert len(devices) == size
+        held += [(options["scheduling_strategy"].node_id, int(device)) for device in devices]
+    assert len(set(held)) == len(held) == actors + references + engines * size
+    assert len({node for node, _ in ranks["actor"]}) == 1
