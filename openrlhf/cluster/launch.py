@@ -60,8 +60,9 @@ def naming_logs() -> Iterator[None]:
     try:
         yield
     except RayError:
-        folder = ray._private.worker._global_node.get_logs_dir_path()
-        _say(f"logs of Ray and of every worker on this machine: {folder}")
+        node = ray._private.worker._global_node
+        if node is not None:
+            _say(f"logs of Ray and of every worker on this machine: {node.get_logs_dir_path()}")
         raise
 
 
