@@ -1,4 +1,5 @@
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +9,7 @@ from filelock import FileLock
 from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models of the tests are so small that a second one costs
-# Ray's default where it starts a cluster, not where it joins one; read when Ray is imported.
-os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # for processes that join each other's cluster
 
 INDEPENDENT = ("test_invariance", "test_iterations", "test_rl", "test_rl_learning", "test_supervised")
 """Long files whose test functions share nothing but what `build_once` makes: any process may take one."""

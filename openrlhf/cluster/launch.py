@@ -1,73 +1,240 @@
 """Joining or starting a Ray cluster, and asking it whether a run fits before anything is loaded."""
 
+import logging
 import os
-from collections.abc import Mapping
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
+import grpc
 import ray
+from ray._common.utils import get_ray_address_file
+from ray._private.authentication.authentication_token_setup import (
+    AuthenticationTokenLoader,
+    maybe_enable_token_auth_if_token_available,
+)
+from ray._private.grpc_utils import init_grpc_channel
+from ray.core.generated import gcs_service_pb2
+from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
+from ray.exceptions import RayError
 
 from openrlhf.config.ppo import PPOConfig
 
 OBJECT_STORE_BYTES = 512 << 20
 """On a machine without a GPU. Ray's default takes a third of the memory."""
 
+ANSWER_SECONDS = 5.0
+"""How long a cluster may take to say that it lives."""
+
+WORKERS = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # Threads of OpenMP that wait for each other sleep: spinning, they keep the cores from other processes.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+"""Environment of every worker, where the user sets nothing else."""
+
+Nodes = Sequence[Mapping[str, float]]
+"""The resources of each node, by Ray's names: GPU, CPU."""
+
 
 def start_ray() -> None:
-    """Join the cluster that RAY_ADDRESS names or that runs on this machine, else start one here."""
+    """Join the cluster that RAY_ADDRESS names, or that `ray start` left on this machine, if it lives; else
+    start one here. stderr has a line that says which."""
     if ray.is_initialized():
         return
-    quiet = {
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-    options: dict[str, Any] = {
-        "runtime_env": {"env_vars": quiet},
-        "log_to_driver": True,
-        "logging_level": "ERROR",
-    }
-    if "RAY_ADDRESS" not in os.environ:
-        import torch
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # a job's variables are here, so they win
+    if address := cluster_address():
+        _join(address)
+    else:
+        _start_here()
 
-        options |= {"include_dashboard": torch.cuda.is_available()}
-        if not torch.cuda.is_available():
-            options |= {"object_store_memory": OBJECT_STORE_BYTES}
-    ray.init(**options)
+
+@contextmanager
+def naming_logs() -> Iterator[None]:
+    """Where something in a worker fails, stderr says where its log is."""
+    try:
+        yield
+    except RayError:
+        node = ray._private.worker._global_node
+        if node is not None:
+            _say(f"logs of Ray and of every worker on this machine: {node.get_logs_dir_path()}")
+        raise
+
+
+def stop_ray() -> None:
+    """Leave the cluster, and end it where `start_ray` started it."""
+    ray.shutdown()
+
+
+def cluster_address() -> str | None:
+    """host:port of the cluster to join; None: there is none, so one is to be started. Raises ValueError where
+    RAY_ADDRESS names one that does not answer."""
+    named = os.environ.get("RAY_ADDRESS", "")
+    if named == "local":
+        return None
+    if "://" in named:
+        raise ValueError(
+            f"RAY_ADDRESS {named}: a run joins a cluster by host:port, the port of `ray start --head` "
+            f"(6379).\nFor `ray job submit` say --address {named}, and unset RAY_ADDRESS."
+        )
+    address = _last_started() if named in ("", "auto") else named
+    if address and _lives(address):
+        return address
+    if named:
+        raise ValueError(
+            f"RAY_ADDRESS {named}: no Ray cluster answers there.\nStart one there with `ray start --head`, "
+            "name another as host:port, or `unset RAY_ADDRESS` to have one started on this machine."
+        )
+    return None
+
+
+def available_nodes() -> Nodes:
+    """Of the cluster that a run would join, else this machine. Starts nothing."""
+    if not ray.is_initialized():
+        if cluster_address() is None:
+            import torch
+
+            return [{"GPU": torch.cuda.device_count(), "CPU": len(os.sched_getaffinity(0))}]
+        start_ray()
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def total(nodes: Nodes, resource: str) -> int:
+    return int(sum(node.get(resource, 0) for node in nodes))
+
+
+def free_gpus() -> float:
+    return ray.available_resources().get("GPU", 0)
 
 
 def cluster_has_gpus() -> bool:
-    return ray.cluster_resources().get("GPU", 0) > 0
+    return total(available_nodes(), "GPU") > 0
 
 
-def resource_problems(config: PPOConfig, resources: Mapping[str, float]) -> list[str]:
-    """One text for each flag that asks for more than the cluster has."""
-    demands = _demands(config)
-    gpus, cores = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
+def _join(address: str) -> None:
+    ray.init(**_common_options())
+    nodes = available_nodes()
+    gpus, free, cores = total(nodes, "GPU"), free_gpus(), total(nodes, "CPU")
+    taken = f" ({free:g} of them free)" if free < gpus else ""
+    count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+    _say(f"joined the Ray cluster at {address}: {count}, {gpus} GPUs{taken}, {cores} CPU cores")
+
+
+def _start_here() -> None:
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    _use_own_token()
+    store = None if on_gpu else OBJECT_STORE_BYTES
+    ray.init(address="local", include_dashboard=on_gpu, object_store_memory=store, **_common_options())
+    gone = None if os.environ.get("RAY_ADDRESS") else _last_started()
+    reason = f"{get_ray_address_file(None)} names a cluster that is gone ({gone}): " if gone else ""
+    _say(f"{reason}started Ray on this machine")
+
+
+def _common_options() -> dict[str, Any]:
+    env_vars = {name: os.environ.get(name, value) for name, value in WORKERS.items()}
+    return {"runtime_env": {"env_vars": env_vars}, "log_to_driver": True, "logging_level": "ERROR"}
+
+
+def _use_own_token() -> None:
+    """Ray would write one to ~/.ray, after which every `ray start` of this user asks for it."""
+    tokens = AuthenticationTokenLoader.instance()
+    if not tokens.has_token(ignore_auth_mode=True):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        tokens.reset_cache()
+
+
+def _last_started() -> str | None:
+    """The address that the last `ray start` on this machine left, living or not."""
+    try:
+        with open(get_ray_address_file(None), encoding="utf-8") as file:
+            return file.read().strip() or None
+    except FileNotFoundError:
+        return None
+
+
+def _lives(address: str) -> bool:
+    """Raises ValueError where a cluster refuses this user's token."""
+    answer = _ask(address)
+    if answer is grpc.StatusCode.UNAUTHENTICATED:
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it would warn that there is a token
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        if _ask(address) is answer:
+            raise ValueError(
+                f"the Ray cluster at {address} asks for its token.\nPut what `ray get-auth-token` says on "
+                "its head node into ~/.ray/auth_token or RAY_AUTH_TOKEN; RAY_AUTH_MODE must not be disabled."
+            )
+    return answer in (grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED)
+
+
+def _ask(address: str) -> grpc.StatusCode:
+    with closing(init_grpc_channel(address)) as channel:
+        request = gcs_service_pb2.CheckAliveRequest()  # pyrefly: ignore[missing-attribute]  made when imported
+        try:
+            NodeInfoGcsServiceStub(channel).CheckAlive(request, timeout=ANSWER_SECONDS)
+        except grpc.RpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def check_resources(config: PPOConfig) -> None:
+    """Raise ValueError where the run does not fit the cluster, or this machine."""
+    if problems := resource_problems(config, available_nodes()):
+        raise ValueError("\n".join(problems))
+
+
+def resource_problems(config: PPOConfig, nodes: Nodes) -> list[str]:
+    """One text for each flag that asks for more than the nodes have."""
+    needs = demands(config)
+    gpus, cores = total(nodes, "GPU"), total(nodes, "CPU")
     if gpus == 0:
         return [
             f"{flag} asks for {count} ranks; the cluster has no GPU and {cores} CPU cores, and a rank needs "
             f"a core. Ask for at most {cores}."
-            for flag, count in demands
+            for flag, count in needs.items()
             if count > max(cores, 2)
         ]
-    needed = sum(count for _, count in demands)
-    if needed <= gpus:
-        return []
-    parts = ", ".join(f"{flag} = {count}" for flag, count in demands)
-    return [
-        f"the run needs {needed} GPUs ({parts}); the cluster has {gpus}.\n"
-        f"Ask for fewer, or share them with --train.colocate_all (now {config.train.colocate_all})."
-    ]
+    problems = []
+    if sum(needs.values()) > gpus:
+        shared = config.train.colocate_all
+        problems.append(
+            f"the run needs {sum(needs.values())} GPUs ({listed(needs)}); the cluster has {gpus}.\n"
+            f"Ask for fewer{'' if shared else ', or share them with --train.colocate_all'}."
+        )
+    size = config.vllm.tensor_parallel_size
+    room = sum(int(node.get("GPU", 0)) // size for node in nodes)
+    if room < config.num_engines and config.num_engines * size <= gpus:
+        each = ", ".join(f"{node.get('GPU', 0):g}" for node in nodes)
+        problems.append(
+            f"--vllm.tensor_parallel_size {size}: the GPUs of an engine are on one node, and nodes with "
+            f"{each} GPUs have room for {room} of {config.num_engines} engines.\n"
+            "Choose a size that divides the GPUs of a node, or fewer --vllm.num_engines."
+        )
+    return problems
 
 
-def _demands(config: PPOConfig) -> list[tuple[str, int]]:
-    """(flags, devices) of each role that has devices of its own."""
-    demands = [
-        (f"--{role}.num_nodes x --{role}.num_gpus_per_node", home.num_workers)
+def demands(config: PPOConfig) -> dict[str, int]:
+    """flags -> devices, of each role that has devices of its own."""
+    needs = {
+        f"--{role}.num_nodes x --{role}.num_gpus_per_node": home.num_workers
         for role, home in config.homes.items()
         if home.host is None
-    ]
+    }
     if not config.train.colocate_all:
         engine_gpus = config.num_engines * config.vllm.tensor_parallel_size
-        demands.append(("--vllm.num_engines x --vllm.tensor_parallel_size", engine_gpus))
-    return demands
+        needs["--vllm.num_engines x --vllm.tensor_parallel_size"] = engine_gpus
+    return needs
+
+
+def listed(needs: Mapping[str, int]) -> str:
+    return ", ".join(f"{flag} = {count}" for flag, count in needs.items())

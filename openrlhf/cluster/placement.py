@@ -1,17 +1,24 @@
-"""Who sits where. With GPUs a role holds bundles of a Ray placement group; without, everybody shares the
-cores."""
+"""Who sits where. With GPUs a run holds one Ray placement group, whole or not at all, and each role bundles
+of it; without, everybody shares the cores."""
 
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import ray
+from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from openrlhf.cluster.launch import available_nodes, check_resources, demands, free_gpus, listed, total
 from openrlhf.config.ppo import PPOConfig
 
 SHARE = 0.2
 """What a worker claims of its GPU, so that colocated roles fit on one."""
+
+PATIENCE, REMINDER = 2, 60
+"""Seconds of waiting for GPUs before the first line about it, and between further ones."""
 
 
 class Turns:
@@ -30,59 +37,106 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Bundles:
-    """The places of one role, or of several that share them, one for each rank. `group` is None without
-    GPUs."""
+    """The places of one role, or of several that share them: `count` bundles of `group` from `first` on, one
+    for each rank or each engine. `group` is None without GPUs."""
 
     group: PlacementGroup | None
     count: int
     turns: Turns
+    first: int = 0
+    gpus: int = 1
+    """Of each bundle."""
 
     def options(self, rank: int) -> dict:
         """Ray options of the worker with this rank."""
         if self.group is None:
             return {"num_cpus": 0}
-        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank)
-        return {"num_cpus": SHARE, "num_gpus": SHARE, "scheduling_strategy": strategy}
+        return {"num_cpus": 0, "num_gpus": SHARE, "scheduling_strategy": self._bundle(self.group, rank)}
 
     def engine_options(self, index: int, tensor_parallel_size: int) -> tuple[dict, dict[str, str]]:
-        """Ray options and environment of the engine on the bundles from `index * tensor_parallel_size` on. An
-        engine drives all of its GPUs itself, so it claims none from Ray and is told which are its own."""
+        """Ray options and environment of the engine on its share of the bundles. An engine drives all of its
+        GPUs itself, so it claims none from Ray and is told which are its own."""
         if self.group is None:
             return {"num_cpus": 0}, {}
-        bundles = range(index * tensor_parallel_size, (index + 1) * tensor_parallel_size)
-        places = ray.get([_where.options(**self.options(b)).remote() for b in bundles])
+        size = tensor_parallel_size // self.gpus
+        asked = [
+            _where.options(
+                num_cpus=0,
+                num_gpus=SHARE if self.gpus == 1 else self.gpus,
+                scheduling_strategy=self._bundle(self.group, bundle),
+            ).remote()
+            for bundle in range(index * size, (index + 1) * size)
+        ]
+        places = ray.get(asked)
         nodes = {node for node, _ in places}
         if len(nodes) > 1:
             raise ValueError(
                 f"--vllm.tensor_parallel_size {tensor_parallel_size}: engine {index} would span {len(nodes)} "
                 f"nodes. Choose a size that divides the GPUs of a node."
             )
-        gpus = ",".join(str(gpu) for _, gpu in places)
+        devices = ",".join(str(gpu) for _, gpus in places for gpu in gpus)
         strategy = NodeAffinitySchedulingStrategy(nodes.pop(), soft=False)
-        environment = {"CUDA_VISIBLE_DEVICES": gpus, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        environment = {"CUDA_VISIBLE_DEVICES": devices, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         return {"num_cpus": 0, "scheduling_strategy": strategy}, environment
+
+    def _bundle(self, group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=self.first + index)
 
 
 def place(config: PPOConfig, on_gpu: bool) -> tuple[dict[str, Bundles], Bundles]:
-    """Reserve what the run needs: the places of each role, and those of the engines. Blocks until the cluster
-    has granted it."""
+    """Reserve what the run needs: the places of each role, and those of the engines. Waits until the cluster
+    has granted it, and says what for; raises ValueError where it never can."""
+    # Ray places engines of several GPUs first, and fills their nodes up with what comes first after them: the
+    # actor comes last, so that it gets nodes of its own.
+    own = {role: home.num_workers for role, home in reversed(config.homes.items()) if home.host is None}
+    shared = config.train.colocate_all and on_gpu
+    num_engines, size = (0 if shared else config.num_engines), config.vllm.tensor_parallel_size
+    group = _reserve(config, [1] * sum(own.values()) + [size] * num_engines) if on_gpu else None
     bundles: dict[str, Bundles] = {}
-    for role, home in config.homes.items():
-        bundles[role] = bundles[home.host] if home.host else _reserve(home.num_workers, on_gpu)
-    if config.train.colocate_all and on_gpu:
-        return bundles, bundles["actor"]
-    return bundles, _reserve(config.num_engines * config.vllm.tensor_parallel_size, on_gpu)
+    first = 0
+    for role, count in own.items():
+        bundles[role] = Bundles(group, count, Turns(needed=on_gpu), first)
+        first += count
+    engines = Bundles(group, num_engines, Turns(needed=on_gpu), first, size)
+    places = {role: bundles[home.host or role] for role, home in config.homes.items()}
+    return places, places["actor"] if shared else engines
 
 
-def _reserve(count: int, on_gpu: bool) -> Bundles:
-    if not on_gpu:
-        return Bundles(None, count, Turns(needed=False))
-    group = placement_group([{"GPU": 1, "CPU": 1}] * count, strategy="PACK")
-    ray.get(group.ready())
-    return Bundles(group, count, Turns(needed=True))
+def _reserve(config: PPOConfig, sizes: Sequence[int]) -> PlacementGroup:
+    """A placement group with one bundle of each of these numbers of GPUs. It claims no cores: they would only
+    keep a run off a cluster that has the GPUs."""
+    group = placement_group([{"GPU": size} for size in sizes], strategy="PACK", name=config.run_dir)
+    start, due = time.monotonic(), PATIENCE
+    while not group.wait(1):  # Ctrl-C is heard in between
+        waited = time.monotonic() - start
+        if waited >= due:
+            check_resources(config)  # a node may have gone
+            since = f" since {waited / 60:.0f} min" if waited >= REMINDER else ""
+            print(f"waiting{since}: {_shortage(config)}", file=sys.stderr, flush=True)
+            due = waited + REMINDER
+    return group
+
+
+def _shortage(config: PPOConfig) -> str:
+    """What the run needs, what the cluster has, and who holds it."""
+    needs, gpus, free = demands(config), total(available_nodes(), "GPU"), free_gpus()
+    groups = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
+    counts = [sum(bundle.get("GPU", 0) for bundle in group["bundles"].values()) for group in groups]
+    held = [
+        f"{group['name'] or 'a placement group without a name'} holds {count:g}"
+        for group, count in zip(groups, counts, strict=True)
+        if count
+    ]
+    others = gpus - free - sum(counts)
+    if others > 0:
+        held.append(f"tasks and actors hold {others:g}")
+    return (
+        f"the run needs {sum(needs.values())} GPUs ({listed(needs)}); of the cluster's {gpus}, {free:g} are "
+        f"free{': ' if held else ''}{', '.join(held)}. It starts when they are; Ctrl-C gives up."
+    )
 
 
 @ray.remote
-def _where() -> tuple[str, int]:
-    """(node, GPU) of the bundle that this runs on."""
-    return ray.get_runtime_context().get_node_id(), int(ray.get_gpu_ids()[0])
+def _where() -> tuple[str, list[int]]:
+    """(node, GPUs) of the bundle that this runs on."""
+    return ray.get_runtime_context().get_node_id(), [int(gpu) for gpu in ray.get_gpu_ids()]

@@ -6,7 +6,7 @@ import ray
 from ray.actor import ActorHandle
 
 from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
-from openrlhf.cluster.placement import place
+from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.rollout import RolloutGroup
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.datasets.store import SampleStore
@@ -38,10 +38,17 @@ class Roles:
         self.rollout.thread.shutdown(cancel_futures=True)
 
 
-def start_roles(config: PPOConfig, on_gpu: bool, num_prompts: int, texts: SampleStore | None) -> Roles:
-    """`num_prompts`: of an episode, from which learning rate schedules get their length. `texts`: what the
-    policy learns beside its rewards, None for nothing."""
-    bundles, engine_bundles = place(config, on_gpu)
+def start_roles(
+    config: PPOConfig,
+    places: tuple[dict[str, Bundles], Bundles],
+    on_gpu: bool,
+    num_prompts: int,
+    texts: SampleStore | None,
+) -> Roles:
+    """`places`: of each role, and of the engines, see `placement.place`. `num_prompts`: of an episode, from
+    which learning rate schedules get their length. `texts`: what the policy learns beside its rewards, None
+    for nothing."""
+    bundles, engine_bundles = places
     rollout = RolloutGroup(config, engine_bundles, on_gpu)
     roles = Roles(rollout=rollout, policy=PolicyGroup(config, bundles["actor"]))
     if "critic" in bundles:

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any, Generic, NoReturn, TypeVar
@@ -66,9 +66,18 @@ class Invocation(Generic[ConfigT]):
     explicit: Explicit
 
 
-def parse(command: Command[ConfigT], argv: Sequence[str] | None = None) -> Invocation[ConfigT]:
+def parse(
+    command: Command[ConfigT],
+    argv: Sequence[str] | None = None,
+    *,
+    settle: Callable[[ConfigT, Explicit], Mapping[str, Any]] = lambda config, explicit: {},
+    inspect: Callable[[ConfigT, Collection[str]], list[str]] = lambda config, refused: [],
+) -> Invocation[ConfigT]:
     """Read the command line (default: sys.argv). Exits with 0 after `--help`, `--print_config` and
-    `--print_command`, with 2 when something is wrong."""
+    `--print_command`, with 2 when something is wrong.
+
+    `settle`: values, by what there is to compute on, of flags that nobody set. `inspect`: what is wrong with
+    more than flags, given those that are refused, as `--flag`."""
     line = _read_argv(sys.argv[1:] if argv is None else argv)
     settings, problems = _read_files(line.files, command.config_type)
     problems += line.problems
@@ -78,6 +87,8 @@ def parse(command: Command[ConfigT], argv: Sequence[str] | None = None) -> Invoc
     if line.help is not None:
         _show_help(command, config, line.help)
     explicit = {key: setting.source for key, setting in chosen.items()}
+    settled = settle(config, explicit)
+    config = with_values(config, settled)
     found = [problem for problem in command.problems(config, explicit) if problem.key not in bad]
     problems += more + list(bad.values())
     if line.print_config and not problems:
@@ -85,7 +96,11 @@ def parse(command: Command[ConfigT], argv: Sequence[str] | None = None) -> Invoc
     if line.print_command and not problems:
         write(to_command(command, values))
     problems += [_said_by(problem, config, explicit) for problem in found if problem.fatal]
+    if not (line.print_config or line.print_command):
+        refused = {f"--{problem.key}" for problem in found if problem.fatal} | {f"--{key}" for key in bad}
+        problems += inspect(config, refused)
     _tell(f"note: {hint}" for hint in [*_in_one_line(renamed), *hints])
+    _tell(f"note: --{key} {value}: not set; chosen by what there is" for key, value in settled.items())
     _tell(f"note: {_said_by(problem, config, explicit)}" for problem in found if not problem.fatal)
     if problems:
         _refuse(problems, command)

@@ -48,7 +48,8 @@ class ActorConfig(OptimConfig):
     num_nodes: Count = 1
     """Nodes of the policy's workers."""
     num_gpus_per_node: Count = 8
-    """Workers on each node, one for each GPU. Without GPUs: processes."""
+    """Workers on each node, one for each GPU. Without GPUs: processes. Not set: no more than
+    there are."""
     adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=1e-6))
     eps_clip: Annotated[float, Range(above=0, below=1)] = 0.2
     """The probability ratio is clipped to [1 - eps_clip, 1 + eps_clip]."""

@@ -516,7 +516,8 @@ def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
             if host and key in explicit and values[key] not in (0, values[f"{host}.{name}"]):
                 yield Problem(
                     key=key,
-                    text=f"shares the GPUs of the {host}, which has {values[f'{host}.{name}']}; remove it",
+                    text=f"shares the GPUs of the {host}: {host}.{name} {values[f'{host}.{name}']} stands",
+                    fatal=False,
                 )
             if not host and values[key] == 0:
                 yield Problem(
@@ -524,7 +525,12 @@ def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
                 )
     gpus, per_engine = config.actor.num_gpus, config.vllm.tensor_parallel_size
     if config.train.colocate_all and config.num_engines * per_engine != gpus:
-        fits = f"use {gpus // per_engine}" if gpus % per_engine == 0 else "change vllm.tensor_parallel_size"
+        sizes = [str(n) for n in range(1, gpus + 1) if gpus % n == 0]
+        fits = (
+            f"use {gpus // per_engine}"
+            if gpus % per_engine == 0
+            else f"vllm.tensor_parallel_size can be {', '.join(sizes)}"
+        )
         yield Problem(
             key="vllm.num_engines",
             text=f"{config.num_engines} engines x {per_engine} GPUs must be the actor's {gpus} GPUs "

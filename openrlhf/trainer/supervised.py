@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from typing import Any, Generic, Protocol
 
 from openrlhf.config.sections import is_due
@@ -21,8 +21,8 @@ class Windows(Protocol[RowT]):
         """Steps of an epoch."""
         ...
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Sequence[RowT]]:
-        """This rank's rows of each step from `start_step` on."""
+    def endless(self, start_step: int = 0) -> Iterator[Sequence[RowT]]:
+        """This rank's rows of each step from `start_step` on, epoch after epoch."""
         ...
 
 
@@ -45,13 +45,8 @@ class SupervisedTrainer(Generic[RowT]):
     step: int = 0
     """Optimizer steps done."""
 
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return len(self.windows) * self.config.train.max_epochs
-
     def fit(self) -> None:
-        for window in islice(self._windows_left(), max(0, self.total_steps - self.step)):
+        for window in islice(self.windows.endless(self.step), max(0, self.total_steps - self.step)):
             metrics = self.engine.train_step(window, self._objective_for(window))
             self.step += 1
             if self.eval_rows and self._is_eval_due():
@@ -65,13 +60,6 @@ class SupervisedTrainer(Generic[RowT]):
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
         return total_steps(self.config.train, len(self.windows))
-
-    def _windows_left(self) -> Iterator[Sequence[RowT]]:
-        """From where the run stands, epoch after epoch."""
-        start_epoch, start_step = divmod(self.step, len(self.windows))
-        yield from self.windows.epoch(start_epoch, start_step)
-        for epoch in count(start_epoch + 1):
-            yield from self.windows.epoch(epoch)
 
     def evaluate(self) -> Metrics:
         """The objective's metrics over the whole evaluation set, as `eval/...`."""

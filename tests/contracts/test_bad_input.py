@@ -331,6 +331,25 @@ def test_everything_at_once(refused, files):
     assert "5 problems; nothing was started." in text
 
 
+def test_everything_at_once_also_outside_of_flags(refused, files, monkeypatch):
+    """The machine, models, functions and rows, in the same round as flags."""
+    monkeypatch.setattr("openrlhf.cluster.launch.available_nodes", lambda: [{"CPU": 2.0}])
+    text = refused(
+        "ppo",
+        *("--actor.num_gpus_per_node", "4", "--actor.model_name_or_path", files["empty"]),
+        *("--reward.remote_url", files["no_reward"], "--data.input_key", "questions"),
+        *("--actor.adam.lr", "fast", "--vllm.num_engines", "3"),
+        problems=5,
+    )
+    assert "--actor.num_nodes x --actor.num_gpus_per_node asks for 4 ranks" in text
+    assert "--vllm.num_engines x --vllm.tensor_parallel_size asks for 3 ranks" in text
+    assert f"error: --actor.model_name_or_path {files['empty']}: no model configuration" in text
+    assert f"error: --reward.remote_url {files['no_reward']}: the file has no reward_func" in text
+    assert f"error: --data.input_key questions: {files['data']} has no such column." in text
+    assert "error: --actor.adam.lr fast: expects a number" in text
+    assert "5 problems; nothing was started." in text
+
+
 def test_more_ranks_than_the_cluster_has():
     from openrlhf.cluster.launch import resource_problems
     from openrlhf.config.commands import PPO as COMMAND
@@ -346,10 +365,10 @@ def test_more_ranks_than_the_cluster_has():
         __file__,
     ]
     config = parse(COMMAND, [*flags, *PPO, "--actor.num_gpus_per_node", "8"]).config
-    (problem,) = resource_problems(config, {"CPU": 2.0})
+    (problem,) = resource_problems(config, [{"CPU": 2.0}])
     assert "--actor.num_gpus_per_node asks for 8 ranks" in problem and "2 CPU cores" in problem
     assert "Ask for at most 2." in problem and len(problem.splitlines()) <= 3
-    (problem,) = resource_problems(config, {"CPU": 64.0, "GPU": 4.0})
+    (problem,) = resource_problems(config, [{"CPU": 64.0, "GPU": 4.0}])
     assert "needs 9 GPUs" in problem and "the cluster has 4" in problem
     assert "Ask for fewer, or share them with --train.colocate_all" in problem
     assert len(problem.splitlines()) <= 3

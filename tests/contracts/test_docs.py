@@ -5,7 +5,9 @@ import shlex
 from itertools import takewhile
 from pathlib import Path
 
+import click
 import pytest
+from ray.scripts.scripts import cli
 
 from openrlhf.cli import data, main
 from openrlhf.config.commands import COMMANDS
@@ -24,6 +26,12 @@ TARGETS = {
     target for line in (ROOT / "Makefile").read_text().splitlines() if (target := line.partition(":")[0])
 }
 MODULES = {f"openrlhf.cli.{module}": name for name, (module, _) in main.COMMANDS.items()}
+RUN = """
+actor: {model_name_or_path: org/model}
+data: {prompt_dataset: org/rows}
+reward: {remote_url: "http://127.0.0.1:5000/get_reward"}
+"""
+"""A run.yaml."""
 FILES = re.compile(r"[\w/.-]+\.(?:jsonl|json|parquet|yaml|py)")
 
 
@@ -45,11 +53,16 @@ def test_command_is_understood(
     for word in words:  # what the reader has, and this machine has not
         if FILES.fullmatch(word):
             Path(word).parent.mkdir(parents=True, exist_ok=True)
-            Path(word).write_text("def reward_func(queries, prompts, labels): ...")
+            Path(word).write_text(
+                RUN if word.endswith(".yaml") else "def reward_func(queries, prompts, labels): ..."
+            )
     environment = list(takewhile(re.compile(r"[A-Z_]+=").match, words))
     for setting in environment:
         monkeypatch.setenv(*setting.split("=", 1))
     words = words[len(environment) :]
+    if words[:1] == ["ray"]:
+        check_ray(*words[1:])
+        words = words[words.index("--") + 1 :] if "--" in words else []
     match words:
         case [] | ["export", *_]:
             pass
@@ -71,6 +84,15 @@ def test_command_is_understood(
             assert all(f"${{{setting.partition('=')[0]}:-" in text for setting in environment)
         case _:
             pytest.fail(f"{name}: nothing checks this command")
+
+
+def check_ray(name: str, *words: str) -> None:
+    """Ray knows the command and its options."""
+    command = cli.commands[name]
+    if isinstance(command, click.Group):
+        name, *words = words
+        command = command.commands[name]
+    command.make_context(name, list(words))
 
 
 def check_flags(name: str, flags: list[str]) -> None:

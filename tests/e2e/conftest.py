@@ -75,7 +75,7 @@ sys.stdin.read()
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
     """A Ray cluster that outlives the runs of this process. It ends with its standard input."""
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = os.environ | {"RAY_ADDRESS": "local"}
     command = [sys.executable, "-c", RAY]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

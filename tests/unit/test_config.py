@@ -614,12 +614,7 @@ CHECKS = [
     (
         PPO,
         "--train.colocate_all --vllm.tensor_parallel_size 3",
-        "with train.colocate_all; change vllm.tensor_parallel_size",
-    ),
-    (
-        PPO,
-        ONE_GPU + "--train.colocate_all --ref.num_gpus_per_node 2",
-        "--ref.num_gpus_per_node 2: shares the GPUs of the actor, which has 1",
+        "with train.colocate_all; vllm.tensor_parallel_size can be 1, 2, 4, 8",
     ),
     (PPO, "--ref_num_nodes 0", "--ref.num_nodes 0: 0 means the actor's GPUs; add --train.colocate_all"),
     # precision and checkpoints
@@ -649,12 +644,6 @@ CHECKS = [
         PPO,
         "--reward.model_name_or_path a/b,c/d --reward.model_weights 1",
         "--reward.model_weights 1.0: has 1 weights for 2 reward models; give each model one",
-    ),
-    (
-        PPO,
-        "--reward.model_name_or_path a/b --train.colocate_critic_reward --algo.advantage.estimator gae "
-        "--reward.remote_url none --critic.num_gpus_per_node 4 --reward.num_gpus_per_node 2",
-        "--reward.num_gpus_per_node 2: shares the GPUs of the critic, which has 4; remove it",
     ),
     # URLs
     (
@@ -717,6 +706,17 @@ def test_a_feature_that_does_not_exist_yet_is_refused(command, key, what, say):
 
 
 REMARKS = [
+    (
+        PPO,
+        ONE_GPU + "--train.colocate_all --ref_num_gpus_per_node 8",
+        "--ref.num_gpus_per_node 8: shares the GPUs of the actor: actor.num_gpus_per_node 1 stands",
+    ),
+    (
+        PPO,
+        "--reward.model_name_or_path a/b --train.colocate_critic_reward --algo.advantage.estimator gae "
+        "--reward.remote_url none --critic.num_gpus_per_node 4 --reward.num_gpus_per_node 2",
+        "--reward.num_gpus_per_node 2: shares the GPUs of the critic: critic.num_gpus_per_node 4 stands",
+    ),
     (
         PPO,
         "--eval.dataset org/e --eval.steps 1 --eval_temperature 0",

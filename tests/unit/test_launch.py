@@ -1,6 +1,17 @@
-import pytest
+import socket
+import time
+from functools import partial
+from types import SimpleNamespace
 
-from openrlhf.cluster.launch import resource_problems
+import pytest
+import yaml
+from ray.exceptions import ActorDiedError
+
+from openrlhf.cli.train_ppo_ray import rank_counts
+from openrlhf.cluster import launch
+from openrlhf.cluster.launch import cluster_address, resource_problems
+from openrlhf.config.commands import PPO
+from openrlhf.config.parse import Source, parse
 from openrlhf.config.ppo import (
     ActorConfig,
     AdvantageConfig,
@@ -52,23 +63,23 @@ def config(
     ],
 )
 def test_exactly_enough_gpus_are_enough(changes, gpus):
-    assert resource_problems(config(**changes), {"GPU": gpus, "CPU": 1}) == []
-    (problem,) = resource_problems(config(**changes), {"GPU": gpus - 1, "CPU": 1})
+    assert resource_problems(config(**changes), [{"GPU": gpus, "CPU": 1}]) == []
+    (problem,) = resource_problems(config(**changes), [{"GPU": gpus - 1, "CPU": 1}])
     assert f"the run needs {gpus} GPUs" in problem and f"the cluster has {gpus - 1}" in problem
 
 
 def test_the_text_names_every_flag():
-    (problem,) = resource_problems(config(tensor_parallel=2), {"GPU": 4.0, "CPU": 16.0})
+    (problem,) = resource_problems(config(tensor_parallel=2), [{"GPU": 4.0, "CPU": 16.0}])
     assert problem == (
         "the run needs 8 GPUs (--actor.num_nodes x --actor.num_gpus_per_node = 2, "
         "--ref.num_nodes x --ref.num_gpus_per_node = 2, "
         "--vllm.num_engines x --vllm.tensor_parallel_size = 4); the cluster has 4.\n"
-        "Ask for fewer, or share them with --train.colocate_all (now False)."
+        "Ask for fewer, or share them with --train.colocate_all."
     )
 
 
 def test_without_gpus_a_rank_needs_a_core():
-    resources = {"CPU": 4.0, "memory": 1e9}
+    resources = [{"CPU": 4.0, "memory": 1e9}]
     assert resource_problems(config(actors=4, refs=4, engines=4), resources) == []
     problems = resource_problems(config(actors=8, refs=1, engines=9), resources)
     assert problems == [
@@ -81,5 +92,140 @@ def test_without_gpus_a_rank_needs_a_core():
 
 def test_two_ranks_run_on_any_machine():
     """So that tests of two ranks run everywhere."""
-    assert resource_problems(config(), {"CPU": 1.0}) == []
-    assert len(resource_problems(config(actors=3), {"CPU": 1.0})) == 1
+    assert resource_problems(config(), [{"CPU": 1.0}]) == []
+    assert len(resource_problems(config(actors=3), [{"CPU": 1.0}])) == 1
+
+
+def test_the_gpus_of_an_engine_are_on_one_node():
+    nodes = [{"GPU": 6.0}, {"GPU": 6.0}]
+    assert resource_problems(config(tensor_parallel=3), nodes) == []
+    (problem,) = resource_problems(config(engines=1, tensor_parallel=8), nodes)
+    assert problem == (
+        "--vllm.tensor_parallel_size 8: the GPUs of an engine are on one node, and nodes with 6, 6 GPUs have "
+        "room for 0 of 1 engines.\n"
+        "Choose a size that divides the GPUs of a node, or fewer --vllm.num_engines."
+    )
+    assert (
+        len(resource_problems(config(actors=12, engines=3, tensor_parallel=4, colocate_all=True), nodes)) == 1
+    )
+
+
+def test_cores_keep_no_run_off_gpus():
+    assert resource_problems(config(), [{"GPU": 6.0, "CPU": 1.0}]) == []
+
+
+@pytest.fixture
+def ray_folder(tmp_path, monkeypatch):
+    """Where `ray start` leaves the address of its cluster."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    return tmp_path / "ray"
+
+
+@pytest.fixture
+def silent_port(monkeypatch):
+    """Something listens and says nothing."""
+    monkeypatch.setattr(launch, "ANSWER_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_where_no_cluster_was_started_there_is_none(ray_folder):
+    assert cluster_address() is None
+
+
+def test_a_file_of_a_dead_cluster_is_passed_over(ray_folder, silent_port):
+    (ray_folder / "ray_current_cluster").write_text(f"127.0.0.1:{silent_port}\n")
+    start = time.monotonic()
+    assert cluster_address() is None
+    (ray_folder / "ray_current_cluster").write_text("127.0.0.1:1\n")
+    assert cluster_address() is None
+    assert time.monotonic() - start < 10
+
+
+def test_a_named_cluster_that_is_dead_is_refused(ray_folder, silent_port, monkeypatch):
+    for address in (f"127.0.0.1:{silent_port}", "127.0.0.1:1", "auto"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ValueError, match=f"RAY_ADDRESS {address}: no Ray cluster answers there") as error:
+            cluster_address()
+        assert "ray start --head" in str(error.value) and "unset RAY_ADDRESS" in str(error.value)
+
+
+def test_the_address_of_the_dashboard_is_none_to_join(ray_folder, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    with pytest.raises(ValueError, match=r"host:port.*\n.*--address http://127.0.0.1:8265"):
+        cluster_address()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "explicit", "expected"),
+    [
+        ([{"CPU": 4.0}], (), {"actor": 1, "ref": 1}),
+        ([{"CPU": 4.0}], ("actor",), {"ref": 1}),
+        ([{"CPU": 4.0}, {"GPU": 4.0}, {"GPU": 2.0}], (), {"actor": 2, "ref": 2}),
+        ([{"GPU": 8.0}], (), {}),
+        ([{"GPU": 16.0}], (), {}),
+    ],
+)
+def test_ranks_that_nobody_counted_are_what_a_node_has(monkeypatch, nodes, explicit, expected):
+    monkeypatch.setattr(launch, "available_nodes", lambda: nodes)
+    said = {f"{role}.num_gpus_per_node": Source() for role in explicit}
+    counts = rank_counts(config(actors=8, refs=8), said)
+    assert counts == {f"{role}.num_gpus_per_node": count for role, count in expected.items()}
+
+
+def test_where_all_ranks_are_counted_nothing_is_asked(monkeypatch):
+    monkeypatch.setattr(launch, "available_nodes", partial(pytest.fail, "the machine is looked at"))
+    said = {"actor.num_gpus_per_node": Source()}
+    assert rank_counts(config(colocate_all=True), said) == {}
+
+
+def test_what_nobody_set_is_settled_checked_and_shown(tmp_path, monkeypatch, capsys):
+    """The batch divides among the ranks that there are, and what is printed is what would run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text("")
+    argv = "--actor.model_name_or_path a/b --data.prompt_dataset c/d --reward.remote_url reward.py"
+    argv = f"{argv} --rollout.batch_size 3 --train.batch_size 3 --rollout.n_samples_per_prompt 1".split()
+    with pytest.raises(SystemExit):
+        parse(PPO, [*argv, "--print_config"])
+    assert "--train.batch_size 3: does not divide among 8 ranks" in capsys.readouterr().err
+
+    settled = {"actor.num_gpus_per_node": 1}
+    with pytest.raises(SystemExit) as stop:
+        parse(PPO, [*argv, "--print_config"], settle=lambda config, explicit: settled)
+    printed = capsys.readouterr()
+    assert stop.value.code == 0
+    assert yaml.safe_load(printed.out)["actor"]["num_gpus_per_node"] == 1
+    assert printed.err == "note: --actor.num_gpus_per_node 1: not set; chosen by what there is\n"
+
+
+def test_what_is_wrong_outside_of_flags_is_said_with_the_rest(monkeypatch, capsys):
+    def inspect(config, refused):
+        assert {"--actor.model_name_or_path", "--actor.adam.lr"} <= refused
+        return ["the run needs 8 GPUs; the cluster has 4."]
+
+    with pytest.raises(SystemExit) as stop:
+        parse(PPO, ["--actor.adam.lr", "fast"], inspect=inspect)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "error: --actor.adam.lr fast" in err and "error: --actor.model_name_or_path: is required" in err
+    assert "error: the run needs 8 GPUs; the cluster has 4.\n" in err
+
+
+def test_what_a_user_sets_for_workers_stands(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert launch._common_options()["runtime_env"]["env_vars"]["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert launch._common_options()["runtime_env"]["env_vars"]["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_only_a_failure_of_a_worker_names_the_logs(monkeypatch, capsys):
+    node = SimpleNamespace(get_logs_dir_path=lambda: "/tmp/ray/session/logs")
+    monkeypatch.setattr(launch.ray._private.worker, "_global_node", node)
+    with pytest.raises(ActorDiedError), launch.naming_logs():
+        raise ActorDiedError
+    assert "every worker on this machine: /tmp/ray/session/logs" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="a row"), launch.naming_logs():
+        raise ValueError("a row")
+    assert capsys.readouterr().err == ""

@@ -3,7 +3,7 @@ from itertools import chain
 
 import pytest
 
-from openrlhf.cli.train_ppo_ray import build_prompt_datasets
+from openrlhf.cli.rl_data import build_prompt_datasets
 from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig
 from openrlhf.datasets.prompts import build_prompts, source_names
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler

@@ -27,7 +27,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from openrlhf.algos.advantages import ESTIMATORS
 from openrlhf.algos.correction import CORRECTIONS
 from openrlhf.algos.kl import KLController
-from openrlhf.cli.train_ppo_ray import build_prompt_datasets, build_trainer
+from openrlhf.cli.rl_data import RLData, build_prompt_datasets
+from openrlhf.cli.train_ppo_ray import build_trainer
 from openrlhf.cluster import group, worker
 from openrlhf.cluster.group import CriticGroup, FrozenGroup, Group, PolicyGroup
 from openrlhf.cluster.placement import Bundles, Turns, place
@@ -856,7 +857,7 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
         tokenizer = SimpleNamespace(decode=lambda ids, **options: str(ids))
         checkpoints = CheckpointFolder(f"{config.ckpt.folder}/_actor", config.ckpt, origin=origin)
         tag, _ = checkpoints.choose()
-        return build_trainer(config, [], roles, prompts, [], tokenizer, checkpoints, tag)
+        return build_trainer(config, [], roles, RLData(prompts, [], None, tokenizer), checkpoints, tag)
 
     trainer = build()
     assert (trainer.step, trainer.kl.coef, trainer.best_metric) == (0, 0.25, None)

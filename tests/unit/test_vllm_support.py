@@ -1,7 +1,7 @@
 import pytest
 from transformers import CodeGenConfig, CTRLConfig, DeepseekV3Config, Gemma2Config, LlamaConfig, MambaConfig
 
-from openrlhf.cli.train_ppo_ray import check_engines
+from openrlhf.cli.rl_checks import check_engines
 from openrlhf.config.ppo import ActorConfig, PPOConfig
 from openrlhf.engine.vllm_support import check_vllm_runs, cpu_head_sizes, registered_architectures
 

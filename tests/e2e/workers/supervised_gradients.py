@@ -8,6 +8,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def main() -> None:
     for name, flags in spec["commands"].items():
         task = TASKS[name.split()[0]]
         argv = shlex.split(f"{spec['common']} --ds.zero_stage {spec['stage']} {flags}")
-        run = Run(task(parse(task.command, argv).config), argv)
+        run = Run(task(parse(task.command, argv).config), argv, ExitStack())
         for layout, gradients, metrics in steps(run):
             path = f"{spec['out']}/{name} {layout}.pt"
             if dist.get_rank() == 0:

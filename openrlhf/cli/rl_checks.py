@@ -1,0 +1,119 @@
+"""What is wrong outside of the flags of an RL run: with the cluster, with files, with models."""
+
+import sys
+from collections.abc import Callable, Collection
+
+from openrlhf.cli.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
+from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+
+
+def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
+    """What is wrong with the cluster and with files, before anything is loaded or started; nothing more about
+    flags that are `refused`."""
+    from openrlhf.cluster.launch import check_resources
+
+    problems, wrong = [], set(refused)
+
+    def ask(flag: str, check: Callable[..., object], /, *args, **options) -> None:
+        if flag in wrong:
+            return
+        try:
+            check(*args, **options)
+        except ValueError as error:
+            problems.append(str(error))
+            wrong.add(flag)
+
+    ask("--vllm.num_engines", check_resources, config)
+    check_files(config, ask)
+    return problems
+
+
+def check_files(config: PPOConfig, ask: Callable[..., None]) -> None:
+    """Everything that can be wrong with them, by `ask(flag, check, ...)`, which calls `check(...)` where
+    nothing is known to be wrong with the flag."""
+    check_columns_of_all(config, ask)  # before transformers, whose import takes longer than all of this
+    from openrlhf.models.experts import check_experts
+    from openrlhf.models.loading import check_model
+    from openrlhf.models.scorer import check_reward_model
+
+    actor, critic = config.actor.model_name_or_path, config.critic_path
+    ask(ACTOR_FLAG, _check_trained, actor, ACTOR_FLAG, config.data.max_len)
+    ask(ACTOR_FLAG, check_engines, config)
+    if config.actor.aux_loss_coef:
+        ask(ACTOR_FLAG, check_experts, actor, ACTOR_FLAG, "--actor.aux_loss_coef")
+    if path := config.teacher.model_name_or_path:
+        ask(TEACHER_FLAG, check_model, path, TEACHER_FLAG)
+    if config.uses_critic and critic != actor:
+        ask(CRITIC_FLAG, _check_trained, critic, CRITIC_FLAG, config.data.max_len)
+    if config.uses_critic and config.critic_aux_loss_coef:
+        ask(CRITIC_FLAG, check_experts, critic, CRITIC_FLAG, "--critic.aux_loss_coef")
+    for path in config.reward.models:
+        ask(REWARD_FLAG, check_reward_model, path, REWARD_FLAG, config.ds.value_head_prefix)
+        if config.reward.normalize_enable:
+            ask(REWARD_FLAG, _check_statistics, path)
+    if path := config.reward.function_path:  # the last, because users' imports take longest
+        ask("--reward.remote_url", _check_reward_file, path)
+
+
+def check_columns_of_all(config: PPOConfig, ask: Callable[..., None]) -> None:
+    from openrlhf.datasets.sources import check_columns
+
+    data, columns = config.data, prompt_columns(config)
+    sets = {
+        "--data.prompt_dataset": (data.prompt_dataset, data.prompt_split, columns),
+        "--eval.dataset": (config.eval.dataset, config.eval.split, columns),
+        PRETRAIN_FLAG: (data.pretrain_dataset, data.pretrain_split, pretrain_column(config)),
+    }
+    for flag, (spec, split, required) in sets.items():
+        if spec:
+            options = {"required_columns": required, "split": split, "bad_rows": data.broken_rows}
+            ask(flag, check_columns, spec, flag=flag, **options)
+
+
+def _check_trained(path: str, flag: str, max_len: int) -> None:
+    from openrlhf.models.loading import check_room, load_config
+
+    check_room(load_config(path, flag), max_len, flags="--data.max_len", path=path)
+
+
+def _check_statistics(path: str) -> None:
+    from openrlhf.models.loading import load_config
+    from openrlhf.models.scorer import score_statistics
+
+    score_statistics(load_config(path, REWARD_FLAG), path)
+
+
+def _check_reward_file(path: str) -> None:
+    from openrlhf.rollout.reward_function import check_reward_file
+
+    if remark := check_reward_file(path, "--reward.remote_url"):
+        print(f"note: {remark}", file=sys.stderr, flush=True)
+
+
+def check_engines(config: PPOConfig, *, on_cpu: bool = False) -> None:
+    """Raise ValueError where vLLM would refuse the policy; `on_cpu` once it is known that no engine has a
+    GPU."""
+    from openrlhf.engine.vllm_support import check_vllm_runs
+    from openrlhf.models.loading import load_config
+
+    path = config.actor.model_name_or_path
+    check_vllm_runs(
+        load_config(path, ACTOR_FLAG),
+        flag=ACTOR_FLAG,
+        path=path,
+        dtype=config.ds.param_dtype,
+        on_cpu=on_cpu,
+        tensor_parallel_size=config.vllm.tensor_parallel_size,
+    )
+
+
+def check_policy_learns(config: PPOConfig, num_prompts: int) -> None:
+    """Raise ValueError where the critic's warm-up is as long as the run."""
+    from openrlhf.trainer.schedule import prompts_of_steps
+
+    steps = len(prompts_of_steps(config, num_prompts))
+    if steps <= config.frozen_actor_steps:
+        raise ValueError(
+            f"--critic.freezing_steps {config.critic.freezing_steps}: the run has {steps} steps, so the "
+            "policy would never learn. Use less."
+        )

@@ -1,0 +1,175 @@
+"""What an RL run learns from: prompts, those of its evaluation, and texts beside them."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from openrlhf.config.ppo import CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+
+if TYPE_CHECKING:
+    from openrlhf.datasets.sampler import PromptDataset
+    from openrlhf.datasets.store import SampleStore
+
+PRETRAIN_FLAG = "--data.pretrain_dataset"
+
+
+class RLData(NamedTuple):
+    prompts: "PromptDataset"
+    eval_prompts: list
+    """Empty without evaluation."""
+    texts: "SampleStore | None"
+    """None without data.pretrain_dataset."""
+    tokenizer: Any
+
+
+def build_data(config: PPOConfig) -> RLData:
+    prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
+    texts = build_pretrain_texts(config, tokenizer, len(prompts))
+    return RLData(prompts, eval_prompts, texts, tokenizer)
+
+
+def build_prompt_datasets(config: PPOConfig):
+    """(training prompts, list of evaluation prompts, tokenizer)"""
+    from openrlhf.config.checks import split_spec
+    from openrlhf.datasets.prompts import build_prompts, source_names
+    from openrlhf.datasets.sources import load_rows
+    from openrlhf.models.loading import policy_tokenizer
+
+    data, evaluation = config.data, config.eval
+    tokenizer = policy_tokenizer(config)
+    check_vocabularies(config, tokenizer)
+
+    def build(
+        spec: str,
+        flag: str,
+        split: str,
+        max_samples: int | None,
+        *,
+        probs: str | None = None,
+        source: str = "default",
+        first_id: int = 0,
+    ):
+        rows = load_rows(
+            spec,
+            flag=flag,
+            required_columns=prompt_columns(config),
+            probs=probs,
+            split=split,
+            max_samples=max_samples,
+            seed=config.train.seed,
+            bad_rows=data.broken_rows,
+        )
+        return build_prompts(
+            rows,
+            tokenizer,
+            input_key=data.input_key,
+            label_key=config.label_key,
+            apply_chat_template=data.apply_chat_template,
+            input_template=data.input_template,
+            max_len=data.max_len,
+            bad_rows=data.bad_rows,
+            source=source,
+            first_id=first_id,
+        )
+
+    prompts = build(
+        data.prompt_dataset,
+        "--data.prompt_dataset",
+        data.prompt_split,
+        data.max_samples,
+        probs=data.prompt_probs,
+    )
+    eval_prompts, num_rows = [], 0
+    sets = split_spec(evaluation.dataset or "")
+    for item, source in zip(sets, source_names(sets), strict=True):
+        held_out = build(
+            item,
+            "--eval.dataset",
+            evaluation.split,
+            evaluation.max_samples,
+            source=source,
+            first_id=num_rows,
+        )
+        eval_prompts += held_out
+        num_rows += len(held_out) + held_out.dropped.total()
+    check_reward_templates(config, tokenizer, [*prompts, *eval_prompts])
+    return prompts, eval_prompts, tokenizer
+
+
+def build_pretrain_texts(config: PPOConfig, tokenizer, num_prompts: int):
+    """As many texts as the run's optimizer steps take; None without data.pretrain_dataset."""
+    from openrlhf.datasets.sft import build_sft_samples
+    from openrlhf.datasets.sources import load_rows
+    from openrlhf.trainer.schedule import num_updates
+
+    data, train, column = config.data, config.train, pretrain_column(config)
+    if data.pretrain_dataset is None:
+        return None
+    rows = load_rows(
+        data.pretrain_dataset,
+        flag=PRETRAIN_FLAG,
+        required_columns=column,
+        probs=data.pretrain_probs,
+        split=data.pretrain_split,
+        max_samples=train.batch_size * num_updates(config, num_prompts, config.frozen_actor_steps),
+        seed=train.seed,
+        bad_rows=data.broken_rows,
+    )
+    (input_key,) = column.values()
+    return build_sft_samples(
+        rows,
+        tokenizer,
+        input_key=input_key,
+        output_key=None,
+        apply_chat_template=False,
+        input_template=None,
+        multiturn=False,
+        pretrain=True,
+        max_len=data.max_len,
+        bad_rows=data.broken_rows,
+    )
+
+
+def prompt_columns(config: PPOConfig) -> dict[str, str | None]:
+    return {"--data.input_key": config.data.input_key, "--data.label_key": config.label_key}
+
+
+def pretrain_column(config: PPOConfig) -> dict[str, str]:
+    """The flag of the texts' column, and the column."""
+    own = config.data.pretrain_key
+    return {"--data.input_key": config.data.input_key} if own is None else {"--data.pretrain_key": own}
+
+
+def check_reward_templates(config: PPOConfig, tokenizer, prompts) -> None:
+    """Raise ValueError where a reward model's own chat template cannot show the prompts."""
+    from openrlhf.models.loading import load_tokenizer
+    from openrlhf.rollout.reward_model import check_conversations, has_own_template
+
+    for path in config.reward.models:
+        own = load_tokenizer(path, flag=REWARD_FLAG)
+        if has_own_template(own, tokenizer):
+            check_conversations(prompts, own, path)
+
+
+def check_vocabularies(config: PPOConfig, tokenizer) -> None:
+    """Raise ValueError where a model cannot read what the policy writes, or not as long a text."""
+    from openrlhf.models.loading import (
+        check_room,
+        check_same_vocabulary,
+        load_config,
+        load_tokenizer,
+        reads_the_tokens_of,
+    )
+
+    if path := config.teacher.model_name_or_path:
+        check_same_vocabulary(tokenizer, load_tokenizer(path, flag=TEACHER_FLAG), TEACHER_FLAG, path)
+    if config.uses_critic:
+        path = config.critic_path
+        if not reads_the_tokens_of(load_tokenizer(path, flag=CRITIC_FLAG), tokenizer):
+            raise ValueError(
+                f"{CRITIC_FLAG}: the critic would start from {path}, to which the policy's tokens mean "
+                f"something else.\nName one of the policy's family, as {config.actor.model_name_or_path}."
+            )
+    for path in config.reward.models:
+        own = load_tokenizer(path, flag=REWARD_FLAG)
+        if reads_the_tokens_of(own, tokenizer):  # another one reads another number of tokens
+            model = load_config(path, REWARD_FLAG)
+            check_room(model, config.data.max_len, flags="--data.max_len", path=path)

@@ -1,0 +1,253 @@
+"""The commands of docs/clusters.md, run as they stand there, but for ports and addresses."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import yaml
+from ray.cluster_utils import Cluster
+
+from openrlhf.cluster.launch import start_ray
+from openrlhf.cluster.placement import place
+from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, PPOConfig, RefConfig, VllmConfig
+from openrlhf.engine.distributed import free_port
+from openrlhf.tasks.prepare import TaskFiles
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "clusters.md").read_text()
+RUN = {
+    "reward.remote_url": str(Path(__file__).with_name("digits_reward.py")),
+    "data.apply_chat_template": True,
+    "data.label_key": "label",
+    "data.max_len": 96,
+    "rollout.max_new_tokens": 12,
+    "rollout.batch_size": 4,
+    "rollout.n_samples_per_prompt": 2,
+    "train.batch_size": 8,
+    "train.max_steps": 1,
+    "train.colocate_all": True,
+    "algo.advantage.estimator": "group_norm",
+    "algo.kl.init_coef": 0,
+    "ds.param_dtype": "fp32",
+}
+HOLDER = """
+import sys, time, ray
+from ray.util.placement_group import placement_group
+ray.init(logging_level="ERROR")
+ray.get(placement_group([{"GPU": 6}], name="their run").ready())
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def commands(heading: str) -> list[list[str]]:
+    """Of each block under a heading of the page."""
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    assert section
+    return [block.splitlines() for block in re.findall(r"```bash\n(.*?)```", section[1], re.DOTALL)]
+
+
+@dataclass(kw_only=True)
+class Machine:
+    """A user's machine with nobody else on it: a home, a folder to work in, ports."""
+
+    folder: Path
+    environment: dict[str, str]
+    port: int = field(default_factory=free_port)
+    dashboard: int = field(default_factory=free_port)
+
+    @property
+    def address(self) -> str:
+        return (Path(self.environment["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").read_text().strip()
+
+    def start(self, command: str, **options) -> subprocess.Popen:
+        """`ray stop` would stop everybody's."""
+        own = f"--port {self.port} --dashboard-port {self.dashboard} --ray-client-server-port {free_port()}"
+        own += f" --dashboard-agent-listen-port {free_port()} --object-store-memory 100000000"
+        command = command.replace("ray start --head", f"ray start --head {own}")
+        command = command.replace("127.0.0.1:8265", f"127.0.0.1:{self.dashboard}")
+        if "10.0.0.1:6379" in command:
+            command = command.replace("10.0.0.1:6379", self.address)
+        return subprocess.Popen(
+            command.replace("ray stop", "true"),
+            shell=True,
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            **options,
+        )
+
+    def run(self, command: str) -> tuple[int, str]:
+        """(exit code, what it printed). `export` holds for what comes after."""
+        if command.startswith("export "):
+            name, value = command.removeprefix("export ").split("=")
+            self.environment[name] = value
+            return 0, ""
+        process = self.start(command)
+        output, _ = process.communicate(timeout=400)
+        return process.returncode, output
+
+    def stop(self) -> None:
+        folder = self.environment["RAY_TMPDIR"]
+        mine = [
+            process
+            for process in psutil.process_iter(["environ"])
+            if (process.info["environ"] or {}).get("RAY_TMPDIR") == folder
+        ]
+        for process in mine:
+            process.kill()
+        psutil.wait_procs(mine, timeout=30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, task: TaskFiles) -> Iterator[Machine]:
+    ray_folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets have short names
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {
+        "HOME": str(tmp_path),
+        "RAY_TMPDIR": ray_folder,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    flags = {"actor.model_name_or_path": str(task.model), "data.prompt_dataset": str(task.prompts)}
+    flags |= {"ckpt.output_dir": str(tmp_path / "policy"), "ckpt.path": str(tmp_path / "ckpt")}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | flags))
+    machine = Machine(folder=tmp_path, environment=environment)
+    yield machine
+    machine.stop()
+
+
+def test_a_run_starts_ray_where_a_dead_cluster_left_its_file(machine: Machine) -> None:
+    folder = Path(machine.environment["RAY_TMPDIR"]) / "ray"
+    folder.mkdir()
+    (folder / "ray_current_cluster").write_text("127.0.0.1:1")
+    ((command,),) = commands("One machine")
+    code, output = machine.run(command)
+    assert code == 0, output
+    assert f"{folder}/ray_current_cluster names a cluster that is gone (127.0.0.1:1): started Ray" in output
+    assert "note: --actor.num_gpus_per_node 1: not set; chosen by what there is" in output
+    assert not re.search(r"pid=|Triton|WARNING|\x1b", output), output
+    assert not (machine.folder / ".ray").exists()
+    (saved,) = machine.folder.glob("policy/runs/*/config.yaml")
+    assert yaml.safe_load(saved.read_text())["actor"]["num_gpus_per_node"] == 1
+    assert (machine.folder / "policy" / "config.json").exists()
+
+
+def test_a_cluster_that_is_too_small_or_busy(machine: Machine) -> None:
+    """With a token, of which the runs hear from nobody."""
+    assert machine.run("ray get-auth-token --generate")[0] == 0
+    (start, run, _), (named,) = commands("A cluster that stays")
+    assert machine.run(start)[0] == 0
+    code, output = machine.run(
+        f"{named} --actor.num_gpus_per_node 16 --rollout.batch_size 8 "
+        "--train.batch_size 16 --actor.adam.lr fast"
+    )
+    assert code == 2, output
+    assert f"joined the Ray cluster at {machine.address}: 1 node, 8 GPUs" in output
+    assert "error: the run needs 16 GPUs" in output and "the cluster has 8" in output
+    assert "error: --actor.adam.lr fast" in output and "2 problems; nothing was started." in output
+
+    holder = machine.start(f"exec {shlex.quote(sys.executable)} -c {shlex.quote(HOLDER)}")
+    assert holder.stdout and holder.stdin
+    assert any("held" in line for line in holder.stdout)
+    process = machine.start(f"exec {run} --actor.num_gpus_per_node 8")
+    assert process.stdout
+    said = ""
+    for line in process.stdout:
+        said += line
+        if line.startswith("waiting: "):
+            break
+    assert "8 GPUs (2 of them free)" in said
+    assert "of the cluster's 8, 2 are free: their run holds 6. It starts when they are" in said
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    holder.stdin.close()
+    holder.wait(60)
+
+
+@pytest.mark.slow
+def test_a_run_joins_a_cluster_that_stays(machine: Machine) -> None:
+    (start, run, stop), _ = commands("A cluster that stays")
+    assert machine.run(start.replace("--num-gpus 8", "--num-gpus 0"))[0] == 0
+    code, output = machine.run(run)
+    assert code == 0, output
+    assert f"joined the Ray cluster at {machine.address}: 1 node, 0 GPUs" in output
+    assert machine.run(stop)[0] == 0
+    code, output = machine.run(f"RAY_ADDRESS={machine.address} ray status")  # it stayed
+    assert code == 0, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heading", ["Jobs", "A token"])
+def test_a_run_as_a_job(machine: Machine, heading: str) -> None:
+    (block,) = commands(heading)
+    for command in block:
+        code, output = machine.run(command.replace("--num-gpus 8", "--num-gpus 0"))
+        deadline = time.monotonic() + 60
+        while "No available agent" in output and time.monotonic() < deadline:
+            code, output = machine.run(command)
+        assert code == 0, output
+        if "submit" in command:
+            assert f"joined the Ray cluster at {machine.address}" in output and "succeeded" in output
+    assert (machine.folder / ".ray" / "auth_token").exists() == (heading == "A token")
+    assert (machine.folder / "policy" / "config.json").exists()
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of 4 GPUs and a core, as far as Ray knows."""
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    node = {"num_cpus": 1, "num_gpus": 4, "object_store_memory": 100_000_000}
+    cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+    cluster.add_node(**node)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    start_ray()
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("actors", "references", "engines", "size"), [(4, 2, 1, 2), (2, 2, 4, 1)])
+def test_roles_and_engines_on_two_nodes(
+    two_nodes, actors: int, references: int, engines: int, size: int
+) -> None:
+    config = PPOConfig(
+        actor=ActorConfig(num_gpus_per_node=actors),
+        ref=RefConfig(num_gpus_per_node=references),
+        vllm=VllmConfig(num_engines=engines, tensor_parallel_size=size),
+        algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo")),
+    )
+    places, engine_places = place(config, on_gpu=True)
+    where = ray.remote(lambda: (ray.get_runtime_context().get_node_id(), *ray.get_gpu_ids()))
+    ranks = {
+        role: ray.get([where.options(**places[role].options(rank)).remote() for rank in range(count)])
+        for role, count in (("actor", actors), ("ref", references))
+    }
+    held = [gpu for found in ranks.values() for gpu in found]
+    for index in range(engines):
+        options, environment = engine_places.engine_options(index, size)
+        devices = environment["CUDA_VISIBLE_DEVICES"].split(",")
+        assert len(devices) == size
+        held += [(options["scheduling_strategy"].node_id, int(device)) for device in devices]
+    assert len(set(held)) == len(held) == actors + references + engines * size
+    assert len({node for node, _ in ranks["actor"]}) == 1
