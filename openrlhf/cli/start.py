@@ -23,7 +23,7 @@ def origin_of(
         flag: f"checksum {' '.join(model_fingerprint(path, flag)[:16] for path in paths)}"
         for flag, paths in models.items()
     }
-    return Origin.of(command.name, config, prints | more)
+    return Origin.of(command.name, config, {**prints, **more})
 
 
 def begin(config: Any, checkpoints: "CheckpointFolder", held: ExitStack) -> str | None:
