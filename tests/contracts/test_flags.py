@@ -2,8 +2,8 @@
 the flags of the commands: old name, new name, words, value, default.
 
 Defaults that are not the old ones, on purpose: `ds.attn_implementation` (auto), `logger.wandb.project` and
-`run_name` of dpo, kto and kd (the command's own name), `ckpt.path` (in the output folder), `model.model_name_or_path` of kto (required), `host` of
-serve_rm (this machine only).
+`run_name` of dpo, kto and kd (the command's own name), `ckpt.path` (in the output folder),
+`model.model_name_or_path` of kto (required), `host` of serve_rm (this machine only).
 """
 
 import csv
