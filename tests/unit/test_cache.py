@@ -15,7 +15,14 @@ from openrlhf.cli.supervised import build_train_set, load_tokenizer_of
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.commands import SFT
 from openrlhf.config.parse import parse
-from openrlhf.datasets.cache import cache_folder, cached, digest, file_digest, tokenizer_digest
+from openrlhf.datasets.cache import (
+    cache_folder,
+    cached,
+    digest,
+    file_digest,
+    sampled_digest,
+    tokenizer_digest,
+)
 from openrlhf.datasets.store import SampleStore
 from openrlhf.tasks.tiny_model import CHAT_TEMPLATE, tiny_chat_model, tiny_tokenizer
 
@@ -367,3 +374,17 @@ def test_without_the_cache_nothing_is_written(tmp_path, sft_flags, monkeypatch):
 def test_the_digest_of_a_slow_tokenizer_knows_its_vocabulary():
     digests = [tokenizer_digest(tokenizer) for tokenizer in (Letters(), Letters(), Letters(first=1))]
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_samples_of_a_file_tell_trained_weights_from_untrained(tmp_path):
+    """4 MB, of which a quarter somewhere was trained; and what is smaller than one sample."""
+    weights = np.random.default_rng(0).integers(0, 256, 1 << 22, dtype=np.uint8)
+    paths = [tmp_path / name for name in ("base", "copy", "trained", "longer", "small", "smaller")]
+    trained = weights.copy()
+    trained[1 << 20 : 1 << 21] ^= 1
+    for path, content in zip(
+        paths, (weights, weights, trained, np.append(weights, 0), weights[:7], weights[:6]), strict=True
+    ):
+        path.write_bytes(content.astype(np.uint8).tobytes())
+    base, copy, *others = map(sampled_digest, paths)
+    assert base == copy and len({base, *others}) == 5
