@@ -239,9 +239,10 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
 
 class PolicyWorker(TrainedWorker):
     name = "actor"
+    text_windows: Windows[PackedRow] | None = None
+    """What is learned beside the rewards, with actor.ptx_coef."""
 
-    def start(self, address: str, port: int, total_steps: int, texts: SampleStore | None) -> None:
-        """`texts`: what is learned beside the rewards, with actor.ptx_coef."""
+    def start(self, address: str, port: int, total_steps: int, texts: SampleStore | None = None) -> None:
         self.join(address, port)
         actor = self.config.actor
         self.model = self._engine(
@@ -251,7 +252,8 @@ class PolicyWorker(TrainedWorker):
             actor.gradient_checkpointing_enable,
             ema_beta=self.config.train.ema_beta if self.config.train.enable_ema else None,
         )
-        self.text_windows = None if texts is None else self._lay_out(texts)
+        if texts is not None:
+            self.text_windows = self._lay_out(texts)
         self._find_place_in_texts()
         self.offload()
 

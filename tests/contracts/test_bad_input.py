@@ -183,7 +183,9 @@ def test_a_column_that_the_dataset_does_not_have(refused, files, command):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_columns_are_looked_at_before_models(refused, files, command):
-    text = refused(command, FIRST_COLUMN[command], "questions", MODEL[command], files["empty"])
+    both = 2 if command == "ppo" else 1  # RL lists what is wrong with all files at once
+    flags = (FIRST_COLUMN[command], "questions", MODEL[command], files["empty"])
+    text = refused(command, *flags, problems=both)
     assert f"error: {FIRST_COLUMN[command]} questions: {files['data']} has no such column." in text
 
 

@@ -3,9 +3,9 @@ the flags of the commands: old name, new name, words, value, default.
 
 Defaults that are not the old ones, on purpose: `ds.attn_implementation` (auto), `logger.wandb.project` and
 `run_name` of dpo, kto and kd (the command's own name), `ckpt.path` (in the output folder),
-`model.model_name_or_path` of kto (required), `host` of serve_rm (this machine only), `ds.param_dtype` of serve_rm
-and lora_combiner (the model's own), `data.input_template` (None in every command: one text is one prompt
-everywhere).
+`model.model_name_or_path` of kto (required), `host` of serve_rm (this machine only), `ds.param_dtype` of
+serve_rm and lora_combiner (the model's own), `data.input_template` (None in every command: one text is one
+prompt everywhere).
 """
 
 import csv
