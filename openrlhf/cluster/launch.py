@@ -20,6 +20,7 @@ from ray.core.generated import gcs_service_pb2
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import RayError
 
+from openrlhf.cluster import folder
 from openrlhf.config.ppo import PPOConfig
 
 OBJECT_STORE_BYTES = 512 << 20
@@ -138,7 +139,7 @@ def _start_here() -> None:
 
 
 def _common_options() -> dict[str, Any]:
-    env_vars = {name: os.environ.get(name, value) for name, value in WORKERS.items()}
+    env_vars = {name: os.environ.get(name, value) for name, value in WORKERS.items()} | folder.here()
     return {"runtime_env": {"env_vars": env_vars}, "log_to_driver": True, "logging_level": "ERROR"}
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.actor import ActorHandle
 
+from openrlhf.cluster import folder
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.pending import Gathered, first
 from openrlhf.cluster.placement import Bundles
@@ -40,6 +41,7 @@ class EngineActor(VLLMEngine):
 
     def __init__(self, config: PPOConfig, options: EngineOptions, reward_key: str | None = None) -> None:
         """`reward_key`: of the reward servers."""
+        folder.enter()
         super().__init__(options)
         self.config, self.reward_key = config, reward_key
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algos.balance import pack_to_budget
+from openrlhf.cluster import folder
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, ActorConfig, CriticConfig, PPOConfig
 from openrlhf.datasets.batches import Windows
 from openrlhf.datasets.store import SampleStore
@@ -50,6 +51,7 @@ class Worker:
     """One rank of a role: it meets the others."""
 
     def __init__(self, config: PPOConfig, rank: int, world_size: int) -> None:
+        folder.enter()
         self.config, self.rank, self.world_size = config, rank, world_size
 
     def address(self) -> tuple[str, int]:

@@ -213,7 +213,7 @@ def test_a_document_means_what_it_meant(name: str, run: Callable[[str, str], str
     kind = f"{name.partition(',')[0]} {'RL' if 'ppo_ray' in command else 'supervised'}"
     printed = run(command, SMALL.get(kind, SMALL["flat RL"]))
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert list(metrics) == [1, 2]
+    assert list(metrics) == [1, 2] or ("--dynamic_filtering" in command and list(metrics) == [1])
     assert all(step["grad_norm"] >= 0 for step in metrics.values())
     assert "error" not in printed.lower().replace("error_", "")
     models = [*(tmp_path / "checkpoint").glob("*/*.safetensors"), *(tmp_path / "final").glob("*.safetensors")]

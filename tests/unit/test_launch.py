@@ -1,6 +1,7 @@
 import socket
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import yaml
 from ray.exceptions import ActorDiedError
 
 from openrlhf.cli.train_ppo_ray import rank_counts
-from openrlhf.cluster import launch
+from openrlhf.cluster import folder, launch
 from openrlhf.cluster.launch import cluster_address, resource_problems
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import Source, parse
@@ -229,3 +230,15 @@ def test_only_a_failure_of_a_worker_names_the_logs(monkeypatch, capsys):
     with pytest.raises(ValueError, match="a row"), launch.naming_logs():
         raise ValueError("a row")
     assert capsys.readouterr().err == ""
+
+
+def test_processes_work_in_the_folder_of_their_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    environment = launch._common_options()["runtime_env"]["env_vars"]
+    monkeypatch.chdir("/")
+    monkeypatch.setenv(folder.VARIABLE, environment[folder.VARIABLE])
+    folder.enter()
+    assert Path.cwd() == tmp_path
+    monkeypatch.setenv(folder.VARIABLE, str(tmp_path / "of another machine"))
+    folder.enter()
+    assert Path.cwd() == tmp_path
