@@ -29,69 +29,49 @@ def build_data(config: PPOConfig) -> RLData:
 def build_prompt_datasets(config: PPOConfig):
     """(training prompts, list of evaluation prompts, tokenizer)"""
     from openrlhf.config.checks import split_spec
-    from openrlhf.datasets.prompts import build_prompts, source_names
-    from openrlhf.datasets.sources import load_rows
+    from openrlhf.datasets.prompts import source_names
     from openrlhf.models.loading import policy_tokenizer
 
     data, evaluation = config.data, config.eval
     tokenizer = policy_tokenizer(config)
     check_vocabularies(config, tokenizer)
-
-    def build(
-        spec: str,
-        flag: str,
-        split: str,
-        max_samples: int | None,
-        *,
-        probs: str | None = None,
-        source: str = "default",
-        first_id: int = 0,
-    ):
-        rows = load_rows(
-            spec,
-            flag=flag,
-            required_columns=prompt_columns(config),
-            probs=probs,
-            split=split,
-            max_samples=max_samples,
-            seed=config.train.seed,
-            bad_rows=data.broken_rows,
-        )
-        return build_prompts(
-            rows,
-            tokenizer,
-            input_key=data.input_key,
-            label_key=config.label_key,
-            apply_chat_template=data.apply_chat_template,
-            input_template=data.input_template,
-            max_len=data.max_len,
-            bad_rows=data.bad_rows,
-            source=source,
-            first_id=first_id,
-        )
-
-    prompts = build(
-        data.prompt_dataset,
-        "--data.prompt_dataset",
-        data.prompt_split,
-        data.max_samples,
-        probs=data.prompt_probs,
-    )
+    flags = {"flag": "--data.prompt_dataset", "split": data.prompt_split, "probs": data.prompt_probs}
+    rows = _prompt_rows(config, data.prompt_dataset, **flags, max_samples=data.max_samples)
+    prompts = _prompts(config, tokenizer, rows)
     eval_prompts, num_rows = [], 0
     sets = split_spec(evaluation.dataset or "")
     for item, source in zip(sets, source_names(sets), strict=True):
-        held_out = build(
-            item,
-            "--eval.dataset",
-            evaluation.split,
-            evaluation.max_samples,
-            source=source,
-            first_id=num_rows,
-        )
+        flags = {"flag": "--eval.dataset", "split": evaluation.split}
+        rows = _prompt_rows(config, item, **flags, max_samples=evaluation.max_samples)
+        held_out = _prompts(config, tokenizer, rows, source=source, first_id=num_rows)
         eval_prompts += held_out
         num_rows += len(held_out) + held_out.dropped.total()
     check_reward_templates(config, tokenizer, [*prompts, *eval_prompts])
     return prompts, eval_prompts, tokenizer
+
+
+def _prompt_rows(config: PPOConfig, spec: str, **options):
+    from openrlhf.datasets.sources import load_rows
+
+    columns, bad_rows = prompt_columns(config), config.data.broken_rows
+    return load_rows(spec, required_columns=columns, seed=config.train.seed, bad_rows=bad_rows, **options)
+
+
+def _prompts(config: PPOConfig, tokenizer, rows, **options) -> "PromptDataset":
+    from openrlhf.datasets.prompts import build_prompts
+
+    data = config.data
+    return build_prompts(
+        rows,
+        tokenizer,
+        input_key=data.input_key,
+        label_key=config.label_key,
+        apply_chat_template=data.apply_chat_template,
+        input_template=data.input_template,
+        max_len=data.max_len,
+        bad_rows=data.bad_rows,
+        **options,
+    )
 
 
 def build_pretrain_texts(config: PPOConfig, tokenizer, num_prompts: int):
