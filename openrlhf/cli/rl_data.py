@@ -75,7 +75,9 @@ def _prompts(config: PPOConfig, tokenizer, rows, **options) -> "PromptDataset":
 
 
 def build_pretrain_texts(config: PPOConfig, tokenizer, num_prompts: int):
-    """As many texts as the run's optimizer steps take; None without data.pretrain_dataset."""
+    """As many texts as the run's optimizer steps take, in the order in which they take them, which a longer
+    run begins with too. None without data.pretrain_dataset."""
+    from openrlhf.datasets.order import epoch_order
     from openrlhf.datasets.sft import build_sft_samples
     from openrlhf.datasets.sources import load_rows
     from openrlhf.trainer.schedule import num_updates
@@ -89,13 +91,13 @@ def build_pretrain_texts(config: PPOConfig, tokenizer, num_prompts: int):
         required_columns=column,
         probs=data.pretrain_probs,
         split=data.pretrain_split,
-        max_samples=train.batch_size * num_updates(config, num_prompts, config.frozen_actor_steps),
         seed=train.seed,
         bad_rows=data.broken_rows,
     )
+    taken = train.batch_size * num_updates(config, num_prompts, config.frozen_actor_steps)
     (input_key,) = column.values()
     return build_sft_samples(
-        rows,
+        rows.take(epoch_order(len(rows), seed=train.seed, epoch=0)[:taken]),
         tokenizer,
         input_key=input_key,
         output_key=None,

@@ -97,7 +97,8 @@ def checkpoints_of(config: PPOConfig, data: RLData):
 def _origin(config: PPOConfig, data: RLData):
     from pathlib import Path
 
-    from openrlhf.datasets.cache import arrays_digest, file_digest
+    from openrlhf.datasets.cache import file_digest
+    from openrlhf.datasets.sources import rows_digest
 
     models: dict[str, Sequence[str]] = {ACTOR_FLAG: [config.actor.model_name_or_path]}
     if config.uses_critic:
@@ -107,8 +108,9 @@ def _origin(config: PPOConfig, data: RLData):
     if config.uses_reward_model:
         models[REWARD_FLAG] = config.reward.models
     more = {"--data.prompt_dataset": f"{len(data.prompts)} prompts (checksum {data.prompts.digest()[:16]})"}
-    if (texts := data.texts) is not None:
-        more[PRETRAIN_FLAG] = f"{len(texts)} texts (checksum {arrays_digest(texts.arrays())[:16]})"
+    if texts := config.data.pretrain_dataset:
+        checksum = rows_digest(texts, flag=PRETRAIN_FLAG, split=config.data.pretrain_split)
+        more[PRETRAIN_FLAG] = f"checksum {checksum[:16]}"
     if path := config.reward.function_path:
         more["--reward.remote_url"] = f"checksum {file_digest(Path(path))[:16]}"
     if config.ds.zero_stage > 0:  # each rank has a part of the optimizer's state

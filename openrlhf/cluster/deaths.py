@@ -27,6 +27,9 @@ def naming_the_dead(members: Sequence[ActorHandle] = ()) -> Iterator[None]:
     try:
         yield
     except RayError as error:
+        if isinstance(error, RayTaskError) and type(error.cause).__name__ == "EngineDeadError":
+            where = f"the process that computes for process {error.pid} on {error.ip}"
+            raise RuntimeError(_lines(NAMES["EngineActor"], where, str(error.pid))) from error
         death = _death_in(error) or _death_among(members)
         if death is None:
             raise
@@ -56,9 +59,14 @@ def _described(death: RayActorError) -> str:
     name = NAMES.get(said.get("class_name", ""), "a process of the run")
     if "pid" not in said:
         return f"{name} died: {str(death).splitlines()[0]}"
+    return _lines(name, f"process {said['pid']} on {said.get('ip', 'an unknown machine')}", said["pid"])
+
+
+def _lines(name: str, which: str, pid: str) -> str:
+    """`pid`: of the process whose log tells more."""
     return (
-        f"{name} died: process {said['pid']} on {said.get('ip', 'an unknown machine')} was killed (out of "
-        f"memory?) or crashed.\nIts log is {_log(said['pid'])}; OPENRLHF_DEBUG=1 shows all that Ray says."
+        f"{name} died: {which} was killed (out of memory?) or crashed.\n"
+        f"Its log is {_log(pid)}; OPENRLHF_DEBUG=1 shows all that Ray says."
     )
 
 

@@ -285,6 +285,7 @@ class PolicyWorker(TrainedWorker):
             rank=self.rank,
             world=self.world_size,
             seed=train.seed,
+            shuffle=False,
         )
 
     def _find_place_in_texts(self) -> None:

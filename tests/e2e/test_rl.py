@@ -161,7 +161,7 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
         f"--data.pretrain_dataset {task.pretrain} --actor.ptx_coef 0.1 "
     )
     whole = train(task, tmp_path / "whole", flags)
-    assert whole[1]["policy/ptx_loss"] == pytest.approx(mean_loss_of_texts(task, count=32, of=192), rel=1e-5)
+    assert whole[1]["policy/ptx_loss"] == pytest.approx(mean_loss_of_texts(task, count=32), rel=1e-5)
     cut_after_step_4(tmp_path / "whole", tmp_path / "halves")
     halves = train(task, tmp_path / "halves", f"{flags} --ckpt.load_enable")
     assert list(halves) == list(range(1, 7))
@@ -191,13 +191,13 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
     assert len(differences) == 2
 
 
-def mean_loss_of_texts(task: TaskFiles, *, count: int, of: int) -> float:
-    """Over all tokens of the first `count` texts in the order of the first epoch, by transformers."""
-    texts = [json.loads(line)["input"] for line in task.pretrain.read_text().splitlines()[:of]]
+def mean_loss_of_texts(task: TaskFiles, *, count: int) -> float:
+    """Over all tokens of the first `count` texts in the order of the run, by transformers."""
+    texts = [json.loads(line)["input"] for line in task.pretrain.read_text().splitlines()]
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     losses = []
-    for i in epoch_order(of, seed=42, epoch=0)[:count]:
+    for i in epoch_order(len(texts), seed=42, epoch=0)[:count]:
         ids = tokenizer(texts[i], add_special_tokens=False, return_tensors="pt").input_ids
         with torch.no_grad():
             log_probs = model(ids).logits[0, :-1].log_softmax(-1)
