@@ -27,18 +27,29 @@ def naming_the_dead(members: Sequence[ActorHandle] = ()) -> Iterator[None]:
     try:
         yield
     except RayError as error:
-        if isinstance(error, RayTaskError) and type(error.cause).__name__ == "EngineDeadError":
-            where = f"the process that computes for process {error.pid} on {error.ip}"
-            raise RuntimeError(_lines(NAMES["EngineActor"], where, str(error.pid))) from error
+        if type(_cause(error)).__name__ == "EngineDeadError":
+            raise RuntimeError(_engine(str(error))) from error
         death = _death_in(error) or _death_among(members)
         if death is None:
             raise
         raise RuntimeError(_described(death)) from error
 
 
-def _death_in(error: BaseException | None) -> RayActorError | None:
-    if isinstance(error, RayTaskError):
+def _cause(error: BaseException | None) -> BaseException | None:
+    """What the task raised, also where it waited for a task that raised it."""
+    while isinstance(error, RayTaskError):
         error = error.cause
+    return error
+
+
+def _engine(text: str) -> str:
+    """`text`: what Ray says of an actor whose vLLM process has died."""
+    (*_, (pid, ip)) = re.findall(r"EngineActor[^\n]*?pid=(\d+), ip=([^,)]+)", text) or [("?", "?")]
+    return _lines(NAMES["EngineActor"], f"the process that computes for process {pid} on {ip}", pid)
+
+
+def _death_in(error: BaseException | None) -> RayActorError | None:
+    error = _cause(error)
     return error if isinstance(error, RayActorError) and not error.actor_init_failed else None
 
 

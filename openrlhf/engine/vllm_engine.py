@@ -222,6 +222,7 @@ class VLLMEngine:
         while not (await asyncio.wait({task}, timeout=0.5))[0]:
             if self.llm.errored or time.monotonic() > deadline:
                 task.cancel()
-                state = "died" if self.llm.errored else f"did not answer for {CONTROL_TIMEOUT:.0f} s"
-                raise RuntimeError(f"the vLLM engine {state} during a control call")
+                if self.llm.errored:
+                    raise self.llm.dead_error
+                raise RuntimeError(f"a vLLM engine did not answer a control call for {CONTROL_TIMEOUT:.0f} s")
         return task.result()

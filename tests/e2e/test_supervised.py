@@ -110,6 +110,7 @@ def test_kto_raises_accuracy(train, knowing, accuracy) -> None:
     assert accuracy(folder) > accuracy(knowing.chat) + 0.3
 
 
+@pytest.mark.slow
 def test_a_smaller_student_learns_what_its_teacher_knows(train, knowing, accuracy, tmp_path) -> None:
     student = tiny_chat_model(tmp_path / "student", hidden_size=64)
     folder, metrics = train(
@@ -122,6 +123,7 @@ def test_a_smaller_student_learns_what_its_teacher_knows(train, knowing, accurac
     assert accuracy(folder, chat=False) > accuracy(knowing.base, chat=False) - 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("running_ray")
 def test_on_policy_distillation_needs_no_reward(openrlhf, knowing, accuracy, dpo_model, tmp_path) -> None:
     """A teacher that thinks; a student that mostly guesses is corrected on its own answers."""
