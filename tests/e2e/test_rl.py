@@ -223,7 +223,7 @@ import os, signal, time, zlib
 
 def fate(query):
     place = zlib.crc32(query.encode()) % 1000
-    faults = {"raise": range(10), "hang": range(10, 20), "nan": range(20, 30), "kill": range(30, 33)}
+    faults = {"raise": range(10), "hang": range(10, 20), "nan": range(20, 30), "kill": range(30, 40)}
     return next((name for name, places in faults.items() if place in places), "fine")
 
 def reward_func(queries, prompts, labels):
@@ -247,7 +247,7 @@ SAID = {
 def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(
     task: TaskFiles, tmp_path: Path
 ) -> None:
-    """1536 samples, of which the function fails on one in thirty: it raises, hangs, dies or says NaN."""
+    """1024 samples, of which the function fails on one in 25: it raises, hangs, dies or says NaN."""
     reward = tmp_path / "faulty.py"
     reward.write_text(FAULTY_REWARD)
     metrics = train(
@@ -255,13 +255,13 @@ def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(
         tmp_path,
         f"{COMMON} --algo.kl.init_coef 0 --actor.num_gpus_per_node 1 --train.colocate_all --eval.steps -1 "
         "--rollout.batch_size 64 --rollout.n_samples_per_prompt 8 --train.batch_size 256 "
-        "--train.num_episodes 3 --train.max_steps 3 --train.dynamic_batch_enable "
+        "--train.num_episodes 2 --train.max_steps 2 --train.dynamic_batch_enable "
         f"--train.max_tokens_per_gpu 4096 --reward.remote_url {reward} --reward.timeout 1 "
         "--reward.num_workers 2",
     )
     fate, decode = runpy.run_path(str(reward))["fate"], AutoTokenizer.from_pretrained(task.model).decode
     fates: Counter[str] = Counter()
-    for step in (1, 2, 3):
+    for step in (1, 2):
         sampled = read_journal(tmp_path / "run" / "rollouts" / f"step_{step:06d}.jsonl")
         assert len(sampled) == 512
         queries = [t.prompt.text + decode(t.token_ids[t.action_mask.index(True) :]) for t in sampled]
