@@ -10,7 +10,7 @@ from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FL
 def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
     """What is wrong with the cluster and with files, before anything is loaded or started; nothing more about
     flags that are `refused`."""
-    from openrlhf.cluster.launch import check_resources
+    from openrlhf.cluster.launch import check_resources, cluster_has_gpus
 
     problems, wrong = [], set(refused)
 
@@ -24,21 +24,22 @@ def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
             wrong.add(flag)
 
     ask("--vllm.num_engines", check_resources, config)
-    check_files(config, ask)
+    on_cpu = "--vllm.num_engines" not in wrong and not cluster_has_gpus()
+    check_files(config, ask, on_cpu=on_cpu)
     return problems
 
 
-def check_files(config: PPOConfig, ask: Callable[..., None]) -> None:
+def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) -> None:
     """Everything that can be wrong with them, by `ask(flag, check, ...)`, which calls `check(...)` where
-    nothing is known to be wrong with the flag."""
-    check_columns_of_all(config, ask)  # before transformers, whose import takes longer than all of this
+    nothing is known to be wrong with the flag. `on_cpu`: it is known that no engine has a GPU."""
+    _check_columns(config, ask)  # before transformers, whose import takes longer than all of this
     from openrlhf.models.experts import check_experts
     from openrlhf.models.loading import check_model
     from openrlhf.models.scorer import check_reward_model
 
     actor, critic = config.actor.model_name_or_path, config.critic_path
     ask(ACTOR_FLAG, _check_trained, actor, ACTOR_FLAG, config.data.max_len)
-    ask(ACTOR_FLAG, check_engines, config)
+    ask(ACTOR_FLAG, check_engines, config, on_cpu=on_cpu)
     if config.actor.aux_loss_coef:
         ask(ACTOR_FLAG, check_experts, actor, ACTOR_FLAG, "--actor.aux_loss_coef")
     if path := config.teacher.model_name_or_path:
@@ -55,7 +56,7 @@ def check_files(config: PPOConfig, ask: Callable[..., None]) -> None:
         ask("--reward.remote_url", _check_reward_file, path)
 
 
-def check_columns_of_all(config: PPOConfig, ask: Callable[..., None]) -> None:
+def _check_columns(config: PPOConfig, ask: Callable[..., None]) -> None:
     from openrlhf.datasets.sources import check_columns
 
     data, columns = config.data, prompt_columns(config)
@@ -90,9 +91,8 @@ def _check_reward_file(path: str) -> None:
         print(f"note: {remark}", file=sys.stderr, flush=True)
 
 
-def check_engines(config: PPOConfig, *, on_cpu: bool = False) -> None:
-    """Raise ValueError where vLLM would refuse the policy; `on_cpu` once it is known that no engine has a
-    GPU."""
+def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
+    """Raise ValueError where vLLM would refuse the policy."""
     from openrlhf.engine.vllm_support import check_vllm_runs
     from openrlhf.models.loading import load_config
 

@@ -9,7 +9,7 @@ from typing import cast
 
 from openrlhf.cli.errors import catch_signals, short_errors, telling
 from openrlhf.cli.publish import publish
-from openrlhf.cli.rl_checks import check_engines, check_policy_learns, problems_outside
+from openrlhf.cli.rl_checks import check_policy_learns, problems_outside
 from openrlhf.cli.rl_data import PRETRAIN_FLAG, RLData, build_data
 from openrlhf.cli.start import begin, make_room, origin_of, position
 from openrlhf.config.commands import PPO
@@ -35,7 +35,6 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     catch_signals()  # Ray has put a handler of its own in the place of ours
     try:
         check_resources(config)
-        check_engines(config, on_cpu=not cluster_has_gpus())
         with naming_logs(), ExitStack() as held:
             places = place(config, cluster_has_gpus())
             data = build_data(config)

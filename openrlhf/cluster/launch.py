@@ -95,7 +95,7 @@ def cluster_address() -> str | None:
 
 
 def available_nodes() -> Nodes:
-    """Of the cluster that a run would join, else this machine. Starts nothing."""
+    """Of the cluster that lives, which this process then joins, else of this machine. Starts no cluster."""
     if not ray.is_initialized():
         if cluster_address() is None:
             import torch

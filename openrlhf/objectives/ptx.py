@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from openrlhf.algos.reduce import token_mean
-from openrlhf.algos.token_loss import negative_log_likelihood
+from openrlhf.objectives.sft import SFTObjective
 from openrlhf.types import LossNorm, PackedRow
 
 
@@ -21,6 +20,5 @@ class PTXObjective:
 
     def __call__(self, model: Callable, batch: PackedRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""
-        scores = model(batch, temperature=1.0, with_entropy=False)
-        loss = token_mean(negative_log_likelihood(scores.log_probs), norm)
+        loss, _ = SFTObjective()(model, batch, norm)
         return self.coef * loss, {"policy/ptx_loss": loss.detach()}

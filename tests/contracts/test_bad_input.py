@@ -352,6 +352,17 @@ def test_everything_at_once_also_outside_of_flags(refused, files, monkeypatch):
     assert "5 problems; nothing was started." in text
 
 
+@pytest.mark.skipif(DEVICE_TYPE != "cpu", reason="a GPU's engine takes every head size")
+def test_what_engines_refuse_is_said_with_the_rest(refused, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    small = {"hidden_size": 64, "num_attention_heads": 8, "architectures": ["LlamaForCausalLM"]}
+    LlamaConfig(**small).save_pretrained(folder)
+    flags = ("--actor.model_name_or_path", str(folder), "--data.input_key", "questions")
+    text = refused("ppo", *flags, problems=2)
+    assert "heads have size 8, and on a CPU only 32, 64, " in text
+    assert "error: --data.input_key questions: " in text
+
+
 def test_more_ranks_than_the_cluster_has():
     from openrlhf.cluster.launch import resource_problems
     from openrlhf.config.commands import PPO as COMMAND

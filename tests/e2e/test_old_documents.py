@@ -2,6 +2,7 @@
 sizes are cut to two cores by flags behind them, where the last word wins."""
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
@@ -214,7 +215,7 @@ def test_a_document_means_what_it_meant(name: str, run: Callable[[str, str], str
     printed = run(command, SMALL.get(kind, SMALL["flat RL"]))
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert list(metrics) == [1, 2] or ("--dynamic_filtering" in command and list(metrics) == [1])
-    assert all(step["grad_norm"] >= 0 for step in metrics.values())
+    assert all(math.isfinite(step["grad_norm"]) for step in metrics.values())
     assert "error" not in printed.lower().replace("error_", "")
     models = [*(tmp_path / "checkpoint").glob("*/*.safetensors"), *(tmp_path / "final").glob("*.safetensors")]
     assert models

@@ -32,7 +32,7 @@ def test_a_head_size_without_a_kernel(config):
 def test_a_run_of_rl_asks_once_it_is_known_that_there_are_no_gpus(tmp_path):
     llama(num_attention_heads=8).save_pretrained(tmp_path)
     config = PPOConfig(actor=ActorConfig(model_name_or_path=str(tmp_path)))
-    check_engines(config)
+    check_engines(config, on_cpu=False)
     with pytest.raises(ValueError, match=f"--actor.model_name_or_path {tmp_path}: vLLM .* heads have size 8"):
         check_engines(config, on_cpu=True)
 
