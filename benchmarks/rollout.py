@@ -1,6 +1,6 @@
 """Sampled tokens per second of a rollout, two ways on the same model, prompts and seeds.
 
-ours   RolloutGroup.generate: from prompts to trajectories with rewards in the controller, through the Ray
+ours   EnginePool.generate: from prompts to trajectories with rewards in the controller, through the Ray
        actor, the agent and the reward process that train_ppo_ray uses
 bare   vLLM's AsyncLLM in a Ray actor, with the same engine arguments and token ids as input: one request
        for each sample, all at once, log-probs of sampled tokens; it returns the tokens
@@ -24,9 +24,9 @@ from typing import Any
 
 import ray
 
+from openrlhf.cluster.engine_pool import EnginePool, engine_options
 from openrlhf.cluster.launch import cluster_has_gpus, start_ray
 from openrlhf.cluster.placement import Bundles, place
-from openrlhf.cluster.rollout import RolloutGroup, engine_options
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import PPOConfig
@@ -125,7 +125,7 @@ def build_prompts(config: PPOConfig, count: int) -> list[Prompt]:
 
 
 def ours(config: PPOConfig, bundles: Bundles, on_gpu: bool, prompts: list[Prompt]) -> Way:
-    group = RolloutGroup(config, bundles, on_gpu, from_files=True)
+    group = EnginePool(config, bundles, on_gpu, from_files=True)
     group.start().result()
     return lambda: [
         [token for token, is_action in zip(t.token_ids, t.action_mask, strict=True) if is_action]

@@ -58,11 +58,11 @@ from openrlhf.models.attention import PACKED, packing_kwargs
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel
 from openrlhf.objectives.dpo import DPOObjective, pair_log_probs
-from openrlhf.objectives.kto import KTOObjective, MismatchedLogRatio, judged_log_probs
+from openrlhf.objectives.kto import KTOObjective, MismatchedLogRatio, unpaired_log_probs
 from openrlhf.objectives.rm import RewardObjective
 from openrlhf.objectives.sft import SFTObjective
 from openrlhf.tasks.tiny_model import tiny_model
-from openrlhf.types import Judged, JudgedRow, PackedRow, Pair, PairRow, Sample, present
+from openrlhf.types import PackedRow, Pair, PairRow, Sample, UnpairedExample, UnpairedRow, present
 
 SIZES = {
     "tiny": {"hidden_size": 96, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
@@ -461,7 +461,7 @@ def dpo_losses(model, reference, rows: list[PairRow]) -> Iterator[Tensor]:
         yield -F.logsigmoid(BETA * (ratios[::2] - ratios[1::2])).sum() / count
 
 
-def kto_losses(model, reference, rows: list[JudgedRow]) -> Iterator[Tensor]:
+def kto_losses(model, reference, rows: list[UnpairedRow]) -> Iterator[Tensor]:
     count = sum(len(row.desirable) for row in rows)
     with torch.no_grad():
         mismatched = [log_ratios(model, reference, row.mismatched, row.ref_mismatched) for row in rows]
@@ -651,13 +651,13 @@ def rm_pairs(texts: Sequence[Text], batch_size: int) -> list[Pair]:
     ]
 
 
-def kto_answers(texts: Sequence[Text], batch_size: int) -> list[Judged]:
+def kto_answers(texts: Sequence[Text], batch_size: int) -> list[UnpairedExample]:
     """Mismatched are the answers of the step's previous prompts, as in TRL."""
     found = []
     for k in range(0, len(texts), batch_size):
         step = texts[k : k + batch_size]
         found += [
-            Judged(
+            UnpairedExample(
                 sample=sample_of(text.prompt, text.chosen),
                 mismatched=sample_of(text.prompt, step[i - 1].chosen),
                 desirable=(k + i) % 2 == 0,
@@ -734,7 +734,7 @@ TASKS = {
     "kto": Task(
         unit="answers",
         examples=kto_answers,
-        collate=JudgedRow.of,
+        collate=UnpairedRow.of,
         num_tokens=lambda answer: answer.sample.length,
         objective=lambda reference: KTOObjective(beta=BETA, reference=reference),
         bare_losses=kto_losses,
@@ -744,7 +744,7 @@ TASKS = {
             "completion": words(text.chosen),
             "label": i % 2 == 0,
         },
-        read=judged_log_probs,
+        read=unpaired_log_probs,
     ),
 }
 

@@ -10,8 +10,8 @@
     Experience     the three together: all that an update needs of one sample
     ExperienceRow  experiences laid end to end in one packed row: what one forward pass reads
 
-In supervised learning a dataset has Samples, Pairs of them, Judged ones or solutions with Steps; one forward
-pass reads a PackedRow, PairRow, JudgedRow or StepsRow.
+In supervised learning a dataset has Samples, Pairs, UnpairedExamples or solutions with Steps; one forward
+pass reads a PackedRow, PairRow, UnpairedRow or StepsRow.
 
 Shapes: B sequences, L tokens in a sequence, N tokens in a packed row (the sum of L), A actions.
 An action is a token that the policy chose and is trained on; in supervised learning, a token with loss. A
@@ -294,7 +294,7 @@ class PairRow(RowWithMore):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
+class UnpairedExample:
     """One answer that is good or bad, for KTO."""
 
     sample: Sample
@@ -306,14 +306,14 @@ class Judged:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JudgedRow(RowWithMore):
+class UnpairedRow(RowWithMore):
     mismatched: PackedRow
     desirable: Tensor  # (B,) bool
     ref_log_probs: Tensor | None = None  # (B,) None where they are not known beforehand
     ref_mismatched: Tensor | None = None  # (B,) likewise
 
     @classmethod
-    def of(cls, examples: Sequence[Judged]) -> Self:
+    def of(cls, examples: Sequence[UnpairedExample]) -> Self:
         """`examples` must not be empty, and must agree on whether reference log-probs are known."""
         known = examples[0].ref_log_probs is not None
         ref = torch.stack([present(e.ref_log_probs) for e in examples]) if known else None

@@ -1,1 +1,70 @@
-train_rejection_sampling_llama.sh
+#!/usr/bin/env bash
+# Rejection sampling (best of n). Each iteration answers new prompts with the last iteration's model, and
+# trains on the answer to each that a reward model likes best.
+# Needs 8 GPUs of 80 GB. Makes $OUT/iterN/model; run it again to continue after a stop.
+set -euo pipefail
+
+MODEL=${MODEL:-OpenRLHF/Llama-3-8b-sft-mixture}
+REWARD_MODEL=${REWARD_MODEL:-OpenRLHF/Llama-3-8b-rm-mixture}
+PROMPTS=${PROMPTS:-OpenRLHF/prompt-collection-v0.1}
+INPUT_KEY=${INPUT_KEY:-context_messages}
+OUT=${OUT:-ckpt/rejection_sampling}
+ITERATIONS=${ITERATIONS:-10}
+ROLLOUT_BATCH=${ROLLOUT_BATCH:-10240} # prompts of one iteration
+BEST_OF_N=${BEST_OF_N:-4}             # answers to each
+LAUNCH=${LAUNCH:-deepspeed --module}  # of scoring and training; generating is one process
+GENERATE_FLAGS=${GENERATE_FLAGS:-}    # more flags, without spaces in their values
+SCORE_FLAGS=${SCORE_FLAGS:-}
+TRAIN_FLAGS=${TRAIN_FLAGS:-}
+
+POLICY=$MODEL
+for ((i = 0; i < ITERATIONS; i++)); do
+    DIR=$OUT/iter$i
+    if [[ ! -e $DIR/done ]]; then
+        mkdir -p "$DIR"
+        echo "== iteration $i of $ITERATIONS, with $POLICY"
+        python -m openrlhf.cli.batch_inference \
+            --task generate_vllm \
+            --model.model_name_or_path "$POLICY" \
+            --data.dataset "$PROMPTS" \
+            --data.input_key "$INPUT_KEY" \
+            --data.apply_chat_template \
+            --data.bad_rows skip \
+            --iter "$i" \
+            --rollout.batch_size "$ROLLOUT_BATCH" \
+            --rollout.n_samples_per_prompt "$BEST_OF_N" \
+            --rollout.top_p 0.9 \
+            --rollout.max_new_tokens 2048 \
+            --output_path "$DIR/answers.jsonl" \
+            $GENERATE_FLAGS
+        $LAUNCH openrlhf.cli.batch_inference \
+            --task rm \
+            --model.model_name_or_path "$REWARD_MODEL" \
+            --data.dataset "$DIR/answers.jsonl" \
+            --data.apply_chat_template \
+            --data.max_len 4096 \
+            --post_processor rs \
+            --output_path "$DIR/best.jsonl" \
+            $SCORE_FLAGS
+        $LAUNCH openrlhf.cli.train_sft \
+            --model.model_name_or_path "$POLICY" \
+            --model.gradient_checkpointing_enable \
+            --data.dataset "$DIR/best.jsonl" \
+            --data.input_key input \
+            --data.output_key output \
+            --data.apply_chat_template \
+            --data.max_len 4096 \
+            --train.batch_size 128 \
+            --train.micro_batch_size 2 \
+            --train.max_epochs 1 \
+            --adam.lr 2e-6 \
+            --lr_scheduler constant_with_warmup \
+            --ds.zero_stage 3 \
+            --ckpt.output_dir "$DIR/model" \
+            --ckpt.path "$DIR/checkpoints" \
+            $TRAIN_FLAGS
+        touch "$DIR/done"
+    fi
+    POLICY=$DIR/model
+done
+echo "trained model: $POLICY"

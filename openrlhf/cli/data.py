@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from openrlhf.cli.supervised import Task, build_train_set, check_files, lay_out, load_tokenizer_of
+from openrlhf.cli.task import Task, build_train_set, check_files, lay_out, load_tokenizer_of
 from openrlhf.config.parse import parse
 
 TASKS = {

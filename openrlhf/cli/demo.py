@@ -89,7 +89,7 @@ def _phase(title: str, seconds: dict[str, float]):
 
 
 def _sft(flags: str) -> None:
-    from openrlhf.cli.supervised import run
+    from openrlhf.cli.task import run
     from openrlhf.cli.train_sft import SFTTask
     from openrlhf.config.parse import parse
 

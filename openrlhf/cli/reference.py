@@ -11,7 +11,7 @@ REF_FLAG = "--ref.model_name_or_path"
 
 def check_reference(config: DPOConfig | KTOConfig) -> None:
     """Raise ValueError for a reference that reads other tokens than the policy."""
-    from openrlhf.cli.supervised import load_tokenizer_of
+    from openrlhf.cli.task import load_tokenizer_of
     from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
 
     path = reference_path(config)[REF_FLAG]
@@ -27,7 +27,7 @@ def reference_path(config: DPOConfig | KTOConfig) -> dict[str, str]:
 def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
     """row -> (A,) log-probs of the reference. None with `ref.precompute_enable`: then the datasets of `run`
     are given what `read(model, row)` says of each item."""
-    from openrlhf.cli.supervised import load_language_model
+    from openrlhf.cli.task import load_language_model
     from openrlhf.engine.deepspeed_engine import FrozenModel
     from openrlhf.engine.precompute import answers_of
     from openrlhf.models.lora import has_adapters

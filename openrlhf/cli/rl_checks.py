@@ -85,7 +85,7 @@ def _check_statistics(path: str) -> None:
 
 
 def _check_reward_file(path: str) -> None:
-    from openrlhf.rollout.reward_function import check_reward_file
+    from openrlhf.rewards.function import check_reward_file
 
     if remark := check_reward_file(path, "--reward.remote_url"):
         print(f"note: {remark}", file=sys.stderr, flush=True)

@@ -123,7 +123,7 @@ def pretrain_column(config: PPOConfig) -> dict[str, str]:
 def check_reward_templates(config: PPOConfig, tokenizer, prompts) -> None:
     """Raise ValueError where a reward model's own chat template cannot show the prompts."""
     from openrlhf.models.loading import load_tokenizer
-    from openrlhf.rollout.reward_model import check_conversations, has_own_template
+    from openrlhf.rewards.models import check_conversations, has_own_template
 
     for path in config.reward.models:
         own = load_tokenizer(path, flag=REWARD_FLAG)

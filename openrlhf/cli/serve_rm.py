@@ -21,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(config: ServeRMConfig) -> None:
     """Serve until SIGTERM or Ctrl-C."""
     check(config)
-    from openrlhf.rollout.reward_server import bind, build_app, serve
-    from openrlhf.rollout.scoring import ScoreQueue
+    from openrlhf.serve.scoring import ScoreQueue
+    from openrlhf.serve.server import bind, build_app, serve
 
     bound = bind(config.host, config.port)
     queue = ScoreQueue(load(config), max_waiting=config.max_queue)
@@ -53,7 +53,7 @@ def load(config: ServeRMConfig):
     from openrlhf.models.loading import load_tokenizer
     from openrlhf.models.scorer import load_scorer, score_statistics
     from openrlhf.models.self_check import settle_reading
-    from openrlhf.rollout.scoring import TextScorer
+    from openrlhf.serve.scoring import TextScorer
 
     path = config.reward.model_name_or_path or ""
     tokenizer = load_tokenizer(path, flag=MODEL_FLAG, use_fast=not config.data.disable_fast_tokenizer)

@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from openrlhf.cli import supervised
+from openrlhf.cli import task
 from openrlhf.cli.reference import check_reference, reference_of, reference_path
 from openrlhf.cli.train_rm import pair_builder, pair_columns
 from openrlhf.config.commands import DPO
 from openrlhf.config.supervised import DPOConfig
 
 
-class DPOTask(supervised.Task[DPOConfig]):
+class DPOTask(task.Task[DPOConfig]):
     command = DPO
     module = "openrlhf.cli.train_dpo"
 
@@ -46,7 +46,7 @@ class DPOTask(supervised.Task[DPOConfig]):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    supervised.main(DPOTask, argv)
+    task.main(DPOTask, argv)
 
 
 if __name__ == "__main__":

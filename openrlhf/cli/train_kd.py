@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from openrlhf.cli import supervised
+from openrlhf.cli import task
 from openrlhf.cli.train_sft import ResponsesTask
 from openrlhf.config.commands import KD
 from openrlhf.config.supervised import KDConfig
@@ -22,7 +22,7 @@ class DistillationTask(ResponsesTask[KDConfig]):
 
         super().check_models()
         path = self.config.teacher.model_name_or_path
-        own, other = supervised.load_tokenizer_of(self.config), load_tokenizer(path, flag=TEACHER_FLAG)
+        own, other = task.load_tokenizer_of(self.config), load_tokenizer(path, flag=TEACHER_FLAG)
         check_same_vocabulary(own, other, TEACHER_FLAG, path)
 
     def load_model(self, tokenizer):
@@ -37,7 +37,7 @@ class DistillationTask(ResponsesTask[KDConfig]):
 
         model, path = self.config.model, self.config.teacher.model_name_or_path
         teacher = FrozenModel(
-            lambda: TeacherModel(supervised.load_language_model(self.config, path, TEACHER_FLAG)),
+            lambda: TeacherModel(task.load_language_model(self.config, path, TEACHER_FLAG)),
             ds=self.config.ds,
             offload=self.config.teacher.offload,
         )
@@ -55,7 +55,7 @@ class DistillationTask(ResponsesTask[KDConfig]):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    supervised.main(DistillationTask, argv)
+    task.main(DistillationTask, argv)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from openrlhf.cli import supervised
+from openrlhf.cli import task
 from openrlhf.cli.reference import check_reference, reference_of, reference_path
 from openrlhf.config.commands import KTO
 from openrlhf.config.supervised import KTOConfig
 
 
-class KTOTask(supervised.Task[KTOConfig]):
+class KTOTask(task.Task[KTOConfig]):
     command = KTO
     module = "openrlhf.cli.train_kto"
 
@@ -29,11 +29,11 @@ class KTOTask(supervised.Task[KTOConfig]):
         }
 
     def builder(self) -> partial:
-        from openrlhf.datasets.judged import build_judged
+        from openrlhf.datasets.unpaired import build_unpaired
 
         data = self.config.data
         return partial(
-            build_judged,
+            build_unpaired,
             input_key=data.input_key,
             output_key=data.output_key,
             label_key=data.label_key,
@@ -45,19 +45,19 @@ class KTOTask(supervised.Task[KTOConfig]):
         )
 
     def collate(self, items: list):
-        from openrlhf.types import JudgedRow
+        from openrlhf.types import UnpairedRow
 
-        return JudgedRow.of(items)
+        return UnpairedRow.of(items)
 
     def objective(self, run):
-        from openrlhf.objectives.kto import KTOObjective, judged_log_probs
+        from openrlhf.objectives.kto import KTOObjective, unpaired_log_probs
 
         model = self.config.model
         return KTOObjective(
             beta=model.beta,
             desirable_weight=model.desirable_loss_weight,
             undesirable_weight=model.undesirable_loss_weight,
-            reference=reference_of(run, self.config.ref, read=judged_log_probs),
+            reference=reference_of(run, self.config.ref, read=unpaired_log_probs),
         )
 
     def prepare(self, run, objective):
@@ -78,7 +78,7 @@ class KTOTask(supervised.Task[KTOConfig]):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    supervised.main(KTOTask, argv)
+    task.main(KTOTask, argv)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def train(config: PPOConfig, argv, places, data: RLData, checkpoints, tag) -> No
 def rank_counts(config: PPOConfig, explicit: Explicit) -> dict[str, int]:
     """`num_gpus_per_node` where nobody chose it and the default is more than a node has. Without GPUs one
     rank."""
-    keys = [f"{role}.num_gpus_per_node" for role, home in config.homes.items() if home.host is None]
+    keys = [f"{role}.num_gpus_per_node" for role in config.own_placements]
     if all(key in explicit for key in keys):
         return {}
     from openrlhf.cluster.launch import available_nodes
@@ -114,8 +114,8 @@ def _origin(config: PPOConfig, data: RLData):
         more["--reward.remote_url"] = f"checksum {file_digest(Path(path))[:16]}"
     if config.ds.zero_stage > 0:  # each rank has a part of the optimizer's state
         for role in ("actor", "critic"):
-            if role in config.homes:
-                more[f"the number of the {role}'s ranks"] = str(config.homes[role].num_workers)
+            if role in config.placements:
+                more[f"the number of the {role}'s ranks"] = str(config.placements[role].num_workers)
     return origin_of(config, PPO, models, more)
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from openrlhf.cli import supervised
+from openrlhf.cli import task
 from openrlhf.config.commands import PRM
 from openrlhf.config.supervised import PRMConfig
 
 
-class ProcessRewardTask(supervised.Task[PRMConfig]):
+class ProcessRewardTask(task.Task[PRMConfig]):
     command = PRM
     module = "openrlhf.cli.train_prm"
 
@@ -38,9 +38,9 @@ class ProcessRewardTask(supervised.Task[PRMConfig]):
         return StepsRow.of(items)
 
     def load_model(self, tokenizer):
-        from openrlhf.models.judge import JudgeModel
+        from openrlhf.models.process_reward import ProcessRewardModel
 
-        return JudgeModel(self.load_causal_lm())
+        return ProcessRewardModel(self.load_causal_lm())
 
     def objective(self, run):
         from openrlhf.datasets.steps import single_token_id
@@ -54,7 +54,7 @@ class ProcessRewardTask(supervised.Task[PRMConfig]):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    supervised.main(ProcessRewardTask, argv)
+    task.main(ProcessRewardTask, argv)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from openrlhf.cli import supervised
+from openrlhf.cli import task
 from openrlhf.config.commands import RM
 from openrlhf.config.supervised import DPOConfig, RMConfig
 
@@ -12,7 +12,7 @@ STATISTICS_SHARE = 0.01
 """Of the training pairs, to tell mean and deviation of the scores where there is no evaluation set."""
 
 
-class RewardModelTask(supervised.Task[RMConfig]):
+class RewardModelTask(task.Task[RMConfig]):
     command = RM
     module = "openrlhf.cli.train_rm"
 
@@ -93,7 +93,7 @@ def pair_builder(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    supervised.main(RewardModelTask, argv)
+    task.main(RewardModelTask, argv)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from openrlhf.cli import supervised
+from openrlhf.cli import task
 from openrlhf.config.commands import SFT
 from openrlhf.config.supervised import KDConfig, SFTConfig
 
 ConfigT = TypeVar("ConfigT", SFTConfig, KDConfig)
 
 
-class ResponsesTask(supervised.Task[ConfigT]):
+class ResponsesTask(task.Task[ConfigT]):
     """Samples with loss on the responses, or on everything with model.pretrain_mode_enable."""
 
     def columns(self) -> Mapping[str, str | None]:
@@ -52,7 +52,7 @@ class SFTTask(ResponsesTask[SFTConfig]):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    supervised.main(SFTTask, argv)
+    task.main(SFTTask, argv)
 
 
 if __name__ == "__main__":

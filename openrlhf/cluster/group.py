@@ -20,7 +20,7 @@ from openrlhf.cluster.worker import (
     Worker,
 )
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.rollout.reward_model import add_model_rewards, short_names
+from openrlhf.rewards.models import add_model_rewards, short_names
 from openrlhf.trainer.schedule import mean_metrics, training_schedule
 from openrlhf.types import Experience, Metrics, Sample, Trajectory
 
@@ -46,12 +46,7 @@ class Group(Generic[WorkerT]):
     def ask(self, items: Sequence[ItemT], lengths: Sequence[int], spare: ItemT) -> Gathered[list[Tensor]]:
         """What the ranks' `forward` says of each item. `spare`: for a rank that gets none."""
         shares = partition(lengths, len(self.workers))
-        refs = self.bundles.turns.take(
-            lambda: [
-                worker.forward.remote([items[i] for i in share] or [spare])
-                for worker, share in zip(self.workers, shares, strict=True)
-            ]
-        )
+        refs = self.run("forward", [([items[i] for i in share] or [spare],) for share in shares])
 
         def in_order(results: list[list[Tensor]]) -> list[Tensor]:
             outputs: dict[int, Tensor] = {}
@@ -61,6 +56,15 @@ class Group(Generic[WorkerT]):
             return [outputs[i] for i in range(len(items))]
 
         return Gathered(refs, in_order)
+
+    def run(self, method: str, arguments: Sequence[tuple]) -> list[ray.ObjectRef]:
+        """`method` on every rank, each with its own arguments, once what shares its devices is done."""
+        return self.bundles.devices.run(
+            lambda after: [
+                worker.call.remote(method, len(own), *own, *after)
+                for worker, own in zip(self.workers, arguments, strict=True)
+            ]
+        )
 
     def on_all(self, call: Callable[[ActorHandle], ray.ObjectRef]) -> Gathered:
         """`call` on every rank; the answer is rank 0's."""
@@ -92,7 +96,7 @@ class RewardGroup(Group[RewardWorker]):
         address, port = self.meeting_point()
         return self.on_all(lambda worker: worker.start.remote(address, port))
 
-    def judge(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The same with what the models think of them in their rewards."""
         finished = [t for t in trajectories if t.ok]
         lengths = [len(t.token_ids) for t in finished]
@@ -117,10 +121,7 @@ class TrainedGroup(Group[TrainedT]):
     def start(self, total_steps: int, *more: Any) -> Gathered[None]:
         """`total_steps`: optimizer steps of the whole run; `more`: what else the workers' `start` takes."""
         address, port = self.meeting_point()
-        refs = self.bundles.turns.take(
-            lambda: [worker.start.remote(address, port, total_steps, *more) for worker in self.workers]
-        )
-        return Gathered(refs, first)
+        return Gathered(self.run("start", [(address, port, total_steps, *more)] * len(self.workers)), first)
 
     def update(
         self, experiences: Sequence[Experience], num_batches: int, kl_coef: float
@@ -137,17 +138,14 @@ class TrainedGroup(Group[TrainedT]):
         self.num_updates += 1
         spare = experiences[0].without_actions()
 
-        def start() -> list[ray.ObjectRef]:
-            refs = []
-            for rank, worker in enumerate(self.workers):
-                windows = [step[rank] for step in schedule]
-                mine = sorted({i for window in windows for i in window})
-                position = {i: k for k, i in enumerate(mine)}
-                shares = [[position[i] for i in window] or [len(mine)] for window in windows]
-                refs.append(worker.update.remote([*(experiences[i] for i in mine), spare], shares, kl_coef))
-            return refs
-
-        return Gathered(self.bundles.turns.take(start), lambda results: mean_metrics(results[0]))
+        arguments = []
+        for rank in range(len(self.workers)):
+            windows = [step[rank] for step in schedule]
+            mine = sorted({i for window in windows for i in window})
+            position = {i: k for k, i in enumerate(mine)}
+            shares = [[position[i] for i in window] or [len(mine)] for window in windows]
+            arguments.append(([*(experiences[i] for i in mine), spare], shares, kl_coef))
+        return Gathered(self.run("update", arguments), lambda results: mean_metrics(results[0]))
 
     def save_checkpoint(self, tag: str, state: dict) -> Gathered[None]:
         state = state | {"num_updates": self.num_updates}
@@ -176,8 +174,7 @@ class PolicyGroup(TrainedGroup[PolicyWorker]):
 
     def probe(self, sample: Sample) -> Gathered[Tensor]:
         """(A,) log-probs of the sample's actions at temperature 1."""
-        start = lambda: [worker.probe.remote(sample) for worker in self.workers]
-        return Gathered(self.bundles.turns.take(start), first)
+        return Gathered(self.run("probe", [(sample,)] * len(self.workers)), first)
 
     def send_weights(self, version: int) -> Gathered[None]:
         return self.on_all(lambda worker: worker.send_weights.remote(version))

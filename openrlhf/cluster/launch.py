@@ -227,9 +227,8 @@ def resource_problems(config: PPOConfig, nodes: Nodes) -> list[str]:
 def demands(config: PPOConfig) -> dict[str, int]:
     """flags -> devices, of each role that has devices of its own."""
     needs = {
-        f"--{role}.num_nodes x --{role}.num_gpus_per_node": home.num_workers
-        for role, home in config.homes.items()
-        if home.host is None
+        f"--{role}.num_nodes x --{role}.num_gpus_per_node": count
+        for role, count in config.own_placements.items()
     }
     if not config.train.colocate_all:
         engine_gpus = config.num_engines * config.vllm.tensor_parallel_size

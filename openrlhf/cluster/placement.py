@@ -21,17 +21,17 @@ PATIENCE, REMINDER = 2, 60
 """Seconds of waiting for GPUs before the first line about it, and between further ones."""
 
 
-class Turns:
-    """Models on the same GPUs work one after the other, so that only one of them needs room for it."""
+class ExclusiveDevices:
+    """Models on the same GPUs compute one after the other, so that only one of them needs room for it."""
 
-    def __init__(self, needed: bool) -> None:
-        self.needed, self.under_way = needed, []
+    def __init__(self, shared: bool) -> None:
+        """`shared`: off where whoever starts may compute at once, as on a CPU."""
+        self.shared = shared
+        self.under_way: list[ray.ObjectRef] = []
 
-    def take(self, start: Callable[[], list[ray.ObjectRef]]) -> list[ray.ObjectRef]:
-        """Call `start` once what was started before is done."""
-        if self.needed and self.under_way:
-            ray.wait(self.under_way, num_returns=len(self.under_way), fetch_local=False)
-        self.under_way = start()
+    def run(self, start: Callable[[list[ray.ObjectRef]], list[ray.ObjectRef]]) -> list[ray.ObjectRef]:
+        """`start(after)` returns at once; what it starts waits, where it runs, for the results `after`."""
+        self.under_way = start(self.under_way if self.shared else [])
         return self.under_way
 
 
@@ -42,7 +42,7 @@ class Bundles:
 
     group: PlacementGroup | None
     count: int
-    turns: Turns
+    devices: ExclusiveDevices
     first: int = 0
     gpus: int = 1
     """Of each bundle."""
@@ -88,17 +88,19 @@ def place(config: PPOConfig, on_gpu: bool) -> tuple[dict[str, Bundles], Bundles]
     has granted it, and says what for; raises ValueError where it never can."""
     # Ray places engines of several GPUs first, and fills their nodes up with what comes first after them: the
     # actor comes last, so that it gets nodes of its own.
-    own = {role: home.num_workers for role, home in reversed(config.homes.items()) if home.host is None}
+    own = dict(reversed(config.own_placements.items()))
     shared = config.train.colocate_all and on_gpu
     num_engines, size = (0 if shared else config.num_engines), config.vllm.tensor_parallel_size
     group = _reserve(config, [1] * sum(own.values()) + [size] * num_engines) if on_gpu else None
     bundles: dict[str, Bundles] = {}
     first = 0
     for role, count in own.items():
-        bundles[role] = Bundles(group, count, Turns(needed=on_gpu), first)
+        bundles[role] = Bundles(group, count, ExclusiveDevices(shared=on_gpu), first)
         first += count
-    engines = Bundles(group, num_engines, Turns(needed=on_gpu), first, size)
-    places = {role: bundles[home.host or role] for role, home in config.homes.items()}
+    engines = Bundles(group, num_engines, ExclusiveDevices(shared=on_gpu), first, size)
+    places = {
+        role: bundles[placement.colocated_with or role] for role, placement in config.placements.items()
+    }
     return places, places["actor"] if shared else engines
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import ray
 from ray.actor import ActorHandle
 
+from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
 from openrlhf.cluster.placement import Bundles
-from openrlhf.cluster.rollout import RolloutGroup
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.datasets.store import SampleStore
 from openrlhf.trainer.schedule import num_updates
@@ -17,7 +17,7 @@ from openrlhf.trainer.schedule import num_updates
 class Roles:
     """None for a role that the run does not have."""
 
-    rollout: RolloutGroup
+    rollout: EnginePool
     policy: PolicyGroup
     critic: CriticGroup | None = None
     reference: FrozenGroup | None = None
@@ -49,7 +49,7 @@ def start_roles(
     which learning rate schedules get their length. `texts`: what the policy learns beside its rewards, None
     for nothing."""
     bundles, engine_bundles = places
-    rollout = RolloutGroup(config, engine_bundles, on_gpu)
+    rollout = EnginePool(config, engine_bundles, on_gpu)
     roles = Roles(rollout=rollout, policy=PolicyGroup(config, bundles["actor"]))
     if "critic" in bundles:
         roles.critic = CriticGroup(config, bundles["critic"])
@@ -64,7 +64,7 @@ def start_roles(
         )
     if "reward" in bundles:
         roles.reward = RewardGroup(config, bundles["reward"])
-        rollout.judge = roles.reward.judge
+        rollout.judge = roles.reward.score
     starting = [rollout.start()]
     if config.engines_sleep and on_gpu:
         starting.pop().result()  # engines size their cache by the memory that is free, so they come first

@@ -1,11 +1,12 @@
-"""What runs inside a Ray actor. Plain classes: cluster/group.py and cluster/rollout.py wrap and call them."""
+"""What runs inside a Ray actor. Plain classes: cluster/group.py wraps and calls
+them."""
 
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ray
 import torch
@@ -41,7 +42,7 @@ from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.balanced import BalancedObjective
 from openrlhf.objectives.critic import CriticObjective
 from openrlhf.objectives.ptx import PTXObjective
-from openrlhf.rollout.reward_model import RewardReader
+from openrlhf.rewards.models import RewardReader
 from openrlhf.types import Experience, ExperienceRow, Metrics, PackedRow, Sample, Trajectory
 
 ModelT = TypeVar("ModelT", DeepSpeedEngine, FrozenModel)
@@ -53,6 +54,11 @@ class Worker:
     def __init__(self, config: PPOConfig, rank: int, world_size: int) -> None:
         folder.enter()
         self.config, self.rank, self.world_size = config, rank, world_size
+
+    def call(self, method: str, count: int, *arguments: Any) -> Any:
+        """`method` with the first `count` arguments. The others are results of other workers, for which
+        Ray has waited."""
+        return getattr(self, method)(*arguments[:count])
 
     def address(self) -> tuple[str, int]:
         """Where the other ranks, or the engines, can meet this one."""

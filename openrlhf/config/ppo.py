@@ -457,11 +457,11 @@ class PPOCkptConfig(CkptConfig):
     default_best_of4, ... "": the mean score of the first source. none: keep no best."""
 
 
-class Home(NamedTuple):
+class RolePlacement(NamedTuple):
     """Where the workers of a model are."""
 
     num_workers: int
-    host: str | None
+    colocated_with: str | None
     """The role whose GPUs it shares; None: its own."""
 
 
@@ -541,19 +541,19 @@ class PPOConfig:
         return self.teacher.model_name_or_path is not None
 
     @property
-    def homes(self) -> dict[str, Home]:
-        """The models of this run by their role; a host comes before its guests."""
+    def placements(self) -> dict[str, RolePlacement]:
+        """The models of this run by their role; a role comes before those that share its GPUs."""
         train, everyone = self.train, "actor" if self.train.colocate_all else None
-        hosts: dict[str, str | None] = {"actor": None}
+        colocated_with: dict[str, str | None] = {"actor": None}
         if self.uses_critic:
-            hosts["critic"] = everyone
+            colocated_with["critic"] = everyone
         if self.uses_reference:
-            hosts["ref"] = "actor" if train.colocate_actor_ref else everyone
+            colocated_with["ref"] = "actor" if train.colocate_actor_ref else everyone
         if self.uses_reward_model:
             with_critic = self.uses_critic and train.colocate_critic_reward
-            hosts["reward"] = everyone or ("critic" if with_critic else None)
+            colocated_with["reward"] = everyone or ("critic" if with_critic else None)
         if self.uses_teacher:
-            hosts["teacher"] = everyone
+            colocated_with["teacher"] = everyone
         sizes = {
             "actor": self.actor,
             "critic": self.critic,
@@ -562,9 +562,14 @@ class PPOConfig:
             "teacher": self.teacher,
         }
         return {
-            role: Home((size := sizes[host or role]).num_nodes * size.num_gpus_per_node, host)
-            for role, host in hosts.items()
+            role: RolePlacement((size := sizes[other or role]).num_nodes * size.num_gpus_per_node, other)
+            for role, other in colocated_with.items()
         }
+
+    @property
+    def own_placements(self) -> dict[str, int]:
+        """Workers of each role that has GPUs of its own."""
+        return {role: p.num_workers for role, p in self.placements.items() if p.colocated_with is None}
 
     @property
     def num_engines(self) -> int:

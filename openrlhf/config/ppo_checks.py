@@ -118,7 +118,7 @@ PPO_UNREAD = (
     Unread(
         keys=("algo.advantage.lambd",),
         when=lambda c: c.algo.advantage.estimator != "gae",
-        why="only estimator gae looks ahead",
+        why="only gae uses lambda",
     ),
     Unread(
         keys=("algo.advantage.no_std_norm",),
@@ -510,7 +510,7 @@ def _made(config: PPOConfig) -> str:
 
 def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     values = values_of(config)
-    for role, (_, host) in config.homes.items():
+    for role, (_, host) in config.placements.items():
         for name in ("num_nodes", "num_gpus_per_node"):
             key = f"{role}.{name}"
             if host and key in explicit and values[key] not in (0, values[f"{host}.{name}"]):

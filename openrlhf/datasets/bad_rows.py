@@ -12,7 +12,7 @@ from openrlhf.datasets.sources import Rows
 from openrlhf.observe.tracked import tracked
 
 ReadT = TypeVar("ReadT")
-Policy = Literal["error", "skip"]
+BadRowAction = Literal["error", "skip"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class BadRow(Exception):
 
 
 def read_each(
-    rows: Rows, read: Callable[[Row], ReadT], policy: Policy, dropped: Counter[str]
+    rows: Rows, read: Callable[[Row], ReadT], policy: BadRowAction, dropped: Counter[str]
 ) -> Iterator[tuple[int, ReadT]]:
     """Row number, and what `read` makes of the row, one after the other.
 
@@ -41,7 +41,7 @@ def read_each(
             yield i, value
 
 
-def refuse(origin: str, reason: object, policy: Policy, dropped: Counter[str]) -> None:
+def refuse(origin: str, reason: object, policy: BadRowAction, dropped: Counter[str]) -> None:
     """ValueError; with "skip" one more in `dropped`, of which the first few are logged."""
     if policy == "error":
         raise ValueError(f"{origin}: {reason}\n{REMEDY}")

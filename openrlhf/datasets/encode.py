@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.datasets.bad_rows import Policy, read_each
+from openrlhf.datasets.bad_rows import BadRowAction, read_each
 from openrlhf.datasets.files import Row
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.store import Drop
@@ -40,7 +40,7 @@ def read_tokens(
     rows: Rows,
     read: Callable[[Row], tuple[tuple[Text, ...], LabelT]],
     tokenizer: PreTrainedTokenizerBase,
-    policy: Policy,
+    policy: BadRowAction,
     dropped: Counter[str],
 ) -> Iterator[tuple[int, list[Tokens], LabelT]]:
     """Row number, the tokens of its texts, and its label, of each row of which `read` makes texts and a

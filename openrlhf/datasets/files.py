@@ -35,7 +35,7 @@ from openrlhf.observe.tracked import tracked
 Row = dict[str, Any]
 ReadT = TypeVar("ReadT")
 
-REMEDY = "Mend the row, or leave such rows out with --data.bad_rows skip."
+REMEDY = "Fix the row, or leave such rows out with --data.bad_rows skip."
 
 
 class Unreadable(Exception):

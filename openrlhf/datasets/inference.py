@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.answers import plain_answer, scored_answer
-from openrlhf.datasets.bad_rows import BadRow, Policy, read_each, refuse, value_of
+from openrlhf.datasets.bad_rows import BadRow, BadRowAction, read_each, refuse, value_of
 from openrlhf.datasets.encode import Encoder, Text, cut_before_end, encode_prompts, with_end
 from openrlhf.datasets.files import Row
 from openrlhf.datasets.sources import Rows
@@ -63,7 +63,7 @@ def build_questions(
     input_template: str | None,
     suffix: str | None,
     max_len: int,
-    bad_rows: Policy = "error",
+    bad_rows: BadRowAction = "error",
 ) -> list[Question]:
     """The questions with these numbers, which become their ids (see `iteration`).
 
@@ -105,7 +105,7 @@ def build_answers(
     apply_chat_template: bool,
     input_template: str | None,
     max_len: int,
-    bad_rows: Policy = "error",
+    bad_rows: BadRowAction = "error",
 ) -> list[Answer]:
     """Every row as a reward model reads it: prompt and answer in their template, with an end-of-sequence
     token where the answer does not end with one. A text of more than max_len tokens is cut before that token,

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.answers import mark_answer, plain_answer, scored_answer
-from openrlhf.datasets.bad_rows import BadRow, Policy, value_of
+from openrlhf.datasets.bad_rows import BadRow, BadRowAction, value_of
 from openrlhf.datasets.encode import (
     Text,
     Tokens,
@@ -65,7 +65,7 @@ def build_pairs(
     max_len: int,
     score_last_token: bool,
     margin_key: str | None = None,
-    bad_rows: Policy = "error",
+    bad_rows: BadRowAction = "error",
 ) -> PairDataset:
     """One pair of each row whose two answers differ within max_len tokens.
 

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.datasets.bad_rows import Policy, read_each, refuse, value_of
+from openrlhf.datasets.bad_rows import BadRowAction, read_each, refuse, value_of
 from openrlhf.datasets.encode import check_left, encode_prompts
 from openrlhf.datasets.files import READERS, Row
 from openrlhf.datasets.sampler import PromptDataset
@@ -26,7 +26,7 @@ def build_prompts(
     apply_chat_template: bool,
     input_template: str | None,
     max_len: int,
-    bad_rows: Policy | None = None,
+    bad_rows: BadRowAction | None = None,
     source: str = "default",
     first_id: int = 0,
 ) -> PromptDataset:

@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.answers import check_answer_flags, read_answer
-from openrlhf.datasets.bad_rows import Policy, value_of
+from openrlhf.datasets.bad_rows import BadRowAction, value_of
 from openrlhf.datasets.encode import Text, check_left, finish, read_tokens, reason_to_drop
 from openrlhf.datasets.files import Row
 from openrlhf.datasets.sources import Rows
@@ -21,7 +21,7 @@ def build_sft_samples(
     multiturn: bool,
     pretrain: bool,
     max_len: int,
-    bad_rows: Policy = "error",
+    bad_rows: BadRowAction = "error",
 ) -> SampleStore:
     """One sample of each row that has something to learn.
 

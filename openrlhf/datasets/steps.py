@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.datasets.bad_rows import BadRow, Policy, refuse, value_of
+from openrlhf.datasets.bad_rows import BadRow, BadRowAction, refuse, value_of
 from openrlhf.datasets.encode import NOTHING_TO_LEARN, Text, check_left, read_tokens, token_ids_of
 from openrlhf.datasets.files import Row, kind
 from openrlhf.datasets.labelled import LabelledSamples
@@ -56,7 +56,7 @@ def build_steps(
     placeholder_token: str,
     reward_tokens: Sequence[str] | None,
     max_len: int,
-    bad_rows: Policy = "error",
+    bad_rows: BadRowAction = "error",
 ) -> StepsDataset:
     """One solution of each row: its text as it stands, marked at the placeholders.
 

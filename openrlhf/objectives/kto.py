@@ -8,10 +8,10 @@ from torch import Tensor
 
 from openrlhf.algos.preference_loss import kto_loss
 from openrlhf.objectives.reference import Reference, answer_log_probs, reference_log_probs
-from openrlhf.types import JudgedRow, LossNorm
+from openrlhf.types import LossNorm, UnpairedRow
 
 
-def judged_log_probs(model: Callable, batch: JudgedRow) -> Tensor:
+def unpaired_log_probs(model: Callable, batch: UnpairedRow) -> Tensor:
     """(B, 2) summed log-probs of the answer and of the mismatched one."""
     both = [answer_log_probs(model, row)[: batch.num_sequences] for row in (batch.row, batch.mismatched)]
     return torch.stack(both, dim=1)
@@ -31,7 +31,9 @@ class KTOObjective:
     reference: Reference | None = None
     """Not needed for rows that know their reference log-probs."""
 
-    def __call__(self, model: Callable, batch: JudgedRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, model: Callable, batch: UnpairedRow, norm: LossNorm
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""
         count = batch.num_sequences
         ref = reference_log_probs(batch.ref_log_probs, self.reference, batch.row)
@@ -64,7 +66,9 @@ class MismatchedLogRatio:
 
     reference: Reference | None = None
 
-    def __call__(self, model: Callable, batch: JudgedRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, model: Callable, batch: UnpairedRow, norm: LossNorm
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         count = batch.num_sequences
         ref = reference_log_probs(batch.ref_mismatched, self.reference, batch.mismatched)
         ratios = answer_log_probs(model, batch.mismatched)[:count] - ref[:count]

@@ -18,7 +18,7 @@ class ProcessObjective:
     """The tokens among which a step is judged. Labels that are probabilities speak of the first of two."""
 
     def __call__(self, model: Callable, batch: StepsRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
-        """`model` is a `models.judge.JudgeModel`, possibly wrapped by an engine."""
+        """`model` is a `models.process_reward.ProcessRewardModel`, possibly wrapped by an engine."""
         logits, labels = model(batch.row), batch.labels
         if self.reward_token_ids is not None:
             tokens = torch.tensor(self.reward_token_ids, device=logits.device)

@@ -101,7 +101,7 @@ RULES = (
         sign=">",
         limit=0.5,
         steps=3,
-        text="the correction drops most tokens. Mend what makes sampler and trainer differ (see mismatch/), "
+        text="the correction drops most tokens. Fix what makes sampler and trainer differ (see mismatch/), "
         "or widen --algo.advantage.is_correction_threshold.",
     ),
     Rule(

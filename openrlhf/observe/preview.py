@@ -15,12 +15,12 @@ from rich.text import Text
 
 from openrlhf.observe.progress import clean_text
 from openrlhf.observe.tracked import tracked
-from openrlhf.types import Judged, Pair, Sample, Steps
+from openrlhf.types import Pair, Sample, Steps, UnpairedExample
 from openrlhf.utils.text import decode, first_token_ids
 
-Item = Sample | Pair | Judged | Steps
+Item = Sample | Pair | UnpairedExample | Steps
 
-UNITS = {Sample: "sample", Pair: "pair", Judged: "answer", Steps: "solution"}
+UNITS = {Sample: "sample", Pair: "pair", UnpairedExample: "answer", Steps: "solution"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ def sides_of(item: Item, tokenizer) -> list[Side]:
             _side(f"chosen{margin}", item.chosen, tokenizer),
             _side("rejected", item.rejected, tokenizer),
         ]
-    if isinstance(item, Judged):
+    if isinstance(item, UnpairedExample):
         return [
             _side("good" if item.desirable else "bad", item.sample, tokenizer),
             _side("mismatched, for the KL", item.mismatched, tokenizer),

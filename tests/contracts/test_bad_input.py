@@ -22,7 +22,7 @@ from openrlhf.cli import (
     train_rm,
     train_sft,
 )
-from openrlhf.cli.supervised import check_lengths
+from openrlhf.cli.task import check_lengths
 from openrlhf.config.parse import parse
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.tasks.tiny_model import tiny_chat_model

@@ -15,7 +15,7 @@ from openrlhf.engine.distributed import free_port
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
-    ["openrlhf.cli.supervised", "openrlhf.engine.precompute", "transformers.optimization", "datasets"]
+    ["openrlhf.cli.task", "openrlhf.engine.precompute", "transformers.optimization", "datasets"]
 )
 
 

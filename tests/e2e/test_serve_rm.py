@@ -23,9 +23,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.engine.distributed import free_port
 from openrlhf.models.scorer import load_scorer
-from openrlhf.rollout import remote_reward
-from openrlhf.rollout.remote_reward import RemoteReward
-from openrlhf.rollout.reward_server import bind
+from openrlhf.rewards import remote as remote_reward
+from openrlhf.rewards.remote import RemoteReward
+from openrlhf.serve.server import bind
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.types import PackedRow, Sample
 from openrlhf.utils.agent import Reward, RewardError

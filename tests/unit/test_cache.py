@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizer
 
-from openrlhf.cli.supervised import build_train_set, load_tokenizer_of
+from openrlhf.cli.task import build_train_set, load_tokenizer_of
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.commands import SFT
 from openrlhf.config.parse import parse

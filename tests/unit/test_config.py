@@ -889,7 +889,7 @@ REMARKS = [
         "has no effect: model.gradient_checkpointing_enable is off",
     ),
     (SFT, "--ds.enable_sleep", "has no effect: supervised training shares its GPUs with nobody"),
-    (PPO, "--algo.advantage.lambd 0.9", "has no effect: only estimator gae looks ahead"),
+    (PPO, "--algo.advantage.lambd 0.9", "has no effect: only gae uses lambda"),
     (
         PPO,
         GROUP + "rloo --algo.advantage.no_std_norm",
@@ -1051,7 +1051,7 @@ def test_derived_values(say):
     assert config.actor.clip_range == (0.2, 0.2)
     assert (
         config.num_engines == 1
-        and config.homes["ref"] == (8, None)
+        and config.placements["ref"] == (8, None)
         and config.uses_reference
         and not config.uses_critic
     )
@@ -1062,7 +1062,7 @@ def test_derived_values(say):
     )
     assert say(PPO, line)[0].data_parallel_size == 8
     config, _ = say(PPO, line + " --actor.eps_clip_low_high 0.2 0.27 --vllm.enable_sleep --ref_num_nodes 0")
-    assert config.num_engines == 4 and config.homes["ref"] == (8, "actor") and config.engines_sleep
+    assert config.num_engines == 4 and config.placements["ref"] == (8, "actor") and config.engines_sleep
     assert config.actor.clip_range == (0.2, 0.27)
 
 

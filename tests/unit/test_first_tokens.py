@@ -17,15 +17,15 @@ from openrlhf.config.commands import CHAT
 from openrlhf.config.parse import parse
 from openrlhf.datasets.cache import tokenizer_digest
 from openrlhf.datasets.inference import build_answers, build_questions
-from openrlhf.datasets.judged import build_judged
 from openrlhf.datasets.preference import build_pairs
 from openrlhf.datasets.prompts import build_prompts
 from openrlhf.datasets.sft import build_sft_samples
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.steps import build_steps
-from openrlhf.rollout.reward_model import RewardReader
-from openrlhf.rollout.reward_server import text_of
-from openrlhf.rollout.scoring import TextScorer
+from openrlhf.datasets.unpaired import build_unpaired
+from openrlhf.rewards.models import RewardReader
+from openrlhf.serve.scoring import TextScorer
+from openrlhf.serve.server import text_of
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.types import Outcome, Prompt, Trajectory
 from openrlhf.utils import prompt_token_ids
@@ -110,7 +110,7 @@ def test_supervised_samples(tokenizer, template):
         build_sft_samples(
             rows, tokenizer, input_key="p", output_key="a", multiturn=False, pretrain=False, **options
         )[0],
-        build_judged(rows, tokenizer, input_key="p", output_key="a", label_key="label", seed=0, **options)[
+        build_unpaired(rows, tokenizer, input_key="p", output_key="a", label_key="label", seed=0, **options)[
             0
         ].sample,
     ]
@@ -161,7 +161,7 @@ def test_a_chat_template_decides_for_itself(template):
     one = {"input_key": "p", "output_key": "a", "max_len": 64}
     built = [
         build_sft_samples(rows, tokenizer, **one, multiturn=False, pretrain=False, **CHAT_TEMPLATE)[0],
-        build_judged(rows, tokenizer, **one, label_key="label", seed=0, **CHAT_TEMPLATE)[0].sample,
+        build_unpaired(rows, tokenizer, **one, label_key="label", seed=0, **CHAT_TEMPLATE)[0].sample,
         build_pairs(rows, tokenizer, **pairs, score_last_token=True, **CHAT_TEMPLATE)[0].chosen,
         build_answers(rows, tokenizer, **one, **CHAT_TEMPLATE)[0].sample,
     ]

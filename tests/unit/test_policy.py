@@ -9,9 +9,9 @@ import transformers as hf
 from torch import Tensor
 
 from openrlhf.models.attention import PACKED, resolve_attention
-from openrlhf.models.judge import JudgeModel
 from openrlhf.models.loading import load_causal_lm, load_generator
 from openrlhf.models.policy import PolicyModel
+from openrlhf.models.process_reward import ProcessRewardModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.types import PackedRow, Sample
 
@@ -118,7 +118,7 @@ def test_packed_equals_one_by_one(folders, samples, name, attention):
 def test_judges_do_not_round_their_logits(folders, samples, name):
     """In half precision the logits of a judge are those of its head in float64, but for float32 sums."""
     model = load_causal_lm(str(folders[name]), flag="--model", dtype="bf16", attention="auto")
-    judge, read = JudgeModel(model), []
+    judge, read = ProcessRewardModel(model), []
     model.get_output_embeddings().register_forward_pre_hook(lambda head, args: read.append(args[0]))
     with torch.no_grad():
         logits = judge(PackedRow.of(samples))

@@ -10,7 +10,7 @@ import torch
 from openrlhf.cli.data import USAGE, main
 from openrlhf.observe.preview import Preview, coloured_text, histogram, plain_text, sides_of, stretches_of
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
-from openrlhf.types import Judged, Pair, Sample, Steps
+from openrlhf.types import Pair, Sample, Steps, UnpairedExample
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_both_sides_of_a_pair(tokenizer):
 
 
 def test_a_judged_answer_and_the_mismatched_one(tokenizer):
-    judged = Judged(
+    judged = UnpairedExample(
         sample=sample(tokenizer, "1+1=", "3"), mismatched=sample(tokenizer, "1+1=", "7"), desirable=False
     )
     assert plain(judged, tokenizer) == [("bad", "1+1=⟦3⟧"), ("mismatched, for the KL", "1+1=⟦7⟧")]

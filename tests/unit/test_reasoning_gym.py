@@ -13,7 +13,7 @@ from openrlhf.config.ppo import EvalConfig, PPOConfig, PromptDataConfig, RewardC
 from openrlhf.config.reasoning_gym import GYM_VERIFIER, parse_gym
 from openrlhf.datasets.prompts import build_prompts
 from openrlhf.datasets.sources import check_columns, load_rows, rows_digest
-from openrlhf.rollout.reward_function import RewardFunction, check_reward_file
+from openrlhf.rewards.function import RewardFunction, check_reward_file
 from openrlhf.tasks.reasoning_gym import NOT_REPEATABLE, entry_of, gym_dataset, gym_rows
 from openrlhf.tasks.reasoning_gym_reward import extract_answer, reward_func
 from openrlhf.tasks.tiny_model import tiny_tokenizer

@@ -13,9 +13,9 @@ import pytest
 from aiohttp import web
 
 from openrlhf.config.serve_rm import KEY_VARIABLE
-from openrlhf.rollout import remote_reward
+from openrlhf.rewards import remote as remote_reward
+from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
-from openrlhf.rollout.remote_reward import RemoteReward
 from openrlhf.trainer.collect import check_failures
 from openrlhf.types import Outcome, Prompt, Trajectory
 from openrlhf.utils.agent import AgentExecutorBase, Reward, RewardError

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from openrlhf.rollout.reward_function import RewardFunction, check_reward_file
-from openrlhf.rollout.reward_values import read_rewards
+from openrlhf.rewards.function import RewardFunction, check_reward_file
+from openrlhf.rewards.values import read_rewards
 from openrlhf.trainer.diagnostics import rollout_metrics
 from openrlhf.types import Outcome, Prompt, Trajectory
 from openrlhf.utils.agent import Reward, RewardError
@@ -576,7 +576,7 @@ def test_nothing_survives_a_parent_that_is_killed(tmp_path):
     parent = tmp_path / "parent.py"
     parent.write_text(
         "import asyncio\n"
-        "from openrlhf.rollout.reward_function import RewardFunction\n"
+        "from openrlhf.rewards.function import RewardFunction\n"
         "async def main():\n"
         f"    await RewardFunction({str(file)!r}, timeout=500.0)('query', 'prompt', '')\n"
         "if __name__ == '__main__':\n"

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from openrlhf.datasets.prompts import build_prompts
 from openrlhf.datasets.sources import Rows
 from openrlhf.models.scorer import check_reward_model, load_scorer
-from openrlhf.rollout.reward_model import RewardReader, add_model_rewards, check_conversations, short_names
+from openrlhf.rewards.models import RewardReader, add_model_rewards, check_conversations, short_names
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.types import Outcome, Prompt, Trajectory
 from openrlhf.utils import decode

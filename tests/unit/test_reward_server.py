@@ -16,8 +16,8 @@ from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.serve_rm import KEY_VARIABLE, ServeRMConfig
 from openrlhf.datasets.encode import Text
 from openrlhf.models.scorer import ScoreModel, load_scorer
-from openrlhf.rollout.reward_server import text_of
-from openrlhf.rollout.scoring import ROUND, QueueFull, Scored, ScoreQueue, TextScorer
+from openrlhf.serve.scoring import ROUND, QueueFull, Scored, ScoreQueue, TextScorer
+from openrlhf.serve.server import text_of
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.types import PackedRow
 

@@ -30,9 +30,9 @@ from openrlhf.algos.kl import KLController
 from openrlhf.cli.rl_data import RLData, build_prompt_datasets
 from openrlhf.cli.train_ppo_ray import build_trainer
 from openrlhf.cluster import group, worker
+from openrlhf.cluster.engine_pool import engine_options
 from openrlhf.cluster.group import CriticGroup, FrozenGroup, Group, PolicyGroup
-from openrlhf.cluster.placement import Bundles, Turns, place
-from openrlhf.cluster.rollout import engine_options
+from openrlhf.cluster.placement import Bundles, ExclusiveDevices, place
 from openrlhf.cluster.worker import CriticWorker, PolicyWorker, row_groups
 from openrlhf.config import choices
 from openrlhf.config.commands import PPO
@@ -59,7 +59,7 @@ from openrlhf.models.loading import DTYPES, policy_tokenizer
 from openrlhf.objectives.actor import AGGREGATIONS, POLICY_LOSSES, ActorObjective
 from openrlhf.objectives.balanced import BalancedObjective
 from openrlhf.objectives.critic import CriticObjective
-from openrlhf.rollout.remote_reward import RemoteReward
+from openrlhf.rewards.remote import RemoteReward
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.trainer.checkpoints import CheckpointFolder
 from openrlhf.trainer.credit import assign_credit
@@ -146,7 +146,7 @@ def everything_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def group_of(group_class: type, config: PPOConfig, num_ranks: int, slope: float = 0.0, **options) -> Any:
-    made = group_class(config, Bundles(None, num_ranks, Turns(needed=False)), **options)
+    made = group_class(config, Bundles(None, num_ranks, ExclusiveDevices(shared=False)), **options)
     for handle in made.workers:
         handle.worker.model = Engine(slope=slope)
     return made

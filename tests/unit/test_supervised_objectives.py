@@ -14,19 +14,29 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from openrlhf.models.backbone import RowModel
-from openrlhf.models.judge import JudgeModel
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel, TokenScores
+from openrlhf.models.process_reward import ProcessRewardModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
 from openrlhf.objectives.dpo import DPOObjective, pair_log_probs
 from openrlhf.objectives.kd import DistillationObjective
-from openrlhf.objectives.kto import KTOObjective, MismatchedLogRatio, judged_log_probs
+from openrlhf.objectives.kto import KTOObjective, MismatchedLogRatio, unpaired_log_probs
 from openrlhf.objectives.prm import ProcessObjective
 from openrlhf.objectives.rm import RewardObjective, ScoreMoments
 from openrlhf.objectives.sft import SFTObjective
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
-from openrlhf.types import Judged, JudgedRow, LossNorm, PackedRow, Pair, PairRow, Sample, Steps, StepsRow
+from openrlhf.types import (
+    LossNorm,
+    PackedRow,
+    Pair,
+    PairRow,
+    Sample,
+    Steps,
+    StepsRow,
+    UnpairedExample,
+    UnpairedRow,
+)
 
 BETA = 0.1
 REWARD_TOKENS = (7, 5, 200)
@@ -54,7 +64,7 @@ SCORED = [
 ]
 PAIRS = [Pair(chosen=c, rejected=r) for c, r in zip(SAMPLES, OTHERS, strict=True)]
 JUDGED = [
-    Judged(sample=s, mismatched=o, desirable=i % 3 != 1)
+    UnpairedExample(sample=s, mismatched=o, desirable=i % 3 != 1)
     for i, (s, o) in enumerate(zip(SAMPLES, OTHERS, strict=True))
 ]
 
@@ -210,7 +220,7 @@ def prm_case(make_label: Callable[[int], Any], reward_tokens: tuple[int, ...] | 
     return Case(
         items=items,
         collate=StepsRow.of,
-        build=lambda folders: JudgeModel(our(folders["policy"])),
+        build=lambda folders: ProcessRewardModel(our(folders["policy"])),
         objective=lambda folders: ProcessObjective(reward_token_ids=reward_tokens),
         build_plain=lambda folders: plain(folders["policy"]),
         expected=expected,
@@ -278,7 +288,7 @@ CASES = {
     "ipo": dpo_case(ipo=True),
     "kto": Case(
         items=JUDGED,
-        collate=JudgedRow.of,
+        collate=UnpairedRow.of,
         build=lambda folders: PolicyModel(our(folders["policy"])),
         objective=kto_objective,
         build_plain=lambda folders: plain(folders["policy"]),
@@ -368,7 +378,12 @@ def test_a_row_without_items_costs_nothing_and_still_has_a_gradient(folders, nam
         assert gradient is not None and not gradient.any(), parameter
 
 
-READ = {"dpo": pair_log_probs, "dpo with nll": pair_log_probs, "ipo": pair_log_probs, "kto": judged_log_probs}
+READ = {
+    "dpo": pair_log_probs,
+    "dpo with nll": pair_log_probs,
+    "ipo": pair_log_probs,
+    "kto": unpaired_log_probs,
+}
 
 
 @pytest.mark.parametrize("name", READ)
@@ -412,8 +427,8 @@ def test_the_kl_estimate_of_kto_is_the_mean_over_all_rows(folders):
     model = PolicyModel(our(folders["policy"]))
     expected = kto_kl(plain(folders["policy"]), folders)
     norm, objective = LossNorm(1, len(JUDGED)), MismatchedLogRatio(reference=reference_of(folders))
-    whole = JudgedRow.of(JUDGED)
-    rows = [JudgedRow.of(JUDGED[:2]), JudgedRow.of(JUDGED[2:]), whole.empty()]
+    whole = UnpairedRow.of(JUDGED)
+    rows = [UnpairedRow.of(JUDGED[:2]), UnpairedRow.of(JUDGED[2:]), whole.empty()]
     shares = [objective(model, row, norm)[1]["log_ratio"].item() for row in rows]
     assert shares[-1] == 0
     assert sum(shares) == pytest.approx(expected, rel=1e-4)
@@ -424,8 +439,8 @@ def test_the_kl_estimate_of_kto_is_the_mean_over_all_rows(folders):
 def test_kto_metrics_by_hand(desirable):
     one = Sample(token_ids=torch.tensor([3, 4]), action_mask=torch.tensor([False, True]))
     known = torch.tensor([-1.0, -1.0])
-    row = JudgedRow.of(
-        [Judged(sample=one, mismatched=one, desirable=d, ref_log_probs=known) for d in desirable]
+    row = UnpairedRow.of(
+        [UnpairedExample(sample=one, mismatched=one, desirable=d, ref_log_probs=known) for d in desirable]
     )
     model = lambda row, temperature, with_entropy: TokenScores(torch.tensor([0.0, -0.5, -3.0]), None)
     norm = LossNorm(6, 6)  # as many answers again in other rows, of the same kinds

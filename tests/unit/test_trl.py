@@ -35,7 +35,7 @@ from openrlhf.objectives.kto import KTOObjective, MismatchedLogRatio
 from openrlhf.objectives.rm import RewardObjective
 from openrlhf.objectives.sft import SFTObjective
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
-from openrlhf.types import Judged, JudgedRow, LossNorm, PackedRow, Pair, PairRow, Sample
+from openrlhf.types import LossNorm, PackedRow, Pair, PairRow, Sample, UnpairedExample, UnpairedRow
 
 TOKENIZER = tiny_tokenizer()
 PAD = TOKENIZER.pad_token_id
@@ -233,9 +233,9 @@ def test_kto(folders, kto_trainer, mismatched_seed, sign):
         expected = kto_trainer.compute_loss(kto_trainer.model, batch).item()
 
     policy, reference = PolicyModel(our(folders["policy"])), PolicyModel(our(folders["reference"]))
-    row = JudgedRow.of(
+    row = UnpairedRow.of(
         [
-            Judged(sample=answer.sample, mismatched=other.sample, desirable=label)
+            UnpairedExample(sample=answer.sample, mismatched=other.sample, desirable=label)
             for answer, other, label in zip(CHOSEN, others, labels, strict=True)
         ]
     )

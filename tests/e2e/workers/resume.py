@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from openrlhf.cli.supervised import run
+from openrlhf.cli.task import run
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
 from openrlhf.engine.distributed import leave_distributed

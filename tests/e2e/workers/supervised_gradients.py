@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 
-from openrlhf.cli.supervised import Run
+from openrlhf.cli.task import Run
 from openrlhf.cli.train_dpo import DPOTask
 from openrlhf.cli.train_kd import DistillationTask
 from openrlhf.cli.train_kto import KTOTask

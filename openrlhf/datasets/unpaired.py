@@ -8,13 +8,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.answers import check_answer_flags, read_answer
-from openrlhf.datasets.bad_rows import BadRow, Policy, value_of
+from openrlhf.datasets.bad_rows import BadRow, BadRowAction, value_of
 from openrlhf.datasets.encode import Text, check_left, finish, read_tokens, reason_to_drop
 from openrlhf.datasets.files import Row, kind
 from openrlhf.datasets.labelled import TwoSamples
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.store import SampleStore
-from openrlhf.types import Judged
+from openrlhf.types import UnpairedExample
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ class JudgedDataset(TwoSamples):
         if len(self.samples) != 2 * len(self.desirable):
             raise ValueError(f"{len(self.samples)} samples for {len(self.desirable)} answers")
 
-    def __getitem__(self, i: int) -> Judged:
+    def __getitem__(self, i: int) -> UnpairedExample:
         i = range(len(self))[i]
-        return Judged(
+        return UnpairedExample(
             sample=self.samples[2 * i],
             mismatched=self.samples[2 * i + 1],
             desirable=bool(self.desirable[i]),
@@ -41,7 +41,7 @@ class JudgedDataset(TwoSamples):
         )
 
 
-def build_judged(
+def build_unpaired(
     rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -52,7 +52,7 @@ def build_judged(
     input_template: str | None,
     max_len: int,
     seed: int,
-    bad_rows: Policy = "error",
+    bad_rows: BadRowAction = "error",
 ) -> JudgedDataset:
     """One answer of each row that has something to learn; prompts, answers and their marks are those of
     `build_sft_samples`.

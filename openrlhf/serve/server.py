@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from openrlhf.config.serve_rm import ServeRMConfig
 from openrlhf.datasets.encode import Text
-from openrlhf.rollout.scoring import QueueFull, ScoreQueue
+from openrlhf.serve.scoring import QueueFull, ScoreQueue
 
 RETRY_AFTER = 1
 """Seconds after which those who were turned away may come back."""

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from marked import marked
 
 from openrlhf.datasets.cache import cached
-from openrlhf.datasets.judged import JudgedDataset, build_judged, other_prompts
 from openrlhf.datasets.sft import build_sft_samples
 from openrlhf.datasets.sources import Rows
+from openrlhf.datasets.unpaired import JudgedDataset, build_unpaired, other_prompts
 from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.types import JudgedRow
+from openrlhf.types import UnpairedRow
 
 OPTIONS = {
     "input_key": "input",
@@ -31,7 +31,7 @@ TOKENIZER = tiny_tokenizer()
 
 def build(rows, *, label_key="label", seed=1, bad_rows="error", **changes):
     options = OPTIONS | changes
-    return build_judged(
+    return build_unpaired(
         Rows.of(rows, "rows.json"), TOKENIZER, label_key=label_key, seed=seed, bad_rows=bad_rows, **options
     )
 
@@ -151,7 +151,7 @@ def test_every_other_prompt_is_as_likely():
 
 def test_a_batch_of_one_has_a_mismatched_answer():
     dataset = build(ROWS)
-    row = JudgedRow.of([dataset[0]])
+    row = UnpairedRow.of([dataset[0]])
     assert row.num_sequences == 1
     assert row.mismatched.token_ids.tolist() != row.row.token_ids.tolist()
 
@@ -229,10 +229,10 @@ def test_an_output_is_needed_without_a_chat_template():
 def test_known_reference_log_probs_come_with_the_answers():
     dataset = build(ROWS)
     known = dataset.with_reference(np.array([[1.0, 2.0], [3.0, 4.0]]))
-    row = JudgedRow.of(list(known))
+    row = UnpairedRow.of(list(known))
     assert row.ref_log_probs.tolist() == [1.0, 3.0]
     assert row.ref_mismatched.tolist() == [2.0, 4.0]
-    assert JudgedRow.of(list(dataset)).ref_log_probs is None
+    assert UnpairedRow.of(list(dataset)).ref_log_probs is None
 
 
 def test_a_kept_dataset_reads_the_same(tmp_path):

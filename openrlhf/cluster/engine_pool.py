@@ -18,10 +18,10 @@ from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.engine.stored_weights import PROBE_TOKENS, EngineProbe, check_stored, probe_of
 from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
 from openrlhf.models.loading import policy_tokenizer, stop_token_ids
+from openrlhf.rewards.function import NoReward, RewardFunction
+from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.generator import generate
-from openrlhf.rollout.remote_reward import RemoteReward
-from openrlhf.rollout.reward_function import NoReward, RewardFunction
 from openrlhf.types import Prompt, Trajectory
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
@@ -117,7 +117,7 @@ def transfer_backend(config: PPOConfig, on_gpu: bool) -> str:
     )
 
 
-class RolloutGroup:
+class EnginePool:
     def __init__(
         self, config: PPOConfig, bundles: Bundles, on_gpu: bool, *, from_files: bool = False
     ) -> None:

@@ -10,7 +10,7 @@ from openrlhf.models.policy import head_of, head_options
 from openrlhf.types import PackedRow
 
 
-class JudgeModel(RowModel):
+class ProcessRewardModel(RowModel):
     """What it says of a step is its prediction at the placeholder that ends the step."""
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -1,5 +1,6 @@
-"""Rewards from servers over HTTP. Samples that finish together travel in one request, servers take turns, and
-what may pass (a restart, a full queue) is tried again; all else fails the samples in question."""
+"""Rewards from servers over HTTP. Samples that finish together travel in one request, servers are asked
+round-robin, and what may pass (a restart, a full queue) is tried again; all else fails the samples in
+question."""
 
 import asyncio
 import itertools
@@ -12,8 +13,8 @@ from collections.abc import Sequence
 import aiohttp
 
 from openrlhf.config.serve_rm import KEY_VARIABLE
-from openrlhf.rollout.calls import BatchedReward, BatchFailed, Call
-from openrlhf.rollout.reward_values import read_rewards
+from openrlhf.rewards.calls import BatchedReward, BatchFailed, Call
+from openrlhf.rewards.values import read_rewards
 from openrlhf.utils.agent import Reward, RewardError
 
 logger = logging.getLogger(__name__)
@@ -25,11 +26,11 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 second."""
 REMIND = 60.0
 """Seconds between two warnings that servers are being waited for."""
-PERHAPS_TOO_MUCH = (400, 413, 422, 500)
+SPLITTABLE_STATUSES = (400, 413, 422, 500)
 """Answers that a smaller request may avoid, because one sample is to blame or all together are too large."""
 
 
-class _TryAgain(Exception):
+class RetryableError(Exception):
     """What is wrong may pass."""
 
     def __init__(self, problem: str, pause: float = 0.0) -> None:
@@ -77,7 +78,7 @@ class RemoteReward(BatchedReward):
                     problem = f"{url}: no answer"
                     try:
                         return await self._post(url, body, len(calls))
-                    except _TryAgain as error:
+                    except RetryableError as error:
                         problem = str(error)
                         self._warn(problem)
                         await asyncio.sleep(self._pause(tries, error.pause))
@@ -85,7 +86,7 @@ class RemoteReward(BatchedReward):
             raise RewardError(
                 f"no reward within --reward.remote_timeout {self.timeout:g} s: {problem}"
             ) from None
-        raise AssertionError("the servers take turns for ever")
+        raise AssertionError("round-robin never ends")
 
     def _pause(self, tries: int, asked: float = 0.0) -> float:
         """None before the next server is tried; then what the last one `asked` for, and exponential back-off
@@ -112,16 +113,16 @@ class RemoteReward(BatchedReward):
         except aiohttp.ClientSSLError as error:
             raise RewardError(f"{url}: {error}") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise _TryAgain(f"{url}: {str(error) or type(error).__name__}") from error
+            raise RetryableError(f"{url}: {str(error) or type(error).__name__}") from error
         except aiohttp.ClientError as error:
             raise RewardError(f"{url}: {type(error).__name__}: {error}") from error
         if status == 200:
             return _read_answer(url, answer, count)
         problem = f"{url}: HTTP {status}: {answer[:300].decode(errors='replace').strip()}"
-        if status in PERHAPS_TOO_MUCH and (count > 1 or status < 500):
+        if status in SPLITTABLE_STATUSES and (count > 1 or status < 500):
             raise BatchFailed(problem)
         if status == 429 or status >= 500:
-            raise _TryAgain(problem, float(pause) if pause.isdecimal() else 0.0)
+            raise RetryableError(problem, float(pause) if pause.isdecimal() else 0.0)
         raise RewardError(f"{problem}{_remedy(status)}")
 
 

@@ -14,13 +14,13 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from openrlhf.rollout.calls import BatchFailed
-from openrlhf.rollout.reward_values import read_rewards
+from openrlhf.rewards.calls import BatchFailed
+from openrlhf.rewards.values import read_rewards
 from openrlhf.utils.agent import Reward, RewardError
 
 FORM = "Define `def reward_func(queries, prompts, labels)` that returns {'rewards': [...]}."
 IMPORTED = (
-    "Mend that line: the file is imported where the run starts and in every engine. What is only there where "
+    "Fix that line: the file is imported where the run starts and in every engine. What is only there where "
     "engines run can be imported inside reward_func."
 )
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf.rollout.calls import BatchedReward, Call
-from openrlhf.rollout.reward_process import RewardProcess
+from openrlhf.rewards.calls import BatchedReward, Call
+from openrlhf.rewards.process import RewardProcess
 from openrlhf.utils.agent import Reward, RewardError
 
 IMPORT_LIMIT = 60.0
