@@ -1,19 +1,22 @@
 """The records that cross a module or a process. Each is written once, by one stage, and never changed.
 
-    Prompt -> Trajectory -> Sample -> Scores -> Credit -> Experience -> ExperienceRow
+    Prompt -> Turn -> Episode -> Trajectory -> Group -> Batch -> Scores -> Credit -> ExperienceRow
 
     Prompt         a dataset row, as the policy will read it
-    Trajectory     what an executor returns: one finished (or failed) episode in plain values
-    Sample         a trajectory as tensors: what models see
-    Scores         what the models think of a sample
-    Credit         what the algorithm makes of the scores
-    Experience     the three together: all that an update needs of one sample
-    ExperienceRow  experiences laid end to end in one packed row: what one forward pass reads
+    Turn           one request to an engine and its answer, as the engine recorded it
+    Episode        everything that happened to one sample of a prompt: its turns and its reward
+    Trajectory     an episode, or a part of one, as one sequence in numpy arrays
+    Group          all trajectories of one prompt: what a rollout hands out
+    Batch          sequences laid end to end in numpy arrays: a rollout, a rank's share, a micro-batch
+    Scores         log-probs and values of a whole batch, by every model
+    Credit         what the algorithm makes of the scores, of a whole batch
+    ExperienceRow  a batch as tensors: what one forward pass of an update reads
 
 In supervised learning a dataset has Samples, Pairs, UnpairedExamples or solutions with Steps; one forward
 pass reads a PackedRow, PairRow, UnpairedRow or StepsRow.
 
-Shapes: B sequences, L tokens in a sequence, N tokens in a packed row (the sum of L), A actions.
+Shapes: B sequences, L tokens in a sequence, N tokens in a packed row or a batch (the sum of L), A actions,
+R runs of equal values, T turns.
 An action is a token that the policy chose and is trained on; in supervised learning, a token with loss. A
 (L,) or (N,) field speaks of the token at that index. A (A,) field has one entry for each True of the matching
 mask, in order: prompts, environment feedback and padding have no entry anywhere, so nothing can train on
@@ -23,7 +26,8 @@ them.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Self, TypeVar
+from itertools import accumulate
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -31,14 +35,24 @@ from torch import Tensor
 
 Metrics = dict[str, float]
 
+Purpose = Literal["train", "eval"]
+"""What samples are for."""
+
+Schedule = list[list[list[int]]]
+"""[optimizer step][rank] -> which sequences of a batch the rank learns from."""
+
 
 class Outcome(StrEnum):
     """How an episode ended. Everything but OK carries no reward, is not trained on, and is counted."""
 
     OK = "ok"
     ENV_ERROR = "env_error"
+    """What the user's agent or environment raised."""
     REWARD_ERROR = "reward_error"
+    TIMED_OUT = "timed_out"
+    """The episode took longer than its limit."""
     ABORTED = "aborted"
+    """The engine gave the last turn up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,19 +81,63 @@ def _restore(prompt: Prompt, state: Sequence[Any]) -> None:
 Prompt.__setstate__ = _restore  # here, because some versions of Python replace what a class with slots has
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Turn:
+    """One request to an engine, recorded by what every executor is given in its place: exact whatever the
+    executor makes of it."""
+
+    prompt_ids: np.ndarray
+    """(P,) int32: all that the policy had read when it chose."""
+    action_ids: np.ndarray
+    """(A,) int32"""
+    log_probs: np.ndarray
+    """(A,) float32, under the distribution that was sampled from."""
+    weight_versions: np.ndarray
+    """(R, 2) int32, see `runs`."""
+    finish_reason: str
+    """The sampler's word for why it ended: stop, length or abort."""
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Episode:
+    """What became of one sample of a prompt."""
+
+    prompt: Prompt
+    sample_index: int
+    turns: list[Turn]
+    seed: int
+    """Of the first turn; those of the others follow from it."""
+    reward: float | None
+    """None when the outcome is not OK."""
+    score: float | None = None
+    """What filtering and evaluation look at. None when the outcome is not OK."""
+    outcome: Outcome = Outcome.OK
+    error: str = ""
+    """Why the outcome is not OK."""
+    extra_logs: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trajectory:
+    """One sequence of an episode. Most episodes have one; where an agent has rewritten its history, a new
+    one begins."""
+
     prompt: Prompt
     sample_index: int
     """Which of the prompt's samples this is."""
-    token_ids: list[int]
-    """[L] prompt, then actions and feedback in the order they came."""
-    action_mask: list[bool]
-    """[L] True where the policy chose the token."""
-    rollout_log_probs: list[float]
-    """[A] from the sampler, under the distribution it sampled from."""
-    weight_versions: list[int]
-    """[A] version of the weights that chose each action."""
+    part: int = 0
+    """Which of its episode's trajectories this is. All have the episode's reward."""
+    token_ids: np.ndarray
+    """(L,) int32: prompt, then actions and feedback in the order they came."""
+    action_mask: np.ndarray
+    """(L,) bool: True where the policy chose the token."""
+    rollout_log_probs: np.ndarray
+    """(A,) float32, from the sampler, under the distribution it sampled from."""
+    weight_versions: np.ndarray
+    """(R, 2) int32: version of the weights that chose the next actions, and how many; see `runs`."""
+    turn_starts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """(T,) int32: the index in `token_ids` of each turn's first action."""
     reward: float | None
     """None when the outcome is not OK."""
     score: float | None = None
@@ -102,33 +160,154 @@ class Trajectory:
     def num_actions(self) -> int:
         return len(self.rollout_log_probs)
 
+    @property
+    def action_ids(self) -> np.ndarray:
+        """(A,) int32: what the policy chose."""
+        return self.token_ids[self.action_mask]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first action; all where there is none."""
+        return int(self.action_mask.argmax()) if self.num_actions else len(self.token_ids)
+
+
+def runs(values: Sequence[int] | np.ndarray) -> np.ndarray:
+    """(A,) -> (R, 2) int32: each value, and how often it follows itself."""
+    values = np.asarray(values, np.int32)
+    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
+    return np.stack([values[starts], np.diff(starts, append=len(values))], axis=1).astype(np.int32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Group:
+    """The samples of one prompt, in their order. They travel as one packed batch: an array for each field and
+    not one for each sample."""
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+
+    def __reduce__(self) -> tuple:
+        arrays = {name: [getattr(t, name) for t in self.trajectories] for name in _ARRAYS}
+        packed = {name: (np.concatenate(a), [len(x) for x in a]) for name, a in arrays.items() if a}
+        facts = [tuple(getattr(t, name) for name in _FACTS) for t in self.trajectories]
+        return _unpack_group, (self.prompt, packed, facts)
+
+
+_ARRAYS = ("token_ids", "action_mask", "rollout_log_probs", "weight_versions", "turn_starts")
+_FACTS = tuple(f.name for f in fields(Trajectory) if f.name not in ("prompt", *_ARRAYS))
+
+
+def _unpack_group(prompt: Prompt, packed: Mapping[str, tuple], facts: Sequence[tuple]) -> Group:
+    """The trajectories' arrays are views of those that travelled."""
+    columns = [
+        [whole[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        for whole, sizes in packed.values()
+    ]
+    return Group(
+        prompt=prompt,
+        trajectories=[
+            Trajectory(
+                prompt=prompt,
+                **dict(zip(packed, arrays, strict=True)),
+                **dict(zip(_FACTS, values, strict=True)),
+            )
+            for *arrays, values in zip(*columns, facts, strict=True)
+        ],
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Batch:
+    """Sequences laid end to end: a whole rollout, what a rank gets of it, and what a micro-batch is.
+
+    The optional columns are what the stages of a step know of every action.
+    """
+
+    token_ids: np.ndarray  # (N,) int32
+    action_mask: np.ndarray  # (N,) bool; False at the first token of a sequence, because nothing predicts it
+    lengths: np.ndarray  # (B,) int64
+    num_actions: np.ndarray  # (B,) int64
+    rollout_log_probs: np.ndarray  # (A,) float32, from the sampler
+    log_probs: np.ndarray | None = None  # (A,) before the update; None: algo.skip_old_log_probs
+    ref_log_probs: np.ndarray | None = None  # (A,) None without a reference model
+    values: np.ndarray | None = None  # (A,) None without a critic
+    advantages: np.ndarray | None = None  # (A,)
+    returns: np.ndarray | None = None  # (A,)
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory]) -> Self:
+        """`trajectories` must not be empty."""
+        return cls(
+            token_ids=np.concatenate([t.token_ids for t in trajectories]),
+            action_mask=np.concatenate([t.action_mask for t in trajectories]),
+            lengths=np.array([len(t.token_ids) for t in trajectories]),
+            num_actions=np.array([t.num_actions for t in trajectories]),
+            rollout_log_probs=np.concatenate([t.rollout_log_probs for t in trajectories]),
+        )
+
+    def __len__(self) -> int:
+        """B"""
+        return len(self.lengths)
+
+    def select(self, indices: Sequence[int]) -> Self:
+        """The sequences at `indices`, in that order, with every column."""
+        of_tokens = _slices(self.lengths, indices)
+        of_actions = _slices(self.num_actions, indices)
+        actions = {f.name: _gather(getattr(self, f.name), of_actions) for f in fields(self)[4:]}
+        return replace(
+            self,
+            token_ids=_gather(self.token_ids, of_tokens),
+            action_mask=_gather(self.action_mask, of_tokens),
+            lengths=self.lengths[list(indices)],
+            num_actions=self.num_actions[list(indices)],
+            **actions,
+        )
+
+    def put_together(self, shares: Sequence[Sequence[int]], parts: Sequence[np.ndarray]) -> np.ndarray:
+        """What was said of the actions of each share, `select(share)`, as one (A,) array of this batch."""
+        whole = np.empty(int(self.num_actions.sum()), parts[0].dtype)
+        for share, part in zip(shares, parts, strict=True):
+            start = 0
+            for place in _slices(self.num_actions, share):
+                whole[place] = part[start : (start := start + place.stop - place.start)]
+        return whole
+
+
+def _slices(sizes: np.ndarray, indices: Sequence[int]) -> list[slice]:
+    """Where the parts at `indices` are in a whole of parts of these sizes."""
+    ends = sizes.cumsum()
+    starts = ends - sizes
+    return [slice(starts[i], ends[i]) for i in indices]
+
+
+def _gather(whole: np.ndarray | None, places: Sequence[slice]) -> np.ndarray | None:
+    if whole is None:
+        return None
+    return np.concatenate([whole[place] for place in places]) if places else whole[:0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scores:
+    """What the models say of every action of a batch."""
+
+    log_probs: np.ndarray | None  # (A,) under the policy before this step's update; None: not asked for
+    ref_log_probs: np.ndarray | None = None  # (A,) None without a reference model
+    teacher_log_probs: np.ndarray | None = None  # (A,) None without a teacher
+    values: np.ndarray | None = None  # (A,) None without a critic
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Credit:
+    advantages: np.ndarray  # (A,) float32
+    returns: np.ndarray  # (A,) float32
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One sequence with the tokens in question marked; the common currency of supervised learning and RL."""
+    """A dataset row of supervised learning: one sequence with the tokens in question marked."""
 
     token_ids: Tensor  # (L,) int64
     action_mask: Tensor  # (L,) bool; False at 0, because nothing predicts the first token
-    rollout_log_probs: Tensor | None = None  # (A,) float32, None in supervised learning
-
-    @classmethod
-    def of(cls, trajectory: Trajectory) -> Self:
-        return cls(
-            # By way of numpy, which reads lists several times faster.
-            token_ids=torch.from_numpy(np.array(trajectory.token_ids, np.int64)),
-            action_mask=torch.from_numpy(np.array(trajectory.action_mask, np.bool_)),
-            rollout_log_probs=torch.from_numpy(np.array(trajectory.rollout_log_probs, np.float32)),
-        )
-
-    def without_actions(self) -> Self:
-        """A stand-in of two tokens that nothing trains on, for a rank that got no sample of its own."""
-        log_probs = self.rollout_log_probs
-        return replace(
-            self,
-            token_ids=self.token_ids[:2],
-            action_mask=torch.zeros_like(self.action_mask[:2]),
-            rollout_log_probs=None if log_probs is None else log_probs[:0],
-        )
 
     @property
     def num_actions(self) -> int:
@@ -137,36 +316,6 @@ class Sample:
     @property
     def length(self) -> int:
         return len(self.token_ids)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scores:
-    log_probs: Tensor | None  # (A,) under the policy before this step's update; None: algo.skip_old_log_probs
-    ref_log_probs: Tensor | None = None  # (A,) None without a reference model
-    teacher_log_probs: Tensor | None = None  # (A,) None without a teacher
-    values: Tensor | None = None  # (A,) None without a critic
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Credit:
-    advantages: Tensor  # (A,)
-    returns: Tensor  # (A,)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Experience:
-    sample: Sample
-    scores: Scores
-    credit: Credit
-
-    def without_actions(self) -> Self:
-        """A stand-in that nothing trains on, for a rank that got no experience of its own."""
-        return replace(
-            self,
-            sample=self.sample.without_actions(),
-            scores=_without_entries(self.scores),
-            credit=_without_entries(self.credit),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +351,17 @@ class PackedRow:
         )
 
     @classmethod
+    def of_batch(cls, batch: Batch) -> Self:
+        return cls(
+            token_ids=torch.from_numpy(batch.token_ids.astype(np.int64)),
+            position_ids=torch.cat([torch.arange(length) for length in batch.lengths]),
+            action_mask=torch.from_numpy(batch.action_mask),
+            lengths=tuple(batch.lengths.tolist()),
+        )
+
+    @classmethod
     def empty(cls) -> Self:
-        """A row without actions: its loss is 0, and a rank that has run out of rows can still join a
-        collective."""
+        """A dummy row without loss: keeps collectives matched on ranks that have run out of rows."""
         two = torch.zeros(2, dtype=torch.int64)
         return cls(token_ids=two, position_ids=torch.arange(2), action_mask=two.bool(), lengths=(2,))
 
@@ -361,26 +518,20 @@ class ExperienceRow(RowWithMore):
     values: Tensor | None = None  # (A,) None without a critic
 
     @classmethod
-    def of(cls, experiences: Sequence[Experience]) -> Self:
-        """`experiences` must not be empty, and must agree on which optional fields they have."""
-        scores = [e.scores for e in experiences]
+    def of(cls, batch: Batch) -> Self:
+        """Of a batch with credit."""
         return cls(
-            row=PackedRow.of([e.sample for e in experiences]),
-            old_log_probs=joined([s.log_probs for s in scores]),
-            advantages=torch.cat([e.credit.advantages for e in experiences]),
-            returns=torch.cat([e.credit.returns for e in experiences]),
-            rollout_log_probs=torch.cat([present(e.sample.rollout_log_probs) for e in experiences]),
-            ref_log_probs=joined([s.ref_log_probs for s in scores]),
-            values=joined([s.values for s in scores]),
+            row=PackedRow.of_batch(batch),
+            old_log_probs=_tensor(batch.log_probs),
+            advantages=torch.from_numpy(present(batch.advantages)),
+            returns=torch.from_numpy(present(batch.returns)),
+            rollout_log_probs=torch.from_numpy(batch.rollout_log_probs),
+            ref_log_probs=_tensor(batch.ref_log_probs),
+            values=_tensor(batch.values),
         )
 
 
 ValueT = TypeVar("ValueT")
-
-
-def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The tensors end to end; None where there are none, which the first part tells."""
-    return None if parts[0] is None else torch.cat([present(part) for part in parts])
 
 
 def present(value: ValueT | None) -> ValueT:
@@ -389,11 +540,8 @@ def present(value: ValueT | None) -> ValueT:
     return value
 
 
-def _without_entries(record):
-    """The record with every tensor emptied."""
-    return replace(
-        record, **{f.name: v[:0] for f in fields(record) if (v := getattr(record, f.name)) is not None}
-    )
+def _tensor(array: np.ndarray | None) -> Tensor | None:
+    return None if array is None else torch.from_numpy(array)
 
 
 def _to(record, device):

@@ -1,16 +1,17 @@
 """What a trainer may ask of the machinery. The only lines that DeepSpeed, vLLM and Ray hide behind.
 
 Every verb of a group returns at once. Work on different devices overlaps until somebody asks for a result;
-models that share devices take turns, and moving them in and out is their own affair (see
+models that share devices compute one after the other, and moving them in and out is their own affair (see
 cluster/residency.py).
 """
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self, TypeVar
 
+import numpy as np
 from torch import Tensor
 
-from openrlhf.types import Experience, LossNorm, Metrics, Prompt, Sample, Trajectory
+from openrlhf.types import Batch, Group, LossNorm, Metrics, Prompt, Purpose, Schedule
 
 ResultT = TypeVar("ResultT", covariant=True)
 
@@ -79,14 +80,19 @@ class Pending(Protocol[ResultT]):
 class ModelGroup(Protocol):
     """One model sharded over many devices, seen from the controller."""
 
-    def forward(self, samples: Sequence[Sample]) -> Pending[list[Tensor]]:
-        """One (A,) tensor for each sample: log-probs of a policy, values of a critic."""
+    def forward(self, batch: Batch) -> Pending[np.ndarray]:
+        """(A,) float32: log-probs of a policy, values of a critic."""
         ...
 
 
 class TrainableGroup(ModelGroup, Protocol):
-    def update(self, experiences: Sequence[Experience], num_batches: int, kl_coef: float) -> Pending[Metrics]:
-        """`train.max_epochs` passes over the experiences, each of `num_batches` optimizer steps."""
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that each learn from samples of their own."""
+        ...
+
+    def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Pending[Metrics]:
+        """The optimizer steps of `schedule` over a batch with credit; metrics are means over the steps."""
         ...
 
     def save_checkpoint(self, tag: str, state: dict) -> Pending[None]: ...
@@ -97,16 +103,17 @@ class TrainableGroup(ModelGroup, Protocol):
 
 
 class Rollout(Protocol):
-    """All the samplers together."""
+    """All the samplers together. Nothing waits but `next_group` and what is pending."""
 
-    def generate(self, prompts: Sequence[Prompt]) -> Pending[list[Trajectory]]:
-        """The training samples of `prompts`, grouped by prompt, in order."""
+    def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
+        """Ask for the samples of `prompts`, with the sampling parameters of training or of evaluation."""
         ...
 
-    def evaluate(self, prompts: Sequence[Prompt]) -> Pending[list[Trajectory]]:
-        """The same with the evaluation's sampling parameters and number of samples."""
+    def next_group(self, purpose: Purpose, timeout: float | None = None) -> Group:
+        """The next prompt whose samples are all there, rewards included, in the order in which they finish.
+        RuntimeError where none is under way; TimeoutError, which says what is, after `timeout` seconds."""
         ...
 
-    def load_weights(self, policy: TrainableGroup, version: int) -> Pending[Metrics]:
+    def sync(self, policy: TrainableGroup, version: int) -> Pending[Metrics]:
         """Make every sampler use the policy's current weights, and check that it does."""
         ...
