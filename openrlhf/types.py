@@ -157,6 +157,11 @@ class Trajectory:
         return self.outcome is Outcome.OK
 
     @property
+    def group(self) -> tuple[int, int]:
+        """Equal for the samples of one prompt in one pass over the prompts."""
+        return self.prompt.episode, self.prompt.prompt_id
+
+    @property
     def num_actions(self) -> int:
         return len(self.rollout_log_probs)
 
@@ -248,6 +253,17 @@ class Batch:
     def __len__(self) -> int:
         """B"""
         return len(self.lengths)
+
+    def credited(self, scores: "Scores", credit: "Credit") -> Self:
+        """With all that an update reads."""
+        return replace(
+            self,
+            log_probs=scores.log_probs,
+            ref_log_probs=scores.ref_log_probs,
+            values=scores.values,
+            advantages=credit.advantages,
+            returns=credit.returns,
+        )
 
     def select(self, indices: Sequence[int]) -> Self:
         """The sequences at `indices`, in that order, with every column."""
@@ -352,6 +368,9 @@ class PackedRow:
 
     @classmethod
     def of_batch(cls, batch: Batch) -> Self:
+        """Without sequences: a dummy row."""
+        if not len(batch):
+            return cls.empty()
         return cls(
             token_ids=torch.from_numpy(batch.token_ids.astype(np.int64)),
             position_ids=torch.cat([torch.arange(length) for length in batch.lengths]),
@@ -361,7 +380,7 @@ class PackedRow:
 
     @classmethod
     def empty(cls) -> Self:
-        """A dummy row without loss: keeps collectives matched on ranks that have run out of rows."""
+        """Dummy row without loss: keeps collectives matched on ranks that have no row of their own."""
         two = torch.zeros(2, dtype=torch.int64)
         return cls(token_ids=two, position_ids=torch.arange(2), action_mask=two.bool(), lengths=(2,))
 

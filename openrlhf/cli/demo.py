@@ -128,8 +128,8 @@ def _show_result(folder: Path, steps: int) -> None:
         return clean_text(decode(tokenizer, ids, after=after, skip_special_tokens=True))
 
     def answer(t: Trajectory) -> str:
-        start = t.action_mask.index(True)
-        return text(t.token_ids[start:], after=t.token_ids[:start])
+        token_ids, start = t.token_ids.tolist(), t.prompt_length
+        return text(token_ids[start:], after=token_ids[:start])
 
     def mean(trajectories: list[Trajectory], read) -> float:
         return sum(map(read, trajectories)) / len(trajectories)
@@ -147,7 +147,7 @@ def _show_result(folder: Path, steps: int) -> None:
     for column in ("problem", "before", "after"):
         samples.add_column(column, overflow="fold")
     for b, a in list(zip(before, after, strict=True))[:5]:
-        question = text(b.token_ids[: b.action_mask.index(True)])
+        question = text(b.token_ids[: b.prompt_length].tolist())
         samples.add_row(question, *(f"{answer(t)} {'✓' if t.reward else '✗'}" for t in (b, a)))
     console.print(figures)
     console.print(samples, markup=False)

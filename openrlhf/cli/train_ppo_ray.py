@@ -57,7 +57,6 @@ def train(config: PPOConfig, argv, places, data: RLData, checkpoints, tag) -> No
         roles = start_roles(config, places, cluster_has_gpus(), len(data.prompts), data.texts)
     try:
         trainer = build_trainer(config, argv, roles, data, checkpoints, tag)
-        roles.rollout.on_finished = lambda group: trainer.observer.advance(len(group))
         try:
             with telling(lambda: position(trainer)), naming_the_dead(roles.members):
                 trainer.fit()
@@ -126,7 +125,7 @@ def build_trainer(config: PPOConfig, argv, roles, data: RLData, checkpoints, tag
     from openrlhf.datasets.sampler import PromptSampler
     from openrlhf.observe.observer import Observer
     from openrlhf.observe.run_folder import RunFolder
-    from openrlhf.trainer.ppo import PPOTrainer
+    from openrlhf.trainer.ppo import PPOTrainer, restore
     from openrlhf.trainer.schedule import prompts_of_steps
     from openrlhf.utils.text import decode
 
@@ -137,7 +136,15 @@ def build_trainer(config: PPOConfig, argv, roles, data: RLData, checkpoints, tag
         argv=["python", "-m", "openrlhf.cli.train_ppo_ray", *argv],
         resume=tag is not None,
     )
-    kl = config.algo.kl
+    restored = None if tag is None else restore(tag, roles.policy, roles.critic)
+    done = 0 if restored is None else restored["step"]
+    observer = Observer(
+        folder,
+        config.logger,
+        resume_step=None if restored is None else done,
+        decode=partial(decode, data.tokenizer),
+    )
+    kl, total_steps = config.algo.kl, len(prompts_of_steps(config, len(data.prompts)))
     trainer = PPOTrainer(
         config=config,
         rollout=roles.rollout,
@@ -149,19 +156,13 @@ def build_trainer(config: PPOConfig, argv, roles, data: RLData, checkpoints, tag
         eval_prompts=data.eval_prompts,
         checkpoints=checkpoints,
         kl=KLController(coef=kl.init_coef, target=kl.target, horizon=kl.horizon),
-        total_steps=len(prompts_of_steps(config, len(data.prompts))),
+        total_steps=total_steps,
+        observer=observer,
+        restored=restored,
     )
-    if tag is not None:
-        trainer.resume(tag)
-    trainer.observer = Observer(
-        folder,
-        config.logger,
-        resume_step=None if tag is None else trainer.step,
-        decode=partial(decode, data.tokenizer),
-    )
-    trainer.observer.start(trainer.total_steps, done=trainer.step)
-    trainer.observer.message(
-        f"{len(data.prompts)} prompts, {trainer.total_steps} steps of {config.samples_per_step} samples; "
+    observer.start(total_steps, done=done)
+    observer.message(
+        f"{len(data.prompts)} prompts, {total_steps} steps of {config.samples_per_step} samples; "
         f"run folder {folder.path}"
     )
     return trainer

@@ -1,12 +1,11 @@
 """All the samplers together: engine/interfaces.py's Rollout over vLLM engines in Ray actors."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.actor import ActorHandle
 
 from openrlhf.cluster import folder
 from openrlhf.cluster.engine_client import RayEngineClient
@@ -20,14 +19,16 @@ from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_enviro
 from openrlhf.models.loading import policy_tokenizer, stop_token_ids
 from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
+from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
-from openrlhf.rollout.generator import generate
-from openrlhf.types import Prompt, Trajectory
+from openrlhf.types import Group, Metrics, Prompt, Purpose
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 if TYPE_CHECKING:  # an engine's process needs no trainer, whose libraries take seconds to import
-    from openrlhf.cluster.group import PolicyGroup
+    from openrlhf.cluster.group import PolicyGroup, RewardGroup
 
+EngineHandle = Any
+"""Of an `EngineActor`: Ray does not type the methods of an actor's handle."""
 MAX_CALLS = 4096
 """Calls that an engine actor runs at a time."""
 
@@ -72,8 +73,8 @@ class EngineActor(VLLMEngine):
             )
         return NoReward()  # with a teacher, the checks of config/ saw to it
 
-    async def run_group(self, prompt: Prompt, purpose: str) -> list[Trajectory]:
-        """All samples of one prompt; `purpose` is train or eval."""
+    async def run_group(self, prompt: Prompt, purpose: Purpose) -> Group:
+        """All samples of one prompt."""
         return await self.runner.run_group(prompt, self.samplings[purpose])
 
     async def probe(self, token_ids: list[int]) -> EngineProbe:
@@ -118,81 +119,94 @@ def transfer_backend(config: PPOConfig, on_gpu: bool) -> str:
 
 
 class EnginePool:
+    """The engines of a run. They are members of an epoch: whoever replaces one begins a new epoch, and the
+    way for weights is opened anew with the next sync."""
+
     def __init__(
-        self, config: PPOConfig, bundles: Bundles, on_gpu: bool, *, from_files: bool = False
+        self,
+        config: PPOConfig,
+        bundles: Bundles,
+        on_gpu: bool,
+        *,
+        reward: "RewardGroup | None" = None,
+        from_files: bool = False,
     ) -> None:
         """Creates the engines' processes; `start` builds the model, with its weights `from_files` or for
-        `load_weights` to fill."""
-        self.config, self.on_gpu = config, on_gpu
-        start_options = engine_options(config, on_gpu, from_files=from_files)
-        environment = engine_environment(start_options)
-        tensor_parallel_size = config.vllm.tensor_parallel_size
-        self.engines: list[Any] = []  # actor handles, whose methods Ray does not type
-        for i in range(config.num_engines):
-            options, devices = bundles.engine_options(i, tensor_parallel_size)
-            runtime_env = {"env_vars": environment | devices}
-            actor = ray.remote(EngineActor).options(
-                **options, runtime_env=runtime_env, max_concurrency=MAX_CALLS
-            )
-            # The key from here: on another machine the variable is not set.
-            self.engines.append(actor.remote(config, start_options, os.environ.get(KEY_VARIABLE)))
-        self.client = RayEngineClient(self.engines, tensor_parallel_size)
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
-        self.on_finished: Callable[[list[Trajectory]], None] = lambda group: None
-        """Hears of each prompt's samples as they finish."""
-        self.judge: Callable[[list[Trajectory]], list[Trajectory]] = lambda trajectories: trajectories
-        """Adds the rewards of reward models."""
-        self.residency = Residency(self.engines, config.engines_sleep and on_gpu)
+        `sync` to fill. `reward`: the models that add their rewards to what was sampled."""
+        self.config, self.on_gpu, self.bundles = config, on_gpu, bundles
+        self.options = engine_options(config, on_gpu, from_files=from_files)
+        self.members = [self._create(index) for index in range(config.num_engines)]
+        self.epoch = 0
+        """How often the members have changed."""
+        self.connected_epoch: int | None = None
+        """The members that weights can be sent to."""
+        self.residency = Residency(self.members, config.engines_sleep and on_gpu)
+        self.dispatcher = Dispatcher(
+            [_Sampler(member) for member in self.members],
+            {"train": config.rollout.n_samples_per_prompt, "eval": config.eval.n_samples_per_prompt},
+            memory=self.residency,
+            score=reward.score if reward else None,
+            scores_at_once=not (config.train.colocate_all and on_gpu),
+        )
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self.is_checked = False
         """The engines have shown that they compute with the weights that they were sent."""
 
+    def _create(self, index: int) -> EngineHandle:
+        placed, devices = self.bundles.engine_options(index, self.options.tensor_parallel_size)
+        environment = engine_environment(self.options) | devices
+        actor = ray.remote(EngineActor).options(
+            **placed, runtime_env={"env_vars": environment}, max_concurrency=MAX_CALLS
+        )
+        # The key from here: on another machine the variable is not set.
+        return actor.remote(self.config, self.options, os.environ.get(KEY_VARIABLE))
+
     def start(self) -> Gathered[None]:
-        return Gathered([engine.start.remote() for engine in self.engines], first)
+        return Gathered([member.start.remote() for member in self.members], first)
 
-    def connect(self, policy: "PolicyGroup") -> None:
-        """Open the way for weights from `policy`. Both have started."""
-        policy.open_weight_sync(self.client, transfer_backend(self.config, self.on_gpu)).result()
+    def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
+        self.dispatcher.submit(prompts, purpose)
 
-    def generate(self, prompts: Sequence[Prompt]) -> Future[list[Trajectory]]:
-        return self.thread.submit(self._run, prompts, "train", self.config.rollout.n_samples_per_prompt)
+    def next_group(self, purpose: Purpose, timeout: float | None = None) -> Group:
+        try:
+            return self.dispatcher.next_group(purpose, timeout)
+        except TimeoutError as error:
+            raise RuntimeError(f"--rollout.timeout {timeout:g}: no prompt finished. {error}") from None
 
-    def evaluate(self, prompts: Sequence[Prompt]) -> Future[list[Trajectory]]:
-        return self.thread.submit(self._run, prompts, "eval", self.config.eval.n_samples_per_prompt)
-
-    def load_weights(self, policy: "PolicyGroup", version: int) -> Future[None]:
-        return self.thread.submit(self._load_weights, policy, version)
+    def sync(self, policy: "PolicyGroup", version: int) -> Future[Metrics]:
+        return self.thread.submit(self._sync, policy, version)
 
     def close(self) -> None:
         """Stop the engines and their reward processes, those that answer."""
-        refs = [engine.close.remote() for engine in self.engines]
+        self.dispatcher.close()
+        self.thread.shutdown(wait=False, cancel_futures=True)
+        refs = [member.close.remote() for member in self.members]
         ray.wait(refs, num_returns=len(refs), timeout=CLOSE_TIMEOUT)
 
-    def _run(self, prompts: Sequence[Prompt], purpose: str, num_samples: int) -> list[Trajectory]:
-        samplers = [_Sampler(engine) for engine in self.engines]
-        with self.residency.generating():
-            trajectories = generate(
-                prompts, samplers, purpose=purpose, num_samples=num_samples, on_finished=self.on_finished
-            )
-        return self.judge(trajectories)
-
-    def _load_weights(self, policy: "PolicyGroup", version: int) -> None:
-        with self.residency.syncing():
-            policy.send_weights(version).result()
+    def _sync(self, policy: "PolicyGroup", version: int) -> Metrics:
+        if self.connected_epoch != self.epoch:
+            client = RayEngineClient(self.members, self.options.tensor_parallel_size)
+            policy.open_weight_sync(client, self.options.transfer_backend).result()
+            self.connected_epoch = self.epoch
+        self.residency.wake_for_sync()
+        policy.send_weights(version).result()
         if not self.is_checked:
             self._check_stored(policy)
             self.is_checked = True
+        return {}
 
     def _check_stored(self, policy: "PolicyGroup") -> None:
         length = min(PROBE_TOKENS, self.config.data.max_len - 1)
-        sample = probe_of(policy_tokenizer(self.config), length)
-        with self.residency.generating():
-            answers = ray.get([e.probe.remote(sample.token_ids.tolist()) for e in self.engines])
-        check_stored(policy.probe(sample).result(), answers, self.config.ds.param_dtype)
+        token_ids = probe_of(policy_tokenizer(self.config), length)
+        self.residency.wake()
+        answers = ray.get([member.probe.remote(token_ids) for member in self.members])
+        self.residency.rest()
+        check_stored(policy.probe(token_ids).result(), answers, self.config.ds.param_dtype)
 
 
 class _Sampler:
-    def __init__(self, engine: ActorHandle) -> None:
+    def __init__(self, engine: EngineHandle) -> None:
         self.engine = engine
 
-    def run_group(self, prompt: Prompt, purpose: str) -> Future[list[Trajectory]]:
+    def run_group(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
         return self.engine.run_group.remote(prompt, purpose).future()

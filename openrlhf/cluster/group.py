@@ -1,8 +1,10 @@
 """Models of many ranks, as the trainer sees them: engine/interfaces.py over Ray actors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import ray
 from ray.actor import ActorHandle
 from torch import Tensor
@@ -21,15 +23,14 @@ from openrlhf.cluster.worker import (
 )
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.rewards.models import add_model_rewards, short_names
-from openrlhf.trainer.schedule import mean_metrics, training_schedule
-from openrlhf.types import Experience, Metrics, Sample, Trajectory
+from openrlhf.trainer.schedule import mean_metrics
+from openrlhf.types import Batch, Group, Metrics, Schedule, Trajectory
 
 WorkerT = TypeVar("WorkerT", bound=Worker)
-ItemT = TypeVar("ItemT")
 TrainedT = TypeVar("TrainedT", bound=TrainedWorker)
 
 
-class Group(Generic[WorkerT]):
+class ModelRanks(Generic[WorkerT]):
     """All ranks of one model."""
 
     def __init__(self, worker_class: type[WorkerT], config: PPOConfig, bundles: Bundles) -> None:
@@ -40,22 +41,15 @@ class Group(Generic[WorkerT]):
             for rank in range(bundles.count)
         ]
 
-    def forward(self, samples: Sequence[Sample]) -> Gathered[list[Tensor]]:
-        return self.ask(samples, [s.length for s in samples], spare=samples[0].without_actions())
+    @property
+    def data_parallel_size(self) -> int:
+        return len(self.workers)
 
-    def ask(self, items: Sequence[ItemT], lengths: Sequence[int], spare: ItemT) -> Gathered[list[Tensor]]:
-        """What the ranks' `forward` says of each item. `spare`: for a rank that gets none."""
-        shares = partition(lengths, len(self.workers))
-        refs = self.run("forward", [([items[i] for i in share] or [spare],) for share in shares])
-
-        def in_order(results: list[list[Tensor]]) -> list[Tensor]:
-            outputs: dict[int, Tensor] = {}
-            for share, tensors in zip(shares, results, strict=True):
-                for i, tensor in zip(share, tensors, strict=False):
-                    outputs[i] = tensor
-            return [outputs[i] for i in range(len(items))]
-
-        return Gathered(refs, in_order)
+    def forward(self, batch: Batch) -> Gathered[np.ndarray]:
+        """(A,) what the model says of every action."""
+        shares = partition(batch.lengths.tolist(), self.data_parallel_size)
+        refs = self.run("forward", [(batch.select(share),) for share in shares])
+        return Gathered(refs, lambda parts: batch.put_together(shares, parts))
 
     def run(self, method: str, arguments: Sequence[tuple]) -> list[ray.ObjectRef]:
         """`method` on every rank, each with its own arguments, once what shares its devices is done."""
@@ -74,7 +68,7 @@ class Group(Generic[WorkerT]):
         return ray.get(self.workers[0].address.remote())
 
 
-class FrozenGroup(Group[FrozenWorker]):
+class FrozenGroup(ModelRanks[FrozenWorker]):
     """The reference model, or a teacher."""
 
     def __init__(self, config: PPOConfig, bundles: Bundles, *, path: str, flag: str, offload: bool) -> None:
@@ -86,7 +80,7 @@ class FrozenGroup(Group[FrozenWorker]):
         return self.on_all(lambda worker: worker.start.remote(address, port, *self.model))
 
 
-class RewardGroup(Group[RewardWorker]):
+class RewardGroup(ModelRanks[RewardWorker]):
     """All reward models of a run, together in the same workers."""
 
     def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
@@ -96,21 +90,29 @@ class RewardGroup(Group[RewardWorker]):
         address, port = self.meeting_point()
         return self.on_all(lambda worker: worker.start.remote(address, port))
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The same with what the models think of them in their rewards."""
-        finished = [t for t in trajectories if t.ok]
-        lengths = [len(t.token_ids) for t in finished]
+    def score(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with what the models say of them in their rewards."""
+        finished = [t for group in groups for t in group.trajectories if t.ok]
+        shares = partition([len(t.token_ids) for t in finished], self.data_parallel_size)
+        refs = self.run("forward", [([finished[i] for i in share],) for share in shares])
+        scores: dict[int, np.ndarray] = {}
+        for share, rows in zip(shares, ray.get(refs), strict=True):
+            scores |= dict(zip(share, rows, strict=True))
+        in_order = (scores[i] for i in range(len(finished)))
+        return [replace(group, trajectories=self._add(group.trajectories, in_order)) for group in groups]
+
+    def _add(self, trajectories: Sequence[Trajectory], scores: Iterator[np.ndarray]) -> list[Trajectory]:
         reward = self.config.reward
         return add_model_rewards(
             trajectories,
-            self.ask(finished, lengths, spare=finished[0]).result() if finished else [],
+            [next(scores) for t in trajectories if t.ok],
             names=short_names(reward.models),
             weights=reward.model_weights or [1.0] * len(reward.models),
             has_function=bool(reward.urls),
         )
 
 
-class TrainedGroup(Group[TrainedT]):
+class TrainedGroup(ModelRanks[TrainedT]):
     """The policy or the critic."""
 
     def __init__(self, worker_class: type[TrainedT], config: PPOConfig, bundles: Bundles) -> None:
@@ -123,28 +125,16 @@ class TrainedGroup(Group[TrainedT]):
         address, port = self.meeting_point()
         return Gathered(self.run("start", [(address, port, total_steps, *more)] * len(self.workers)), first)
 
-    def update(
-        self, experiences: Sequence[Experience], num_batches: int, kl_coef: float
-    ) -> Gathered[Metrics]:
-        """`train.max_epochs` passes of `num_batches` optimizer steps; metrics are means over the steps."""
-        train = self.config.train
-        schedule = training_schedule(
-            [e.sample.length for e in experiences],
-            num_batches=num_batches,
-            epochs=train.max_epochs,
-            num_ranks=len(self.workers),
-            seed=(train.seed, self.num_updates),
-        )
+    def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Gathered[Metrics]:
+        """The optimizer steps of `schedule`; metrics are means over them."""
         self.num_updates += 1
-        spare = experiences[0].without_actions()
-
         arguments = []
-        for rank in range(len(self.workers)):
+        for rank in range(self.data_parallel_size):
             windows = [step[rank] for step in schedule]
-            mine = sorted({i for window in windows for i in window})
-            position = {i: k for k, i in enumerate(mine)}
-            shares = [[position[i] for i in window] or [len(mine)] for window in windows]
-            arguments.append(([*(experiences[i] for i in mine), spare], shares, kl_coef))
+            share = sorted({i for window in windows for i in window})
+            position = {i: k for k, i in enumerate(share)}
+            own = [[position[i] for i in window] for window in windows]
+            arguments.append((batch.select(share), own, kl_coef))
         return Gathered(self.run("update", arguments), lambda results: mean_metrics(results[0]))
 
     def save_checkpoint(self, tag: str, state: dict) -> Gathered[None]:
@@ -172,9 +162,9 @@ class PolicyGroup(TrainedGroup[PolicyWorker]):
             lambda worker: worker.open_weight_sync.remote(client, backend, address, port, client.num_workers)
         )
 
-    def probe(self, sample: Sample) -> Gathered[Tensor]:
-        """(A,) log-probs of the sample's actions at temperature 1."""
-        return Gathered(self.run("probe", [(sample,)] * len(self.workers)), first)
+    def probe(self, token_ids: list[int]) -> Gathered[Tensor]:
+        """(L - 1,) log-probs of every token but the first at temperature 1."""
+        return Gathered(self.run("probe", [(token_ids,)] * len(self.workers)), first)
 
     def send_weights(self, version: int) -> Gathered[None]:
         return self.on_all(lambda worker: worker.send_weights.remote(version))

@@ -2,6 +2,7 @@
 of it; without, everybody shares the cores."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,11 +29,13 @@ class ExclusiveDevices:
         """`shared`: off where whoever starts may compute at once, as on a CPU."""
         self.shared = shared
         self.under_way: list[ray.ObjectRef] = []
+        self._lock = threading.Lock()
 
     def run(self, start: Callable[[list[ray.ObjectRef]], list[ray.ObjectRef]]) -> list[ray.ObjectRef]:
         """`start(after)` returns at once; what it starts waits, where it runs, for the results `after`."""
-        self.under_way = start(self.under_way if self.shared else [])
-        return self.under_way
+        with self._lock:
+            self.under_way = start(self.under_way if self.shared else [])
+            return self.under_way
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ update     engines asleep                            trainer's optimizer state b
 sync       engines' weights awake, no KV cache yet   trainer's optimizer state on the CPU
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import ray
 from ray.actor import ActorHandle
@@ -23,16 +22,12 @@ class Residency:
         self.engines, self.sleep = engines, sleep
         self.awake = set(EVERYTHING)
 
-    @contextmanager
-    def generating(self) -> Iterator[None]:
+    def wake(self) -> None:
+        """For generation."""
         self._wake(EVERYTHING)
-        yield
-        self.rest()
 
-    @contextmanager
-    def syncing(self) -> Iterator[None]:
+    def wake_for_sync(self) -> None:
         self._wake(("weights",))
-        yield
 
     def rest(self) -> None:
         if self.sleep:

@@ -28,14 +28,13 @@ class Roles:
     def members(self) -> list[ActorHandle]:
         """Every process of the run."""
         groups = (self.policy, self.critic, self.reference, self.teacher, self.reward)
-        return [*self.rollout.engines, *(worker for group in groups if group for worker in group.workers)]
+        return [*self.rollout.members, *(worker for group in groups if group for worker in group.workers)]
 
     def end(self) -> None:
         """Every process ends, also where some are dead or busy, and nothing waits for one."""
         self.rollout.close()
         for member in self.members:
             ray.kill(member)
-        self.rollout.thread.shutdown(cancel_futures=True)
 
 
 def start_roles(
@@ -49,8 +48,9 @@ def start_roles(
     which learning rate schedules get their length. `texts`: what the policy learns beside its rewards, None
     for nothing."""
     bundles, engine_bundles = places
-    rollout = EnginePool(config, engine_bundles, on_gpu)
-    roles = Roles(rollout=rollout, policy=PolicyGroup(config, bundles["actor"]))
+    reward = RewardGroup(config, bundles["reward"]) if "reward" in bundles else None
+    rollout = EnginePool(config, engine_bundles, on_gpu, reward=reward)
+    roles = Roles(rollout=rollout, policy=PolicyGroup(config, bundles["actor"]), reward=reward)
     if "critic" in bundles:
         roles.critic = CriticGroup(config, bundles["critic"])
     if "ref" in bundles:
@@ -62,9 +62,6 @@ def start_roles(
         roles.teacher = FrozenGroup(
             config, bundles["teacher"], path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
         )
-    if "reward" in bundles:
-        roles.reward = RewardGroup(config, bundles["reward"])
-        rollout.judge = roles.reward.score
     starting = [rollout.start()]
     if config.engines_sleep and on_gpu:
         starting.pop().result()  # engines size their cache by the memory that is free, so they come first
@@ -76,5 +73,4 @@ def start_roles(
     starting += [model.start() for model in (roles.reference, roles.teacher, roles.reward) if model]
     for start in starting:
         start.result()
-    rollout.connect(roles.policy)
     return roles

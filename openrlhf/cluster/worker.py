@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import ray
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ from openrlhf.objectives.balanced import BalancedObjective
 from openrlhf.objectives.critic import CriticObjective
 from openrlhf.objectives.ptx import PTXObjective
 from openrlhf.rewards.models import RewardReader
-from openrlhf.types import Experience, ExperienceRow, Metrics, PackedRow, Sample, Trajectory
+from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, Trajectory
 
 ModelT = TypeVar("ModelT", DeepSpeedEngine, FrozenModel)
 
@@ -78,22 +79,14 @@ class Worker:
         init_distributed()
         seed_everything(self.config.train.seed, self.config.train.full_determinism_enable)
 
-    def ask(self, model: DeepSpeedEngine | FrozenModel, samples: Sequence[Sample], read) -> list[Tensor]:
-        """What `read(model, row)` says of each action of each sample, (A,) each."""
-        rollout, train = self.config.rollout, self.config.train
-        groups = row_groups(
-            [s.length for s in samples],
-            max_tokens=self.config.rollout_tokens_per_gpu if train.dynamic_batch_enable else None,
-            max_sequences=rollout.micro_batch_size,
+    def row_groups(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Which sequences share a row where log-probs are computed."""
+        config = self.config
+        return row_groups(
+            lengths,
+            max_tokens=config.rollout_tokens_per_gpu if config.train.dynamic_batch_enable else None,
+            max_sequences=config.rollout.micro_batch_size,
         )
-        rows = [PackedRow.of([samples[i] for i in group]) for group in groups]
-        outputs: dict[int, Tensor] = {}
-        for group, answers in zip(groups, model.forward(rows, read), strict=True):
-            parts = answers.split([samples[i].num_actions for i in group])
-            for i, part in zip(group, parts, strict=True):
-                outputs[i] = part.clone()  # a view would be sent with the memory of its whole row
-        release_cached_memory()
-        return [outputs[i] for i in range(len(samples))]
 
 
 class ModelWorker(Worker, Generic[ModelT]):
@@ -102,9 +95,13 @@ class ModelWorker(Worker, Generic[ModelT]):
     model: ModelT
     """Since `start`."""
 
-    def forward(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """(A,) for each sample."""
-        return self.ask(self.model, samples, self.read)
+    def forward(self, batch: Batch) -> np.ndarray:
+        """(A,) what `read` says of every action."""
+        groups = self.row_groups(batch.lengths.tolist())
+        rows = [PackedRow.of_batch(batch.select(group)) for group in groups]
+        answers = [answer.numpy() for answer in self.model.forward(rows, self.read)]
+        release_cached_memory()
+        return batch.put_together(groups, answers)
 
     def read(self, model, row: PackedRow) -> Tensor:
         return model(row, temperature=self.config.rollout.temperature).log_probs
@@ -150,14 +147,20 @@ class RewardWorker(Worker):
             normalize = config.reward.normalize_enable
             self.statistics.append(score_statistics(model_config, path) if normalize else (0.0, 1.0))
 
-    def forward(self, trajectories: Sequence[Trajectory]) -> list[Tensor]:
-        """(M,) for each trajectory: the score of each of the M models."""
+    def forward(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
+        """(B, M) the score of each trajectory by each of the M models."""
         scores = []
         for model, reader, (mean, std) in zip(self.models, self.readers, self.statistics, strict=True):
             samples = [reader(t) for t in trajectories]
-            answers = torch.cat(self.ask(model, samples, lambda model, row: model(row)))
-            scores.append((answers - mean) / std)
-        return list(torch.stack(scores, dim=1).unbind())
+            groups = self.row_groups([s.length for s in samples])
+            rows = [PackedRow.of([samples[i] for i in group]) for group in groups if group]
+            answers = model.forward(rows or [PackedRow.empty()], lambda model, row: model(row))
+            order = [i for group in groups for i in group]
+            of_model = np.empty(len(samples), np.float32)
+            of_model[order] = (torch.cat(answers) - mean) / std
+            scores.append(of_model)
+        release_cached_memory()
+        return np.stack(scores, axis=1)
 
 
 class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
@@ -169,17 +172,13 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
     @abstractmethod
     def objective(self, kl_coef: float) -> Objective[ExperienceRow]: ...
 
-    def update(
-        self, experiences: Sequence[Experience], windows: Sequence[Sequence[int]], kl_coef: float
-    ) -> list[Metrics]:
-        """One optimizer step for each window; a window lists the experiences that are this rank's share of a
-        batch."""
+    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> list[Metrics]:
+        """One optimizer step for each window; a window lists the sequences of `batch` that this rank learns
+        from in it."""
         objective = self.objective(kl_coef)
         with self._optimizer_present():
             return [
-                self.model.train_step(
-                    self._rows([experiences[i] for i in window]), objective, *self.more_of_a_step()
-                )
+                self.model.train_step(self._rows(batch, window), objective, *self.more_of_a_step())
                 for window in windows
             ]
 
@@ -235,14 +234,14 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
     def _checkpoint_folder(self) -> str:
         return f"{self.config.ckpt.folder}/_{self.name}"
 
-    def _rows(self, experiences: Sequence[Experience]) -> list[ExperienceRow]:
+    def _rows(self, batch: Batch, window: Sequence[int]) -> list[ExperienceRow]:
         train = self.config.train
         groups = row_groups(
-            [e.sample.length for e in experiences],
+            batch.lengths[list(window)].tolist(),
             max_tokens=train.max_tokens_per_gpu if train.dynamic_batch_enable else None,
             max_sequences=train.micro_batch_size,
         )
-        return [ExperienceRow.of([experiences[i] for i in group]) for group in groups]
+        return [ExperienceRow.of(batch.select([window[i] for i in group])) for group in groups]
 
 
 class PolicyWorker(TrainedWorker):
@@ -311,9 +310,11 @@ class PolicyWorker(TrainedWorker):
             rank=self.rank,
         )
 
-    def probe(self, sample: Sample) -> Tensor:
-        """(A,) log-probs of the sample's actions at temperature 1."""
-        return self.ask(self.model, [sample], lambda model, row: model(row).log_probs)[0]
+    def probe(self, token_ids: list[int]) -> Tensor:
+        """(L - 1,) log-probs of every token but the first at temperature 1."""
+        ids = torch.tensor(token_ids)
+        row = PackedRow.of([Sample(token_ids=ids, action_mask=torch.arange(len(ids)) > 0)])
+        return self.model.forward([row], lambda model, row: model(row).log_probs)[0]
 
     def send_weights(self, version: int) -> None:
         self.sender.send(version)
@@ -346,11 +347,9 @@ class CriticWorker(TrainedWorker):
         objective = CriticObjective(value_clip=self.config.critic.value_clip)
         return balanced(objective, self.config.critic_aux_loss_coef, "critic")
 
-    def update(
-        self, experiences: Sequence[Experience], windows: Sequence[Sequence[int]], kl_coef: float
-    ) -> list[Metrics]:
+    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> list[Metrics]:
         """As for the policy; every metric's name starts with `critic/`."""
-        steps = super().update(experiences, windows, kl_coef)
+        steps = super().update(batch, windows, kl_coef)
         return [{f"critic/{name.removeprefix('critic/')}": m for name, m in step.items()} for step in steps]
 
 
@@ -377,7 +376,10 @@ def _build_scorer(config: PPOConfig, path: str, flag: str, trained: bool = False
 
 
 def row_groups(lengths: Sequence[int], *, max_tokens: int | None, max_sequences: int) -> list[list[int]]:
-    """Which sequences share a row: as many as fit `max_tokens`, or `max_sequences` where that is None."""
+    """Which sequences share a row: as many as fit `max_tokens`, or `max_sequences` where that is None.
+    Without sequences one row, which has none."""
+    if not lengths:
+        return [[]]
     if max_tokens is not None:
         return pack_to_budget(lengths, max_tokens)
     return [

@@ -260,6 +260,8 @@ class RolloutConfig:
     """Sample from the k most likely tokens. -1: from all."""
     max_new_tokens: Count | None = None
     """Longest response, tokens. None: what the prompt leaves of data.max_len."""
+    timeout: Positive = 3600.0
+    """Seconds without any finished prompt after which the run stops and says what it waits for."""
     stop: tuple[str, ...] | None = None
     """Texts that end a response too, in training and evaluation: with the token that completes one of them. A
     single word is split at its commas; YAML takes any text. None: only stop tokens end one."""

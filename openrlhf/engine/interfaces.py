@@ -91,6 +91,11 @@ class TrainableGroup(ModelGroup, Protocol):
         """Ranks that each learn from samples of their own."""
         ...
 
+    @property
+    def num_updates(self) -> int:
+        """Calls of `update` so far, also before a resume: the address of each call's shuffle."""
+        ...
+
     def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Pending[Metrics]:
         """The optimizer steps of `schedule` over a batch with credit; metrics are means over the steps."""
         ...

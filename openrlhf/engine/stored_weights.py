@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.types import Sample
-
 PROBE_TOKENS = 128
 ROUNDING = {"fp32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Largest relative error of one rounding by `--ds.param_dtype`. GPUs may round the factors of float32
@@ -34,15 +32,14 @@ class EngineProbe:
     """Parameters that hold what they held before the first sync, of those that vLLM leaves visible."""
 
 
-def probe_of(tokenizer: PreTrainedTokenizerBase, length: int) -> Sample:
+def probe_of(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
     """At most `length` ordinary tokens drawn at random, the same ones at every call, after the tokenizer's
     first token where it has one."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     ordinary = torch.tensor(sorted(set(tokenizer.get_vocab().values()) - special))
     drawn = torch.randint(len(ordinary), (length,), generator=torch.Generator().manual_seed(0))
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    token_ids = torch.cat([torch.tensor(first, dtype=torch.int64), ordinary[drawn]])[:length]
-    return Sample(token_ids=token_ids, action_mask=torch.arange(len(token_ids)) > 0)
+    return [*first, *ordinary[drawn].tolist()][:length]
 
 
 def check_stored(trainer: Tensor, engines: Sequence[EngineProbe], dtype: str) -> None:

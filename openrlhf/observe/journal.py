@@ -19,6 +19,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from openrlhf.observe.run_folder import read_jsonl, to_json, write_atomically
 from openrlhf.types import Outcome, Prompt, Trajectory
 
@@ -64,8 +66,7 @@ def journal_steps(rollouts: Path, name: str = "step") -> dict[int, Path]:
 
 def response_of(trajectory: Trajectory, decode: Decode) -> str:
     """What followed the prompt, as text."""
-    token_ids, mask = trajectory.token_ids, trajectory.action_mask
-    start = mask.index(True) if True in mask else len(token_ids)
+    token_ids, start = trajectory.token_ids.tolist(), trajectory.prompt_length
     return decode(token_ids[start:], after=token_ids[:start])
 
 
@@ -87,17 +88,18 @@ def _row(trajectory: Trajectory, decode: Decode | None) -> dict[str, Any]:
         "finish_reason": t.finish_reason,
         "truncated": t.truncated,
         "extra_logs": t.extra_logs,
-        "token_ids": t.token_ids,
-        "action_ranges": _true_ranges(t.action_mask),
-        "rollout_log_probs": t.rollout_log_probs,
-        "weight_versions": [[version, len(list(run))] for version, run in groupby(t.weight_versions)],
+        "token_ids": t.token_ids.tolist(),
+        "action_ranges": _true_ranges(t.action_mask.tolist()),
+        "rollout_log_probs": t.rollout_log_probs.tolist(),
+        "weight_versions": t.weight_versions.tolist(),
     }
 
 
 def _trajectory(row: dict[str, Any]) -> Trajectory:
-    action_mask = [False] * len(row["token_ids"])
+    token_ids = np.array(row["token_ids"], np.int32)
+    action_mask = np.zeros(len(token_ids), np.bool_)
     for start, end in row["action_ranges"]:
-        action_mask[start:end] = [True] * (end - start)
+        action_mask[start:end] = True
     return Trajectory(
         prompt=Prompt(
             prompt_id=row["prompt_id"],
@@ -107,10 +109,10 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
             episode=row["episode"],
         ),
         sample_index=row["sample_index"],
-        token_ids=row["token_ids"],
+        token_ids=token_ids,
         action_mask=action_mask,
-        rollout_log_probs=[float(x) for x in row["rollout_log_probs"]],
-        weight_versions=[version for version, count in row["weight_versions"] for _ in range(count)],
+        rollout_log_probs=np.array(row["rollout_log_probs"], np.float32),
+        weight_versions=np.array(row["weight_versions"], np.int32).reshape(-1, 2),
         reward=None if row["reward"] is None else float(row["reward"]),
         score=None if row["score"] is None else float(row["score"]),
         outcome=Outcome(row["outcome"]),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torch import Tensor
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.ppo import REWARD_FLAG
@@ -54,12 +54,12 @@ class RewardReader:
     def _token_ids(self, t: Trajectory) -> list[int]:
         is_talk = self.has_template and t.prompt.messages is not None
         if self.reads_tokens and not is_talk:
-            return t.token_ids
-        start = t.action_mask.index(True)
-        response_ids = t.token_ids[start:]
+            return t.token_ids.tolist()
+        start = t.prompt_length
+        response_ids = t.token_ids[start:].tolist()
         if response_ids[-1] in self.stop_token_ids:
             response_ids = response_ids[:-1]
-        response = decode(self.policy, response_ids, after=t.token_ids[:start])
+        response = decode(self.policy, response_ids, after=t.token_ids[:start].tolist())
         text = self._talk(t, response) if is_talk else _text(t.prompt.text, response)
         ((token_ids, _),) = self.encode([text])
         return token_ids
@@ -103,7 +103,7 @@ def _text(prompt: str, response: str) -> Text:
 
 def add_model_rewards(
     trajectories: Sequence[Trajectory],
-    scores: Sequence[Tensor],
+    scores: Sequence[np.ndarray],
     *,
     names: Sequence[str],
     weights: Sequence[float],
@@ -120,7 +120,7 @@ def add_model_rewards(
 
 
 def _with_scores(
-    t: Trajectory, scores: Tensor, names: Sequence[str], weights: Sequence[float], has_function: bool
+    t: Trajectory, scores: np.ndarray, names: Sequence[str], weights: Sequence[float], has_function: bool
 ) -> Trajectory:
     by_name = dict(zip(names, scores.tolist(), strict=True))
     broken = {name: score for name, score in by_name.items() if not math.isfinite(score)}

@@ -4,9 +4,11 @@ data."""
 import asyncio
 from dataclasses import dataclass
 
+import numpy as np
+
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.rollout.seeds import seed_at
-from openrlhf.types import Outcome, Prompt, Trajectory
+from openrlhf.types import Group, Outcome, Prompt, Trajectory, runs
 from openrlhf.utils.agent import AgentExecutorBase, RewardError
 
 
@@ -66,9 +68,10 @@ class EpisodeRunner:
         self.engine, self.tokenizer, self.executor = engine, tokenizer, executor
         self.stop_token_ids = stop_token_ids
 
-    async def run_group(self, prompt: Prompt, sampling: Sampling) -> list[Trajectory]:
+    async def run_group(self, prompt: Prompt, sampling: Sampling) -> Group:
         """All samples of one prompt, concurrently, in order."""
-        return await asyncio.gather(*(self.run(prompt, i, sampling) for i in range(sampling.num_samples)))
+        samples = [self.run(prompt, i, sampling) for i in range(sampling.num_samples)]
+        return Group(prompt=prompt, trajectories=await asyncio.gather(*samples))
 
     async def run(self, prompt: Prompt, sample_index: int, sampling: Sampling) -> Trajectory:
         seed = seed_at(sampling.run_seed, sampling.purpose, prompt.episode, prompt.prompt_id, sample_index)
@@ -109,20 +112,18 @@ class EpisodeRunner:
 def _trajectory(
     prompt: Prompt, sample_index: int, seed: int, episode: dict, outcome: Outcome, error: str = ""
 ) -> Trajectory:
-    token_ids = episode["observation_tokens"]
-    action_mask = [False] * len(token_ids)
+    token_ids = np.array(episode["observation_tokens"], np.int32)
+    action_mask = np.zeros(len(token_ids), np.bool_)
     for start, end in episode["action_ranges"]:
-        action_mask[start:end] = [True] * (end - start)
+        action_mask[start:end] = True
     ok = outcome is Outcome.OK
     return Trajectory(
         prompt=prompt,
         sample_index=sample_index,
         token_ids=token_ids,
         action_mask=action_mask,
-        rollout_log_probs=[
-            p for p, is_action in zip(episode["rollout_log_probs"], action_mask, strict=True) if is_action
-        ],
-        weight_versions=episode["weight_versions"],
+        rollout_log_probs=np.array(episode["rollout_log_probs"], np.float32)[action_mask],
+        weight_versions=runs(episode["weight_versions"]),
         reward=episode["reward"] if ok else None,
         score=episode["scores"] if ok else None,
         outcome=outcome,

@@ -1,20 +1,21 @@
 """Which trajectories the next RL step trains on: as many groups as it wants, filtered, with what was sampled
 ahead kept for later."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean, mean
-from typing import Any
+from typing import Any, Literal, Self
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import PromptSampler
+from openrlhf.engine.interfaces import Rollout
 from openrlhf.observe.failures import commonest_failure
-from openrlhf.types import Metrics, Prompt, Trajectory, present
+from openrlhf.types import Group, Metrics, Prompt, Trajectory, present
 
-Group = list[Trajectory]
-"""The samples of one prompt."""
+GroupKey = tuple[int, int]
+"""(episode, prompt id)"""
 
 
 class Verdict(StrEnum):
@@ -28,6 +29,51 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """How many prompts may be sampled, and in which order their groups are trained on.
+
+    Synchronous training asks for prompts when nothing is under way. With `max_staleness` above 0 sampling
+    goes on while the models train: a group may be that many steps older than the one that trains on it.
+    """
+
+    batch_size: int
+    """Groups of one step."""
+    chunk: int | None = None
+    """Prompts that are asked for at a time. None: those that are missing."""
+    may_exceed: bool = False
+    """More may be asked for than is missing."""
+    limit: int | None = None
+    """Prompts that one step may ask for. None: any number."""
+    max_staleness: int = 0
+    """Steps."""
+    order: Literal["submitted", "arrival"] = "submitted"
+    """Groups are handed out as their prompts were asked for, or as they finish."""
+
+    @classmethod
+    def from_config(cls, config: PPOConfig) -> Self:
+        size, chunk = config.rollout.batch_size, config.rollout.vllm_generate_batch_size
+        filters = config.algo.dynamic_filtering_enable
+        limit = max(config.algo.dynamic_filtering_max_batches * size, chunk or 0)
+        return cls(
+            batch_size=size,
+            chunk=chunk,
+            may_exceed=filters or (chunk or 0) > size,
+            limit=limit if filters else None,
+        )
+
+    def room(self, *, kept: int, under_way: int, asked: int) -> int:
+        """Prompts to ask for now, where `kept` groups wait to be trained on, `under_way` prompts are being
+        sampled, and this step has `asked` for as many."""
+        missing = self.batch_size * (1 + self.max_staleness) - kept - under_way
+        if missing <= 0 or (under_way and not self.max_staleness):
+            return 0
+        size = self.chunk or missing
+        if not self.may_exceed:
+            size = min(size, missing)
+        return size if self.limit is None else min(size, self.limit - asked)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Collected:
     trajectories: list[Trajectory]
     """The groups to train on, one after the other. Empty when no prompt is left."""
@@ -36,6 +82,17 @@ class Collected:
     filtered: list[Trajectory]
     """What was filtered out."""
     metrics: Metrics
+
+
+@dataclass(kw_only=True, slots=True)
+class _Step:
+    """What has happened while one step was collected."""
+
+    number: int
+    asked: int = 0
+    sampled: list[Trajectory] = field(default_factory=list)
+    filtered: list[Trajectory] = field(default_factory=list)
+    verdicts: Counter[Verdict] = field(default_factory=Counter)
 
 
 class Collector:
@@ -52,94 +109,129 @@ class Collector:
     """
 
     def __init__(
-        self,
-        config: PPOConfig,
-        prompts: PromptSampler,
-        generate: Callable[[Sequence[Prompt]], Sequence[Trajectory]],
+        self, config: PPOConfig, prompts: PromptSampler, rollout: Rollout, on_group: Callable[[Group], None]
     ) -> None:
-        """`generate` samples prompts: every trajectory of each, in any order."""
-        self._config, self._prompts, self._generate = config, prompts, generate
-        self._buffer: list[Group] = []
+        """`on_group`: called with each finished group."""
+        self._config, self._prompts, self._rollout, self._on_group = config, prompts, rollout, on_group
+        self._admission = Admission.from_config(config)
+        self._under_way: deque[GroupKey] = deque()
+        self._finished: dict[GroupKey, Group] = {}
+        self._kept: deque[Group] = deque()
 
     @property
     def is_exhausted(self) -> bool:
         """There is no batch after the last one."""
-        return self._prompts.is_exhausted and not self._buffer
+        return self._prompts.is_exhausted and not self._kept and not self._under_way
 
     def next_batch(self, step: int) -> Collected:
         """The trajectories of RL step `step`, which error messages name.
 
         RuntimeError, where filtering is on: more of the samples failed than `reward.max_failed_ratio` allows,
         `algo.dynamic_filtering_max_batches` batches of prompts did not give one, or the first step has
-        nothing at all.
+        nothing at all. RuntimeError also where no sample finishes within `rollout.timeout`.
         """
-        size = self._config.rollout.batch_size
-        sampled: list[Trajectory] = []
-        filtered: list[Trajectory] = []
-        verdicts = Counter[Verdict]()
-        while len(self._buffer) < size and (prompts := self._next_prompts(step, verdicts)):
-            for group in group_by_prompt(prompts, self._generate(prompts)):
-                verdict = self._judge(group)
-                verdicts[verdict] += 1
-                sampled += group
-                if verdict is Verdict.KEPT:
-                    self._buffer.append(group)
-                else:
-                    filtered += group
-            if self._filters and verdicts.total() >= size:
-                check_failures(sampled, self._config.reward.max_failed_ratio, step)
-            elif self._filters and self._prompts.is_exhausted:
-                check_failures(sampled, 1.0, step)  # of fewer prompts than a batch a ratio says little
-        batch, self._buffer = self._buffer[:size], self._buffer[size:]
+        size, now = self._config.rollout.batch_size, _Step(number=step)
+        while self._is_incomplete(now):
+            self._receive(now)
+        batch = [self._kept.popleft() for _ in range(min(size, len(self._kept)))]
         if self._filters and step == 1 and not batch:
-            raise RuntimeError(self._kept_too_little(step, verdicts))
+            raise RuntimeError(self._kept_too_little(now))
         return Collected(
-            trajectories=[t for group in batch for t in group],
-            sampled=sampled,
-            filtered=filtered,
-            metrics=self._metrics(sampled, verdicts),
+            trajectories=[t for group in batch for t in group.trajectories],
+            sampled=now.sampled,
+            filtered=now.filtered,
+            metrics=self._metrics(now),
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Where the prompts stand, and the groups that were sampled and not yet trained on."""
-        return {"prompts": self._prompts.state_dict(), "buffer": list(self._buffer)}
+        return {"prompts": self._prompts.state_dict(), "groups": list(self._kept)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue as the collector that wrote `state` would have. ValueError when it read other prompts."""
+        """Continue as the collector that wrote `state` would have. ValueError when it read other prompts, or
+        holds samples in a form that this version does not read."""
         self._prompts.load_state_dict(state["prompts"])
-        self._buffer = list(state["buffer"])
+        if state.get("buffer"):
+            raise ValueError(
+                f"--ckpt.load_enable: the checkpoint holds {len(state['buffer'])} groups that another "
+                "version sampled ahead of its steps.\nResume with that version, or start a new run."
+            )
+        self._kept = deque(state.get("groups", ()))
 
     @property
     def _filters(self) -> bool:
         return self._config.algo.dynamic_filtering_enable
 
+    def _is_incomplete(self, now: _Step) -> bool:
+        """There is a group to wait for before the step can train."""
+        if self._under_way and not self._admission.max_staleness:
+            return True  # the weights change after the step
+        if len(self._kept) >= self._config.rollout.batch_size:
+            return False
+        return self._submit(now) or bool(self._under_way)
+
+    def _submit(self, now: _Step) -> bool:
+        """Ask for what there is room for; whether there was any."""
+        prompts = self._next_prompts(now)
+        if prompts:
+            self._rollout.submit(prompts, "train")
+            self._under_way += [(p.episode, p.prompt_id) for p in prompts]
+            now.asked += len(prompts)
+        return bool(prompts)
+
+    def _next_prompts(self, now: _Step) -> list[Prompt]:
+        """What to sample next. Empty where nothing is missing, or the batch is what there is."""
+        under_way = len(self._under_way)
+        room = self._admission.room(kept=len(self._kept), under_way=under_way, asked=now.asked)
+        if room <= 0:
+            if not under_way and not self._prompts.is_exhausted:
+                raise RuntimeError(self._kept_too_little(now))
+            return []
+        return [] if self._is_episode_over else self._prompts.next_batch(room)
+
     @property
-    def _runs_ahead(self) -> bool:
-        """More may be sampled than a step needs."""
-        rollout = self._config.rollout
-        return self._filters or (rollout.vllm_generate_batch_size or 0) > rollout.batch_size
+    def _is_episode_over(self) -> bool:
+        """The next prompt belongs to another batch than the groups that wait."""
+        if self._filters or not (self._kept or self._under_way):
+            return False
+        last = self._under_way[-1][0] if self._under_way else self._kept[-1].prompt.episode
+        return last != self._prompts.episode
 
-    def _next_prompts(self, step: int, verdicts: Counter[Verdict]) -> list[Prompt]:
-        """What to sample next, while the buffer holds too little. Empty: the batch is what there is."""
-        rollout = self._config.rollout
-        missing = rollout.batch_size - len(self._buffer)
-        size = rollout.vllm_generate_batch_size or missing
-        if not self._runs_ahead:
-            size = min(size, missing)
-        if self._filters:
-            at_most = self._config.algo.dynamic_filtering_max_batches * rollout.batch_size
-            left = max(at_most, rollout.vllm_generate_batch_size or 0) - verdicts.total()
-            if left == 0 and not self._prompts.is_exhausted:
-                raise RuntimeError(self._kept_too_little(step, verdicts))
-            return self._prompts.next_batch(min(size, left))
-        is_episode_over = self._buffer and self._buffer[-1][0].prompt.episode != self._prompts.episode
-        return [] if is_episode_over else self._prompts.next_batch(size)
+    def _receive(self, now: _Step) -> None:
+        """Wait for one group, and decide on those whose turn has come."""
+        group = self._rollout.next_group("train", self._config.rollout.timeout)
+        self._on_group(group)
+        key = group.prompt.episode, group.prompt.prompt_id
+        if self._admission.order == "arrival":
+            self._under_way.remove(key)
+            self._decide(group, now)
+        else:
+            self._finished[key] = group
+            while self._under_way and self._under_way[0] in self._finished:
+                self._decide(self._finished.pop(self._under_way.popleft()), now)
+        if self._filters and not self._under_way:
+            self._check_failures(now)
 
-    def _judge(self, group: Group) -> Verdict:
+    def _decide(self, group: Group, now: _Step) -> None:
+        verdict = self._verdict(group)
+        now.verdicts[verdict] += 1
+        now.sampled += group.trajectories
+        if verdict is Verdict.KEPT:
+            self._kept.append(group)
+        else:
+            now.filtered += group.trajectories
+
+    def _check_failures(self, now: _Step) -> None:
+        if now.verdicts.total() >= self._config.rollout.batch_size:
+            check_failures(now.sampled, self._config.reward.max_failed_ratio, now.number)
+        elif self._prompts.is_exhausted:
+            check_failures(now.sampled, 1.0, now.number)  # of fewer prompts than a batch a ratio says little
+
+    def _verdict(self, group: Group) -> Verdict:
         """The mean is exact before it is rounded once: equal scores at a bound are at the bound."""
         if not self._filters:
             return Verdict.KEPT
-        scores = [present(t.score) for t in group if t.ok]
+        scores = [present(t.score) for t in group.trajectories if t.ok and t.part == 0]
         if not scores:
             return Verdict.FAILED
         low, high = self._config.algo.dynamic_filtering_range
@@ -148,37 +240,32 @@ class Collector:
             return Verdict.KEPT
         return Verdict.LOW if score <= low else Verdict.HIGH
 
-    def _metrics(self, sampled: Sequence[Trajectory], verdicts: Counter[Verdict]) -> Metrics:
-        num_prompts = verdicts.total()
+    def _metrics(self, now: _Step) -> Metrics:
+        num_prompts = now.verdicts.total()
         metrics = {"rollout/num_prompts": float(num_prompts)}
-        if self._runs_ahead:
-            metrics["rollout/buffered_groups"] = float(len(self._buffer))
+        if self._admission.may_exceed:
+            metrics["rollout/buffered_groups"] = float(len(self._kept))
         if self._filters and num_prompts:
-            metrics |= {f"rollout/{verdict}_ratio": verdicts[verdict] / num_prompts for verdict in Verdict}
-            if scores := [present(t.score) for t in sampled if t.ok]:
+            metrics |= {
+                f"rollout/{verdict}_ratio": now.verdicts[verdict] / num_prompts for verdict in Verdict
+            }
+            if scores := [present(t.score) for t in now.sampled if t.ok]:
                 metrics["rollout/sampled_score_mean"] = fmean(scores)
         return metrics
 
-    def _kept_too_little(self, step: int, verdicts: Counter[Verdict]) -> str:
+    def _kept_too_little(self, now: _Step) -> str:
         algo, size = self._config.algo, self._config.rollout.batch_size
-        low, high = algo.dynamic_filtering_range
+        (low, high), verdicts = algo.dynamic_filtering_range, now.verdicts
         return (
-            f"step {step}: dynamic filtering kept {verdicts[Verdict.KEPT]} of the {verdicts.total()} groups "
-            f"asked for, and the step needs {size}. Mean score {low:g} or less: {verdicts[Verdict.LOW]}; "
-            f"{high:g} or more: {verdicts[Verdict.HIGH]}; no finished sample: {verdicts[Verdict.FAILED]}.\n"
+            f"step {now.number}: dynamic filtering kept {verdicts[Verdict.KEPT]} of the {verdicts.total()} "
+            f"groups asked for, and the step needs {size}. Mean score {low:g} or less: "
+            f"{verdicts[Verdict.LOW]}; {high:g} or more: {verdicts[Verdict.HIGH]}; no finished sample: "
+            f"{verdicts[Verdict.FAILED]}.\n"
             "Use prompts that the policy solves sometimes, not always, or widen "
             "--algo.dynamic_filtering_range.\n"
             f"A step asks for --algo.dynamic_filtering_max_batches {algo.dynamic_filtering_max_batches} "
             "batches of prompts at most; raise it for rare successes."
         )
-
-
-def group_by_prompt(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Group]:
-    """The samples of each prompt, ordered as the prompts are and by their index, however they came."""
-    groups: dict[tuple[int, int], Group] = {(p.episode, p.prompt_id): [] for p in prompts}
-    for t in sorted(trajectories, key=lambda t: t.sample_index):
-        groups[t.prompt.episode, t.prompt.prompt_id].append(t)
-    return list(groups.values())
 
 
 def check_failures(trajectories: Sequence[Trajectory], max_failed_ratio: float, step: int) -> None:

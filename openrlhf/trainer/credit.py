@@ -3,7 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence, unpad_sequence
@@ -22,21 +24,20 @@ from openrlhf.algos.kl import approx_kl
 from openrlhf.algos.reduce import mean, segment_sum, whiten
 from openrlhf.algos.rewards import clip, overlong_penalty, stop_properly_penalty
 from openrlhf.config.ppo import AlgoConfig, RewardConfig
-from openrlhf.types import Credit, Metrics, Sample, Scores, Trajectory, joined, present
+from openrlhf.types import Batch, Credit, Metrics, Scores, Trajectory, present
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CreditResult:
-    credit: list[Credit]
-    """One for each sample."""
+    credit: Credit
     metrics: Metrics
     """`kl/mean` is what the KL controller wants to see."""
 
 
 @torch.no_grad()
 def assign_credit(
-    samples: Sequence[Sample],
-    scores: Sequence[Scores],
+    batch: Batch,
+    scores: Scores,
     trajectories: Sequence[Trajectory],
     *,
     algo: AlgoConfig,
@@ -57,27 +58,25 @@ def assign_credit(
     distillation, minus a sample of KL(policy || teacher). https://arxiv.org/abs/2306.13649
     """
     estimator = ESTIMATORS[algo.advantage.estimator]
-    counts = torch.tensor([s.num_actions for s in samples])
-    group_ids = _group_ids(trajectories)
-    rewards = _penalised_rewards(trajectories, reward, max_new_tokens)
-    shaped = estimator.shape_rewards(rewards, group_ids) if estimator.shape_rewards else rewards
-    clipped = clip(shaped, *reward.clip_range)
-    log_probs = joined([s.log_probs for s in scores])
-    ref_log_probs = joined([s.ref_log_probs for s in scores])
-    teacher_log_probs = joined([s.teacher_log_probs for s in scores])
+    counts, episodes = torch.from_numpy(batch.num_actions), Episodes.of_parts(trajectories)
+    rewards = _penalised_rewards(episodes, reward, max_new_tokens)
+    shaped = estimator.shape_rewards(rewards, episodes.group_ids) if estimator.shape_rewards else rewards
+    clipped = clip(shaped, *reward.clip_range)[episodes.of]
+    log_probs, ref_log_probs = _tensor(scores.log_probs), _tensor(scores.ref_log_probs)
+    values = _tensor(scores.values)
     zeros = torch.zeros(int(counts.sum()))
     kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
-    to_teacher = _difference(log_probs, teacher_log_probs, torch.sub)
+    to_teacher = _difference(log_probs, _tensor(scores.teacher_log_probs), torch.sub)
     per_action = token_rewards(
         clipped, zeros if kl is None else kl, counts, 0.0 if algo.kl.use_loss else kl_coef
     )
     if to_teacher is not None:
         per_action = per_action - teacher_coef * to_teacher
-    advantages, returns = _advantages(per_action, scores, counts, algo)
+    advantages, returns = _advantages(per_action, values, counts, algo)
     if estimator.whiten:
         advantages = whiten(advantages, scale=not algo.advantage.no_std_norm)
 
-    metrics = _reward_metrics(rewards, group_ids) | {
+    metrics = _reward_metrics(rewards, episodes.group_ids) | {
         "reward/return_mean": float(segment_sum(per_action, counts).mean()),
         "advantage/mean": float(mean(advantages)),
         "advantage/std": float(mean((advantages - mean(advantages)) ** 2).sqrt()),
@@ -89,37 +88,62 @@ def assign_credit(
     if to_teacher is not None:
         metrics["teacher/kl_mean"] = float(mean(to_teacher))
     if estimator.needs_critic:
-        metrics["critic/explained_variance"] = explained_variance(
-            present(joined([s.values for s in scores])), returns
-        )
+        metrics["critic/explained_variance"] = explained_variance(present(values), returns)
     if log_probs is not None:
-        metrics |= mismatch_metrics(log_probs, present(joined([s.rollout_log_probs for s in samples])))
-    return CreditResult(credit=_split(advantages, returns, counts), metrics=metrics)
+        metrics |= mismatch_metrics(log_probs, torch.from_numpy(batch.rollout_log_probs))
+    return CreditResult(
+        credit=Credit(advantages=advantages.numpy(), returns=returns.numpy()), metrics=metrics
+    )
 
 
-def _group_ids(trajectories: Sequence[Trajectory]) -> Tensor:
-    """(B,) equal for samples of the same prompt in the same episode."""
-    ids: dict[tuple[int, int], int] = {}
-    keys = [(t.prompt.episode, t.prompt.prompt_id) for t in trajectories]
-    return torch.tensor([ids.setdefault(key, len(ids)) for key in keys])
+class Episodes(NamedTuple):
+    """The E episodes that trajectories are parts of. A reward is an episode's."""
+
+    of: Tensor
+    """(B,) the episode of each trajectory."""
+    group_ids: Tensor
+    """(E,) equal for the samples of one prompt."""
+    rewards: Tensor
+    """(E,) float32"""
+    num_actions: Tensor
+    """(E,)"""
+    truncated: Tensor
+    """(E,) bool"""
+
+    @classmethod
+    def of_parts(cls, trajectories: Sequence[Trajectory]) -> Self:
+        numbers: dict[tuple, int] = {}
+        of = [numbers.setdefault((t.group, t.sample_index), len(numbers)) for t in trajectories]
+        last = dict(zip(of, trajectories, strict=True)).values()
+        groups: dict[tuple[int, int], int] = {}
+        counts = torch.tensor([t.num_actions for t in trajectories])
+        index = torch.tensor(of)
+        return cls(
+            of=index,
+            group_ids=torch.tensor([groups.setdefault(t.group, len(groups)) for t in last]),
+            rewards=torch.tensor([present(t.reward) for t in last], dtype=torch.float32),
+            num_actions=counts.new_zeros(len(last)).index_add(0, index, counts),
+            truncated=torch.tensor([t.truncated for t in last]),
+        )
 
 
-def _penalised_rewards(
-    trajectories: Sequence[Trajectory], reward: RewardConfig, max_new_tokens: int
-) -> Tensor:
-    """(B,)"""
-    rewards = torch.tensor([present(t.reward) for t in trajectories], dtype=torch.float32)
+def _tensor(column: np.ndarray | None) -> Tensor | None:
+    return None if column is None else torch.from_numpy(column)
+
+
+def _penalised_rewards(episodes: Episodes, reward: RewardConfig, max_new_tokens: int) -> Tensor:
+    """(E,)"""
+    rewards = episodes.rewards
     if reward.overlong_buffer_len is not None:
         rewards = overlong_penalty(
             rewards,
-            torch.tensor([t.num_actions for t in trajectories]),
+            episodes.num_actions,
             max_new_tokens=max_new_tokens,
             buffer_len=reward.overlong_buffer_len,
             factor=reward.overlong_penalty_factor,
         )
     if reward.stop_properly_penalty_coef is not None:
-        truncated = torch.tensor([t.truncated for t in trajectories])
-        rewards = stop_properly_penalty(rewards, truncated, coef=reward.stop_properly_penalty_coef)
+        rewards = stop_properly_penalty(rewards, episodes.truncated, coef=reward.stop_properly_penalty_coef)
     return rewards
 
 
@@ -131,14 +155,13 @@ def _difference(
 
 
 def _advantages(
-    per_action: Tensor, scores: Sequence[Scores], counts: Tensor, algo: AlgoConfig
+    per_action: Tensor, values: Tensor | None, counts: Tensor, algo: AlgoConfig
 ) -> tuple[Tensor, Tensor]:
     """(A,) -> advantages and returns, both (A,)."""
     estimator, advantage = ESTIMATORS[algo.advantage.estimator], algo.advantage
     rewards = _pad(per_action, counts)
     if estimator.needs_critic:
-        values = pad_sequence([present(s.values) for s in scores], batch_first=True)
-        advantages, returns = gae(rewards, values, advantage.gamma, advantage.lambd)
+        advantages, returns = gae(rewards, _pad(present(values), counts), advantage.gamma, advantage.lambd)
         return _unpad(advantages, counts), _unpad(returns, counts)
     returns = _unpad(discounted_returns(rewards, advantage.gamma if estimator.discounts else 1.0), counts)
     return returns, returns
@@ -163,9 +186,3 @@ def _reward_metrics(rewards: Tensor, group_ids: Tensor) -> Metrics:
         metrics["reward/group_std"] = float(spread.mean())
         metrics["reward/zero_std_fraction"] = float((spread == 0).double().mean())
     return metrics
-
-
-def _split(advantages: Tensor, returns: Tensor, counts: Tensor) -> list[Credit]:
-    """Cloned, because a view would carry the whole rollout with it when it is sent."""
-    parts = zip(advantages.split(counts.tolist()), returns.split(counts.tolist()), strict=True)
-    return [Credit(advantages=a.clone(), returns=r.clone()) for a, r in parts]

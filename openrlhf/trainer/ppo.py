@@ -14,8 +14,8 @@ from openrlhf.trainer.collect import Collected, Collector, check_failures
 from openrlhf.trainer.credit import assign_credit
 from openrlhf.trainer.diagnostics import rollout_metrics
 from openrlhf.trainer.evaluate import as_scores, evaluation_metrics
-from openrlhf.trainer.schedule import num_batches
-from openrlhf.types import Experience, Metrics, Prompt, Sample, Scores, Trajectory
+from openrlhf.trainer.schedule import num_batches, training_schedule
+from openrlhf.types import Batch, Group, Metrics, Prompt, Schedule, Scores, Trajectory
 
 
 @dataclass(kw_only=True)
@@ -35,26 +35,31 @@ class PPOTrainer:
     eval_prompts: Sequence[Prompt]
     """Empty without evaluation."""
     checkpoints: CheckpointFolder
-    observer: Observer = field(init=False)
-    """Opened once it is known which step the run resumes from."""
+    observer: Observer
     kl: KLController
     total_steps: int
     """RL steps of the whole run."""
-    step: int = 0
+    restored: InitVar[dict | None] = None
+    """The `state` of a checkpoint, as `restore` returned it, to go on from there; None at the beginning."""
+    step: int = field(default=0, init=False)
     """RL steps done; the version of the policy's weights."""
     best_metric: float | None = field(default=None, init=False)
     collector: Collector = field(init=False)
 
-    def __post_init__(self, prompts: PromptSampler) -> None:
-        self.collector = Collector(self.config, prompts, self.generate)
+    def __post_init__(self, prompts: PromptSampler, restored: dict | None) -> None:
+        self.collector = Collector(self.config, prompts, self.rollout, self.on_group)
+        if restored is not None:
+            self.step, self.best_metric = restored["step"], restored["best_metric"]
+            self.collector.load_state_dict(restored["collector"])
+            self.kl = replace(self.kl, coef=restored["kl_coef"])
 
     def fit(self) -> None:
         """Generate, score, credit, update, sync, evaluate, log, save."""
-        self.rollout.load_weights(self.policy, self.step).result()
+        self.rollout.sync(self.policy, self.step).result()
         if self.step == 0 and self.is_eval_due:
             self.observer.log_step(0, self.evaluate())
         while self.step < self.total_steps:
-            collected = self.collector.next_batch(self.step + 1)
+            collected = self.collect()
             if not collected.trajectories:
                 self.end_early()
                 break
@@ -63,7 +68,7 @@ class PPOTrainer:
             metrics = self.train_on(collected) | collected.metrics
             self.step += 1
             with self.observer.phase("sync"):
-                self.rollout.load_weights(self.policy, self.step).result()
+                self.rollout.sync(self.policy, self.step).result()
             if self.is_eval_due:
                 metrics |= self.evaluate()
             self.observer.log_step(self.step, metrics)
@@ -77,10 +82,12 @@ class PPOTrainer:
         if self.is_eval_due and not is_evaluated:
             self.observer.log_step(self.step, self.evaluate())
 
-    def generate(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
-        num_samples = len(prompts) * self.config.rollout.n_samples_per_prompt
-        with self.observer.phase("generate", total=num_samples):
-            return self.rollout.generate(prompts).result()
+    def collect(self) -> Collected:
+        with self.observer.phase("generate", total=self.config.samples_per_step):
+            return self.collector.next_batch(self.step + 1)
+
+    def on_group(self, group: Group) -> None:
+        self.observer.advance(len(group.trajectories))
 
     @property
     def is_eval_due(self) -> bool:
@@ -93,18 +100,13 @@ class PPOTrainer:
     def train_on(self, collected: Collected) -> Metrics:
         """Score what was sampled, assign credit, update."""
         trajectories = collected.trajectories
-        self.observer.log_rollouts(self.step + 1, trajectories)
-        if collected.filtered:
-            self.observer.log_rollouts(self.step + 1, collected.filtered, name="filtered")
-        if len(collected.sampled) >= self.config.samples_per_step:  # of a few a ratio says little
-            check_failures(collected.sampled, self.config.reward.max_failed_ratio, self.step + 1)
-        check_failures(trajectories, 1.0, self.step + 1)
+        self.check(collected)
         finished = [t for t in trajectories if t.ok]
-        samples = [Sample.of(t) for t in finished]
+        batch = Batch.of(finished)
         with self.observer.phase("score"):
-            scores = self.score(samples)
+            scores = self.score(batch)
         result = assign_credit(
-            samples,
+            batch,
             scores,
             finished,
             algo=self.config.algo,
@@ -113,48 +115,68 @@ class PPOTrainer:
             max_new_tokens=self.config.longest_response,
             teacher_coef=self.config.teacher.kd_coef,
         )
-        experiences = [
-            Experience(sample=s, scores=sc, credit=c)
-            for s, sc, c in zip(samples, scores, result.credit, strict=True)
-        ]
+        batch = batch.credited(scores, result.credit)
         with self.observer.phase("update"):
-            updated = self.update(experiences, num_batches(len(trajectories), self.config.train.batch_size))
+            updated = self.update(batch, num_samples(trajectories))
+        self.observer.log_rollouts(self.step + 1, trajectories)
+        if collected.filtered:
+            self.observer.log_rollouts(self.step + 1, collected.filtered, name="filtered")
         metrics = rollout_metrics(trajectories, self.step) | result.metrics | updated
         if self.policy_learns:
-            self.kl = self.kl.update(metrics.get("kl/mean", 0.0), len(finished))
+            self.kl = self.kl.update(metrics.get("kl/mean", 0.0), num_samples(finished))
         return metrics
 
-    def score(self, samples: list[Sample]) -> list[Scores]:
-        """Ask every model what it thinks of the samples."""
+    def check(self, collected: Collected) -> None:
+        """RuntimeError where too many samples failed; what there is goes to the journal first."""
+        try:
+            if num_samples(collected.sampled) >= self.config.samples_per_step:  # of a few a ratio says little
+                check_failures(collected.sampled, self.config.reward.max_failed_ratio, self.step + 1)
+            check_failures(collected.trajectories, 1.0, self.step + 1)
+        except RuntimeError:
+            self.observer.log_rollouts(self.step + 1, collected.trajectories)
+            raise
+
+    def score(self, batch: Batch) -> Scores:
+        """Compute log-probs and values with every model."""
         policy = None if self.config.algo.skip_old_log_probs else self.policy
         models = (policy, self.critic, self.teacher, self.reference)
-        pending = [model.forward(samples) if model else None for model in models]
-        answers = [p.result() if p else [None] * len(samples) for p in pending]
-        return [
-            Scores(log_probs=p, values=v, teacher_log_probs=t, ref_log_probs=r)
-            for p, v, t, r in zip(*answers, strict=True)
-        ]
+        pending = [model.forward(batch) if model else None for model in models]
+        log_probs, values, teacher, reference = [p.result() if p else None for p in pending]
+        return Scores(log_probs=log_probs, values=values, teacher_log_probs=teacher, ref_log_probs=reference)
 
     @property
     def policy_learns(self) -> bool:
         """In the next update; not in the critic's warm-up."""
         return self.step >= self.config.frozen_actor_steps
 
-    def update(self, experiences: list[Experience], num_batches: int) -> Metrics:
+    def update(self, batch: Batch, num_sampled: int) -> Metrics:
         """The policy and the critic learn, at the same time where they have devices of their own."""
         learners = [self.critic] if self.critic else []
         if self.policy_learns:
             learners.append(self.policy)
-        pending = [model.update(experiences, num_batches, self.kl.coef) for model in learners]
+        pending = [
+            model.update(batch, self.schedule(batch, num_sampled, model), self.kl.coef) for model in learners
+        ]
         metrics: Metrics = {}
         for update in pending:
             metrics |= update.result()
         return metrics
 
+    def schedule(self, batch: Batch, num_sampled: int, model: TrainableGroup) -> Schedule:
+        """`train.max_epochs` passes over the batch, in an order of the model's own."""
+        train = self.config.train
+        return training_schedule(
+            batch.lengths.tolist(),
+            num_batches=num_batches(num_sampled, train.batch_size),
+            epochs=train.max_epochs,
+            num_ranks=model.data_parallel_size,
+            seed=(train.seed, model.num_updates),
+        )
+
     def evaluate(self) -> Metrics:
         num_samples = len(self.eval_prompts) * self.config.eval.n_samples_per_prompt
         with self.observer.phase("evaluate", total=num_samples):
-            trajectories = self.rollout.evaluate(self.eval_prompts).result()
+            trajectories = self.sample_all(self.eval_prompts)
         metrics = evaluation_metrics(trajectories)
         self.observer.log_rollouts(self.step, trajectories, name="eval")
         self._keep_if_best(metrics)
@@ -180,13 +202,15 @@ class PPOTrainer:
             "best_metric": self.best_metric,
         }
 
-    def resume(self, tag: str) -> None:
-        if self.critic:
-            self.critic.load_checkpoint(tag).result()
-        state = self.policy.load_checkpoint(tag).result()
-        self.step, self.best_metric = state["step"], state["best_metric"]
-        self.collector.load_state_dict(state["collector"])
-        self.kl = replace(self.kl, coef=state["kl_coef"])
+    def sample_all(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
+        """The evaluation's samples, in the order of `prompts`."""
+        self.rollout.submit(prompts, "eval")
+        groups: dict[tuple[int, int], Group] = {}
+        for _ in prompts:
+            group = self.rollout.next_group("eval", self.config.rollout.timeout)
+            groups[group.prompt.episode, group.prompt.prompt_id] = group
+            self.on_group(group)
+        return [t for p in prompts for t in groups[p.episode, p.prompt_id].trajectories]
 
     def _keep_if_best(self, metrics: Metrics) -> None:
         """A checkpoint of its own for the best evaluation so far. Only runs that save checkpoints have
@@ -216,3 +240,15 @@ class PPOTrainer:
         if name in metrics or any(name.startswith(f"eval/{source}_") for source in failed):
             return metrics.get(name)
         raise ValueError(f"--ckpt.best_metric_key {key}: no such metric; there are {', '.join(evaluated)}")
+
+
+def restore(tag: str, policy: TrainableGroup, critic: TrainableGroup | None) -> dict:
+    """Load the models of a checkpoint; the trainer's `state` of then."""
+    if critic:
+        critic.load_checkpoint(tag).result()
+    return policy.load_checkpoint(tag).result()
+
+
+def num_samples(trajectories: Sequence[Trajectory]) -> int:
+    """Episodes, whose first parts are counted."""
+    return sum(t.part == 0 for t in trajectories)

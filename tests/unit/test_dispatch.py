@@ -2,8 +2,8 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-
 from openrlhf.rollout.generator import SAMPLES_IN_FLIGHT, generate
+
 from openrlhf.types import Prompt, Trajectory
 
 

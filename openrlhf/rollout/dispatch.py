@@ -1,0 +1,195 @@
+"""Spreads prompts over samplers and hands out groups as they finish. Knows samplers only as things that
+answer a prompt later."""
+
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from openrlhf.types import Group, Prompt, Purpose
+
+SAMPLES_IN_FLIGHT = 512
+"""Samples that an engine holds at a time: enough to fill its batch, few enough that engines of different
+speed finish together."""
+NAMED = 3
+"""Prompts that a message about waiting names."""
+
+
+class Sampler(Protocol):
+    def run_group(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
+        """All samples of one prompt."""
+        ...
+
+
+class Memory(Protocol):
+    """Who holds the devices' memory, where samplers share them with models."""
+
+    def wake(self) -> None:
+        """Samplers are about to be asked. Returns when they can answer."""
+        ...
+
+    def rest(self) -> None:
+        """Samplers have nothing to do."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Request:
+    prompt: Prompt
+    purpose: Purpose
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    sampler: Sampler
+    num_samples: int = 0
+    """Unfinished ones."""
+    requests: list[_Request] = field(default_factory=list)
+
+
+class Dispatcher:
+    """Each prompt goes to the sampler with the fewest unfinished samples. One thread decides; nothing that
+    calls a method waits for it but `next_group`."""
+
+    def __init__(
+        self,
+        samplers: Sequence[Sampler],
+        num_samples: Mapping[Purpose, int],
+        *,
+        memory: Memory,
+        score: Callable[[list[Group]], list[Group]] | None = None,
+        scores_at_once: bool = True,
+    ) -> None:
+        """`num_samples`: of a prompt. `score`: adds rewards to groups that have finished, several at a time
+        where they finish while it works; `scores_at_once` off: only when no sampler works, whose memory it
+        needs."""
+        self._loads = [_Load(sampler) for sampler in samplers]
+        self._num_samples, self._memory = num_samples, memory
+        self._score, self._scores_at_once = score, scores_at_once
+        self._scorer = ThreadPoolExecutor(1, thread_name_prefix="score")
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._finished: dict[Purpose, queue.SimpleQueue[Group | BaseException]] = {
+            purpose: queue.SimpleQueue() for purpose in num_samples
+        }
+        self._under_way = Counter[Purpose]()
+        self._waiting: deque[_Request] = deque()
+        self._unscored: list[tuple[_Request, Group]] = []
+        self._is_awake = self._is_scoring = False
+        threading.Thread(target=self._work, name="dispatch", daemon=True).start()
+
+    def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
+        """Ask for the samples of these prompts, after those that were asked for before."""
+        self._under_way[purpose] += len(prompts)
+        requests = [_Request(prompt, purpose) for prompt in prompts]
+        self._events.put(lambda: self._waiting.extend(requests))
+
+    def next_group(self, purpose: Purpose, timeout: float | None = None) -> Group:
+        """The next prompt that has finished. Raises what a sampler or `score` raised; RuntimeError where
+        nothing is under way; TimeoutError, which names what is, after `timeout` seconds."""
+        if not self._under_way[purpose]:
+            raise RuntimeError(f"no prompt is under way for {purpose}")
+        try:
+            found = self._finished[purpose].get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError(self._waited(purpose)) from None
+        if isinstance(found, BaseException):
+            self._finished[purpose].put(found)  # for whoever asks next
+            raise found
+        self._under_way[purpose] -= 1
+        return found
+
+    def close(self) -> None:
+        self._events.put(_leave)
+        self._scorer.shutdown(wait=False, cancel_futures=True)
+
+    def _work(self) -> None:
+        """Take what has happened, then send what can be sent."""
+        try:
+            while True:
+                self._events.get()()
+                while not self._events.empty():
+                    self._events.get()()
+                self._advance()
+        except _Leave:
+            return
+        except BaseException as error:
+            for finished in self._finished.values():
+                finished.put(error)
+
+    def _advance(self) -> None:
+        if self._waiting and not self._is_awake and (self._scores_at_once or not self._is_scoring):
+            self._memory.wake()
+            self._is_awake = True
+        while self._is_awake and self._waiting and (load := self._least_busy()) is not None:
+            self._send(self._waiting.popleft(), load)
+        is_sampling = bool(self._waiting) or any(load.requests for load in self._loads)
+        if self._is_awake and not is_sampling:
+            self._memory.rest()
+            self._is_awake = False
+        if self._unscored and not self._is_scoring and (self._scores_at_once or not is_sampling):
+            self._start_scoring()
+
+    def _least_busy(self) -> _Load | None:
+        """None where all have as much as they can hold."""
+        load = min(self._loads, key=lambda load: load.num_samples)
+        is_full = load.requests and load.num_samples + self._size(self._waiting[0]) > SAMPLES_IN_FLIGHT
+        return None if is_full else load
+
+    def _size(self, request: _Request) -> int:
+        return self._num_samples[request.purpose]
+
+    def _send(self, request: _Request, load: _Load) -> None:
+        load.num_samples += self._size(request)
+        load.requests.append(request)
+        future = load.sampler.run_group(request.prompt, request.purpose)
+        future.add_done_callback(
+            lambda future: self._events.put(lambda: self._sampled(request, load, future.result()))
+        )
+
+    def _sampled(self, request: _Request, load: _Load, group: Group) -> None:
+        load.num_samples -= self._size(request)
+        load.requests.remove(request)
+        if self._score is None:
+            self._finished[request.purpose].put(group)
+        else:
+            self._unscored.append((request, group))
+
+    def _start_scoring(self) -> None:
+        assert self._score is not None
+        requests, groups = zip(*self._unscored, strict=True)
+        self._unscored, self._is_scoring = [], True
+        future = self._scorer.submit(self._score, list(groups))
+        future.add_done_callback(lambda future: self._events.put(lambda: self._scored(requests, future)))
+
+    def _scored(self, requests: Sequence[_Request], future: Future[list[Group]]) -> None:
+        self._is_scoring = False
+        for request, group in zip(requests, future.result(), strict=True):
+            self._finished[request.purpose].put(group)
+
+    def _waited(self, purpose: Purpose) -> str:
+        """What is under way, and where."""
+        lines = [
+            f"sampler {i}: {len(load.requests)} prompts, such as {_named(load.requests)}"
+            for i, load in enumerate(self._loads)
+            if load.requests
+        ]
+        if self._waiting:
+            lines.append(f"not sent yet: {len(self._waiting)} prompts")
+        if self._is_scoring:
+            lines.append("reward models are scoring finished groups")
+        return f"{self._under_way[purpose]} prompts of {purpose} are under way.\n" + "\n".join(lines)
+
+
+class _Leave(Exception):
+    pass
+
+
+def _leave() -> None:
+    raise _Leave
+
+
+def _named(requests: Sequence[_Request]) -> str:
+    return ", ".join(f"{r.prompt.prompt_id} (episode {r.prompt.episode})" for r in requests[:NAMED])
