@@ -82,4 +82,4 @@ def _effective_share(weights: Tensor) -> float:
     if not len(weights):
         return 1.0
     total, squares = weights.sum(dtype=torch.float64), weights.square().sum(dtype=torch.float64)
-    return float(total**2 / (len(weights) * squares))
+    return min(1.0, float(total**2 / (len(weights) * squares)))
