@@ -34,10 +34,10 @@ class Group(Generic[WorkerT]):
 
     def __init__(self, worker_class: type[WorkerT], config: PPOConfig, bundles: Bundles) -> None:
         """Creates the ranks' processes; `start` loads the model."""
-        self.config, self.bundles = config, bundles
+        self.config, self.bundles, self.mesh = config, bundles, bundles.mesh
         self.workers: list[Any] = [  # actor handles, whose methods Ray does not type
-            ray.remote(worker_class).options(**bundles.options(rank)).remote(config, rank, bundles.count)
-            for rank in range(bundles.count)
+            ray.remote(worker_class).options(**bundles.options(rank)).remote(config, rank, self.mesh)
+            for rank in range(self.mesh.size)
         ]
 
     def forward(self, samples: Sequence[Sample]) -> Gathered[list[Tensor]]:
@@ -45,24 +45,26 @@ class Group(Generic[WorkerT]):
 
     def ask(self, items: Sequence[ItemT], lengths: Sequence[int], spare: ItemT) -> Gathered[list[Tensor]]:
         """What the ranks' `forward` says of each item. `spare`: for a rank that gets none."""
-        shares = partition(lengths, len(self.workers))
+        shares = partition(lengths, self.mesh.data)
         refs = self.run("forward", [([items[i] for i in share] or [spare],) for share in shares])
 
         def in_order(results: list[list[Tensor]]) -> list[Tensor]:
             outputs: dict[int, Tensor] = {}
-            for share, tensors in zip(shares, results, strict=True):
-                for i, tensor in zip(share, tensors, strict=False):
+            for share, leader in zip(shares, self.mesh.leaders, strict=True):
+                for i, tensor in zip(share, results[leader], strict=False):
                     outputs[i] = tensor
             return [outputs[i] for i in range(len(items))]
 
         return Gathered(refs, in_order)
 
     def run(self, method: str, arguments: Sequence[tuple]) -> list[ray.ObjectRef]:
-        """`method` on every rank, each with its own arguments, once what shares its devices is done."""
+        """`method` on every rank with the arguments of its data parallel rank, once what shares its devices
+        is done."""
+        own = [arguments[self.mesh.coordinates(rank).data] for rank in range(self.mesh.size)]
         return self.bundles.devices.run(
             lambda after: [
-                worker.call.remote(method, len(own), *own, *after)
-                for worker, own in zip(self.workers, arguments, strict=True)
+                worker.call.remote(method, len(args), *args, *after)
+                for worker, args in zip(self.workers, own, strict=True)
             ]
         )
 
@@ -121,7 +123,7 @@ class TrainedGroup(Group[TrainedT]):
     def start(self, total_steps: int, *more: Any) -> Gathered[None]:
         """`total_steps`: optimizer steps of the whole run; `more`: what else the workers' `start` takes."""
         address, port = self.meeting_point()
-        return Gathered(self.run("start", [(address, port, total_steps, *more)] * len(self.workers)), first)
+        return Gathered(self.run("start", [(address, port, total_steps, *more)] * self.mesh.data), first)
 
     def update(
         self, experiences: Sequence[Experience], num_batches: int, kl_coef: float
@@ -132,14 +134,14 @@ class TrainedGroup(Group[TrainedT]):
             [e.sample.length for e in experiences],
             num_batches=num_batches,
             epochs=train.max_epochs,
-            num_ranks=len(self.workers),
+            num_ranks=self.mesh.data,
             seed=(train.seed, self.num_updates),
         )
         self.num_updates += 1
         spare = experiences[0].without_actions()
 
         arguments = []
-        for rank in range(len(self.workers)):
+        for rank in range(self.mesh.data):
             windows = [step[rank] for step in schedule]
             mine = sorted({i for window in windows for i in window})
             position = {i: k for k, i in enumerate(mine)}
@@ -174,7 +176,7 @@ class PolicyGroup(TrainedGroup[PolicyWorker]):
 
     def probe(self, sample: Sample) -> Gathered[Tensor]:
         """(A,) log-probs of the sample's actions at temperature 1."""
-        return Gathered(self.run("probe", [(sample,)] * len(self.workers)), first)
+        return Gathered(self.run("probe", [(sample,)] * self.mesh.data), first)
 
     def send_weights(self, version: int) -> Gathered[None]:
         return self.on_all(lambda worker: worker.send_weights.remote(version))
