@@ -348,12 +348,13 @@ def _join_ranks(config: BatchInferenceConfig) -> tuple[int, int]:
         return 0, 1
     import torch.distributed as dist
 
-    from openrlhf.engine.distributed import init_distributed, seed_everything
+    from openrlhf.engine.distributed import ProcessMesh, init_distributed, seed_everything
 
     init_distributed(timeout_minutes=7 * 24 * 60)  # ranks with less to do wait at the end
     seed_everything(config.train.seed, config.train.full_determinism_enable)
     dist.barrier()
-    return dist.get_rank(), dist.get_world_size()
+    mesh = ProcessMesh.joined()
+    return mesh.rank, mesh.size
 
 
 def _sum_over_ranks(config: BatchInferenceConfig, number: int) -> int:

@@ -52,7 +52,7 @@ def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
     model = cache(lambda: run.engine if is_policy else load())
 
     def compute(dataset):
-        return answers_of(model(), run.in_order(dataset), read, len(dataset))
+        return answers_of(model(), run.in_order(dataset), read, len(dataset), run.mesh)
 
     run.attach(lambda dataset: _remembered(run, path, dataset, partial(compute, dataset)))
     return None

@@ -32,6 +32,7 @@ from openrlhf.config.sections import (
     logger_for,
     run_dir,
 )
+from openrlhf.mesh import Mesh
 
 ACTOR_FLAG = "--actor.model_name_or_path"
 CRITIC_FLAG = "--critic.model_name_or_path"
@@ -460,9 +461,9 @@ class PPOCkptConfig(CkptConfig):
 
 
 class RolePlacement(NamedTuple):
-    """Where the workers of a model are."""
+    """Where the ranks of a model are."""
 
-    num_workers: int
+    mesh: Mesh
     colocated_with: str | None
     """The role whose GPUs it shares; None: its own."""
 
@@ -564,14 +565,20 @@ class PPOConfig:
             "teacher": self.teacher,
         }
         return {
-            role: RolePlacement((size := sizes[other or role]).num_nodes * size.num_gpus_per_node, other)
+            role: RolePlacement(
+                self._mesh((size := sizes[other or role]).num_nodes * size.num_gpus_per_node), other
+            )
             for role, other in colocated_with.items()
         }
 
     @property
     def own_placements(self) -> dict[str, int]:
-        """Workers of each role that has GPUs of its own."""
-        return {role: p.num_workers for role, p in self.placements.items() if p.colocated_with is None}
+        """Ranks of each role that has GPUs of its own."""
+        return {role: p.mesh.size for role, p in self.placements.items() if p.colocated_with is None}
+
+    def _mesh(self, num_ranks: int) -> Mesh:
+        ds = self.ds
+        return Mesh.within(num_ranks, sequence=ds.ring_attn_size, tensor=ds.tensor_parallel_size)
 
     @property
     def num_engines(self) -> int:
@@ -587,7 +594,7 @@ class PPOConfig:
     @property
     def data_parallel_size(self) -> int:
         """Copies of the policy that each take their own samples."""
-        return max(1, self.actor.num_gpus // (self.ds.ring_attn_size * self.ds.tensor_parallel_size))
+        return self.placements["actor"].mesh.data
 
     @property
     def samples_per_step(self) -> int:

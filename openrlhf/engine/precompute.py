@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from openrlhf.datasets.batches import Windows
-from openrlhf.engine.distributed import current_device
+from openrlhf.engine.distributed import ProcessMesh, current_device
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,9 @@ class Answers(Protocol):
     def forward(self, rows: list, read: Callable) -> list[torch.Tensor]: ...
 
 
-def answers_of(model: Answers, windows: Windows, read: Callable, num_items: int) -> np.ndarray:
+def answers_of(
+    model: Answers, windows: Windows, read: Callable, num_items: int, mesh: ProcessMesh
+) -> np.ndarray:
     """(n, 2) float32, the same on every rank: the two figures that `read(model, row)` (P, 2) gives for each
     item of a row."""
     found = torch.zeros(num_items, 2)
@@ -29,7 +31,7 @@ def answers_of(model: Answers, windows: Windows, read: Callable, num_items: int)
         for items, answer in zip(rows, answers, strict=True):
             found[items] = answer
     found = found.to(current_device())
-    dist.all_reduce(found)
+    dist.all_reduce(found, group=mesh.data_group)
     return found.cpu().numpy()
 
 

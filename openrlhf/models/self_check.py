@@ -260,7 +260,7 @@ def _evaluating(module: RowModel) -> Iterator[None]:
 
 def _agreed(value: Any) -> Any:
     """Rank 0's."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized():
         return value
     values = [value]
     dist.broadcast_object_list(values)

@@ -364,7 +364,7 @@ def test_what_engines_refuse_is_said_with_the_rest(refused, tmp_path_factory):
 
 
 def test_more_ranks_than_the_cluster_has():
-    from openrlhf.cluster.launch import resource_problems
+    from openrlhf.cluster.layout import resource_problems
     from openrlhf.config.commands import PPO as COMMAND
     from openrlhf.config.parse import parse
 

@@ -31,6 +31,7 @@ from openrlhf.config.supervised_checks import (
     SUPERVISED_NOT_YET,
     SUPERVISED_UNREAD,
 )
+from openrlhf.mesh import Mesh
 
 
 @pytest.fixture
@@ -1051,7 +1052,7 @@ def test_derived_values(say):
     assert config.actor.clip_range == (0.2, 0.2)
     assert (
         config.num_engines == 1
-        and config.placements["ref"] == (8, None)
+        and config.placements["ref"] == (Mesh(data=8), None)
         and config.uses_reference
         and not config.uses_critic
     )
@@ -1062,7 +1063,11 @@ def test_derived_values(say):
     )
     assert say(PPO, line)[0].data_parallel_size == 8
     config, _ = say(PPO, line + " --actor.eps_clip_low_high 0.2 0.27 --vllm.enable_sleep --ref_num_nodes 0")
-    assert config.num_engines == 4 and config.placements["ref"] == (8, "actor") and config.engines_sleep
+    assert (
+        config.num_engines == 4
+        and config.placements["ref"] == (Mesh(data=8), "actor")
+        and config.engines_sleep
+    )
     assert config.actor.clip_range == (0.2, 0.27)
 
 

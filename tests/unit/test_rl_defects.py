@@ -32,7 +32,9 @@ from openrlhf.cli.train_ppo_ray import build_trainer
 from openrlhf.cluster import group, worker
 from openrlhf.cluster.engine_pool import engine_options
 from openrlhf.cluster.group import CriticGroup, FrozenGroup, Group, PolicyGroup
-from openrlhf.cluster.placement import Bundles, ExclusiveDevices, place
+from openrlhf.cluster.layout import ENGINES, layout_of
+from openrlhf.cluster.placement import Bundles, place
+from openrlhf.cluster.residency import ExclusiveDevices
 from openrlhf.cluster.worker import CriticWorker, PolicyWorker, row_groups
 from openrlhf.config import choices
 from openrlhf.config.commands import PPO
@@ -54,7 +56,9 @@ from openrlhf.config.ppo import (
 from openrlhf.config.sections import ScorerDeepSpeedConfig, logger_for
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
+from openrlhf.engine.distributed import ProcessMesh
 from openrlhf.engine.vllm_engine import VLLMEngine
+from openrlhf.mesh import Mesh
 from openrlhf.models.loading import DTYPES, policy_tokenizer
 from openrlhf.objectives.actor import AGGREGATIONS, POLICY_LOSSES, ActorObjective
 from openrlhf.objectives.balanced import BalancedObjective
@@ -145,8 +149,9 @@ def everything_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group.ray, "get", lambda refs: refs)
 
 
-def group_of(group_class: type, config: PPOConfig, num_ranks: int, slope: float = 0.0, **options) -> Any:
-    made = group_class(config, Bundles(None, num_ranks, ExclusiveDevices(shared=False)), **options)
+def group_of(group_class: type, config: PPOConfig, ranks: int | Mesh, slope: float = 0.0, **options) -> Any:
+    mesh = ranks if isinstance(ranks, Mesh) else Mesh(data=ranks)
+    made = group_class(config, Bundles(None, mesh, ExclusiveDevices(shared=False)), **options)
     for handle in made.workers:
         handle.worker.model = Engine(slope=slope)
     return made
@@ -658,8 +663,9 @@ def test_a_coefficient_of_zero_loads_no_reference_and_trains_without_one():
     """GRPO without KL: nothing is placed, asked or missing, and the loss is the policy's alone."""
     kl = KLConfig(init_coef=0.0, use_loss=True, estimator="k3")
     with_kl = replace(kl, init_coef=0.01)
-    placed = [set(place(config_of(kl=one), on_gpu=False)[0]) for one in (kl, with_kl)]
-    assert placed == [{"actor"}, {"actor", "ref"}]
+    configs = [config_of(kl=one) for one in (kl, with_kl)]
+    placed = [set(place(config, layout_of(config, [{"CPU": 64}]))) for config in configs]
+    assert placed == [{"actor", ENGINES}, {"actor", "ref", ENGINES}]
     run = Run(config_of(kl=kl, estimator="group_norm"), 2, lambda episode, prompt: (0.0, 1.0))
     run.trainer.fit()
     (row, *_) = engines_of(run.policy)[0].steps[0]
@@ -809,7 +815,7 @@ def test_the_moving_average_is_in_the_checkpoint(tmp_path, monkeypatch):
 
 def test_ranks_that_each_have_a_part_of_the_optimizer_must_be_as_many_as_before(tmp_path, monkeypatch):
     monkeypatch.setattr("openrlhf.engine.deepspeed_engine.dist.barrier", lambda: None)
-    engine_without_deepspeed(found=True, world_size=2).save_checkpoint(str(tmp_path), "one", {})
+    engine_without_deepspeed(found=True, num_ranks=2).save_checkpoint(str(tmp_path), "one", {})
     with pytest.raises(
         ValueError, match=r"--ckpt\.load_enable: 2 ranks saved .*/one, and now there are 1; at"
     ):
@@ -818,7 +824,7 @@ def test_ranks_that_each_have_a_part_of_the_optimizer_must_be_as_many_as_before(
         engine_without_deepspeed(found=True, stage=0).load_checkpoint(str(tmp_path), "one")
 
 
-def engine_without_deepspeed(found: bool, stage: int = 2, world_size: int = 1) -> Any:
+def engine_without_deepspeed(found: bool, stage: int = 2, num_ranks: int = 1) -> Any:
     """A DeepSpeedEngine around an engine that keeps what it saves, or finds nothing."""
     engine, kept = DeepSpeedEngine.__new__(DeepSpeedEngine), {}
 
@@ -831,7 +837,7 @@ def engine_without_deepspeed(found: bool, stage: int = 2, world_size: int = 1) -
         load_checkpoint=lambda folder, **options: (folder, kept) if found else (None, None),
         lr_scheduler=LambdaLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)]), lambda step: 1.0),
     )
-    engine.average, engine.stage, engine.rank, engine.world_size = None, stage, 0, world_size
+    engine.average, engine.stage, engine.mesh = None, stage, ProcessMesh(data=num_ranks)
     return engine
 
 
@@ -927,9 +933,9 @@ def test_the_critic_balances_its_experts_by_its_own_coefficient(own, expected):
     config = replace(
         PPOConfig(), actor=ActorConfig(aux_loss_coef=0.25), critic=CriticConfig(aux_loss_coef=own)
     )
-    objective = CriticWorker(config, 0, 1).objective(0.0)
+    objective = CriticWorker(config, 0, Mesh()).objective(0.0)
     assert (objective.coef if isinstance(objective, BalancedObjective) else 0.0) == expected
-    of_policy = PolicyWorker(config, 0, 1).objective(0.0)
+    of_policy = PolicyWorker(config, 0, Mesh()).objective(0.0)
     assert isinstance(of_policy, BalancedObjective) and of_policy.coef == 0.25
 
 

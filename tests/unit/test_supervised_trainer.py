@@ -84,7 +84,9 @@ def trainer_of(
         config=config,
         engine=engine,
         objective=lambda model, row, norm: None,
-        windows=Windows(Numbers(), PackedRow.of, batch_size=4, micro_batch_size=2, rank=0, world=1, seed=7),
+        windows=Windows(
+            Numbers(), PackedRow.of, batch_size=4, micro_batch_size=2, data_rank=0, data_size=1, seed=7
+        ),
         eval_rows=eval_rows,
         checkpoints=CheckpointFolder(config.ckpt.folder, config.ckpt, origin=origin),
         export=engine.export,
