@@ -8,6 +8,7 @@ from ray.actor import ActorHandle
 
 from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
+from openrlhf.cluster.layout import ENGINES
 from openrlhf.cluster.placement import Bundles
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.datasets.store import SampleStore
