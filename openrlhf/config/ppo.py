@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
+from openrlhf.algos.traits import ESTIMATORS, Estimator
 from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import (
     BadRows,
@@ -59,12 +60,10 @@ class ActorConfig(OptimConfig):
     dual_clip: Annotated[float, Range(above=1)] | None = None
     """Bound c of dual-clip PPO: where the advantage is negative, the loss is at most -c * advantage."""
     policy_loss_type: PolicyLossType = "ppo"
-    """ppo: clipped ratio of tokens. gspo: clipped ratio of sequences. cispo: log-probs weighted by the
-    clipped ratio of tokens, so that every token keeps a gradient."""
+    """The loss of an action."""
     loss_aggregation: LossAggregation | None = None
-    """Mean of policy loss, KL and entropy. token_mean: over tokens. sample_mean: over samples, of each one's
-    mean. constant_length: over samples, of each one's sum / rollout.max_new_tokens (Dr. GRPO). None:
-    sample_mean with gspo, otherwise token_mean."""
+    """Mean of policy loss, KL and entropy. None: sample_mean where policy_loss_type has the ratio of
+    sequences, otherwise token_mean."""
     entropy_coef: PositiveOrZero | None = None
     """Weight of the entropy bonus. 0: only log the entropy. None: do not compute it."""
     aux_loss_coef: PositiveOrZero = 0.0
@@ -390,8 +389,7 @@ class AdvantageConfig:
     """From rewards to advantages."""
 
     estimator: EstimatorName = "gae"
-    """gae: PPO with a critic. reinforce: REINFORCE++. reinforce_baseline: minus the group's mean. rloo: minus
-    the mean of the others. group_norm: GRPO. dr_grpo: GRPO without division by the standard deviation."""
+    """How the rewards of a step become advantages of actions."""
     gamma: Share = 1.0
     """Discount per token, for gae and reinforce."""
     lambd: Share = 1.0
@@ -402,13 +400,16 @@ class AdvantageConfig:
     is_correction_enable: bool = False
     """Correct for the gap between the sampler's probabilities and the trainer's."""
     is_correction_type: ISCorrectionType = "tis"
-    """tis: clip the weight of each token. icepop: drop tokens outside the threshold. seq-mask-tis: drop
-    sequences."""
+    """What is done where the two are apart."""
     is_correction_threshold: tuple[PositiveOrZero, Positive] = (0.5, 5.0)
     """`low high`: range of the ratio trainer / sampler."""
     is_correction_sequence_threshold: tuple[PositiveOrZero, Positive] | None = None
     """`low high`: range of a sequence's geometric mean ratio in seq-mask-tis, which stays much closer to 1.
     None: is_correction_threshold."""
+
+    @property
+    def traits(self) -> Estimator:
+        return ESTIMATORS[self.estimator]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -422,7 +423,7 @@ class KLConfig:
     horizon: Count = 10000
     """Samples over which the weight adapts."""
     estimator: KLEstimator = "k1"
-    """Estimate of the KL (http://joschu.net/blog/kl-approx.html): k1 suits the reward, k2 and k3 the loss."""
+    """Estimate of the KL from samples (http://joschu.net/blog/kl-approx.html)."""
     use_loss: bool = False
     """Put the penalty into the loss instead of the reward."""
 
@@ -494,7 +495,7 @@ class PPOConfig:
 
     @property
     def uses_critic(self) -> bool:
-        return self.algo.advantage.estimator == "gae"
+        return self.algo.advantage.traits.needs_critic
 
     @property
     def critic_path(self) -> str:
