@@ -4,21 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from openrlhf.algos.traits import (
-    AGGREGATIONS,
-    CORRECTIONS,
-    ESTIMATORS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    Choice,
-)
+from openrlhf.algos import traits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneOf:
     """The names of a table, whose rows say what they stand for."""
 
-    rows: Mapping[str, Choice]
+    rows: Mapping[str, traits.Choice]
 
     def __contains__(self, name: str) -> bool:
         return name in self.rows
@@ -35,11 +28,11 @@ class OneOf:
         return " ".join(f"{name}: {row.summary}." for name, row in self.rows.items())
 
 
-EstimatorName = Annotated[str, OneOf(ESTIMATORS)]
-KLEstimator = Annotated[str, OneOf(KL_ESTIMATORS)]
-PolicyLossType = Annotated[str, OneOf(POLICY_LOSSES)]
-LossAggregation = Annotated[str, OneOf(AGGREGATIONS)]
-ISCorrectionType = Annotated[str, OneOf(CORRECTIONS)]
+EstimatorName = Annotated[str, OneOf(traits.ESTIMATORS)]
+KLEstimator = Annotated[str, OneOf(traits.KL_ESTIMATORS)]
+PolicyLossType = Annotated[str, OneOf(traits.POLICY_LOSSES)]
+LossAggregation = Annotated[str, OneOf(traits.AGGREGATIONS)]
+ISCorrectionType = Annotated[str, OneOf(traits.CORRECTIONS)]
 OptimizerName = Literal["adam", "muon"]
 ParamDtype = Literal["bf16", "fp16", "fp32"]
 ExpertsImplementation = Literal["eager", "batched_mm", "grouped_mm", "deepgemm"]

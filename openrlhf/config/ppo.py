@@ -247,8 +247,8 @@ class RolloutConfig:
     """Prompts sampled at a time. More than batch_size samples ahead: the surplus waits for the next steps.
     None: batch_size, or what dynamic filtering has not found yet."""
     micro_batch_size: Count = 1
-    """Sequences in one packed row where log-probs are computed: memory and speed, not the result, depend on
-    it."""
+    """Sequences in one micro-batch, a packed row, where log-probs are computed: memory and speed, not the
+    result, depend on it."""
     max_tokens_per_gpu: Count | None = None
     """Tokens in such a row with train.dynamic_batch_enable. None: train.max_tokens_per_gpu."""
     temperature: Positive = 1.0
@@ -345,8 +345,8 @@ class TrainConfig:
     batch_size: Count = 128
     """Samples in one optimizer step, over all ranks."""
     micro_batch_size: Count = 1
-    """Sequences in one packed row, the unit of a forward pass: memory and speed, not the result, depend on
-    it."""
+    """Sequences in one micro-batch: a packed row, the unit of a forward pass. Memory and speed, not the
+    result, depend on it."""
     dynamic_batch_enable: bool = False
     """Fill rows up to max_tokens_per_gpu tokens; the two micro_batch_size are then not read."""
     max_tokens_per_gpu: Count = 16192
@@ -398,7 +398,7 @@ class AdvantageConfig:
     """Center advantages over the step without dividing by their deviation. For gae, reinforce,
     reinforce_baseline."""
     is_correction_enable: bool = False
-    """Correct for the gap between the sampler's probabilities and the trainer's."""
+    """Off-policy correction: for the gap between the sampler's probabilities and the trainer's."""
     is_correction_type: ISCorrectionType = "tis"
     """What is done where the two are apart."""
     is_correction_threshold: tuple[PositiveOrZero, Positive] = (0.5, 5.0)
