@@ -5,10 +5,12 @@ smaller than was asked for, because failed samples are not in it, and its sample
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
+
+from openrlhf.algos import traits
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -30,30 +32,25 @@ def standardize(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (_center(rewards, group_ids) / (group_std(rewards, group_ids) + 1e-9)).to(rewards.dtype)
 
 
+COMPARISONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "rloo": leave_one_out,
+    "reinforce_baseline": center,
+    "group_norm": standardize,
+    "dr_grpo": center,
+}
+"""(rewards (B,), group_ids (B,)) -> (B,), of the estimators that compare the samples of a prompt."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Estimator:
-    """Everything that differs between estimators. Code asks this table, never the name."""
+class Estimator(traits.Estimator):
+    """Everything that differs between estimators. Code asks this row, never the name."""
 
-    shape_rewards: Callable[[Tensor, Tensor], Tensor] | None = None
-    """(rewards, group_ids) -> rewards"""
-    whiten: bool = False
-    """Over all actions of the rollout."""
-    needs_critic: bool = False
-    discounts: bool = False
-    """Reads gamma. The others credit every action with the whole outcome."""
-
-    @property
-    def needs_group(self) -> bool:
-        return self.shape_rewards is not None
+    shape_rewards: Callable[[Tensor, Tensor], Tensor] | None
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "gae": Estimator(whiten=True, needs_critic=True, discounts=True),
-    "reinforce": Estimator(whiten=True, discounts=True),
-    "reinforce_baseline": Estimator(shape_rewards=center, whiten=True),
-    "rloo": Estimator(shape_rewards=leave_one_out),
-    "group_norm": Estimator(shape_rewards=standardize),
-    "dr_grpo": Estimator(shape_rewards=center),
+ESTIMATORS = {
+    name: Estimator(**asdict(row), shape_rewards=COMPARISONS[name] if row.needs_group else None)
+    for name, row in traits.ESTIMATORS.items()
 }
 
 

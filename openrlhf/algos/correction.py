@@ -1,4 +1,4 @@
-"""Correction for a sampler that is not quite the policy: other kernels, precision or weights.
+"""Off-policy correction: for a sampler that is not quite the policy, by its kernels, precision or staleness.
 
 Three policies: pi (being trained), pi_prox (the policy at the start of the step) and pi_behave (the sampler).
 The loss clips pi / pi_prox; a correction multiplies it by a function of pi_prox / pi_behave, through which no

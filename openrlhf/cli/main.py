@@ -9,7 +9,7 @@ COMMANDS = {
     "demo": ("demo", "train a tiny model on a built-in task, on this machine, in minutes"),
     "sft": ("train_sft", "supervised fine-tuning"),
     "rm": ("train_rm", "reward model from pairs of answers"),
-    "prm": ("train_prm", "process reward model from judged steps"),
+    "prm": ("train_prm", "process reward model from labelled steps"),
     "dpo": ("train_dpo", "DPO, IPO and cDPO on pairs of answers"),
     "kto": ("train_kto", "KTO on answers that are good or bad"),
     "kd": ("train_kd", "distillation from a teacher"),

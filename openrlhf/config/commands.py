@@ -47,7 +47,7 @@ RM = Command(
 PRM = Command(
     name="prm",
     config_type=PRMConfig,
-    summary="Process reward model: learns to judge every step of a solution.",
+    summary="Process reward model: learns to score every step of a solution.",
     old_flags=PRM_OLD_FLAGS,
     problems=prm_problems,
 )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
+from openrlhf.algos.traits import ESTIMATORS, Estimator
 from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import (
     BadRows,
@@ -60,12 +61,10 @@ class ActorConfig(OptimConfig):
     dual_clip: Annotated[float, Range(above=1)] | None = None
     """Bound c of dual-clip PPO: where the advantage is negative, the loss is at most -c * advantage."""
     policy_loss_type: PolicyLossType = "ppo"
-    """ppo: clipped ratio of tokens. gspo: clipped ratio of sequences. cispo: log-probs weighted by the
-    clipped ratio of tokens, so that every token keeps a gradient."""
+    """The loss of an action."""
     loss_aggregation: LossAggregation | None = None
-    """Mean of policy loss, KL and entropy. token_mean: over tokens. sample_mean: over samples, of each one's
-    mean. constant_length: over samples, of each one's sum / rollout.max_new_tokens (Dr. GRPO). None:
-    sample_mean with gspo, otherwise token_mean."""
+    """Mean of policy loss, KL and entropy. None: sample_mean where policy_loss_type has the ratio of
+    sequences, otherwise token_mean."""
     entropy_coef: PositiveOrZero | None = None
     """Weight of the entropy bonus. 0: only log the entropy. None: do not compute it."""
     aux_loss_coef: PositiveOrZero = 0.0
@@ -249,8 +248,8 @@ class RolloutConfig:
     """Prompts sampled at a time. More than batch_size samples ahead: the surplus waits for the next steps.
     None: batch_size, or what dynamic filtering has not found yet."""
     micro_batch_size: Count = 1
-    """Sequences in one packed row where log-probs are computed: memory and speed, not the result, depend on
-    it."""
+    """Sequences in one micro-batch, a packed row, where log-probs are computed: memory and speed, not the
+    result, depend on it."""
     max_tokens_per_gpu: Count | None = None
     """Tokens in such a row with train.dynamic_batch_enable. None: train.max_tokens_per_gpu."""
     temperature: Positive = 1.0
@@ -349,8 +348,8 @@ class TrainConfig:
     batch_size: Count = 128
     """Samples in one optimizer step, over all ranks."""
     micro_batch_size: Count = 1
-    """Sequences in one packed row, the unit of a forward pass: memory and speed, not the result, depend on
-    it."""
+    """Sequences in one micro-batch: a packed row, the unit of a forward pass. Memory and speed, not the
+    result, depend on it."""
     dynamic_batch_enable: bool = False
     """Fill rows up to max_tokens_per_gpu tokens; the two micro_batch_size are then not read."""
     max_tokens_per_gpu: Count = 16192
@@ -393,8 +392,7 @@ class AdvantageConfig:
     """From rewards to advantages."""
 
     estimator: EstimatorName = "gae"
-    """gae: PPO with a critic. reinforce: REINFORCE++. reinforce_baseline: minus the group's mean. rloo: minus
-    the mean of the others. group_norm: GRPO. dr_grpo: GRPO without division by the standard deviation."""
+    """How the rewards of a step become advantages of actions."""
     gamma: Share = 1.0
     """Discount per token, for gae and reinforce."""
     lambd: Share = 1.0
@@ -403,15 +401,18 @@ class AdvantageConfig:
     """Center advantages over the step without dividing by their deviation. For gae, reinforce,
     reinforce_baseline."""
     is_correction_enable: bool = False
-    """Correct for the gap between the sampler's probabilities and the trainer's."""
+    """Off-policy correction: for the gap between the sampler's probabilities and the trainer's."""
     is_correction_type: ISCorrectionType = "tis"
-    """tis: clip the weight of each token. icepop: drop tokens outside the threshold. seq-mask-tis: drop
-    sequences."""
+    """What is done where the two are apart."""
     is_correction_threshold: tuple[PositiveOrZero, Positive] = (0.5, 5.0)
     """`low high`: range of the ratio trainer / sampler."""
     is_correction_sequence_threshold: tuple[PositiveOrZero, Positive] | None = None
     """`low high`: range of a sequence's geometric mean ratio in seq-mask-tis, which stays much closer to 1.
     None: is_correction_threshold."""
+
+    @property
+    def traits(self) -> Estimator:
+        return ESTIMATORS[self.estimator]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -425,7 +426,7 @@ class KLConfig:
     horizon: Count = 10000
     """Samples over which the weight adapts."""
     estimator: KLEstimator = "k1"
-    """Estimate of the KL (http://joschu.net/blog/kl-approx.html): k1 suits the reward, k2 and k3 the loss."""
+    """Estimate of the KL from samples (http://joschu.net/blog/kl-approx.html)."""
     use_loss: bool = False
     """Put the penalty into the loss instead of the reward."""
 
@@ -497,7 +498,7 @@ class PPOConfig:
 
     @property
     def uses_critic(self) -> bool:
-        return self.algo.advantage.estimator == "gae"
+        return self.algo.advantage.traits.needs_critic
 
     @property
     def critic_path(self) -> str:

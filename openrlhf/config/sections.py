@@ -116,7 +116,7 @@ class DeepSpeedConfig:
     ring_attn_head_stride: Count = 1
     """Heads per communication round of ring attention."""
     packing_samples: bool = False
-    """Accepted for old commands: rows are always packed without padding, and attention never crosses a
+    """Accepted for old commands: rows are always packed (padding-free), and attention never crosses a
     border."""
     attn_implementation: str = "auto"
     """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: flash

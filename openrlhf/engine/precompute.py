@@ -1,4 +1,4 @@
-"""What a frozen model thinks of a whole dataset, asked once before training, and kept."""
+"""Log-probs of a frozen model on a whole dataset, computed once before training, and kept."""
 
 import logging
 import os

@@ -37,7 +37,7 @@ def check_reward_file(path: str, flag: str, limit: float = IMPORT_LIMIT) -> str:
 
 
 class NoReward:
-    """Every sample's own reward is 0: a teacher judges its tokens, or reward models are asked later."""
+    """Every sample's own reward is 0: a teacher scores its tokens, or reward models score it later."""
 
     async def __call__(self, query: str, prompt: str, label: Any) -> Reward:
         return Reward(reward=0.0, score=0.0)
@@ -59,7 +59,7 @@ class RewardFunction(BatchedReward):
         atexit.register(self._stop)  # before multiprocessing waits for processes that wait for calls
 
     async def ask(self, calls: Sequence[Call]) -> list[Reward]:
-        process = self._idle.popleft()  # there are as many as lanes, and they take turns
+        process = self._idle.popleft()  # round-robin; there are as many as lanes
         try:
             return await process.ask(
                 [call.query for call in calls],

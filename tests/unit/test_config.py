@@ -8,14 +8,12 @@ import string
 import subprocess
 import sys
 import time
-from typing import get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from openrlhf.config.checks import COMMON_UNREAD
-from openrlhf.config.choices import GROUP_ESTIMATORS, WHITENING_ESTIMATORS, EstimatorName
 from openrlhf.config.commands import COMMANDS, DPO, KD, KTO, PPO, PRM, RM, SFT
 from openrlhf.config.fields import fields_of, to_words, values_of
 from openrlhf.config.parse import parse, suggest, to_yaml
@@ -1091,15 +1089,6 @@ def test_checkpoints_lie_in_the_output_folder_unless_they_are_named(config_type)
 def test_interval():
     assert [step for step in range(1, 8) if is_due(step, 3)] == [3, 6]
     assert not any(is_due(step, every) for step in range(1, 8) for every in (-1, 0))
-
-
-def test_estimators_are_those_of_the_algorithms():
-    from openrlhf.algos.advantages import ESTIMATORS
-
-    assert set(get_args(EstimatorName)) == set(ESTIMATORS)
-    assert set(GROUP_ESTIMATORS) == {name for name, row in ESTIMATORS.items() if row.needs_group}
-    assert set(GROUP_ESTIMATORS) == {name for name, row in ESTIMATORS.items() if not row.discounts}
-    assert set(WHITENING_ESTIMATORS) == {name for name, row in ESTIMATORS.items() if row.whiten}
 
 
 def test_words_of_a_value():

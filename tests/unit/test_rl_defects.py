@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from openrlhf.algos.advantages import ESTIMATORS
 from openrlhf.algos.correction import CORRECTIONS
 from openrlhf.algos.kl import KLController
+from openrlhf.algos.traits import AGGREGATIONS, POLICY_LOSSES
 from openrlhf.cli.rl_data import RLData, build_prompt_datasets
 from openrlhf.cli.train_ppo_ray import build_trainer
 from openrlhf.cluster import group, worker
@@ -60,7 +61,7 @@ from openrlhf.engine.distributed import ProcessMesh
 from openrlhf.engine.vllm_engine import VLLMEngine
 from openrlhf.mesh import Mesh
 from openrlhf.models.loading import DTYPES, policy_tokenizer
-from openrlhf.objectives.actor import AGGREGATIONS, POLICY_LOSSES, ActorObjective
+from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.balanced import BalancedObjective
 from openrlhf.objectives.critic import CriticObjective
 from openrlhf.rewards.remote import RemoteReward
@@ -598,7 +599,7 @@ def credit_of(
 
 @settings(deadline=None, max_examples=60)
 @given(
-    estimator=st.sampled_from(choices.GROUP_ESTIMATORS),
+    estimator=st.sampled_from([name for name, row in ESTIMATORS.items() if row.needs_group]),
     groups=st.lists(
         st.lists(st.tuples(st.floats(-5, 5, width=32), st.integers(1, 6)), min_size=1, max_size=4),
         min_size=1,
@@ -623,7 +624,7 @@ def test_what_the_samples_of_a_prompt_earn_adds_up_to_nothing(estimator, groups)
         assert sum(earned) == pytest.approx(0, abs=1e-4)
 
 
-@pytest.mark.parametrize("estimator", choices.WHITENING_ESTIMATORS)
+@pytest.mark.parametrize("estimator", [name for name, row in ESTIMATORS.items() if row.whiten])
 def test_whitened_advantages_have_the_mean_zero_over_actions(estimator):
     trajectories = [
         trajectory_of(Prompt(prompt_id=i // 2, text=""), i % 2, reward, n)
