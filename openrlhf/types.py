@@ -141,7 +141,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    log_probs: Tensor | None  # (A,) under the policy before this step's update; None: algo.skip_old_log_probs
+    log_probs: Tensor | None  # (A,) under the policy before this step's update; None: not known before it
     ref_log_probs: Tensor | None = None  # (A,) None without a reference model
     teacher_log_probs: Tensor | None = None  # (A,) None without a teacher
     values: Tensor | None = None  # (A,) None without a critic
@@ -353,7 +353,7 @@ class StepsRow(RowWithMore):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExperienceRow(RowWithMore):
-    old_log_probs: Tensor | None  # (A,) None with algo.skip_old_log_probs
+    old_log_probs: Tensor | None  # (A,) None: the policy itself
     advantages: Tensor  # (A,)
     returns: Tensor  # (A,)
     rollout_log_probs: Tensor  # (A,)

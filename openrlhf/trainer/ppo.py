@@ -126,7 +126,7 @@ class PPOTrainer:
 
     def score(self, samples: list[Sample]) -> list[Scores]:
         """Ask every model what it thinks of the samples."""
-        policy = None if self.config.algo.skip_old_log_probs else self.policy
+        policy = None if self.config.skips_old_log_probs else self.policy
         models = (policy, self.critic, self.teacher, self.reference)
         pending = [model.forward(samples) if model else None for model in models]
         answers = [p.result() if p else [None] * len(samples) for p in pending]
