@@ -41,6 +41,11 @@ class Field:
         return self.type is bool
 
     @property
+    def may_be_off(self) -> bool:
+        """With `no_` before its last word it is switched off."""
+        return bool in (self.type, *get_args(self.type))
+
+    @property
     def help(self) -> str:
         """The docstring under the field, and what each of its choices stands for."""
         owners = (owner for owner in self.owner.__mro__ if is_dataclass(owner))
@@ -79,8 +84,10 @@ def convert(words: Sequence[str], type_: Any) -> Any:
     """The value that the words after a flag stand for. ValueError says what was expected."""
     origin, args = get_origin(type_), get_args(type_)
     if origin in (Union, UnionType):
-        if len(words) == 1 and words[0].lower() in _NONE:
+        if NoneType in args and len(words) == 1 and words[0].lower() in _NONE:
             return None
+        if len(words) == 1 and words[0] in (word for arg in args[1:] for word in get_args(arg)):
+            return words[0]
         return convert(words, next(arg for arg in args if arg is not NoneType))
     if origin is tuple and len(words) == 1:
         words = words[0].split(",")

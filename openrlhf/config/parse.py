@@ -420,7 +420,7 @@ def _positive(name: str, fields: Mapping[str, Field]) -> str | None:
     """`a.no_b` switches the flag `a.b` off."""
     section, _, last = name.rpartition(".")
     key = f"{section}.{last[3:]}" if section else last[3:]
-    return key if last.startswith("no_") and key in fields and fields[key].is_bool else None
+    return key if last.startswith("no_") and key in fields and fields[key].may_be_off else None
 
 
 def _convert(

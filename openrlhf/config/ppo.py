@@ -1,7 +1,7 @@
 """Everything that `train_ppo_ray` can be told."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from openrlhf.algos.traits import ESTIMATORS, Estimator
 from openrlhf.config.checks import split_spec
@@ -445,9 +445,10 @@ class AlgoConfig:
     dynamic_filtering_max_batches: Count = 10
     """Prompts that one step may ask for, in multiples of rollout.batch_size. When they do not fill a batch,
     the run stops and says why."""
-    skip_old_log_probs: bool = False
+    skip_old_log_probs: bool | Literal["auto"] = "auto"
     """Where an RL step is one optimizer step, the policy before it is the policy itself: spare the forward
-    pass that asks for its log-probs. Needs a reward without KL."""
+    pass that asks for its log-probs. auto: where nothing reads them before that step, as KL in the reward
+    and a teacher do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -605,6 +606,14 @@ class PPOConfig:
     def updates_per_step(self) -> int:
         """Optimizer steps in one RL step."""
         return self.samples_per_step // self.train.batch_size * self.train.max_epochs
+
+    @property
+    def skips_old_log_probs(self) -> bool:
+        """The log-probs of the policy before an RL step are those of the forward pass that trains it."""
+        if self.algo.skip_old_log_probs != "auto":
+            return self.algo.skip_old_log_probs
+        kl_in_reward = self.uses_reference and not self.algo.kl.use_loss
+        return self.updates_per_step == 1 and not kl_in_reward and not self.uses_teacher
 
     @property
     def longest_response(self) -> int:

@@ -171,8 +171,8 @@ PPO_UNREAD = (
     ),
     Unread(
         keys=("actor.eps_clip", "actor.eps_clip_low_high", "actor.dual_clip"),
-        when=lambda c: c.algo.skip_old_log_probs,
-        why="with algo.skip_old_log_probs the ratio is 1, inside every bound",
+        when=lambda c: c.skips_old_log_probs,
+        why="an RL step is one optimizer step, so the ratio is 1, inside every bound",
     ),
     Unread(keys=("actor.muon.",), when=lambda c: c.actor.optim == "adam", why="the optimizer is adam"),
     Unread(keys=("critic.muon.",), when=lambda c: c.critic.optim == "adam", why="the optimizer is adam"),
@@ -425,7 +425,7 @@ def _policy_loss(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
             text=f"{name} compares sequences, which count alike however long they are; leave it at None",
         )
     clip_is_set = {"actor.eps_clip", "actor.eps_clip_low_high"} & set(explicit)
-    if loss.ratio == "sequence" and not clip_is_set and not config.algo.skip_old_log_probs:
+    if loss.ratio == "sequence" and not clip_is_set and not config.skips_old_log_probs:
         yield Problem(
             key="actor.policy_loss_type",
             text=f"the ratio of a sequence hardly ever leaves actor.eps_clip {actor.eps_clip}; its paper has "
@@ -441,8 +441,8 @@ def _policy_loss(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
 
 
 def _old_log_probs(config: PPOConfig) -> Iterator[Problem]:
-    key, kl = "algo.skip_old_log_probs", config.algo.kl
-    if not config.algo.skip_old_log_probs:
+    key = "algo.skip_old_log_probs"
+    if config.algo.skip_old_log_probs is not True:
         return
     if config.updates_per_step > 1:
         yield Problem(
@@ -451,14 +451,12 @@ def _old_log_probs(config: PPOConfig) -> Iterator[Problem]:
             f"policy is the old one;\nuse train.batch_size {config.samples_per_step} and train.max_epochs 1, "
             "or remove it",
         )
-    if config.uses_reference and not kl.use_loss:
+    if config.uses_reference and not config.algo.kl.use_loss:
         yield Problem(
             key=key,
             text="the KL in the reward needs those log-probs; add --algo.kl.use_loss --algo.kl.estimator k2, "
             "or --algo.kl.init_coef 0, or remove it",
         )
-    if config.uses_reference and kl.target is not None:
-        yield Problem(key=key, text="algo.kl.target adapts to the KL of those log-probs; remove one")
     if config.uses_teacher:
         yield Problem(
             key=key, text="the teacher's reward needs those log-probs (teacher.model_name_or_path); remove it"

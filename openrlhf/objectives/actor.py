@@ -95,7 +95,7 @@ class ActorObjective:
             "policy/clip_high_fraction": token_mean(at_high.float(), norm),
         }
         if batch.old_log_probs is None:
-            metrics |= _mismatch(old, batch.rollout_log_probs, norm)
+            metrics |= _distances(old, batch, norm, self.kl_estimator)
         if self.correction is not None:
             mismatch = log_ratio(old, batch.rollout_log_probs, counts)
             bounds = self.correction_low, self.correction_high, self.correction_of_sequences
@@ -120,10 +120,18 @@ class ActorObjective:
 
 
 @torch.no_grad()
-def _mismatch(log_probs: Tensor, rollout_log_probs: Tensor, norm: LossNorm) -> dict[str, Tensor]:
-    """This row's shares of what `algos.correction.mismatch_metrics` says of a whole rollout."""
-    log_ratio = (log_probs - rollout_log_probs).clamp(-20, 20)
-    return {
+def _distances(
+    log_probs: Tensor, batch: ExperienceRow, norm: LossNorm, kl_estimator: KLEstimator
+) -> dict[str, Tensor]:
+    """This row's shares of what is known of a whole rollout where log-probs are computed before the update:
+    how far the policy is from the sampler and from the reference."""
+    log_ratio = (log_probs - batch.rollout_log_probs).clamp(-20, 20)
+    metrics = {
         "mismatch/kl": token_mean(log_ratio.exp() - 1 - log_ratio, norm),
         "mismatch/abs_diff_mean": token_mean(log_ratio.abs(), norm),
     }
+    if batch.ref_log_probs is not None:
+        kl = approx_kl(log_probs, batch.ref_log_probs, kl_estimator)
+        metrics["kl/mean"] = token_mean(kl, norm)
+        metrics["kl/log_ratio_mean"] = token_mean(log_probs - batch.ref_log_probs, norm)
+    return metrics

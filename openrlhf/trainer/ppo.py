@@ -138,7 +138,7 @@ class PPOTrainer:
 
     def score(self, batch: Batch) -> Scores:
         """Compute log-probs and values with every model."""
-        policy = None if self.config.algo.skip_old_log_probs else self.policy
+        policy = None if self.config.skips_old_log_probs else self.policy
         models = (policy, self.critic, self.teacher, self.reference)
         pending = [model.forward(batch) if model else None for model in models]
         log_probs, values, teacher, reference = [p.result() if p else None for p in pending]

@@ -185,14 +185,14 @@ def test_print_config_round_trips(command, say, tmp_path, capsys):
 
 def another_value(field, default):
     """Words for a value that is not the default."""
-    if "{" in field.values:
-        names = field.values.strip("{}").replace("} | None", "").split(",")
+    if field.values.startswith("{"):
+        names = field.values.partition("}")[0].strip("{").split(",")
         return [next(name for name in names if name != default)]
     if field.is_bool:
         return ["false" if default else "true"]
     if field.key == "logger.wandb.key":
         return ["secret-key"]
-    kind = field.values.replace(" | None", "")
+    kind = field.values.partition(" | ")[0]
     if field.key == "ds.zero_stage":
         return ["3"]
     return {
@@ -227,6 +227,20 @@ def test_forms_of_a_switch(say):
     for words in ("--actor.muon.no_nesterov", "--actor.muon.nesterov false", "--actor.muon.nesterov=False"):
         config = parse(dataclasses.replace(PPO, problems=lambda config, explicit: []), words.split()).config
         assert config.actor.muon.nesterov is False
+
+
+@pytest.mark.parametrize("words", ["", "true", "False", "auto", "None"])
+def test_forms_of_a_switch_that_may_decide_by_itself(words):
+    stated = {"": True, "true": True, "False": False, "auto": "auto"}
+    bare = dataclasses.replace(PPO, problems=lambda config, explicit: [])
+    line = ["--algo.skip_old_log_probs", *words.split()]
+    if words not in stated:
+        with pytest.raises(SystemExit):
+            parse(bare, line)
+        return
+    config = parse(bare, line).config
+    assert config.algo.skip_old_log_probs == stated[words]
+    assert parse(bare, ["--algo.no_skip_old_log_probs"]).config.algo.skip_old_log_probs is False
 
 
 def test_negative_numbers_and_text_that_looks_like_a_flag_are_values(say):
@@ -590,11 +604,6 @@ CHECKS = [
     ),
     (
         PPO,
-        SKIP + "--algo.kl.use_loss --algo.kl.estimator k2 --algo.kl.target 0.1",
-        "--algo.skip_old_log_probs: algo.kl.target adapts to the KL of those log-probs; remove one",
-    ),
-    (
-        PPO,
         SKIP + "--algo.kl.init_coef 0 --teacher.model_name_or_path org/teacher",
         "--algo.skip_old_log_probs: the teacher's reward needs those log-probs",
     ),
@@ -815,7 +824,7 @@ REMARKS = [
     (
         PPO,
         SKIP + "--algo.kl.init_coef 0 --actor.eps_clip 0.3",
-        "--actor.eps_clip 0.3: has no effect: with algo.skip_old_log_probs the ratio is 1",
+        "--actor.eps_clip 0.3: has no effect: an RL step is one optimizer step, so the ratio is 1",
     ),
     (PPO, "--ckpt.best_metric_key x_pass1", "has no effect: without eval.dataset there is no metric"),
     (
@@ -1067,6 +1076,25 @@ def test_derived_values(say):
         and config.engines_sleep
     )
     assert config.actor.clip_range == (0.2, 0.27)
+
+
+ONE_UPDATE = "--train.batch_size 1024"  # 128 prompts of 8 samples
+
+
+@pytest.mark.parametrize(
+    ("line", "skips"),
+    [
+        (f"{ONE_UPDATE} --algo.kl.init_coef 0", True),
+        (f"{ONE_UPDATE} --algo.kl.init_coef 0 --algo.skip_old_log_probs false", False),
+        ("--train.batch_size 512 --algo.kl.init_coef 0", False),
+        (f"{ONE_UPDATE} --algo.kl.init_coef 0 --train.max_epochs 2", False),
+        (ONE_UPDATE, False),  # the KL is in the reward
+        (f"{ONE_UPDATE} --algo.kl.use_loss --algo.kl.estimator k2", True),
+        (f"{ONE_UPDATE} --algo.kl.init_coef 0 --teacher.model_name_or_path org/teacher", False),
+    ],
+)
+def test_old_log_probs_are_skipped_where_nothing_reads_them_before_the_update(line, skips, say):
+    assert say(PPO, line)[0].skips_old_log_probs is skips
 
 
 @pytest.mark.parametrize("command", ["sft", "rm", "prm", "dpo", "kto", "kd", "ppo"])

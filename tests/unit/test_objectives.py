@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from openrlhf.algos.correction import mismatch_metrics
+from openrlhf.algos.kl import approx_kl
 from openrlhf.algos.logprobs import linear_log_probs
 from openrlhf.algos.traits import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES
 from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, RolloutConfig
@@ -312,11 +313,16 @@ def test_in_a_step_of_one_update_old_log_probs_change_nothing(objective):
     old = Bigram()(batch.row, objective.temperature, False).log_probs.detach()
     expected = run_on(objective, [replace(batch, old_log_probs=old)], norm)
     gradients, metrics = run_on(objective, [replace(batch, old_log_probs=None)], norm)
-    mismatch = {name: metrics.pop(name) for name in ("mismatch/kl", "mismatch/abs_diff_mean")}
+    names = ("mismatch/kl", "mismatch/abs_diff_mean", "kl/mean", "kl/log_ratio_mean")
+    distances = {name: metrics.pop(name) for name in names}
     assert_same((gradients, metrics), expected)
-    of_rollout = mismatch_metrics(old, batch.rollout_log_probs)
-    assert mismatch == pytest.approx({name: of_rollout[name] for name in mismatch})
-    assert mismatch["mismatch/kl"] > 0.01
+    to_reference = old - batch.ref_log_probs
+    of_rollout = mismatch_metrics(old, batch.rollout_log_probs) | {
+        "kl/mean": approx_kl(old, batch.ref_log_probs, objective.kl_estimator).mean().item(),
+        "kl/log_ratio_mean": to_reference.mean().item(),
+    }
+    assert distances == pytest.approx({name: of_rollout[name] for name in names})
+    assert distances["mismatch/kl"] > 0.01
 
 
 @pytest.mark.parametrize(
