@@ -170,10 +170,17 @@ def _vllm(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
     import asyncio
 
     from openrlhf.device import DEVICE_TYPE
-    from openrlhf.engine.vllm_engine import VLLMEngine, engine_environment
+    from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
     from openrlhf.rollout.batch_inference import answer_with_vllm
 
-    options = _engine_options(config, on_gpu=DEVICE_TYPE == "cuda")
+    options = EngineOptions.of(
+        config,
+        model=config.model.model_name_or_path,
+        max_len=_longest(config),
+        on_gpu=DEVICE_TYPE == "cuda",
+        enable_prefix_caching=config.vllm.enable_prefix_caching,
+        max_num_seqs=config.vllm.max_num_seqs,
+    )
     os.environ.update(engine_environment(options))
     engine = VLLMEngine(options)
     decoding, concurrency = _decoding(config, tokenizer), config.vllm.max_num_seqs
@@ -187,28 +194,6 @@ def _vllm(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
             )
         finally:
             engine.shutdown()
-
-
-def _engine_options(config: BatchInferenceConfig, *, on_gpu: bool):
-    import torch
-
-    from openrlhf.engine.vllm_engine import EngineOptions
-
-    vllm = config.vllm
-    return EngineOptions(
-        model=config.model.model_name_or_path,
-        dtype=config.ds.param_dtype,
-        max_len=_longest(config),
-        seed=config.train.seed,
-        transfer_backend="nccl" if on_gpu else "gloo",
-        on_gpu=on_gpu,
-        tensor_parallel_size=vllm.tensor_parallel_size or (torch.cuda.device_count() if on_gpu else 1),
-        enable_prefix_caching=vllm.enable_prefix_caching,
-        enforce_eager=vllm.enforce_eager,
-        gpu_memory_utilization=vllm.gpu_memory_utilization,
-        kv_cache_gb=vllm.kv_cache_gb,
-        max_num_seqs=vllm.max_num_seqs,
-    )
 
 
 @contextmanager

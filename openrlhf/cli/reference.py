@@ -60,8 +60,9 @@ def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
 
 def _remembered(run, path: str, dataset, compute: Callable):
     """From the data cache, where model, precision and tokens are the same."""
-    from openrlhf.datasets.cache import arrays_digest, cache_folder, digest
+    from openrlhf.datasets.cache import arrays_digest, digest
     from openrlhf.engine.precompute import kept
+    from openrlhf.files import cache_folder
     from openrlhf.models.loading import model_digest
 
     data, ds = run.config.data, run.config.ds

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from openrlhf.datasets.batches import Windows
 from openrlhf.engine.distributed import current_device
+from openrlhf.files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +48,9 @@ def kept(path: Path, compute: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 def _write(path: Path, array: np.ndarray) -> None:
-    beside = path.with_name(f"{path.stem}.{os.getpid()}.partial.npy")  # another run may write the same
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(beside, array)
-        beside.rename(path)
+        with replacing(path, shared=True) as beside, beside.open("wb") as file:
+            np.save(file, array)
     except OSError as error:
         logger.warning("%s: reference log-probs cannot be kept: %s", path, error.strerror or error)

@@ -19,7 +19,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from openrlhf.observe.run_folder import read_jsonl, to_json, write_atomically
+from openrlhf.files import write_atomically
+from openrlhf.observe.run_folder import read_jsonl, to_json
 from openrlhf.types import Outcome, Prompt, Trajectory
 
 
