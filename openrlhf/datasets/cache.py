@@ -27,7 +27,7 @@ import numpy as np
 from filelock import BaseFileLock, FileLock, Timeout
 
 from openrlhf.files import cache_folder, replacing
-from openrlhf.observe.tracked import tracked
+from openrlhf.observe.progress import tracked
 from openrlhf.utils.text import first_token_ids
 
 if TYPE_CHECKING:  # columns are checked before anything heavy is imported

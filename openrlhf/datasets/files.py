@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 
 from openrlhf.config.choices import BadRows
 from openrlhf.files import cache_folder
-from openrlhf.observe.tracked import tracked
+from openrlhf.observe.progress import tracked
 
 Row = dict[str, Any]
 ReadT = TypeVar("ReadT")

@@ -60,24 +60,23 @@ class EngineOptions:
         model: str,
         max_len: int,
         on_gpu: bool,
+        transfer_backend: str | None = None,
         **own: Any,
     ) -> Self:
         """From the flags that all commands with an engine have. `own`: fields that one command decides."""
         vllm = config.vllm
-        common = {
-            "transfer_backend": "nccl" if on_gpu else "gloo",
-            "tensor_parallel_size": vllm.tensor_parallel_size or (torch.cuda.device_count() if on_gpu else 1),
-        }
         return cls(
             model=model,
             dtype=config.ds.param_dtype,
             max_len=max_len,
             seed=config.train.seed,
+            transfer_backend=transfer_backend or ("nccl" if on_gpu else "gloo"),
             on_gpu=on_gpu,
+            tensor_parallel_size=vllm.tensor_parallel_size or (torch.cuda.device_count() if on_gpu else 1),
             enforce_eager=vllm.enforce_eager,
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             kv_cache_gb=vllm.kv_cache_gb,
-            **common | own,
+            **own,
         )
 
 
