@@ -44,7 +44,7 @@ def run(config: BatchInferenceConfig) -> None:
     check(config)
     from openrlhf.datasets.result_file import ResultFile, check_origin, finished, write_origin
     from openrlhf.models.loading import load_tokenizer
-    from openrlhf.observe.progress import Progress
+    from openrlhf.observe.progress import Progress, waiting
     from openrlhf.rollout.batch_inference import Recorder
 
     tokenizer = load_tokenizer(
@@ -60,7 +60,6 @@ def run(config: BatchInferenceConfig) -> None:
     rank, world = _join_ranks(config)  # all have read what is there before one of them writes
     mine = pending[rank::world]
     with Progress(show=rank == 0) as progress:
-        progress.start(0)
         if done:
             progress.message(f"{len(done)} of {len(work)} rows are in {config.raw_path} already")
         if rank == 0:
@@ -69,8 +68,9 @@ def run(config: BatchInferenceConfig) -> None:
         try:
             if pending:
                 with ExitStack() as stack:
-                    with progress.phase("load model"):
+                    with waiting("loading the model", key=f"{config.model.model_name_or_path} {config.task}"):
                         do = stack.enter_context(LOADERS[config.task or ""](config, tokenizer))
+                    progress.start(0)
                     results = stack.enter_context(ResultFile(config.raw_path, rank))
                     phase = stack.enter_context(progress.phase(_phase_name(config, rank, world), len(mine)))
                     do(mine, recorder.begin(results, phase))

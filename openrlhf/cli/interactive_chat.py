@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(config: ChatConfig) -> None:
     """Until `exit` or the end of the input."""
     from openrlhf.models.loading import load_tokenizer
+    from openrlhf.observe.progress import waiting
 
     check(config)
     tokenizer = load_tokenizer(
@@ -34,7 +35,9 @@ def run(config: ChatConfig) -> None:
         chat_template=config.data.tokenizer_chat_template,
     )
     conversation = _conversation(config, tokenizer)
-    with closing(_load(config, tokenizer)) as model:
+    with waiting("loading the model", key=f"{config.model.model_name_or_path} {config.engine}"):
+        model = _load(config, tokenizer)
+    with closing(model):
         print(f"{config.model.model_name_or_path}: {HELP}", file=sys.stderr, flush=True)
         while (message := _read()) is not None:
             if message == "clear":

@@ -30,8 +30,10 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     """Train, and write the policy to `ckpt.output_dir`."""
     from openrlhf.cluster.launch import check_resources, cluster_has_gpus, naming_logs, start_ray, stop_ray
     from openrlhf.cluster.placement import place
+    from openrlhf.observe.progress import waiting
 
-    start_ray()
+    with waiting("starting Ray"):
+        start_ray()
     catch_signals()  # Ray has put a handler of its own in the place of ours
     try:
         check_resources(config)
@@ -61,9 +63,10 @@ def train(config: PPOConfig, argv, places, data: RLData, checkpoints, tag) -> No
         try:
             with telling(lambda: position(trainer)), naming_the_dead(roles.members):
                 trainer.fit()
-                roles.policy.export(config.ckpt.output_dir).result()
-                if roles.critic and config.critic.save_value_network:
-                    roles.critic.export(f"{config.ckpt.output_dir}_critic").result()
+                with trainer.observer.phase("save the model"):
+                    roles.policy.export(config.ckpt.output_dir).result()
+                    if roles.critic and config.critic.save_value_network:
+                        roles.critic.export(f"{config.ckpt.output_dir}_critic").result()
         finally:
             trainer.observer.close()
     finally:
@@ -125,6 +128,7 @@ def build_trainer(config: PPOConfig, argv, roles, data: RLData, checkpoints, tag
     from openrlhf.config.parse import to_yaml
     from openrlhf.datasets.sampler import PromptSampler
     from openrlhf.observe.observer import Observer
+    from openrlhf.observe.progress import waiting
     from openrlhf.observe.run_folder import RunFolder
     from openrlhf.trainer.ppo import PPOTrainer
     from openrlhf.trainer.schedule import prompts_of_steps
@@ -152,7 +156,8 @@ def build_trainer(config: PPOConfig, argv, roles, data: RLData, checkpoints, tag
         total_steps=len(prompts_of_steps(config, len(data.prompts))),
     )
     if tag is not None:
-        trainer.resume(tag)
+        with waiting("loading the checkpoint", key=config.actor.model_name_or_path):
+            trainer.resume(tag)
     trainer.observer = Observer(
         folder,
         config.logger,

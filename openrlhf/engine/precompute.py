@@ -13,6 +13,7 @@ import torch.distributed as dist
 from openrlhf.datasets.batches import Windows
 from openrlhf.engine.distributed import current_device
 from openrlhf.files import replacing
+from openrlhf.observe.progress import tracked
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ def answers_of(model: Answers, windows: Windows, read: Callable, num_items: int)
     """(n, 2) float32, the same on every rank: the two figures that `read(model, row)` (P, 2) gives for each
     item of a row."""
     found = torch.zeros(num_items, 2)
-    for rows in windows.items(epoch=0):
+    for rows in tracked(windows.items(epoch=0), len(windows), "reference log-probs, batches"):
         answers = model.forward([windows.pack(items) for items in rows], read)
         for items, answer in zip(rows, answers, strict=True):
             found[items] = answer

@@ -379,12 +379,16 @@ def tracked(
 
 
 @contextmanager
-def waiting(title: str, *, key: str = "", stream: TextIO | None = None) -> Iterator[None]:
-    """Say on stderr that the block runs, for how long it has, and how long it took the last time. One of less
-    than a second says nothing. Of all ranks the first one speaks.
+def waiting(
+    title: str, *, key: str = "", patience: float | None = None, stream: TextIO | None = None
+) -> Iterator[None]:
+    """Say on stderr that the block runs, for how long it has, and how long it took the last time. Of all
+    ranks the first one speaks.
 
-    title: what is under way: `starting 2 vLLM engines`; key: what else decides how long it takes, such as the
-    model. Durations are kept in the cache folder by both."""
+    title: what is under way: `starting 2 vLLM engines`.
+    key: what else decides how long it takes, such as the model. By both, durations are kept in the cache
+    folder.
+    patience: seconds before the first line in a file, `WAIT_PATIENCE` on a terminal and for None."""
     if os.environ.get("RANK", "0") != "0":
         yield
         return
@@ -393,7 +397,7 @@ def waiting(title: str, *, key: str = "", stream: TextIO | None = None) -> Itera
     phase = Phase(name=clean_text(title), total=None)
     phase.figures = {} if last is None else {"last time": format_duration(last)}
     ended = threading.Event()
-    arguments = (phase, stream or sys.stderr, ended)
+    arguments = (phase, stream or sys.stderr, ended, patience or WAIT_PATIENCE)
     thread = threading.Thread(target=_tell_wait, args=arguments, name="waiting", daemon=True)
     thread.start()
     try:
@@ -405,10 +409,11 @@ def waiting(title: str, *, key: str = "", stream: TextIO | None = None) -> Itera
         _remember(name, phase.elapsed)
 
 
-def _tell_wait(phase: Phase, stream: TextIO, ended: threading.Event) -> None:
-    if ended.wait(WAIT_PATIENCE):
+def _tell_wait(phase: Phase, stream: TextIO, ended: threading.Event, patience: float) -> None:
+    is_terminal = _is_terminal(stream)
+    if ended.wait(WAIT_PATIENCE if is_terminal else patience):
         return
-    if _is_terminal(stream):
+    if is_terminal:
         with _TerminalBars(stream, transient=True) as bars:
             bars.show(phase)
             ended.wait()
