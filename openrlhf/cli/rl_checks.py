@@ -11,6 +11,7 @@ def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
     """What is wrong with the cluster and with files, before anything is loaded or started; nothing more about
     flags that are `refused`."""
     from openrlhf.cluster.launch import check_resources, cluster_has_gpus
+    from openrlhf.observe.progress import LINE_EVERY, waiting
 
     problems, wrong = [], set(refused)
 
@@ -23,9 +24,10 @@ def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
             problems.append(str(error))
             wrong.add(flag)
 
-    ask("--vllm.num_engines", check_resources, config)
-    on_cpu = "--vllm.num_engines" not in wrong and not cluster_has_gpus()
-    check_files(config, ask, on_cpu=on_cpu)
+    with waiting("checking models and data", patience=LINE_EVERY):
+        ask("--vllm.num_engines", check_resources, config)
+        on_cpu = "--vllm.num_engines" not in wrong and not cluster_has_gpus()
+        check_files(config, ask, on_cpu=on_cpu)
     return problems
 
 

@@ -87,17 +87,20 @@ class Run(Generic[ConfigT]):
 
     def __init__(self, task: Task[ConfigT], argv: Sequence[str], held: ExitStack) -> None:
         """`held`: until it ends the run has its folders for itself."""
-        from openrlhf.datasets.batches import Windows
-        from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-        from openrlhf.engine.distributed import ProcessMesh, init_distributed, seed_everything
-        from openrlhf.trainer.supervised import total_steps
+        from openrlhf.observe.progress import waiting
 
+        with waiting("loading libraries, meeting the other ranks"):
+            from openrlhf.datasets.batches import Windows
+            from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
+            from openrlhf.engine.distributed import ProcessMesh, init_distributed, seed_everything
+            from openrlhf.trainer.supervised import total_steps
+
+            init_distributed()
+            self.mesh = ProcessMesh.joined(
+                sequence=task.config.ds.ring_attn_size, tensor=task.config.ds.tensor_parallel_size
+            )
         self.task, self.config, self.argv = task, task.config, argv
         config = task.config
-        init_distributed()
-        self.mesh = ProcessMesh.joined(
-            sequence=config.ds.ring_attn_size, tensor=config.ds.tensor_parallel_size
-        )
         seed_everything(config.train.seed, config.train.full_determinism_enable)
         self.tokenizer = load_tokenizer_of(config)
         self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
@@ -105,16 +108,17 @@ class Run(Generic[ConfigT]):
         self.total_steps = total_steps(config.train, len(self.windows))
         self.checkpoints = self._checkpoints()
         self.tag = self._begin(held)
-        self.engine = DeepSpeedEngine(
-            self._build_model,
-            optim=config,
-            ds=config.ds,
-            total_steps=self.total_steps,
-            gradient_checkpointing=config.model.gradient_checkpointing_enable,
-            reentrant=config.model.gradient_checkpointing_reentrant,
-            dropout=config.model.dropout_enable,
-            mesh=self.mesh,
-        )
+        with waiting("loading the model", key=config.model.model_name_or_path):
+            self.engine = DeepSpeedEngine(
+                self._build_model,
+                optim=config,
+                ds=config.ds,
+                total_steps=self.total_steps,
+                gradient_checkpointing=config.model.gradient_checkpointing_enable,
+                reentrant=config.model.gradient_checkpointing_reentrant,
+                dropout=config.model.dropout_enable,
+                mesh=self.mesh,
+            )
 
     def _build_model(self):
         from openrlhf.models.lora import prepare_for_training
@@ -144,6 +148,7 @@ class Run(Generic[ConfigT]):
         return rows
 
     def train(self) -> None:
+        from openrlhf.observe.progress import waiting
         from openrlhf.trainer.supervised import SupervisedTrainer
 
         config, engine = self.config, self.engine
@@ -163,7 +168,8 @@ class Run(Generic[ConfigT]):
             observer=None,
         )
         if self.tag is not None:
-            trainer.resume(self.tag)
+            with waiting("loading the checkpoint", key=config.model.model_name_or_path):
+                trainer.resume(self.tag)
         if self.mesh.is_first:
             make_room(config, self.checkpoints, self.tag)
             trainer.observer = self._observer(resume_step=None if self.tag is None else trainer.step)
@@ -179,7 +185,8 @@ class Run(Generic[ConfigT]):
             if trainer.observer:
                 trainer.observer.close()
         self.task.finish(self)
-        self.export(config.ckpt.output_dir)
+        with waiting("saving the model", key=config.model.model_name_or_path):
+            self.export(config.ckpt.output_dir)
         if self.mesh.is_first:
             publish(
                 config,
@@ -243,7 +250,10 @@ def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
 
 def run(task: Task, argv: Sequence[str] = ()) -> None:
     """Train, and write the model to `ckpt.output_dir`. On every rank, which stays in its process group."""
-    check_files(task)
+    from openrlhf.observe.progress import LINE_EVERY, waiting
+
+    with waiting("checking models and data", patience=LINE_EVERY):
+        check_files(task)
     with ExitStack() as held:
         Run(task, argv, held).train()
 

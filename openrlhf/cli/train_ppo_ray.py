@@ -35,8 +35,10 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     """Train, and write the policy to `ckpt.output_dir`."""
     from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
     from openrlhf.cluster.placement import place
+    from openrlhf.observe.progress import waiting
 
-    start_ray()
+    with waiting("starting Ray"):
+        start_ray()
     catch_signals()  # Ray has put a handler of its own in the place of ours
     try:
         layout = check_resources(config)
@@ -72,9 +74,10 @@ def train(
         try:
             with telling(lambda: position(trainer)), naming_the_dead(roles.members):
                 trainer.fit()
-                roles.policy.export(config.ckpt.output_dir).result()
-                if roles.critic and config.critic.save_value_network:
-                    roles.critic.export(f"{config.ckpt.output_dir}_critic").result()
+                with trainer.observer.phase("save the model"):
+                    roles.policy.export(config.ckpt.output_dir).result()
+                    if roles.critic and config.critic.save_value_network:
+                        roles.critic.export(f"{config.ckpt.output_dir}_critic").result()
         finally:
             trainer.observer.close()
     finally:
@@ -149,6 +152,7 @@ def build_trainer(config: PPOConfig, argv, roles, data: RLData, checkpoints, tag
     from openrlhf.config.parse import to_yaml
     from openrlhf.datasets.sampler import PromptSampler
     from openrlhf.observe.observer import Observer
+    from openrlhf.observe.progress import waiting
     from openrlhf.observe.run_folder import RunFolder
     from openrlhf.trainer.ppo import PPOTrainer, restore
     from openrlhf.trainer.schedule import prompts_of_steps
@@ -161,7 +165,10 @@ def build_trainer(config: PPOConfig, argv, roles, data: RLData, checkpoints, tag
         argv=["python", "-m", "openrlhf.cli.train_ppo_ray", *argv],
         resume=tag is not None,
     )
-    restored = None if tag is None else restore(tag, roles.policy, roles.critic)
+    restored = None
+    if tag is not None:
+        with waiting("loading the checkpoint", key=config.actor.model_name_or_path):
+            restored = restore(tag, roles.policy, roles.critic)
     done = 0 if restored is None else restored["step"]
     observer = Observer(
         folder,

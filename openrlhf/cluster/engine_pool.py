@@ -90,19 +90,14 @@ class EngineActor(VLLMEngine):
 def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False) -> EngineOptions:
     """Without weights `from_files` an engine holds random ones until the first sync: none that it could
     keep."""
-    return EngineOptions(
+    return EngineOptions.of(
+        config,
         model=config.actor.model_name_or_path,
-        dtype=config.ds.param_dtype,
         max_len=config.data.max_len,
-        seed=config.train.seed,
-        transfer_backend=transfer_backend(config, on_gpu),
         on_gpu=on_gpu,
-        tensor_parallel_size=config.vllm.tensor_parallel_size,
+        transfer_backend=transfer_backend(config, on_gpu),
         enable_prefix_caching=config.vllm.enable_prefix_caching,
-        enforce_eager=config.vllm.enforce_eager,
         enable_sleep=config.engines_sleep and on_gpu,
-        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
-        kv_cache_gb=config.vllm.kv_cache_gb,
         load_weights=from_files,
     )
 

@@ -46,6 +46,9 @@ def start_ray() -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    if not sys.stderr.isatty():
+        colours = ray.exceptions.colorama.Fore  # of traces, which Ray writes in colour into files too
+        colours.CYAN = colours.RESET = ""
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # a job's variables are here, so they win
     if address := cluster_address():
         _join(address)

@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from openrlhf.observe.run_folder import read_jsonl, to_json, write_atomically
+from openrlhf.files import write_atomically
+from openrlhf.observe.run_folder import read_jsonl, to_json
 from openrlhf.types import Outcome, Prompt, Trajectory
 
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from openrlhf.files import write_atomically
 from openrlhf.observe.journal import Decode, journal_steps, response_of
 from openrlhf.observe.progress import clean_text, format_duration, format_number, pass_name
-from openrlhf.observe.run_folder import RunFolder, read_jsonl, write_atomically
+from openrlhf.observe.run_folder import RunFolder, read_jsonl
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.types import Trajectory
 

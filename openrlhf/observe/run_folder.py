@@ -17,7 +17,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
+
+from openrlhf.files import write_atomically
 
 REDACTED = "<redacted>"
 
@@ -101,16 +103,6 @@ def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
     for name in names:
         (folder / name).rename(target / name)
     return target
-
-
-def write_atomically(path: Path, parts: Iterable[str]) -> None:
-    """A reader sees the old file or the new one, never a part, even if this process or the machine dies."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def to_json(row: Mapping[str, Any]) -> str:

@@ -52,3 +52,4 @@ def test_the_screen_shows_the_commonest_error_in_one_line(tmp_path, capsys):
         "eval_000001.jsonl",
     ]
     observer.trackers.close()
+    observer.progress.close()

@@ -27,6 +27,7 @@ from openrlhf.config.sections import LoggerConfig
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler
 from openrlhf.observe.journal import journal_steps, read_journal
 from openrlhf.observe.observer import Observer
+from openrlhf.observe.progress import Progress
 from openrlhf.observe.run_folder import RunFolder
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.trainer.checkpoints import CheckpointFolder
@@ -159,6 +160,7 @@ def trainer_of(
         trainer.resume(resume)
     folder = RunFolder.create(path / "run", config_yaml="{}", argv=["test"], resume=resume is not None)
     trainer.observer = Observer(folder, LoggerConfig(), resume_step=trainer.step if resume else None)
+    trainer.observer.progress = Progress(show=False)
     trainer.observer.start(total_steps, done=trainer.step)
     return trainer
 

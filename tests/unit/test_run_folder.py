@@ -14,7 +14,6 @@ from openrlhf.observe.run_folder import (
     read_jsonl,
     redact,
     to_json,
-    write_atomically,
 )
 from openrlhf.observe.trackers import JsonlTracker, read_metrics
 
@@ -144,18 +143,6 @@ def test_rewind_when_there_is_nothing(tmp_path):
     folder = create(tmp_path, resume=True)
     folder.rewind(10)
     assert not folder.metrics_path.exists()
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path):
-    def parts():
-        yield "new"
-        raise OSError("disk full")
-
-    path = tmp_path / "file"
-    write_atomically(path, ["old"])
-    with pytest.raises(OSError, match="disk full"):
-        write_atomically(path, parts())
-    assert path.read_text() == "old"
 
 
 def test_json_is_strict_and_numbers_come_back():

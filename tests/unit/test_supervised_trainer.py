@@ -9,6 +9,7 @@ from openrlhf.config.sections import CkptConfig, LoggerConfig
 from openrlhf.config.supervised import EvalConfig, SupervisedConfig, TrainConfig
 from openrlhf.datasets.batches import Windows
 from openrlhf.observe.observer import Observer
+from openrlhf.observe.progress import Progress
 from openrlhf.observe.run_folder import RunFolder
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.trainer.checkpoints import CheckpointFolder
@@ -97,6 +98,7 @@ def trainer_of(
         trainer.resume(tag)
     folder = RunFolder.create(path / "run", config_yaml="{}", argv=["test"], resume=tag is not None)
     trainer.observer = Observer(folder, LoggerConfig(), resume_step=trainer.step if tag else None)
+    trainer.observer.progress = Progress(show=False)
     trainer.observer.start(9, done=trainer.step)
     if kill_at is not None:
         take_step = engine.train_step
