@@ -158,6 +158,7 @@ def build_trainer(config: PPOConfig, argv, roles, data: RLData, checkpoints, tag
         config.logger,
         resume_step=None if tag is None else trainer.step,
         decode=partial(decode, data.tokenizer),
+        rollouts=config.logger.rollouts,
     )
     trainer.observer.start(trainer.total_steps, done=trainer.step)
     trainer.observer.message(

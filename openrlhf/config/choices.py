@@ -18,6 +18,7 @@ InferenceTask = Literal["generate_vllm", "generate", "rm"]
 PostProcessor = Literal["rs", "csft", "iter_dpo"]
 ChatEngine = Literal["transformers", "vllm"]
 DistillationLoss = Literal["forward_kl", "reverse_kl"]
+JournalMode = Literal["full", "sample", "off"]
 
 GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 """They compare the samples of one prompt, and credit every action with the whole outcome (gamma is 1)."""
