@@ -20,7 +20,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from openrlhf.config.choices import JournalMode
-from openrlhf.observe.rollout_table import SCHEMA, Visits, table_of_json, to_table, to_trajectories
+from openrlhf.observe.rollout_table import (
+    FACTS,
+    OF_ACTIONS,
+    SCHEMA,
+    Visits,
+    table_of_json,
+    to_table,
+    to_trajectories,
+)
 from openrlhf.observe.run_folder import JOURNAL_FILE
 from openrlhf.types import Batch, Schedule, Trajectory
 
@@ -31,8 +39,7 @@ ROW_GROUP = 256
 """Samples that are converted, and read, at a time."""
 SAMPLES_KEPT = 16
 """Of a step in mode `sample`: from best to worst, and as many that failed."""
-NUM_SAMPLES = b"num_samples"
-"""Key in a file's metadata: samples of the step, journalled or not."""
+_NUM_SAMPLES = b"num_samples"
 
 
 class Decode(Protocol):
@@ -141,7 +148,7 @@ class Journal:
         visits = trained.visits() if trained else ()
         chosen = range(len(ts)) if self._mode == "full" else best_worst_failed(ts)
         place = np.cumsum([t.ok for t in ts]) - 1
-        schema = SCHEMA.with_metadata({NUM_SAMPLES: str(len(ts))})
+        schema = SCHEMA.with_metadata({_NUM_SAMPLES: str(len(ts))})
         with replacing(job.path) as file, pq.ParquetWriter(file, schema, **_ENCODING) as writer:
             for start in range(0, len(chosen), ROW_GROUP):
                 rows = chosen[start : start + ROW_GROUP]
@@ -167,7 +174,12 @@ class _Job:
     trained: Trained | None
 
 
-_ENCODING = {"compression": "zstd"}
+_NUMBERS = [f"{name}.list.element" for name in ("rollout_log_probs", *OF_ACTIONS)]
+_ENCODING: dict[str, Any] = {
+    "compression": "zstd",
+    "use_byte_stream_split": _NUMBERS,
+    "use_dictionary": FACTS.names,
+}
 
 
 @contextmanager
@@ -193,13 +205,18 @@ def read_journal(path: str | Path) -> list[Trajectory]:
 
 
 def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """A step with all columns, or these. The metadata of its schema has `NUM_SAMPLES`."""
+    """A step with all columns, or these."""
     path = Path(path)
     if path.suffix == ".jsonl":
         table = table_of_json(path)
-        return table.select(columns or SCHEMA.names).replace_schema_metadata({NUM_SAMPLES: str(len(table))})
+        return table.select(columns or SCHEMA.names).replace_schema_metadata({_NUM_SAMPLES: str(len(table))})
     with pq.ParquetFile(path) as file:
         return file.read(columns)
+
+
+def num_samples(table: pa.Table) -> int:
+    """Samples of the step that a table was read from, journalled or not."""
+    return int(table.schema.metadata[_NUM_SAMPLES])
 
 
 def read_rows(path: str | Path, indices: Sequence[int]) -> list[dict[str, Any]]:

@@ -136,7 +136,9 @@ def _arrays(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
 
 def _ranges(mask: np.ndarray) -> np.ndarray:
     """(R, 2) [start, end) where `mask` is True."""
-    return np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
+    bordered = np.zeros(len(mask) + 2, bool)
+    bordered[1:-1] = mask
+    return np.flatnonzero(bordered[1:] != bordered[:-1]).reshape(-1, 2)
 
 
 def _lists(parts: Sequence[np.ndarray], value_type: pa.DataType) -> pa.ListArray:

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from openrlhf.observe import journal as journal_module
 from openrlhf.observe.journal import (
-    NUM_SAMPLES,
     Journal,
     Trained,
     journal_steps,
+    num_samples,
     read_journal,
     read_rows,
     read_table,
@@ -227,7 +227,7 @@ def test_journals_in_json_lines(tmp_path):
     check_same(read_journal(path), [known, FAILED, odd])
     table = read_table(path)
     assert table["response"].to_pylist() == ["<[10, 11][20, 21, 30, 22]>", "<[10][]>", None]
-    assert table.schema.metadata[NUM_SAMPLES] == b"3" and table["advantages"].null_count == 3
+    assert num_samples(table) == 3 and table["advantages"].null_count == 3
     assert [row["prompt_id"] for row in read_rows(path, [1, 0])] == [8, 7]
     assert read_table(path, ["reward"]).column_names == ["reward"]
 
@@ -258,7 +258,7 @@ def test_a_few_samples(tmp_path):
     assert len(rows) == 32 and len(kept) == 16 and kept == sorted(kept)
     assert {0.0, 96.0} < {row["reward"] for row in rows}
     assert all(row["values"] == [row["sample_index"]] * 3 for row in rows if row["reward"] is not None)
-    assert table.schema.metadata[NUM_SAMPLES] == b"400"
+    assert num_samples(table) == 400
 
 
 def test_no_journal(tmp_path):
