@@ -46,7 +46,7 @@ def preview(task_type: type[Task], flags: Sequence[str]) -> None:
 
     with short_errors():
         check_files(task)
-        show(task, num_samples=num_samples, coloured=not no_color and _shows_colours())
+        show(task, num_samples=num_samples, coloured=not no_color and shows_colours())
 
 
 def show(task: Task, *, num_samples: int, coloured: bool) -> None:
@@ -84,7 +84,8 @@ def _take_own(flags: Sequence[str]) -> tuple[int, bool, list[str]]:
     return num_samples, no_color, rest
 
 
-def _shows_colours() -> bool:
+def shows_colours() -> bool:
+    """Whether stdout is a terminal, and its user wants colours."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

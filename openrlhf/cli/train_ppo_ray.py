@@ -175,6 +175,7 @@ def build_trainer(config: PPOConfig, argv, roles, data: RLData, checkpoints, tag
         config.logger,
         resume_step=None if restored is None else done,
         decode=partial(decode, data.tokenizer),
+        rollouts=config.logger.rollouts,
     )
     kl, total_steps = config.algo.kl, len(prompts_of_steps(config, len(data.prompts)))
     trainer = PPOTrainer(

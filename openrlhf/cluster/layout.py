@@ -210,8 +210,8 @@ def _torn(layout: Layout) -> Iterator[str]:
         if any(len({device.node for device in group}) > 1 for group in place.tensor_groups):
             home = layout.home(role)
             yield (
-                f"{flag} {place.mesh.tensor}: the GPUs of one copy of the weights are on one node, and of the "
-                f"GPUs of --{home}.num_gpus_per_node the nodes have {', '.join(map(str, counts.values()))}.\n"
+                f"{flag} {place.mesh.tensor}: the GPUs of one copy of the weights are on one node, and of "
+                f"the GPUs of --{home}.num_gpus_per_node the nodes have {', '.join(map(str, counts.values()))}.\n"
                 "Choose a size that divides the GPUs of a node."
             )
 

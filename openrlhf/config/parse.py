@@ -223,7 +223,8 @@ _FLAG = re.compile(r"--(?P<name>[A-Za-z_][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL
 def _read_argv(argv: Sequence[str]) -> _Line:
     """Each flag with the words up to the next flag. `-5` and text that merely starts with dashes are
     words."""
-    settings, files, problems, help_word, printed, cluster = [], [], [], None, set(), ()
+    settings, files, problems, help_word, printed = [], [], [], None, set()
+    cluster: Sequence[int] = ()
     i = 0
     while i < len(argv):
         word, i = ("--help" if argv[i] == "-h" else argv[i]), i + 1
@@ -241,7 +242,7 @@ def _read_argv(argv: Sequence[str]) -> _Line:
         elif name in ("print_config", "print_command", "print_plan"):
             printed.add(name)
             if name == "print_plan":
-                cluster, wrong = _cluster(words)
+                cluster, wrong = _cluster(tuple(words))
                 problems += wrong
         elif name == "config":
             files += words

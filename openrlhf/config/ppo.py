@@ -12,6 +12,7 @@ from openrlhf.config.choices import (
     Decay,
     EstimatorName,
     ISCorrectionType,
+    JournalMode,
     KLEstimator,
     LossAggregation,
     PolicyLossType,
@@ -30,8 +31,9 @@ from openrlhf.config.sections import (
     LoggerConfig,
     OptimConfig,
     ScorerDeepSpeedConfig,
-    logger_for,
+    WandbConfig,
     run_dir,
+    wandb_for,
 )
 from openrlhf.mesh import Mesh
 
@@ -462,6 +464,16 @@ class PPOCkptConfig(CkptConfig):
     default_best_of4, ... "": the mean score of the first source. none: keep no best."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PPOLoggerConfig(LoggerConfig):
+    """Where metrics and rollouts go."""
+
+    wandb: WandbConfig = field(default_factory=lambda: wandb_for("ppo", "openrlhf_train_ppo"))
+    rollouts: JournalMode = "full"
+    """What the run folder keeps of each step's samples. sample: 16 from the best to the worst, and up to 16
+    that failed. off: none."""
+
+
 class RolePlacement(NamedTuple):
     """Where the ranks of a model are."""
 
@@ -487,7 +499,7 @@ class PPOConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     ds: ScorerDeepSpeedConfig = field(default_factory=ScorerDeepSpeedConfig)
     ckpt: PPOCkptConfig = field(default_factory=PPOCkptConfig)
-    logger: LoggerConfig = field(default_factory=lambda: logger_for("ppo", "openrlhf_train_ppo"))
+    logger: PPOLoggerConfig = field(default_factory=PPOLoggerConfig)
     local_rank: int = -1
     """Set by launchers; not read, because Ray starts the workers."""
     use_ms: bool = False

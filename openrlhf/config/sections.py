@@ -214,9 +214,14 @@ class LoggerConfig:
 
 
 def logger_for(command: str, project: str) -> LoggerConfig:
-    """Default logger of a command: its project, and a run name of its own."""
+    """Default logger of a command."""
+    return LoggerConfig(wandb=wandb_for(command, project))
+
+
+def wandb_for(command: str, project: str) -> WandbConfig:
+    """A command's project, and a run name of its own."""
     run_name = f"{command}_{datetime.now():%m%dT%H:%M}_{secrets.token_hex(3)}"
-    return LoggerConfig(wandb=WandbConfig(project=project, run_name=run_name))
+    return WandbConfig(project=project, run_name=run_name)
 
 
 def run_dir(logger: LoggerConfig, ckpt: CkptConfig) -> str:

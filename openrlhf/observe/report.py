@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from openrlhf.files import write_atomically
-from openrlhf.observe.journal import Decode, journal_steps, response_of
+from openrlhf.observe.journal import Decode, journal_steps, read_rows, read_table, response_of, spread
 from openrlhf.observe.progress import clean_text, format_duration, format_number, pass_name
 from openrlhf.observe.run_folder import RunFolder, read_jsonl
 from openrlhf.observe.trackers import read_metrics
@@ -96,10 +96,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 def few_samples(trajectories: Sequence[Trajectory], limit: int = SAMPLES_PRINTED) -> list[Trajectory]:
     """Evenly spaced from best to worst reward, then failures if there is room."""
-    scored = sorted((t for t in trajectories if t.reward is not None), key=_reward, reverse=True)
-    last = max(1, min(limit, len(scored)) - 1)
-    chosen = [scored[i * (len(scored) - 1) // last] for i in range(min(limit, len(scored)))]
-    return chosen + [t for t in trajectories if t.reward is None][: limit - len(chosen)]
+    return [trajectories[i] for i in spread(trajectories, limit)]
 
 
 def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: TextIO | None = None) -> None:
@@ -123,11 +120,6 @@ def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: Text
 
 
 Curve = list[tuple[int, float]]
-
-
-def _reward(trajectory: Trajectory) -> float:
-    assert trajectory.reward is not None
-    return trajectory.reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +202,8 @@ def _health_section(path: Path) -> str:
 def _own_metrics(files: dict[int, Path]) -> set[str]:
     """Metrics made of the `extra_logs` of samples; reward models' are the run's own."""
     ends = [files[step] for step in (min(files), max(files))] if files else []
-    names = {name for path in ends for row in read_jsonl(path) for name in row["extra_logs"]}
+    columns = [read_table(path, ["extra_logs"])["extra_logs"].combine_chunks() for path in ends]
+    names = {name for logs in columns for name in logs.flatten().field("name").unique().to_pylist()}
     return {f"rollout/{name}" for name in names if not name.startswith("reward_model/")}
 
 
@@ -341,31 +334,29 @@ def _samples_section(files: dict[int, Path]) -> str:
 
 
 def _samples_of_step(step: int, path: Path) -> str:
-    outcomes: Counter[str] = Counter()
-    best = worst = failed = None
-    for row in read_jsonl(path):
-        outcomes[str(row["outcome"])] += 1
-        if row["reward"] is None:
-            failed = failed or row
-        elif math.isfinite(reward := float(row["reward"])):
-            best = row if best is None or reward > float(best["reward"]) else best
-            worst = row if worst is None or reward <= float(worst["reward"]) else worst
-    worst = None if worst is best else worst
-    counts = ", ".join(f"{_escape(name)} {count:,}" for name, count in outcomes.most_common())
-    cards = "".join(
-        _sample_card(kind, row) for kind, row in (("best", best), ("worst", worst), ("failed", failed)) if row
-    )
+    table = read_table(path, ["outcome", "reward"]).to_pydict()
+    finite = [(r, i) for i, r in enumerate(table["reward"]) if r is not None and math.isfinite(r)]
+    shown: dict[int, str] = {}
+    if finite:
+        shown[min(finite, key=lambda pair: (-pair[0], pair[1]))[1]] = "best"
+        shown.setdefault(min(finite, key=lambda pair: (pair[0], -pair[1]))[1], "worst")
+    if None in table["reward"]:
+        shown[table["reward"].index(None)] = "failed"
+    counts = ", ".join(f"{_escape(n)} {count:,}" for n, count in Counter(table["outcome"]).most_common())
+    rows = zip(shown.values(), read_rows(path, list(shown)), strict=True)
+    cards = "".join(_sample_card(kind, row) for kind, row in rows)
     return f'<div><h3>Step {step:,} <span class="facts">{counts}</span></h3>{cards}</div>'
 
 
 def _sample_card(kind: str, row: dict[str, Any]) -> str:
-    reward = "" if row["reward"] is None else f"reward {_number(float(row['reward']))}"
-    tokens = sum(end - start for start, end in row["action_ranges"])
+    reward = "" if row["reward"] is None else f"reward {_number(row['reward'])}"
+    tokens = len(row["rollout_log_probs"])
     facts = [kind, reward, f"{tokens:,} tokens", "cut off" if row["truncated"] else ""]
     answer = row["response"] if row["response"] is not None else f"token ids {row['token_ids'][:200]}"
     if row["error"]:
         answer = f"{answer}\n[{row['error']}]".strip()
-    label = f"<dt>label</dt><dd>{_sample_text(row['label'])}</dd>" if row["label"] not in ("", None) else ""
+    label = json.loads(row["label"])
+    label = "" if label in ("", None) else f"<dt>label</dt><dd>{_sample_text(label)}</dd>"
     return (
         f'<article class="{kind}"><h4>{" · ".join(filter(None, facts))}</h4><dl>'
         f"<dt>prompt</dt><dd>{_sample_text(row['prompt'], keep_end=True)}</dd>"

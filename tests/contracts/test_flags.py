@@ -128,6 +128,7 @@ OURS = {
         "data.pretrain_key",
         "data.tokenizer_chat_template",
         "eval.max_samples",
+        "logger.rollouts",
         "logger.run_dir",
         "reward.batch",
         "reward.max_failed_ratio",

@@ -1,18 +1,20 @@
+import numpy as np
+
 from openrlhf.config.sections import LoggerConfig
 from openrlhf.observe.failures import commonest_failure, headline
 from openrlhf.observe.observer import Observer
 from openrlhf.observe.run_folder import RunFolder
-from openrlhf.types import Outcome, Prompt, Trajectory
+from openrlhf.types import Outcome, Prompt, Trajectory, runs
 
 
 def sample(error: str | None, text: str = "2 + 2?", outcome: Outcome = Outcome.REWARD_ERROR) -> Trajectory:
     return Trajectory(
         prompt=Prompt(prompt_id=0, text=text),
         sample_index=0,
-        token_ids=[1, 2],
-        action_mask=[False, True],
-        rollout_log_probs=[-1.0],
-        weight_versions=[0],
+        token_ids=np.array([1, 2], np.int32),
+        action_mask=np.array([False, True]),
+        rollout_log_probs=np.array([-1.0], np.float32),
+        weight_versions=runs([0]),
         reward=1.0 if error is None else None,
         score=1.0 if error is None else None,
         outcome=Outcome.OK if error is None else outcome,
@@ -47,9 +49,10 @@ def test_the_screen_shows_the_commonest_error_in_one_line(tmp_path, capsys):
     lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         r"3 of 4 samples failed, 2 of them with: KeyError: 'x' | prompt '2 + 2?', answer '[2]\nafter [1]' | "
-        "step_000001.jsonl",
+        "step_000001.parquet",
         r"2 of 2 samples failed: KeyError: 'x' | prompt '2 + 2?', answer '[2]\nafter [1]' | "
-        "eval_000001.jsonl",
+        "eval_000001.parquet",
     ]
+    observer.journal.close()
     observer.trackers.close()
     observer.progress.close()

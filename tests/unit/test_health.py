@@ -3,6 +3,7 @@ import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from openrlhf.config.ppo import PPOConfig
@@ -10,7 +11,7 @@ from openrlhf.config.sections import LoggerConfig
 from openrlhf.observe.health import RULES, Health, Rule
 from openrlhf.observe.observer import Observer
 from openrlhf.observe.run_folder import RunFolder, read_jsonl
-from openrlhf.types import Prompt, Trajectory
+from openrlhf.types import Prompt, Trajectory, runs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 HIGH = Rule(metric="loss", sign=">", limit=2, steps=3, text="too high. Lower it.")
@@ -129,10 +130,10 @@ def trajectory(reward: float, text: str) -> Trajectory:
     return Trajectory(
         prompt=Prompt(prompt_id=0, text=text),
         sample_index=0,
-        token_ids=[1, 2],
-        action_mask=[False, True],
-        rollout_log_probs=[-1.0],
-        weight_versions=[0],
+        token_ids=np.array([1, 2], np.int32),
+        action_mask=np.array([False, True]),
+        rollout_log_probs=np.array([-1.0], np.float32),
+        weight_versions=runs([0]),
         reward=reward,
         score=reward,
     )
