@@ -211,7 +211,8 @@ def _torn(layout: Layout) -> Iterator[str]:
             home = layout.home(role)
             yield (
                 f"{flag} {place.mesh.tensor}: the GPUs of one copy of the weights are on one node, and of "
-                f"the GPUs of --{home}.num_gpus_per_node the nodes have {', '.join(map(str, counts.values()))}.\n"
+                f"the GPUs of --{home}.num_gpus_per_node the nodes have "
+                f"{', '.join(map(str, counts.values()))}.\n"
                 "Choose a size that divides the GPUs of a node."
             )
 
