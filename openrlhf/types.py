@@ -112,6 +112,8 @@ class Episode:
     """None when the outcome is not OK."""
     score: float | None = None
     """What filtering and evaluation look at. None when the outcome is not OK."""
+    truncated: bool | None = None
+    """What the executor says of it. None: whether the last turn ran out of tokens."""
     outcome: Outcome = Outcome.OK
     error: str = ""
     """Why the outcome is not OK."""

@@ -19,6 +19,7 @@ from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_enviro
 from openrlhf.models.loading import policy_tokenizer, stop_token_ids
 from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
+from openrlhf.rollout.agents import UserExecutor
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.types import Group, Metrics, Prompt, Purpose
@@ -52,13 +53,25 @@ class EngineActor(VLLMEngine):
         tokenizer = policy_tokenizer(config)
         self.reward = self._build_reward()
         executor = SingleTurnAgentExecutor(self.reward, is_chat=config.data.apply_chat_template)
-        self.runner = EpisodeRunner(self, tokenizer, executor, stop_token_ids(path, tokenizer))
+        if agent := config.train.agent_func_path:
+            executor = await UserExecutor.load(agent)
+        self.runner = EpisodeRunner(
+            self,
+            tokenizer,
+            executor,
+            stop_token_ids(path, tokenizer),
+            timeout=config.rollout.episode_timeout,
+            retries=config.rollout.retries,
+            reward_is_optional=config.uses_reward_model or config.uses_teacher,
+        )
         self.samplings = {
             s.purpose: s for s in (Sampling.for_training(config), Sampling.for_evaluation(config))
         }
 
     def _build_reward(self) -> RewardFunction | RemoteReward | NoReward:
         reward = self.config.reward
+        if self.config.train.agent_func_path:
+            return NoReward()
         if path := self.config.reward_function_path:
             return RewardFunction(
                 path, timeout=reward.timeout, num_workers=reward.num_workers, batch_size=reward.batch

@@ -73,8 +73,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
 
 
 PPO_NOT_YET: Mapping[str, str] = {
-    "train.agent_func_path": "the agent interface is",
-    "train.max_turns": "the agent interface is",
+    "train.max_turns": "a class of agents that take turns is",
     "train.async_enable": "asynchronous training is",
     "train.partial_rollout_enable": "partial rollout is",
     "actor.optim": "Muon is",
@@ -210,6 +209,11 @@ PPO_UNREAD = (
         why="reward.overlong_buffer_len is not set",
     ),
     Unread(
+        keys=("reward.remote_url",),
+        when=lambda c: c.train.agent_func_path is not None,
+        why="the agent of train.agent_func_path gives the rewards",
+    ),
+    Unread(
         keys=("reward.timeout", "reward.num_workers", "reward.batch"),
         when=lambda c: c.reward_function_path is None,
         why="reward.remote_url names no reward function",
@@ -298,7 +302,14 @@ def _reward_source(config: PPOConfig) -> Iterator[Problem]:
             "model one",
         )
     if config.train.agent_func_path is not None:
-        yield from python_file("train.agent_func_path", config.train.agent_func_path, alone=True)
+        yield from _agent_file("train.agent_func_path", config.train.agent_func_path)
+
+
+def _agent_file(key: str, path: str) -> Iterator[Problem]:
+    if path.endswith(".py"):
+        yield from python_file(key, path, alone=True)
+    else:
+        yield Problem(key=key, text="must name a .py file with the class AgentExecutor")
 
 
 def _gym_datasets(config: PPOConfig) -> Iterator[Problem]:

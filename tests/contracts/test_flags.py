@@ -138,6 +138,8 @@ OURS = {
         "reward.remote_concurrency",
         "reward.remote_timeout",
         "reward.timeout",
+        "rollout.episode_timeout",
+        "rollout.retries",
         "rollout.stop",
         "rollout.top_k",
         "teacher.kd_coef",
