@@ -1,6 +1,9 @@
 import math
+from itertools import count
 
+import numpy as np
 import pytest
+import records
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,45 +11,33 @@ from hypothesis import strategies as st
 from openrlhf.algos.advantages import ESTIMATORS
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
 from openrlhf.trainer.credit import assign_credit
-from openrlhf.types import Prompt, Sample, Scores, Trajectory
+from openrlhf.types import Batch, Credit, Metrics, Scores, Trajectory
+
+INDICES = count()
 
 
-def trajectory(reward, num_actions, prompt_id=0, episode=0, truncated=False, mask=None):
+def trajectory(reward: float, num_actions: int, mask: list[bool] | None = None, **fields) -> Trajectory:
+    """A sample of its own, where `fields` do not say of which it is a part."""
     mask = mask or [False] + [True] * num_actions
-    return Trajectory(
-        prompt=Prompt(prompt_id=prompt_id, text="", episode=episode),
-        sample_index=0,
-        token_ids=list(range(len(mask))),
-        action_mask=mask,
-        rollout_log_probs=[-1.0] * num_actions,
-        weight_versions=[0] * num_actions,
-        reward=reward,
-        truncated=truncated,
+    options = {"token_ids": range(len(mask)), "action_mask": mask, "sample_index": next(INDICES)}
+    return records.trajectory(reward, **(options | fields))
+
+
+def assign(
+    trajectories, *, log_ratio=0.0, reference=True, values=None, kl_coef=0.0, reward=None, **algo
+) -> tuple[list[Credit], Metrics]:
+    """The credit of each of the trajectories, whose every action has log-prob -1 and `log_ratio` to the
+    reference."""
+    batch = Batch.of(trajectories)
+    log_probs = np.full(batch.num_actions.sum(), -1.0, np.float32)
+    scores = Scores(
+        log_probs=log_probs,
+        ref_log_probs=log_probs - np.float32(log_ratio) if reference else None,
+        values=np.array([v for own in values for v in own], np.float32) if values else None,
     )
-
-
-def assign(trajectories, *, log_ratio=0.0, reference=True, values=None, kl_coef=0.0, reward=None, **algo):
-    """The credit of trajectories whose every action has log-prob -1 and `log_ratio` to the reference."""
-    log_probs = [torch.full((t.num_actions,), -1.0) for t in trajectories]
-    samples = [
-        Sample(
-            token_ids=torch.tensor(t.token_ids),
-            action_mask=torch.tensor(t.action_mask),
-            rollout_log_probs=torch.tensor(t.rollout_log_probs),
-        )
-        for t in trajectories
-    ]
-    scores = [
-        Scores(
-            log_probs=p,
-            ref_log_probs=p - log_ratio if reference else None,
-            values=torch.tensor(values[i]) if values else None,
-        )
-        for i, p in enumerate(log_probs)
-    ]
     kl = KLConfig(use_loss=algo.pop("use_loss", False), estimator=algo.pop("kl_estimator", "k1"))
     result = assign_credit(
-        samples,
+        batch,
         scores,
         trajectories,
         algo=AlgoConfig(advantage=AdvantageConfig(**algo), kl=kl),
@@ -54,7 +45,10 @@ def assign(trajectories, *, log_ratio=0.0, reference=True, values=None, kl_coef=
         kl_coef=kl_coef,
         max_new_tokens=4,
     )
-    return result.credit, result.metrics
+    assert result.credit.advantages.dtype == result.credit.returns.dtype == np.float32
+    ends = batch.num_actions.cumsum()[:-1]
+    parts = zip(np.split(result.credit.advantages, ends), np.split(result.credit.returns, ends), strict=True)
+    return [Credit(advantages=a, returns=r) for a, r in parts], result.metrics
 
 
 def advantages(credit):
@@ -258,7 +252,7 @@ def test_a_sample_without_actions_makes_no_nan(estimator, sizes):
     values = [[0.5] * size for size in sizes] if estimator == "gae" else None
     credit, metrics = assign(trajectories, estimator=estimator, values=values, kl_coef=0.1)
     assert [len(c.advantages) for c in credit] == list(sizes)
-    assert all(c.advantages.isfinite().all() for c in credit)
+    assert all(np.isfinite(c.advantages).all() for c in credit)
     assert all(math.isfinite(value) for value in metrics.values())
 
 
@@ -272,27 +266,56 @@ def test_equal_rewards_are_counted():
     assert metrics["reward/group_std"] == pytest.approx(math.sqrt(0.5) / 2)
 
 
-def test_credit_carries_nothing_but_itself():
-    """A view would send the memory of the whole rollout with every sample."""
-    credit, _ = assign([trajectory(1.0, 2), trajectory(0.0, 30)], estimator="group_norm")
-    for one, size in zip(credit, (2, 30), strict=True):
-        assert one.advantages.untyped_storage().nbytes() == one.returns.untyped_storage().nbytes() == 4 * size
+def test_parts_of_an_episode_count_once_in_their_group():
+    """Rewards 4, 1 and 1, not 4, 4, 1 and 1. Both parts earn what their episode does."""
+    trajectories = [
+        trajectory(4.0, 2, sample_index=0),
+        trajectory(4.0, 1, sample_index=0, part=1),
+        trajectory(1.0, 1, sample_index=1),
+        trajectory(1.0, 1, sample_index=2),
+    ]
+    credit, metrics = assign(trajectories, estimator="rloo")
+    # 4 - (1 + 1)/2, and twice 1 - (4 + 1)/2
+    assert advantages(credit) == [[3, 3], [3], [-1.5], [-1.5]]
+    assert metrics["reward/mean"] == 2
+    assert metrics["reward/group_std"] == pytest.approx(math.sqrt(3))
+
+
+def test_a_sample_of_two_parts_has_no_peers():
+    credit, metrics = assign(
+        [trajectory(4.0, 2, sample_index=0), trajectory(4.0, 1, sample_index=0, part=1)], estimator="rloo"
+    )
+    assert advantages(credit) == [[0, 0], [0]]
+    assert metrics["reward/without_peers"] == 1
+
+
+def test_an_episode_is_as_long_as_all_its_parts():
+    """3 + 1 actions of 4: 6 - 2/2 * 4 = 2; cut off in its last part, half of that; 3 actions: 5 - 1/2 * 4."""
+    trajectories = [
+        trajectory(6.0, 3, sample_index=0),
+        trajectory(6.0, 1, sample_index=0, part=1, truncated=True),
+        trajectory(5.0, 3, sample_index=1),
+    ]
+    reward = RewardConfig(overlong_buffer_len=2, overlong_penalty_factor=4.0, stop_properly_penalty_coef=0.5)
+    credit, metrics = assign(trajectories, estimator="rloo", reward=reward)
+    assert metrics["reward/mean"] == 2  # of 1 and 3
+    assert advantages(credit) == [[-2, -2, -2], [-2], [2, 2, 2]]
 
 
 @pytest.mark.parametrize(("gamma", "returns"), [(1.0, [-1.0, -2.0]), (0.0, [1.0, -2.0])])
 def test_a_teacher_rewards_every_action(gamma, returns):
     """2 (log p_teacher - log p): 2 (-0.5 + 1) = 1 and 2 (-2 + 1) = -2; without discount the first action
     also earns what the second does."""
-    log_probs = torch.full((2,), -1.0)
+    log_probs, one = np.full(2, -1.0, np.float32), trajectory(0.0, 2)
     result = assign_credit(
-        [Sample(token_ids=torch.arange(3), action_mask=torch.arange(3) > 0, rollout_log_probs=log_probs)],
-        [Scores(log_probs=log_probs, teacher_log_probs=torch.tensor([-0.5, -2.0]))],
-        [trajectory(0.0, 2)],
+        Batch.of([one]),
+        Scores(log_probs=log_probs, teacher_log_probs=np.array([-0.5, -2.0], np.float32)),
+        [one],
         algo=AlgoConfig(advantage=AdvantageConfig(estimator="reinforce", gamma=gamma)),
         reward=RewardConfig(),
         kl_coef=0.0,
         max_new_tokens=4,
         teacher_coef=2.0,
     )
-    assert result.credit[0].returns.tolist() == returns
+    assert result.credit.returns.tolist() == returns
     assert result.metrics["teacher/kl_mean"] == 0.25  # the mean of -0.5 and 1

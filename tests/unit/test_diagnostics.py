@@ -1,8 +1,10 @@
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import records
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,31 +12,18 @@ from openrlhf.observe.health import RULES
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.tasks.word_problem import make_problems, worked_problem
 from openrlhf.trainer.diagnostics import rollout_metrics
-from openrlhf.types import Outcome, Prompt, Trajectory
+from openrlhf.types import Outcome, Trajectory
 
 
 def trajectory(
-    reward: float | None = 1.0,
-    actions: tuple[int, ...] = (7, 8),
-    *,
-    prompt_id: int = 0,
-    episode: int = 0,
-    versions: list[int] | None = None,
-    **changes,
+    reward: float | None = 1.0, actions: tuple[int, ...] = (7, 8), *, versions: Sequence[int] = (), **changes
 ) -> Trajectory:
-    """A failed one where the reward is None. The prompt is one token."""
-    fields = {
-        "prompt": Prompt(prompt_id=prompt_id, text="", episode=episode),
-        "sample_index": 0,
-        "token_ids": [1, *actions],
-        "action_mask": [False] + [True] * len(actions),
-        "rollout_log_probs": [-1.0] * len(actions),
-        "weight_versions": versions or [3] * len(actions),
-        "reward": reward,
-        "score": reward,
-        "outcome": Outcome.OK if reward is not None else Outcome.ENV_ERROR,
-    }
-    return Trajectory(**(fields | changes))
+    """A failed one where the reward is None. The prompt is one token, the version 3."""
+    count = sum(changes.get("action_mask", [True] * len(actions)))
+    outcome = Outcome.OK if reward is not None else Outcome.ENV_ERROR
+    return records.trajectory(
+        reward, actions, **({"outcome": outcome, "versions": versions or [3] * count} | changes)
+    )
 
 
 def test_by_hand():

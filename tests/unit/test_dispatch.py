@@ -1,131 +1,327 @@
+"""Samplers that answer when the test says so, behind the dispatcher's one thread."""
+
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 
 import pytest
-from openrlhf.rollout.generator import SAMPLES_IN_FLIGHT, generate
+from records import group_of
 
-from openrlhf.types import Prompt, Trajectory
-
-
-def prompts(count: int) -> list[Prompt]:
-    return [Prompt(prompt_id=i, text=f"prompt {i}") for i in range(count)]
+from openrlhf.rollout.dispatch import SAMPLES_IN_FLIGHT, Dispatcher
+from openrlhf.types import Group, Prompt, Purpose
 
 
-def group(prompt: Prompt, size: int = 2) -> list[Trajectory]:
-    empty = {"token_ids": [], "action_mask": [], "rollout_log_probs": [], "weight_versions": []}
-    return [Trajectory(prompt=prompt, sample_index=i, reward=0.0, **empty) for i in range(size)]
+def prompts(*ids: int) -> list[Prompt]:
+    return [Prompt(prompt_id=i, text=f"prompt {i}") for i in ids]
 
 
 class Sampler:
-    """Answers when the test says so."""
+    """`calls`: what happened, in order, shared with others."""
 
-    def __init__(self) -> None:
-        self.open: dict[int, Future] = {}
+    def __init__(self, calls: list[str] | None = None) -> None:
+        self.calls = [] if calls is None else calls
+        self.open: dict[int, Future[Group]] = {}
         self.seen: list[int] = []
-        self.purposes: set[str] = set()
+        self.purposes: list[Purpose] = []
         self.most_at_once = 0
 
-    def run_group(self, prompt: Prompt, purpose: str) -> Future:
-        future: Future = Future()
-        self.open[prompt.prompt_id] = future
+    def run_group(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
+        future: Future[Group] = Future()
         self.seen.append(prompt.prompt_id)
-        self.purposes.add(purpose)
+        self.purposes.append(purpose)
+        self.calls.append(f"run {prompt.prompt_id}")
+        self.open[prompt.prompt_id] = future
         self.most_at_once = max(self.most_at_once, len(self.open))
         return future
 
-    def finish(self, prompt_id: int) -> None:
-        self.open.pop(prompt_id).set_result(group(Prompt(prompt_id=prompt_id, text="")))
+    def finish(self, *ids: int) -> None:
+        """As soon as they are under way."""
+        wait_until(lambda: set(ids) <= set(self.open))
+        for i in ids:
+            self.open.pop(i).set_result(group_of(Prompt(prompt_id=i, text=""), [0.0, 1.0]))
+
+    def fail(self, i: int, error: Exception) -> None:
+        wait_until(lambda: i in self.open)
+        self.open.pop(i).set_exception(error)
 
 
-class Eager(Sampler):
-    """Answers at once."""
+class Memory:
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
 
-    def run_group(self, prompt: Prompt, purpose: str) -> Future:
-        future = super().run_group(prompt, purpose)
-        self.finish(prompt.prompt_id)
-        return future
+    def wake(self) -> None:
+        self.calls.append("wake")
 
-
-def test_results_come_in_the_order_of_the_prompts():
-    sampler, finished = Sampler(), []
-    with ThreadPoolExecutor(1) as thread:
-        result = thread.submit(
-            generate,
-            prompts(4),
-            [sampler],
-            purpose="eval",
-            num_samples=2,
-            on_finished=lambda g: finished.append(g[0].prompt.prompt_id),
-        )
-        wait_until(lambda: len(sampler.open) == 4)
-        for prompt_id in (2, 0, 3, 1):
-            sampler.finish(prompt_id)
-            wait_until(lambda i=prompt_id: i in finished)
-        trajectories = result.result(10)
-    ids = [(t.prompt.prompt_id, t.sample_index) for t in trajectories]
-    assert ids == [(i, k) for i in range(4) for k in range(2)]
-    assert finished == [2, 0, 3, 1]
-    assert sampler.purposes == {"eval"}
+    def rest(self) -> None:
+        self.calls.append("rest")
 
 
-def test_the_least_loaded_engine_gets_the_next_prompt():
-    """Room for one group in each engine: the one that finishes gets the next."""
-    slow, fast = Sampler(), Sampler()
-    with ThreadPoolExecutor(1) as thread:
-        options = {"purpose": "train", "num_samples": SAMPLES_IN_FLIGHT}
-        result = thread.submit(generate, prompts(5), [slow, fast], **options)
-        for prompt_id in (1, 2, 3, 4):
-            wait_until(lambda i=prompt_id: i in fast.open)
-            fast.finish(prompt_id)
-        assert slow.seen == [0] and fast.seen == [1, 2, 3, 4]
-        slow.finish(0)
-        assert [t.prompt.prompt_id for t in result.result(10)[::2]] == [0, 1, 2, 3, 4]
+class Score:
+    """Adds 1 to every reward, when it may."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls, self.permits = calls, threading.Semaphore(0)
+
+    def __call__(self, groups: list[Group]) -> list[Group]:
+        self.calls.append(f"score {[g.prompt.prompt_id for g in groups]}")
+        assert self.permits.acquire(timeout=10)
+        self.calls.append("scored")
+        return [group_of(g.prompt, [1.0, 2.0]) for g in groups]
 
 
-def test_engines_get_equal_shares_to_begin_with():
-    samplers = [Sampler() for _ in range(3)]
-    with ThreadPoolExecutor(1) as thread:
-        result = thread.submit(generate, prompts(7), samplers, purpose="train", num_samples=2)
-        wait_until(lambda: sum(len(s.open) for s in samplers) == 7)
-        assert [s.seen for s in samplers] == [[0, 3, 6], [1, 4], [2, 5]]
-        for sampler in samplers:
-            for prompt_id in list(sampler.open):
-                sampler.finish(prompt_id)
-        result.result(10)
+Build = Callable[..., Dispatcher]
 
 
-@pytest.mark.parametrize(("num_samples", "limit"), [(100, 5), (512, 1), (2000, 1)])
-def test_no_more_than_the_limit_in_flight(num_samples, limit):
-    """512 samples an engine, and a group in any case."""
-    sampler = Sampler()
-    with ThreadPoolExecutor(1) as thread:
-        result = thread.submit(generate, prompts(12), [sampler], purpose="train", num_samples=num_samples)
-        for prompt_id in range(12):
-            wait_until(lambda i=prompt_id: i in sampler.open)
-            sampler.finish(prompt_id)
-        result.result(10)
-    assert sampler.most_at_once == limit
+@pytest.fixture
+def dispatcher_of() -> Iterator[Build]:
+    """Builds one, and closes it in the end."""
+    made: list[Dispatcher] = []
+
+    def build(samplers: Sequence[Sampler], num_samples: int = 2, calls: list[str] | None = None, **options):
+        sizes: dict[Purpose, int] = {"train": num_samples, "eval": num_samples}
+        made.append(Dispatcher(samplers, sizes, memory=Memory([] if calls is None else calls), **options))
+        return made[-1]
+
+    yield build
+    for dispatcher in made:
+        dispatcher.close()
 
 
-def test_an_exception_reaches_the_caller():
-    class Broken(Sampler):
-        def run_group(self, prompt: Prompt, purpose: str) -> Future:
-            future = super().run_group(prompt, purpose)
-            future.set_exception(ConnectionError("the engine died"))
-            return future
-
-    with pytest.raises(ConnectionError, match="the engine died"):
-        generate(prompts(3), [Broken()], purpose="train", num_samples=1)
-
-
-def test_nothing_to_do():
-    assert generate([], [Eager()], purpose="train", num_samples=4) == []
-
-
-def wait_until(condition) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     pause = threading.Event()
     for _ in range(1000):
         if condition():
             return
         pause.wait(0.01)
     raise AssertionError("it did not happen within 10 s")
+
+
+def received(dispatcher: Dispatcher, count: int, purpose: Purpose = "train") -> list[int]:
+    return [dispatcher.next_group(purpose, 10).prompt.prompt_id for _ in range(count)]
+
+
+# ---- which sampler, in which order
+
+
+def test_groups_come_in_the_order_in_which_they_finish(dispatcher_of: Build):
+    sampler = Sampler()
+    dispatcher = dispatcher_of([sampler])
+    dispatcher.submit(prompts(0, 1, 2, 3), "train")
+    wait_until(lambda: len(sampler.open) == 4)
+    sampler.finish(2, 0, 3, 1)
+    assert received(dispatcher, 4) == [2, 0, 3, 1]
+
+
+def test_the_least_busy_sampler_gets_the_next_prompt(dispatcher_of: Build):
+    """Room for one group in each: the one that finishes gets the next."""
+    slow, fast = Sampler(), Sampler()
+    dispatcher = dispatcher_of([slow, fast], num_samples=SAMPLES_IN_FLIGHT)
+    dispatcher.submit(prompts(0, 1, 2, 3, 4), "train")
+    for i in (1, 2, 3, 4):
+        fast.finish(i)
+    assert received(dispatcher, 4) == [1, 2, 3, 4]
+    assert slow.seen == [0] and fast.seen == [1, 2, 3, 4]
+    slow.finish(0)
+    assert received(dispatcher, 1) == [0]
+
+
+def test_samplers_get_equal_shares_to_begin_with(dispatcher_of: Build):
+    samplers = [Sampler() for _ in range(3)]
+    dispatcher_of(samplers).submit(prompts(*range(7)), "train")
+    wait_until(lambda: sum(len(s.open) for s in samplers) == 7)
+    assert [s.seen for s in samplers] == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+@pytest.mark.parametrize(("num_samples", "limit"), [(100, 5), (512, 1), (2000, 1)])
+def test_no_more_than_the_limit_in_flight(dispatcher_of: Build, num_samples: int, limit: int):
+    """512 samples of a sampler, and a group in any case."""
+    sampler = Sampler()
+    dispatcher = dispatcher_of([sampler], num_samples=num_samples)
+    dispatcher.submit(prompts(*range(12)), "train")
+    wait_until(lambda: len(sampler.open) == limit)
+    for i in range(12):
+        sampler.finish(i)
+    assert received(dispatcher, 12) == list(range(12))
+    assert sampler.most_at_once == limit
+
+
+def test_training_and_evaluation_are_kept_apart(dispatcher_of: Build):
+    sampler = Sampler()
+    dispatcher = dispatcher_of([sampler])
+    dispatcher.submit(prompts(0, 1), "train")
+    dispatcher.submit(prompts(2, 3), "eval")
+    sampler.finish(0, 3, 1, 2)
+    assert received(dispatcher, 2, "eval") == [3, 2]
+    assert received(dispatcher, 2) == [0, 1]
+    assert sampler.purposes == ["train", "train", "eval", "eval"]
+
+
+# ---- waiting
+
+
+def test_where_nothing_is_under_way_nobody_waits(dispatcher_of: Build):
+    sampler = Sampler()
+    dispatcher = dispatcher_of([sampler])
+    dispatcher.submit([], "train")
+    with pytest.raises(RuntimeError, match="no prompt is under way for train"):
+        dispatcher.next_group("train")
+    dispatcher.submit(prompts(0), "train")
+    with pytest.raises(RuntimeError, match="no prompt is under way for eval"):
+        dispatcher.next_group("eval")
+    sampler.finish(0)
+    received(dispatcher, 1)
+    with pytest.raises(RuntimeError, match="no prompt is under way for train"):
+        dispatcher.next_group("train")
+
+
+def test_who_waited_in_vain_learns_for_what(dispatcher_of: Build):
+    """Two samplers with room for two groups each; three prompts of nine have finished."""
+    samplers = [Sampler(), Sampler()]
+    dispatcher = dispatcher_of(samplers, num_samples=SAMPLES_IN_FLIGHT // 2)
+    dispatcher.submit([Prompt(prompt_id=i, text="", episode=1) for i in range(9)], "train")
+    samplers[0].finish(0, 2)
+    samplers[1].finish(1)
+    assert received(dispatcher, 3) == [0, 2, 1]
+    wait_until(lambda: sum(len(s.open) for s in samplers) == 4)
+    with pytest.raises(TimeoutError) as error:
+        dispatcher.next_group("train", 0.01)
+    first, *more = str(error.value).splitlines()
+    assert first == "6 prompts of train are under way."
+    named = [f"{a} (episode 1), {b} (episode 1)" for a, b in (sampler.open for sampler in samplers)]
+    assert more == [
+        f"sampler 0: 2 prompts, such as {named[0]}",
+        f"sampler 1: 2 prompts, such as {named[1]}",
+        "not sent yet: 2 prompts",
+    ]
+    samplers[0].finish(*samplers[0].open)  # the wait was too short, and no more: it can go on
+    received(dispatcher, 2)
+
+
+def test_who_waits_for_reward_models_is_told_so(dispatcher_of: Build):
+    sampler, score = Sampler(), Score([])
+    dispatcher = dispatcher_of([sampler], score=score)
+    dispatcher.submit(prompts(0), "eval")
+    sampler.finish(0)
+    wait_until(lambda: bool(score.calls))
+    with pytest.raises(
+        TimeoutError, match=r"1 prompts of eval .*\nreward models are scoring finished groups"
+    ):
+        dispatcher.next_group("eval", 0.01)
+    score.permits.release()
+    received(dispatcher, 1, "eval")
+
+
+# ---- errors
+
+
+def test_an_error_of_a_sampler_reaches_whoever_asks_however_often(dispatcher_of: Build):
+    sampler = Sampler()
+    dispatcher = dispatcher_of([sampler])
+    dispatcher.submit(prompts(0, 1), "train")
+    dispatcher.submit(prompts(2), "eval")
+    sampler.finish(0)
+    sampler.fail(1, ConnectionError("the engine died"))
+    assert received(dispatcher, 1) == [0]
+    for purpose in ("train", "train", "eval"):
+        with pytest.raises(ConnectionError, match="the engine died"):
+            dispatcher.next_group(purpose, 10)
+    dispatcher.submit(prompts(3), "train")
+    with pytest.raises(ConnectionError, match="the engine died"):
+        dispatcher.next_group("train", 10)
+
+
+def test_an_error_of_a_reward_model_reaches_whoever_asks_however_often(dispatcher_of: Build):
+    def score(groups: list[Group]) -> list[Group]:
+        raise ValueError(f"cannot read {groups[0].prompt.prompt_id}")
+
+    sampler = Sampler()
+    dispatcher = dispatcher_of([sampler], score=score)
+    dispatcher.submit(prompts(7, 8), "train")
+    sampler.finish(7)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot read 7"):
+            dispatcher.next_group("train", 10)
+
+
+def test_an_error_while_memory_is_taken_reaches_whoever_asks():
+    class Full(Memory):
+        def wake(self) -> None:
+            raise MemoryError("the KV cache does not fit")
+
+    dispatcher = Dispatcher([Sampler()], {"train": 2}, memory=Full([]))
+    dispatcher.submit(prompts(0), "train")
+    with pytest.raises(MemoryError, match="the KV cache does not fit"):
+        dispatcher.next_group("train", 10)
+    dispatcher.close()
+
+
+# ---- rewards and memory
+
+
+def test_reward_models_score_while_samplers_work_and_several_groups_at_a_time(dispatcher_of: Build):
+    """What finishes while they work waits for the next time, all together."""
+    sampler, score = Sampler(), Score([])
+    dispatcher = dispatcher_of([sampler], score=score)
+    dispatcher.submit(prompts(0, 1, 2, 3), "train")
+    sampler.finish(1)
+    wait_until(lambda: score.calls == ["score [1]"])
+    sampler.finish(3, 0)
+    score.permits.release(2)
+    groups = [dispatcher.next_group("train", 10) for _ in range(3)]
+    assert [g.prompt.prompt_id for g in groups] == [1, 3, 0]
+    assert [[t.reward for t in g.trajectories] for g in groups] == [[1.0, 2.0]] * 3
+    assert score.calls == ["score [1]", "scored", "score [3, 0]", "scored"]
+
+
+def test_scored_groups_go_where_they_were_asked_for(dispatcher_of: Build):
+    sampler, score = Sampler(), Score([])
+    score.permits.release(9)
+    dispatcher = dispatcher_of([sampler], score=score)
+    dispatcher.submit(prompts(0, 1), "train")
+    dispatcher.submit(prompts(2), "eval")
+    sampler.finish(0, 2, 1)
+    assert received(dispatcher, 1, "eval") == [2] and received(dispatcher, 2) == [0, 1]
+
+
+def test_samplers_have_the_memory_while_they_work(dispatcher_of: Build):
+    calls: list[str] = []
+    sampler = Sampler(calls)
+    dispatcher = dispatcher_of([sampler], calls=calls)
+    for _ in range(2):
+        dispatcher.submit(prompts(0, 1), "train")
+        sampler.finish(0, 1)
+        received(dispatcher, 2)
+        wait_until(lambda: calls[-1] == "rest")
+    assert calls == ["wake", "run 0", "run 1", "rest"] * 2
+
+
+def test_reward_models_that_need_the_memory_wait_until_it_is_free(dispatcher_of: Build):
+    """And samplers until those have finished, also for prompts that come meanwhile."""
+    calls: list[str] = []
+    sampler, score = Sampler(calls), Score(calls)
+    dispatcher = dispatcher_of([sampler], calls=calls, score=score, scores_at_once=False)
+    dispatcher.submit(prompts(0, 1), "train")
+    sampler.finish(1)
+    sampler.finish(0)
+    wait_until(lambda: calls[-1] == "score [1, 0]")
+    dispatcher.submit(prompts(2), "eval")
+    score.permits.release(2)
+    assert received(dispatcher, 2) == [1, 0]
+    sampler.finish(2)
+    assert received(dispatcher, 1, "eval") == [2]
+    first = ["wake", "run 0", "run 1", "rest", "score [1, 0]", "scored"]
+    assert calls == [*first, "wake", "run 2", "rest", "score [2]", "scored"]
+
+
+def test_a_closed_dispatcher_leaves_no_thread_behind(dispatcher_of: Build):
+    others = set(threading.enumerate())
+    sampler, score = Sampler(), Score([])
+    score.permits.release()
+    dispatcher = dispatcher_of([sampler], score=score)
+    dispatcher.submit(prompts(0), "train")
+    sampler.finish(0)
+    received(dispatcher, 1)
+    own = set(threading.enumerate()) - others
+    assert own
+    dispatcher.close()
+    wait_until(lambda: not any(thread.is_alive() for thread in own))

@@ -2,26 +2,19 @@ import math
 from itertools import combinations
 
 import pytest
+import records
 from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf.trainer.evaluate import as_scores, evaluation_metrics, expected_best, ks_of
-from openrlhf.types import Outcome, Prompt, Trajectory
+from openrlhf.types import Prompt, Trajectory
 
 
 def trajectory(prompt_id, sample_index, score, source="math", length=2, truncated=False) -> Trajectory:
     """A failed one where the score is None."""
-    return Trajectory(
-        prompt=Prompt(prompt_id=prompt_id, text="", source=source),
-        sample_index=sample_index,
-        token_ids=[1] * (1 + length),
-        action_mask=[False] + [True] * length,
-        rollout_log_probs=[0.0] * length,
-        weight_versions=[0] * length,
-        reward=score,
-        score=score,
-        truncated=truncated,
-        outcome=Outcome.OK if score is not None else Outcome.REWARD_ERROR,
+    prompt = Prompt(prompt_id=prompt_id, text="", source=source)
+    return records.trajectory(
+        score, [1] * length, prompt=prompt, sample_index=sample_index, truncated=truncated
     )
 
 

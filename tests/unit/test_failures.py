@@ -1,25 +1,16 @@
-import numpy as np
+from records import trajectory
 
 from openrlhf.config.sections import LoggerConfig
 from openrlhf.observe.failures import commonest_failure, headline
 from openrlhf.observe.observer import Observer
 from openrlhf.observe.run_folder import RunFolder
-from openrlhf.types import Outcome, Prompt, Trajectory, runs
+from openrlhf.types import Outcome, Trajectory
 
 
-def sample(error: str | None, text: str = "2 + 2?", outcome: Outcome = Outcome.REWARD_ERROR) -> Trajectory:
-    return Trajectory(
-        prompt=Prompt(prompt_id=0, text=text),
-        sample_index=0,
-        token_ids=np.array([1, 2], np.int32),
-        action_mask=np.array([False, True]),
-        rollout_log_probs=np.array([-1.0], np.float32),
-        weight_versions=runs([0]),
-        reward=1.0 if error is None else None,
-        score=1.0 if error is None else None,
-        outcome=Outcome.OK if error is None else outcome,
-        error=error or "",
-    )
+def sample(error: str | None, outcome: Outcome = Outcome.REWARD_ERROR) -> Trajectory:
+    if error is None:
+        return trajectory(text="2 + 2?")
+    return trajectory(None, text="2 + 2?", error=error, outcome=outcome)
 
 
 def test_errors_that_differ_in_what_they_were_about_are_one():

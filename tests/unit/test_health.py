@@ -3,15 +3,14 @@ import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
+from records import trajectory
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import LoggerConfig
 from openrlhf.observe.health import RULES, Health, Rule
 from openrlhf.observe.observer import Observer
 from openrlhf.observe.run_folder import RunFolder, read_jsonl
-from openrlhf.types import Prompt, Trajectory, runs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 HIGH = Rule(metric="loss", sign=">", limit=2, steps=3, text="too high. Lower it.")
@@ -126,24 +125,11 @@ def test_another_run_in_the_same_folder_begins_with_nothing_said(tmp_path):
     assert (tmp_path / "previous" / "001" / "health.jsonl").exists()
 
 
-def trajectory(reward: float, text: str) -> Trajectory:
-    return Trajectory(
-        prompt=Prompt(prompt_id=0, text=text),
-        sample_index=0,
-        token_ids=np.array([1, 2], np.int32),
-        action_mask=np.array([False, True]),
-        rollout_log_probs=np.array([-1.0], np.float32),
-        weight_versions=runs([0]),
-        reward=reward,
-        score=reward,
-    )
-
-
 @pytest.mark.parametrize("names", [("step",), ("step", "eval", "step")])
 def test_a_run_ends_with_a_few_samples_of_its_last_evaluation(tmp_path, capsys, names):
     observer = observe(tmp_path, [], decode=lambda ids, after: f"says {ids} after {after}")
     for step, name in enumerate(names):
-        rollout = [trajectory(float(i), f"{name} asks") for i in range(20)]
+        rollout = [trajectory(float(i), text=f"{name} asks") for i in range(20)]
         observer.log_rollouts(step, rollout, name=name)
     observer.close()
     text = capsys.readouterr().out

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
-from torch import Tensor
+from records import trajectory
 
 from openrlhf.algos.kl import KLController
 from openrlhf.config.ppo import (
@@ -31,8 +31,8 @@ from openrlhf.observe.progress import Progress
 from openrlhf.observe.run_folder import RunFolder
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.trainer.checkpoints import CheckpointFolder
-from openrlhf.trainer.ppo import PPOTrainer
-from openrlhf.types import Experience, Outcome, Prompt, Sample, Trajectory
+from openrlhf.trainer.ppo import PPOTrainer, restore
+from openrlhf.types import Batch, Group, Outcome, Prompt, Purpose, Schedule, Trajectory
 
 PROMPTS = [Prompt(prompt_id=i, text=f"prompt {i}") for i in range(8)]
 EVAL_PROMPTS = [Prompt(prompt_id=i, text=f"held out {i}", source="math") for i in range(2)]
@@ -48,38 +48,41 @@ class Done:
 
 
 class Rollout:
-    """`reward(prompt, sample_index)` gives the reward, or None where it failed; `score(version)` is what the
-    policy gets in evaluation."""
+    """`reward(prompt, sample_index)` gives the reward, or None where it failed; `score(prompt, version)` is
+    what the policy gets in evaluation. What was asked for last finishes first."""
 
-    def __init__(self, calls: list, reward=lambda prompt, i: float(i), score=lambda version: 0.5) -> None:
+    def __init__(
+        self, calls: list, reward=lambda prompt, i: float(i), score=lambda prompt, version: 0.5
+    ) -> None:
         self.calls, self.reward, self.score = calls, reward, score
         self.version = -1
+        self.under_way: dict[Purpose, list[Prompt]] = {"train": [], "eval": []}
 
-    def load_weights(self, policy, version: int) -> Done:
-        self.calls.append(f"load {version}")
+    def sync(self, policy, version: int) -> Done:
+        self.calls.append(f"sync {version}")
         self.version = version
         return Done({})
 
-    def generate(self, prompts: Sequence[Prompt]) -> Done:
-        self.calls.append(f"generate {[p.prompt_id for p in prompts]}")
-        return Done([self.trajectory(p, i, self.reward(p, i)) for p in prompts for i in range(2)])
+    def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
+        self.calls.append(f"generate {[p.prompt_id for p in prompts]}" if purpose == "train" else "evaluate")
+        self.under_way[purpose] += prompts
 
-    def evaluate(self, prompts: Sequence[Prompt]) -> Done:
-        self.calls.append("evaluate")
-        return Done([self.trajectory(p, i, self.score(self.version)) for p in prompts for i in range(2)])
+    def next_group(self, purpose: Purpose, timeout: float | None = None) -> Group:
+        prompt = self.under_way[purpose].pop()
+        if purpose == "train":
+            rewards = [self.reward(prompt, i) for i in range(2)]
+        else:
+            rewards = [self.score(prompt, self.version)] * 2
+        return Group(prompt=prompt, trajectories=[self.sampled(prompt, i, r) for i, r in enumerate(rewards)])
 
-    def trajectory(self, prompt: Prompt, i: int, reward: float | None) -> Trajectory:
-        return Trajectory(
+    def sampled(self, prompt: Prompt, i: int, reward: float | None) -> Trajectory:
+        return trajectory(
+            reward,
+            [2, 3, 4][: 2 + i],
             prompt=prompt,
             sample_index=i,
-            token_ids=[1, 2, 3, 4][: 3 + i],
-            action_mask=[False, True, True, True][: 3 + i],
             rollout_log_probs=[LOG_PROB] * (2 + i),
-            weight_versions=[self.version] * (2 + i),
-            reward=reward,
-            score=reward,
-            outcome=Outcome.REWARD_ERROR if reward is None else Outcome.OK,
-            error="no opinion" if reward is None else "",
+            versions=[self.version] * (2 + i),
         )
 
 
@@ -87,31 +90,36 @@ class Model:
     def __init__(self, calls: list, name: str, log_prob: float) -> None:
         self.calls, self.name, self.log_prob = calls, name, log_prob
 
-    def forward(self, samples: Sequence[Sample]) -> Done:
-        self.calls.append(f"{self.name} {len(samples)}")
-        return Done([torch.full((s.num_actions,), self.log_prob) for s in samples])
+    def forward(self, batch: Batch) -> Done:
+        self.calls.append(f"{self.name} {len(batch)}")
+        return Done(np.full(batch.num_actions.sum(), self.log_prob, np.float32))
 
 
 class Trained(Model):
+    data_parallel_size = 2
+
     def __init__(self, calls: list, folder: Path, name: str = "policy", log_prob: float = LOG_PROB) -> None:
         super().__init__(calls, name, log_prob)
         self.folder = folder
-        self.updates: list[tuple[list[Experience], float]] = []
+        self.updates: list[tuple[Batch, Schedule, float]] = []
+        self.num_updates = 0
         self.saved: dict[str, dict] = {}
 
-    def update(self, experiences: Sequence[Experience], num_batches: int, kl_coef: float) -> Done:
-        self.calls.append(f"update {self.name} {len(experiences)}")
-        self.updates.append((list(experiences), kl_coef))
+    def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Done:
+        self.calls.append(f"update {self.name} {len(batch)}")
+        self.updates.append((batch, schedule, kl_coef))
+        self.num_updates += 1
         return Done({f"{self.name}/loss": 0.25})
 
     def save_checkpoint(self, tag: str, state: dict) -> Done:
         self.calls.append(f"save {self.name} {tag}")
         (self.folder / tag).mkdir(parents=True)
-        self.saved[tag] = copy.deepcopy(state)
+        self.saved[tag] = copy.deepcopy(state) | {"num_updates": self.num_updates}
         return Done()
 
     def load_checkpoint(self, tag: str) -> Done:
         self.calls.append(f"resume {self.name} {tag}")
+        self.num_updates = self.saved[tag]["num_updates"]
         return Done(self.saved[tag])
 
     def export(self, folder: str) -> Done:
@@ -144,25 +152,27 @@ def trainer_of(
     calls: list[str] = []
     policy = Trained(calls, path / "ckpt")
     policy.saved = saved or {}
-    trainer = PPOTrainer(
+    critic = critic or (Trained(calls, path / "critic", "critic", VALUE) if config.uses_critic else None)
+    restored = restore(resume, policy, critic) if resume else None
+    done = restored["step"] if restored else 0
+    folder = RunFolder.create(path / "run", config_yaml="{}", argv=["test"], resume=resume is not None)
+    observer = Observer(folder, LoggerConfig(), resume_step=done if restored else None)
+    observer.progress = Progress(show=False)
+    observer.start(total_steps, done=done)
+    return PPOTrainer(
         config=config,
         rollout=Rollout(calls, **rollout),
         policy=policy,
         reference=Model(calls, "reference", REF_LOG_PROB) if config.uses_reference else None,
-        critic=critic or (Trained(calls, path / "critic", "critic", VALUE) if config.uses_critic else None),
+        critic=critic,
         prompts=PromptSampler(PromptDataset(PROMPTS), seed=1, num_episodes=4),
         eval_prompts=eval_prompts,
         checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
+        observer=observer,
         kl=KLController(coef=config.algo.kl.init_coef, target=config.algo.kl.target),
         total_steps=total_steps,
+        restored=restored,
     )
-    if resume:
-        trainer.resume(resume)
-    folder = RunFolder.create(path / "run", config_yaml="{}", argv=["test"], resume=resume is not None)
-    trainer.observer = Observer(folder, LoggerConfig(), resume_step=trainer.step if resume else None)
-    trainer.observer.progress = Progress(show=False)
-    trainer.observer.start(total_steps, done=trainer.step)
-    return trainer
 
 
 def metrics_of(path: Path) -> dict[int, dict[str, float]]:
@@ -176,18 +186,18 @@ def test_the_order_of_a_run(tmp_path):
     ids = [p.prompt_id for p in PromptSampler(PromptDataset(PROMPTS), seed=1).next_batch(6)]
     step = [["policy 4", "reference 4", "update policy 4"]] * 3
     assert trainer.policy.calls == [
-        *["load 0", "evaluate"],
-        *[f"generate {ids[0:2]}", *step[0], "load 1"],
-        *[f"generate {ids[2:4]}", *step[1], "load 2", "evaluate"],
+        *["sync 0", "evaluate"],
+        *[f"generate {ids[0:2]}", *step[0], "sync 1"],
+        *[f"generate {ids[2:4]}", *step[1], "sync 2", "evaluate"],
         *["save policy global_step2", "export global_step2_hf"],
-        *[f"generate {ids[4:6]}", *step[2], "load 3", "evaluate"],
+        *[f"generate {ids[4:6]}", *step[2], "sync 3", "evaluate"],
     ]
     assert trainer.step == 3
     assert trainer.checkpoints.latest() == "global_step2"
 
 
 def test_what_a_run_writes(tmp_path):
-    trainer = trainer_of(tmp_path, config_of(tmp_path), score=lambda version: version / 4)
+    trainer = trainer_of(tmp_path, config_of(tmp_path), score=lambda prompt, version: version / 4)
     trainer.fit()
     metrics = metrics_of(tmp_path)
     assert list(metrics) == [0, 1, 2, 3]
@@ -207,21 +217,23 @@ def test_what_a_run_writes(tmp_path):
     # step s samples with the weights of s - 1 updates
     for s in (1, 2, 3):
         sampled = read_journal(journal_steps(rollouts)[s])
-        assert {v for t in sampled for v in t.weight_versions} == {s - 1}
+        assert {v for t in sampled for v, _ in t.weight_versions} == {s - 1}
 
 
 def test_what_the_policy_learns_from(tmp_path):
     """Rewards 0 and 1 of each prompt under RLOO, and a KL of 0.5 on every action with coefficient 0.1."""
     trainer = trainer_of(tmp_path, config_of(tmp_path), total_steps=1)
     trainer.fit()
-    ((experiences, kl_coef),) = trainer.policy.updates
+    ((batch, schedule, kl_coef),) = trainer.policy.updates
     assert kl_coef == 0.1
-    assert [e.sample.num_actions for e in experiences] == [2, 3, 2, 3]
-    losing, winning = experiences[:2]
-    assert_close(losing.credit.advantages, [-1 - 0.1, -1 - 0.05])
-    assert_close(winning.credit.advantages, [1 - 0.15, 1 - 0.1, 1 - 0.05])
-    assert_close(winning.scores.log_probs, [LOG_PROB] * 3)
-    assert_close(winning.scores.ref_log_probs, [REF_LOG_PROB] * 3)
+    assert batch.num_actions.tolist() == [2, 3, 2, 3]
+    assert [sorted(i for rank in step for i in rank) for step in schedule] == [[0, 1, 2, 3]]
+    assert [len(rank) for step in schedule for rank in step] == [2, 2]
+    losing, winning = (batch.select([i]) for i in (0, 1))
+    assert_close(losing.advantages, [-1 - 0.1, -1 - 0.05])
+    assert_close(winning.advantages, [1 - 0.15, 1 - 0.1, 1 - 0.05])
+    assert_close(winning.log_probs, [LOG_PROB] * 3)
+    assert_close(winning.ref_log_probs, [REF_LOG_PROB] * 3)
 
 
 def test_without_a_reference(tmp_path):
@@ -230,8 +242,8 @@ def test_without_a_reference(tmp_path):
     trainer = trainer_of(tmp_path, config, total_steps=1)
     trainer.fit()
     assert not any("reference" in call for call in trainer.policy.calls)
-    ((experiences, kl_coef),) = trainer.policy.updates
-    assert kl_coef == 0 and all(e.scores.ref_log_probs is None for e in experiences)
+    ((batch, _, kl_coef),) = trainer.policy.updates
+    assert kl_coef == 0 and batch.ref_log_probs is None
 
 
 def test_failed_samples_are_dropped_and_counted(tmp_path):
@@ -239,7 +251,7 @@ def test_failed_samples_are_dropped_and_counted(tmp_path):
         tmp_path, config_of(tmp_path), total_steps=1, reward=lambda p, i: None if i else 1.0, eval_prompts=[]
     )
     trainer.fit()
-    assert trainer.policy.calls[2:] == ["policy 2", "reference 2", "update policy 2", "load 1"]
+    assert trainer.policy.calls[2:] == ["policy 2", "reference 2", "update policy 2", "sync 1"]
     metrics = metrics_of(tmp_path)[1]
     assert metrics["rollout/failed_ratio"] == 0.5
     assert metrics["rollout/reward_error_count"] == 2
@@ -276,14 +288,14 @@ def test_policy_and_critic_learn_from_the_same_experiences(tmp_path):
     trainer = trainer_of(tmp_path, with_critic(tmp_path), total_steps=2)
     trainer.fit()
     step = ["policy 4", "critic 4", "reference 4", "update critic 4", "update policy 4"]
-    calls = [call for call in trainer.policy.calls if not call.startswith(("generate", "evaluate", "load"))]
+    calls = [call for call in trainer.policy.calls if not call.startswith(("generate", "evaluate", "sync"))]
     assert calls == [*step, *step, "save critic global_step2", "save policy global_step2"]
-    for (one, _), (other, _) in zip(trainer.policy.updates, trainer.critic.updates, strict=True):
-        assert one == other
-    experience = trainer.policy.updates[0][0][0]
-    assert_close(experience.scores.values, [VALUE] * 2)
+    for (one, *_), (other, *_) in zip(trainer.policy.updates, trainer.critic.updates, strict=True):
+        assert one is other
+    first = trainer.policy.updates[0][0].select([0])
+    assert_close(first.values, [VALUE] * 2)
     # reward 0 and a KL of 0.5 with coefficient 0.1 on both actions: G = -0.1, -0.05
-    assert_close(experience.credit.returns, [-0.1, -0.05])
+    assert_close(first.returns, [-0.1, -0.05])
     assert metrics_of(tmp_path)[2]["critic/loss"] == 0.25
 
 
@@ -307,8 +319,9 @@ def test_a_resumed_run_loads_both_models(tmp_path):
     assert first.policy.calls[-1] == "resume critic global_step2"
 
 
-def assert_close(found: Tensor, expected: list[float]) -> None:
-    torch.testing.assert_close(found, torch.tensor(expected))
+def assert_close(found: np.ndarray, expected: list[float]) -> None:
+    assert found.dtype == np.float32
+    assert found.tolist() == pytest.approx(expected, rel=1.3e-6, abs=1e-5)
 
 
 @pytest.mark.parametrize(("eval_prompts", "steps"), [([], 2), (EVAL_PROMPTS, -1), (EVAL_PROMPTS, 0)])
@@ -339,10 +352,11 @@ def test_a_resumed_run_continues(tmp_path):
     )
     second.fit()
     generated = [c for c in whole.policy.calls if c.startswith("generate")]
-    assert second.policy.calls[:2] == ["resume policy global_step2", "load 2"]
+    assert second.policy.calls[:2] == ["resume policy global_step2", "sync 2"]
     assert [c for c in second.policy.calls if c.startswith("generate")] == generated[2:]
-    assert [kl for _, kl in second.policy.updates] == [kl for _, kl in whole.policy.updates[2:]]
-    assert len({kl for _, kl in whole.policy.updates}) == 5  # the controller moves the coefficient
+    told, told_whole = ([update[1:] for update in run.policy.updates] for run in (second, whole))
+    assert told == told_whole[2:]  # in which order, and the coefficient of the KL
+    assert len({kl for _, kl in told_whole}) == 5  # the controller moves the coefficient
     assert list(metrics_of(tmp_path / "halves")) == [0, 1, 2, 3, 4, 5]
 
 
@@ -356,7 +370,7 @@ def ckpt_in(path: Path) -> PPOCkptConfig:
 def test_the_best_evaluation_is_kept(tmp_path, key):
     scores = {0: 0.1, 2: 0.7, 4: 0.4, 6: 0.7}
     config = config_of(tmp_path, save_steps=3, best_metric_key=key)
-    trainer = trainer_of(tmp_path, config, total_steps=6, score=scores.get)
+    trainer = trainer_of(tmp_path, config, total_steps=6, score=lambda prompt, version: scores[version])
     trainer.fit()
     saved = [c.removeprefix("save policy ") for c in trainer.policy.calls if c.startswith("save")]
     assert saved == ["best_global_step0", "best_global_step2", "global_step3", "global_step6"]
@@ -377,10 +391,12 @@ def test_the_best_of_several_sets_is_that_of_one_of_them(tmp_path, key, best):
     there is nothing to compare."""
     scores = {"code": {0: 0.3, 2: None, 4: 0.9, 6: 0.1}, "math": {0: 0.2, 2: 0.6, 4: None, 6: 0.5}}
     config = config_of(tmp_path, save_steps=3, best_metric_key=key)
-    trainer = trainer_of(tmp_path, config, total_steps=6, eval_prompts=SETS)
-    rollout = trainer.rollout
-    rollout.evaluate = lambda prompts: Done(
-        [rollout.trajectory(p, i, scores[p.source][rollout.version]) for p in prompts for i in range(2)]
+    trainer = trainer_of(
+        tmp_path,
+        config,
+        total_steps=6,
+        eval_prompts=SETS,
+        score=lambda prompt, version: scores[prompt.source][version],
     )
     trainer.fit()
     assert trainer.best_metric == best
@@ -479,3 +495,23 @@ def test_what_filtering_leaves_out_can_be_looked_at(tmp_path):
     assert {t.prompt.prompt_id for t in filtered} == {first.prompt_id} and len(filtered) == 2
     assert first.prompt_id not in {t.prompt.prompt_id for t in trained} and len(trained) == 4
     assert metrics_of(tmp_path)[1]["rollout/kept_ratio"] == 2 / 3
+
+
+def test_evaluation_has_the_order_of_its_prompts(tmp_path):
+    """However their samples arrive."""
+    trainer = trainer_of(tmp_path, config_of(tmp_path), total_steps=1)
+    trainer.fit()
+    journal = read_journal(journal_steps(tmp_path / "run" / "rollouts", "eval")[0])
+    assert [(t.prompt.prompt_id, t.sample_index) for t in journal] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_sample_that_is_not_learned_from_makes_steps_smaller_and_not_fewer(tmp_path):
+    """Two optimizer steps are planned for four samples, and half of those fail."""
+    config = config_of(tmp_path)
+    config = replace(config, train=replace(config.train, batch_size=2, max_epochs=2))
+    trainer = trainer_of(tmp_path, config, total_steps=1, reward=lambda p, i: None if i else 1.0)
+    trainer.fit()
+    ((_, schedule, _),) = trainer.policy.updates
+    seen = [[i for rank in step for i in rank] for step in schedule]
+    assert [len(step) for step in seen] == [1, 1, 1, 1]
+    assert sorted(seen[0] + seen[1]) == sorted(seen[2] + seen[3]) == [0, 1]

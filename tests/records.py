@@ -1,0 +1,81 @@
+"""Records of reinforcement learning from plain lists, and back."""
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from openrlhf.types import Batch, Group, Outcome, Prompt, Trajectory, runs
+
+DTYPES = {
+    "token_ids": np.int32,
+    "action_mask": np.bool_,
+    "rollout_log_probs": np.float32,
+    "turn_starts": np.int32,
+}
+
+
+def trajectory(
+    reward: float | None = 1.0,
+    actions: Sequence[int] = (2,),
+    *,
+    prompt: Prompt | None = None,
+    prompt_id: int = 0,
+    episode: int = 0,
+    text: str = "",
+    source: str = "default",
+    versions: Sequence[int] | None = None,
+    **changes: Any,
+) -> Trajectory:
+    """A prompt of the token 1, then `actions`. A failed one where the reward is None. `versions`: of the
+    weights, one for each action; `changes`: other fields, their arrays as lists."""
+    token_ids = changes.pop("token_ids", [1, *actions])
+    mask = changes.pop("action_mask", [False] + [True] * (len(token_ids) - 1))
+    failed = reward is None
+    values = {
+        "prompt": prompt or Prompt(prompt_id=prompt_id, text=text, source=source, episode=episode),
+        "sample_index": 0,
+        "token_ids": token_ids,
+        "action_mask": mask,
+        "rollout_log_probs": [-1.0] * sum(mask),
+        "weight_versions": runs([0] * sum(mask) if versions is None else versions),
+        "reward": reward,
+        "score": reward,
+        "outcome": Outcome.REWARD_ERROR if failed else Outcome.OK,
+        "error": "no opinion" if failed else "",
+    } | changes
+    arrays = {name: np.array(values[name], dtype) for name, dtype in DTYPES.items() if name in values}
+    return Trajectory(**(values | arrays))
+
+
+def group_of(prompt: Prompt, rewards: Sequence[float | None]) -> Group:
+    """Samples of two tokens with these rewards."""
+    samples = [trajectory(r, prompt=prompt, sample_index=i) for i, r in enumerate(rewards)]
+    return Group(prompt=prompt, trajectories=samples)
+
+
+def batch_of(trajectories: Sequence[Trajectory], **columns: Any) -> Batch:
+    """`columns`: (A,) values of all actions, or one for each of them. Advantages and returns are 0 where they
+    are not given."""
+    batch = Batch.of(trajectories)
+    count = int(batch.num_actions.sum())
+    columns = {"advantages": 0.0, "returns": 0.0} | columns
+    return replace(batch, **{name: column(value, count) for name, value in columns.items()})
+
+
+def column(value: Any, count: int) -> np.ndarray:
+    """(A,) of one value, or of all."""
+    array = np.asarray(value, None if hasattr(value, "dtype") else np.float32)
+    return array if array.ndim else np.full(count, array)
+
+
+def plain(value: Any) -> Any:
+    """What can be compared: records and their arrays as dictionaries and lists, with the arrays' types."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.name, value.tolist()
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    return value

@@ -1,0 +1,199 @@
+"""Records of a rollout: how they are cut, joined and sent."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from records import batch_of, plain, trajectory
+
+from openrlhf.types import Batch, ExperienceRow, Group, PackedRow, Prompt, Trajectory, runs
+
+# ---- runs
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([3, 3, 5, 3], [[3, 2], [5, 1], [3, 1]]),
+        ([0], [[0, 1]]),
+        ([-1, -1, 0], [[-1, 2], [0, 1]]),
+        ([], []),
+    ],
+)
+def test_runs_by_hand(values, expected):
+    found = runs(values)
+    assert found.tolist() == expected
+    assert found.shape == (len(expected), 2) and found.dtype == np.int32
+
+
+@given(st.lists(st.integers(0, 3), max_size=20))
+def test_runs_say_everything_and_no_more(values):
+    versions, counts = runs(values).T
+    assert np.repeat(versions, counts).tolist() == values
+    assert (np.diff(versions) != 0).all() and (counts > 0).all()
+
+
+# ---- trajectories and groups
+
+
+def test_what_a_trajectory_knows_of_its_actions():
+    t = trajectory(token_ids=[9, 8, 7, 6, 5], action_mask=[False, False, True, False, True], episode=2)
+    assert t.action_ids.tolist() == [7, 5]
+    assert (t.num_actions, t.prompt_length, t.group) == (2, 2, (2, 0))
+    nothing = trajectory(token_ids=[9, 8], action_mask=[False, False])
+    assert (nothing.num_actions, nothing.prompt_length) == (0, 2)
+
+
+def group(size: int) -> Group:
+    """Samples of different lengths, the first without a turn or an action."""
+    prompt = Prompt(prompt_id=4, text="why?", messages=[{"role": "user", "content": "why?"}])
+    samples = [
+        trajectory(
+            None if i == 1 else i / 2,
+            range(i),
+            prompt=prompt,
+            sample_index=i,
+            part=i % 2,
+            versions=[k // 2 for k in range(i)],
+            turn_starts=[1] if i else [],
+            truncated=i > 1,
+            seed=2**62 + i,
+            extra_logs={"steps": float(i)},
+        )
+        for i in range(size)
+    ]
+    return Group(prompt=prompt, trajectories=samples)
+
+
+def sent(group: Group) -> tuple[Group, list[pickle.PickleBuffer]]:
+    """As processes send it, and the arrays that travelled apart from the rest."""
+    buffers: list[pickle.PickleBuffer] = []
+    text = pickle.dumps(group, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(text, buffers=buffers), buffers
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 7])
+def test_a_group_arrives_as_it_was_sent(size):
+    arrived, _ = sent(group(size))
+    assert plain(arrived) == plain(group(size))
+    assert all(t.prompt is arrived.prompt for t in arrived.trajectories)
+    assert plain(pickle.loads(pickle.dumps(arrived))) == plain(arrived)
+
+
+def test_a_group_travels_as_one_array_for_each_field():
+    fields = ("token_ids", "action_mask", "rollout_log_probs", "weight_versions", "turn_starts")
+    for size in (2, 50):
+        _, buffers = sent(group(size))
+        assert len(buffers) == len(fields)
+
+
+def test_what_arrives_is_not_copied():
+    arrived, buffers = sent(group(5))
+    received = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+    for name in ("token_ids", "action_mask", "rollout_log_probs", "weight_versions", "turn_starts"):
+        arrays = [getattr(t, name) for t in arrived.trajectories if getattr(t, name).size]
+        assert arrays and all(any(np.shares_memory(a, whole) for whole in received) for a in arrays)
+
+
+# ---- batches
+
+
+def test_a_batch_by_hand():
+    one = trajectory(token_ids=[1, 2, 3], action_mask=[False, True, False], rollout_log_probs=[-0.5])
+    two = trajectory(token_ids=[4, 5], action_mask=[False, True], rollout_log_probs=[-0.25])
+    batch = Batch.of([one, two, one])
+    assert len(batch) == 3
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 1, 2, 3] and batch.token_ids.dtype == np.int32
+    assert batch.action_mask.tolist() == [False, True, False, False, True, False, True, False]
+    assert batch.lengths.tolist() == [3, 2, 3] and batch.num_actions.tolist() == [1, 1, 1]
+    assert batch.rollout_log_probs.tolist() == [-0.5, -0.25, -0.5]
+    last_first = batch_of([one, two, one], advantages=[1.0, 2.0, 3.0]).select([2, 1])
+    assert last_first.token_ids.tolist() == [1, 2, 3, 4, 5] and last_first.lengths.tolist() == [3, 2]
+    assert last_first.advantages is not None and last_first.advantages.tolist() == [3, 2]
+    assert last_first.values is None
+
+
+@st.composite
+def batches(draw) -> Batch:
+    """Sequences whose first token is their number, of 0 to 4 actions each, where every action has another
+    value in each column."""
+    counts = draw(st.lists(st.integers(0, 4), min_size=1, max_size=9))
+    samples = [trajectory(1.0, token_ids=[i, *range(n)]) for i, n in enumerate(counts)]
+    values = np.arange(sum(counts), dtype=np.float32)
+    known = {name: values + k for k, name in enumerate(("log_probs", "values")) if draw(st.booleans())}
+    return batch_of(samples, rollout_log_probs=values, advantages=-values, **known)
+
+
+def indices(batch: Batch) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, len(batch) - 1), max_size=12)
+
+
+@given(batches(), st.data())
+def test_what_is_said_of_shares_is_put_together_in_the_order_of_the_batch(batch, data):
+    """Whatever the shares, also empty ones."""
+    owners = data.draw(st.lists(st.integers(0, 3), min_size=len(batch), max_size=len(batch)))
+    order = data.draw(st.permutations(range(len(batch))))
+    shares = [[i for i in order if owners[i] == owner] for owner in range(4)]
+    parts = [batch.select(share) for share in shares]
+    assert sum(map(len, parts)) == len(batch)
+    for read in (lambda part: part.rollout_log_probs, lambda part: part.advantages.astype(np.float64)):
+        together = batch.put_together(shares, [read(part) for part in parts])
+        assert plain(together) == plain(read(batch))
+
+
+@given(batches(), st.data())
+def test_a_selection_of_a_selection_is_a_selection(batch, data):
+    first = data.draw(indices(batch).filter(bool))
+    second = data.draw(indices(batch.select(first)))
+    assert plain(batch.select(first).select(second)) == plain(batch.select([first[i] for i in second]))
+
+
+@given(batches(), st.data())
+def test_a_selection_has_the_sequences_asked_for(batch, data):
+    chosen = data.draw(indices(batch))
+    selected = batch.select(chosen)
+    starts = selected.lengths.cumsum() - selected.lengths
+    assert selected.token_ids[starts].tolist() == chosen
+    assert selected.lengths.sum() == len(selected.token_ids) == len(selected.action_mask)
+    assert selected.num_actions.sum() == len(selected.rollout_log_probs) == selected.action_mask.sum()
+    assert plain(batch.select(range(len(batch)))) == plain(batch)
+
+
+# ---- rows
+
+
+def test_a_row_of_a_batch():
+    row = PackedRow.of_batch(Batch.of([trajectory(1.0, (5, 6)), trajectory(1.0, (7,))]))
+    assert row.token_ids.tolist() == [1, 5, 6, 1, 7] and row.token_ids.dtype == torch.int64
+    assert row.position_ids.tolist() == [0, 1, 2, 0, 1] and row.position_ids.dtype == torch.int64
+    assert row.action_mask.tolist() == [False, True, True, False, True]
+    assert row.lengths == (3, 2) and row.num_actions.tolist() == [2, 1]
+
+
+def test_a_batch_without_sequences_is_a_dummy_row():
+    nothing = batch_of([trajectory()], log_probs=-1.0, values=0.5).select([])
+    row = PackedRow.of_batch(nothing)
+    assert (row.num_tokens, row.num_sequences, row.lengths) == (0, 0, (2,))
+    assert len(row.token_ids) == len(row.position_ids) == len(row.action_mask) == 2
+    experience = ExperienceRow.of(nothing)
+    assert (experience.num_tokens, experience.num_sequences) == (0, 0)
+    for column in (experience.advantages, experience.returns, experience.old_log_probs, experience.values):
+        assert column is not None and column.shape == (0,)
+
+
+def test_columns_that_are_not_known_are_not_in_the_row():
+    samples: list[Trajectory] = [trajectory(1.0, (5, 6), rollout_log_probs=[-0.5, -1.5])]
+    row = ExperienceRow.of(batch_of(samples, advantages=[1.0, 2.0], returns=[3.0, 4.0]))
+    assert row.advantages.tolist() == [1, 2] and row.returns.tolist() == [3, 4]
+    assert row.rollout_log_probs.tolist() == [-0.5, -1.5]
+    assert row.old_log_probs is None and row.ref_log_probs is None and row.values is None
+    known = batch_of(samples, log_probs=-1.0, ref_log_probs=-2.0, values=0.5)
+    row = ExperienceRow.of(known)
+    columns = (row.old_log_probs, row.ref_log_probs, row.values)
+    assert [column.tolist() for column in columns if column is not None] == [[-1] * 2, [-2] * 2, [0.5] * 2]
+    with pytest.raises(AssertionError):
+        ExperienceRow.of(replace(known, advantages=None))
