@@ -206,15 +206,15 @@ def _torn(layout: Layout) -> Iterator[str]:
     """Tensor parallel ranks of a role that are on several nodes."""
     for role, place in layout.roles.items():
         flag = "--vllm.tensor_parallel_size" if role == ENGINES else "--ds.tensor_parallel_size"
-        counts = Counter(device.node for device in place.devices)
-        if any(len({device.node for device in group}) > 1 for group in place.tensor_groups):
-            home = layout.home(role)
-            yield (
-                f"{flag} {place.mesh.tensor}: the GPUs of one copy of the weights are on one node, and of "
-                f"the GPUs of --{home}.num_gpus_per_node the nodes have "
-                f"{', '.join(map(str, counts.values()))}.\n"
-                "Choose a size that divides the GPUs of a node."
-            )
+        if all(len({device.node for device in group}) == 1 for group in place.tensor_groups):
+            continue
+        home = layout.home(role)
+        held = Counter(device.node for device in place.devices).values()
+        yield (
+            f"{flag} {place.mesh.tensor}: the GPUs of one copy of the weights are on one node, and of those "
+            f"of --{home}.num_gpus_per_node the nodes have {', '.join(map(str, held))}.\n"
+            "Choose a size that divides the GPUs of a node."
+        )
 
 
 def _offload(config: PPOConfig, role: str) -> str:

@@ -57,7 +57,7 @@ class Worker:
 
     def __init__(self, config: PPOConfig, rank: int, mesh: Mesh) -> None:
         folder.enter()
-        self.config, self.rank, self.mesh = config, rank, mesh
+        self.config, self.rank, self.mesh = config, rank, ProcessMesh.of(mesh, rank)
 
     def call(self, method: str, count: int, *arguments: Any) -> Any:
         """`method` with the first `count` arguments. The others are results of other workers, for which
@@ -80,6 +80,7 @@ class Worker:
             "MASTER_PORT": str(port),
         }
         init_distributed()
+        self.mesh = ProcessMesh.joined(sequence=self.mesh.sequence, tensor=self.mesh.tensor)
         seed_everything(self.config.train.seed, self.config.train.full_determinism_enable)
 
     def row_groups(self, lengths: Sequence[int]) -> list[list[int]]:
@@ -217,7 +218,7 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
             total_steps=total_steps,
             gradient_checkpointing=gradient_checkpointing,
             reentrant=self.config.actor.gradient_checkpointing_reentrant,
-            mesh=ProcessMesh.joined(sequence=self.mesh.sequence, tensor=self.mesh.tensor),
+            mesh=self.mesh,
             **options,
         )
 
@@ -281,7 +282,7 @@ class PolicyWorker(TrainedWorker):
             batch_size=train.batch_size,
             micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
             max_tokens=train.max_tokens_per_gpu if train.dynamic_batch_enable else None,
-            data_rank=self.mesh.coordinates(self.rank).data,
+            data_rank=self.mesh.data_rank,
             data_size=self.mesh.data,
             seed=train.seed,
             shuffle=False,

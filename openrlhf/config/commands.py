@@ -78,6 +78,7 @@ PPO = Command(
     summary="Reinforcement learning (PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO) with Ray, vLLM and DeepSpeed.",
     old_flags=PPO_OLD_FLAGS,
     problems=ppo_problems,
+    has_plan=True,
 )
 BATCH_INFERENCE = Command(
     name="batch_inference",

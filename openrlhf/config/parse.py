@@ -40,6 +40,7 @@ Explicit = Mapping[str, Source]
 
 
 Settle = Callable[[ConfigT, Explicit, Sequence[int]], Mapping[str, Any]]
+Plan = Callable[[ConfigT, Sequence[int]], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,8 @@ class Command(Generic[ConfigT]):
     old_flags: Mapping[str, OldFlag]
     problems: Callable[[ConfigT, Explicit], list[Problem]]
     """What is wrong between flags."""
+    has_plan: bool = False
+    """It places its processes on a cluster: `--print_plan` says where."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,14 +78,14 @@ def parse(
     *,
     settle: Settle[ConfigT] = lambda config, explicit, cluster: {},
     inspect: Callable[[ConfigT, Collection[str]], list[str]] = lambda config, refused: [],
-    plan: Callable[[ConfigT, Sequence[int]], str] | None = None,
+    plan: Plan[ConfigT] = lambda config, cluster: "",
 ) -> Invocation[ConfigT]:
     """Read the command line (default: sys.argv). Exits with 0 after `--help`, `--print_config`,
     `--print_command` and `--print_plan`, with 2 when something is wrong.
 
     `settle`: values, by what there is to compute on, of flags that nobody set. `inspect`: what is wrong with
-    more than flags, given those that are refused, as `--flag`. `plan`: what `--print_plan` prints, of a
-    command that has a plan. Raises ValueError where there is none.
+    more than flags, given those that are refused, as `--flag`. `plan`: what `--print_plan` prints.
+    Raises ValueError where the run does not fit.
 
     `settle` and `plan` get the GPUs of each node of the cluster that `--print_plan` describes; nothing for
     the one that there is."""
@@ -105,7 +108,7 @@ def parse(
         write(to_command(command, values))
     problems += [_said_by(problem, config, explicit) for problem in found if problem.fatal]
     if line.print_plan and not problems:
-        problems += _print_plan(config, line.cluster, plan)
+        problems += _print_plan(command, config, line.cluster, plan)
     only_prints = line.print_config or line.print_command or line.print_plan
     if not only_prints:
         refused = {f"--{problem.key}" for problem in found if problem.fatal} | {f"--{key}" for key in bad}
@@ -262,12 +265,10 @@ def _cluster(words: Words) -> tuple[list[int], list[str]]:
     return [gpus for match in found if match for gpus in [int(match[2])] * int(match[1])], []
 
 
-def _print_plan(
-    config: ConfigT, cluster: Sequence[int], plan: Callable[[ConfigT, Sequence[int]], str] | None
-) -> list[str]:
+def _print_plan(command: Command, config: ConfigT, cluster: Sequence[int], plan: Plan[ConfigT]) -> list[str]:
     """What is wrong."""
-    if plan is None:
-        return ["--print_plan: has nothing to print; only ppo places models on a cluster"]
+    if not command.has_plan:
+        return ["--print_plan: there is no plan to print; only ppo places its processes on a cluster"]
     try:
         write(plan(config, cluster))
     except ValueError as error:

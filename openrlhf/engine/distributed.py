@@ -28,6 +28,11 @@ class ProcessMesh(Mesh):
     """The ranks that differ from this one in their samples only. None: all ranks."""
 
     @classmethod
+    def of(cls, mesh: Mesh, rank: int, data_group: dist.ProcessGroup | None = None) -> "ProcessMesh":
+        sizes = {"data": mesh.data, "sequence": mesh.sequence, "tensor": mesh.tensor}
+        return ProcessMesh(**sizes, rank=rank, data_group=data_group)
+
+    @classmethod
     def joined(cls, *, sequence: int = 1, tensor: int = 1) -> "ProcessMesh":
         """Of the ranks that met in `init_distributed`. Collective. Raises ValueError where their number is no
         multiple of `sequence * tensor`."""
@@ -42,9 +47,7 @@ class ProcessMesh(Mesh):
         if mesh.replica > 1:
             ranks = init_device_mesh(DEVICE_TYPE, mesh.shape, mesh_dim_names=mesh.DIMENSIONS)
             group = ranks.get_group("data")
-        return ProcessMesh(
-            data=mesh.data, sequence=sequence, tensor=tensor, rank=dist.get_rank(), data_group=group
-        )
+        return ProcessMesh.of(mesh, dist.get_rank(), group)
 
     @property
     def data_rank(self) -> int:

@@ -103,7 +103,7 @@ class Handle:
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         def remote(*args):
-            self.sent.append((name, args))
+            self.sent.append((args[0], args[2 : 2 + args[1]]) if name == "call" else (name, args))
             return getattr(self.worker, name)(*args)
 
         return SimpleNamespace(remote=remote)
@@ -470,6 +470,18 @@ def test_nine_samples_occupy_all_of_four_ranks():
     engines = engines_of(policy)
     assert sorted(len(numbers_in(engine.asked[0])) for engine in engines) == [2, 2, 2, 3]
     assert sorted(len(learned_in(engine.steps[0])) for engine in engines) == [2, 2, 2, 3]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2, sequence=2), Mesh(data=2, tensor=2)])
+def test_ranks_that_share_samples_get_the_same_ones(mesh):
+    """Each sample is scored and learned from once along the data dimension."""
+    policy, samples = group_of(PolicyGroup, config_of(), mesh, slope=1.0), [sample_of(5, n) for n in range(9)]
+    answers = policy.forward(samples).result()
+    assert [answer.tolist() for answer in answers] == [sample.token_ids[1:].tolist() for sample in samples]
+    policy.update([experience_of(sample) for sample in samples], 1, 0.0).result()
+    for read in (lambda engine: numbers_in(engine.asked[0]), lambda engine: learned_in(engine.steps[0])):
+        one, same, two, again = (read(engine) for engine in engines_of(policy))
+        assert one == same and two == again and sorted(one + two) == list(range(9))
 
 
 def test_one_more_token_than_two_rows_hold_needs_a_third():
@@ -964,7 +976,7 @@ def options_of_engine(
     made: dict[str, Any] = {}
     monkeypatch.setattr(worker_class, "join", lambda self, address, port: None)
     monkeypatch.setattr(worker, "DeepSpeedEngine", lambda build, **options: made.update(options))
-    worker_class(config, 0, 1).start("", 0, 10)
+    worker_class(config, 0, Mesh()).start("", 0, 10)
     return made
 
 
