@@ -302,7 +302,7 @@ class PRMDataConfig(DataConfig):
     input_key: str = "input"
     """Column with the whole text, a placeholder token at the end of each step."""
     label_key: str = "label"
-    """Column with a list, one label for each placeholder: the token that a judge would write there, or the
+    """Column with a list, one label for each placeholder: the token that the model is to write there, or the
     probability of the first of data.reward_tokens."""
     placeholder_token: str = ""
     """The token that ends a step. Required."""

@@ -281,4 +281,4 @@ def _reward_tokens(config: PRMConfig) -> Iterator[Problem]:
     if twice is not None:
         yield Problem(key=key, text=f"names {twice} twice; name each once")
     elif len(tokens) == 1:
-        yield Problem(key=key, text="a judge chooses between two or more; name them all")
+        yield Problem(key=key, text="a step's label is one of two or more; name them all")

@@ -539,4 +539,4 @@ def test_no_placeholder_token(refused):
 
 def test_a_single_reward_token(refused):
     text = refused("prm", "--data.reward_tokens", "+")
-    assert "error: --data.reward_tokens +: a judge chooses between two or more; name them all" in text
+    assert "error: --data.reward_tokens +: a step's label is one of two or more; name them all" in text

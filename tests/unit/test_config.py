@@ -502,7 +502,7 @@ CHECKS = [
     (
         PRM,
         "--data.reward_tokens +",
-        "--data.reward_tokens +: a judge chooses between two or more; name them all",
+        "--data.reward_tokens +: a step's label is one of two or more; name them all",
     ),
     (PRM, "--data.reward_tokens + - +", "--data.reward_tokens + - +: names + twice; name each once"),
     # models
