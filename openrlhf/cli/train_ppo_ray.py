@@ -54,8 +54,11 @@ def train(config: PPOConfig, argv, places, data: RLData, checkpoints, tag) -> No
     from openrlhf.cluster.deaths import naming_the_dead
     from openrlhf.cluster.launch import cluster_has_gpus
     from openrlhf.cluster.roles import start_roles
+    from openrlhf.observe.progress import waiting
 
-    with naming_the_dead():
+    engines = "1 vLLM engine" if config.num_engines == 1 else f"{config.num_engines} vLLM engines"
+    title = f"starting {engines}, loading {', '.join(config.placements)}"
+    with naming_the_dead(), waiting(title, key=config.actor.model_name_or_path):
         roles = start_roles(config, places, cluster_has_gpus(), len(data.prompts), data.texts)
     try:
         trainer = build_trainer(config, argv, roles, data, checkpoints, tag)
@@ -79,9 +82,12 @@ def rank_counts(config: PPOConfig, explicit: Explicit) -> dict[str, int]:
     keys = [f"{role}.num_gpus_per_node" for role in config.own_placements]
     if all(key in explicit for key in keys):
         return {}
-    from openrlhf.cluster.launch import available_nodes
+    from openrlhf.observe.progress import checking
 
-    most = max(1, min((int(n["GPU"]) for n in available_nodes() if n.get("GPU", 0) >= 1), default=1))
+    with checking():
+        from openrlhf.cluster.launch import available_nodes
+
+        most = max(1, min((int(n["GPU"]) for n in available_nodes() if n.get("GPU", 0) >= 1), default=1))
     values = values_of(config)
     return {key: most for key in keys if key not in explicit and cast(int, values[key]) > most}
 

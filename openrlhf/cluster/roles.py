@@ -1,6 +1,5 @@
 """The roles of a run: every engine and model, placed, loaded, and with weights flowing between them."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import ray
@@ -11,7 +10,6 @@ from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, Reward
 from openrlhf.cluster.placement import Bundles
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.datasets.store import SampleStore
-from openrlhf.observe.progress import waiting
 from openrlhf.trainer.schedule import num_updates
 
 
@@ -67,22 +65,16 @@ def start_roles(
     if "reward" in bundles:
         roles.reward = RewardGroup(config, bundles["reward"])
         rollout.judge = roles.reward.score
-    with waiting(_started(config, bundles), key=config.actor.model_name_or_path):
-        starting = [rollout.start()]
-        if config.engines_sleep and on_gpu:
-            starting.pop().result()  # engines size their cache by the memory that is free, so they come first
-            rollout.residency.rest()
-        updates = num_updates(config, num_prompts, config.frozen_actor_steps)
-        starting.append(roles.policy.start(updates, ray.put(texts)))
-        if roles.critic:
-            starting.append(roles.critic.start(num_updates(config, num_prompts)))
-        starting += [model.start() for model in (roles.reference, roles.teacher, roles.reward) if model]
-        for start in starting:
-            start.result()
-        rollout.connect(roles.policy)
+    starting = [rollout.start()]
+    if config.engines_sleep and on_gpu:
+        starting.pop().result()  # engines size their cache by the memory that is free, so they come first
+        rollout.residency.rest()
+    updates = num_updates(config, num_prompts, config.frozen_actor_steps)
+    starting.append(roles.policy.start(updates, ray.put(texts)))
+    if roles.critic:
+        starting.append(roles.critic.start(num_updates(config, num_prompts)))
+    starting += [model.start() for model in (roles.reference, roles.teacher, roles.reward) if model]
+    for start in starting:
+        start.result()
+    rollout.connect(roles.policy)
     return roles
-
-
-def _started(config: PPOConfig, models: Iterable[str]) -> str:
-    engines = "1 vLLM engine" if config.num_engines == 1 else f"{config.num_engines} vLLM engines"
-    return f"starting {engines}, loading {', '.join(models)}"
