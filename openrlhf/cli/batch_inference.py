@@ -41,10 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: BatchInferenceConfig) -> None:
     """Write `output_path`. On every rank, which stays in its process group."""
-    check(config)
+    from openrlhf.observe.progress import Progress, checking, waiting
+
+    with checking():
+        check(config)
     from openrlhf.datasets.result_file import ResultFile, check_origin, finished, write_origin
     from openrlhf.models.loading import load_tokenizer
-    from openrlhf.observe.progress import Progress, waiting
     from openrlhf.rollout.batch_inference import Recorder
 
     tokenizer = load_tokenizer(

@@ -24,10 +24,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: ChatConfig) -> None:
     """Until `exit` or the end of the input."""
-    from openrlhf.models.loading import load_tokenizer
-    from openrlhf.observe.progress import waiting
+    from openrlhf.observe.progress import checking, waiting
 
-    check(config)
+    with checking():
+        check(config)
+    from openrlhf.models.loading import load_tokenizer
+
     tokenizer = load_tokenizer(
         config.model.model_name_or_path,
         flag=MODEL_FLAG,

@@ -10,8 +10,7 @@ from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FL
 def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
     """What is wrong with the cluster and with files, before anything is loaded or started; nothing more about
     flags that are `refused`."""
-    from openrlhf.cluster.launch import check_resources, cluster_has_gpus
-    from openrlhf.observe.progress import LINE_EVERY, waiting
+    from openrlhf.observe.progress import checking
 
     problems, wrong = [], set(refused)
 
@@ -24,7 +23,9 @@ def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
             problems.append(str(error))
             wrong.add(flag)
 
-    with waiting("checking models and data", patience=LINE_EVERY):
+    with checking():
+        from openrlhf.cluster.launch import check_resources, cluster_has_gpus
+
         ask("--vllm.num_engines", check_resources, config)
         on_cpu = "--vllm.num_engines" not in wrong and not cluster_has_gpus()
         check_files(config, ask, on_cpu=on_cpu)

@@ -20,8 +20,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: ServeRMConfig) -> None:
     """Serve until SIGTERM or Ctrl-C."""
-    check(config)
-    from openrlhf.observe.progress import waiting
+    from openrlhf.observe.progress import checking, waiting
+
+    with checking():
+        check(config)
     from openrlhf.serve.scoring import ScoreQueue
     from openrlhf.serve.server import bind, build_app, serve
 

@@ -250,9 +250,9 @@ def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
 
 def run(task: Task, argv: Sequence[str] = ()) -> None:
     """Train, and write the model to `ckpt.output_dir`. On every rank, which stays in its process group."""
-    from openrlhf.observe.progress import LINE_EVERY, waiting
+    from openrlhf.observe.progress import checking
 
-    with waiting("checking models and data", patience=LINE_EVERY):
+    with checking():
         check_files(task)
     with ExitStack() as held:
         Run(task, argv, held).train()

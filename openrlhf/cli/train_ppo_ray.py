@@ -66,8 +66,11 @@ def train(
     """With a cluster that has room: every process of the run starts, works and ends here."""
     from openrlhf.cluster.deaths import naming_the_dead
     from openrlhf.cluster.roles import start_roles
+    from openrlhf.observe.progress import waiting
 
-    with naming_the_dead():
+    engines = "1 vLLM engine" if config.num_engines == 1 else f"{config.num_engines} vLLM engines"
+    title = f"starting {engines}, loading {', '.join(config.placements)}"
+    with naming_the_dead(), waiting(title, key=config.actor.model_name_or_path):
         roles = start_roles(config, places, layout.on_gpu, len(data.prompts), data.texts)
     try:
         trainer = build_trainer(config, argv, roles, data, checkpoints, tag)
@@ -105,7 +108,10 @@ def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = 
     keys = [f"{role}.num_gpus_per_node" for role in config.own_placements]
     if all(key in explicit for key in keys):
         return {}
-    most = max(1, min((int(n["GPU"]) for n in _nodes(cluster) if n.get("GPU", 0) >= 1), default=1))
+    from openrlhf.observe.progress import checking
+
+    with checking():
+        most = max(1, min((int(n["GPU"]) for n in _nodes(cluster) if n.get("GPU", 0) >= 1), default=1))
     values = values_of(config)
     return {key: most for key in keys if key not in explicit and cast(int, values[key]) > most}
 

@@ -1,6 +1,6 @@
 """The roles of a run: every engine and model, placed, loaded, and with weights flowing between them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ray
@@ -12,7 +12,6 @@ from openrlhf.cluster.layout import ENGINES
 from openrlhf.cluster.placement import Bundles
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.datasets.store import SampleStore
-from openrlhf.observe.progress import waiting
 from openrlhf.trainer.schedule import num_updates
 
 
@@ -64,22 +63,15 @@ def start_roles(
         roles.teacher = FrozenGroup(
             config, places["teacher"], path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
         )
-    with waiting(_started(config, places), key=config.actor.model_name_or_path):
-        starting = [rollout.start()]
-        if config.engines_sleep and on_gpu:
-            starting.pop().result()  # engines size their cache by the memory that is free, so they come first
-            rollout.residency.rest()
-        updates = num_updates(config, num_prompts, config.frozen_actor_steps)
-        starting.append(roles.policy.start(updates, ray.put(texts)))
-        if roles.critic:
-            starting.append(roles.critic.start(num_updates(config, num_prompts)))
-        starting += [model.start() for model in (roles.reference, roles.teacher, roles.reward) if model]
-        for start in starting:
-            start.result()
+    starting = [rollout.start()]
+    if config.engines_sleep and on_gpu:
+        starting.pop().result()  # engines size their cache by the memory that is free, so they come first
+        rollout.residency.rest()
+    updates = num_updates(config, num_prompts, config.frozen_actor_steps)
+    starting.append(roles.policy.start(updates, ray.put(texts)))
+    if roles.critic:
+        starting.append(roles.critic.start(num_updates(config, num_prompts)))
+    starting += [model.start() for model in (roles.reference, roles.teacher, roles.reward) if model]
+    for start in starting:
+        start.result()
     return roles
-
-
-def _started(config: PPOConfig, roles: Iterable[str]) -> str:
-    models = [role for role in roles if role != ENGINES]
-    engines = "1 vLLM engine" if config.num_engines == 1 else f"{config.num_engines} vLLM engines"
-    return f"starting {engines}, loading {', '.join(models)}"

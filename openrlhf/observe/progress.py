@@ -26,7 +26,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -85,6 +85,8 @@ STEPS_EVERY, STEPS_EVERY_ON_TERMINAL = 5.0, 1.0
 """Seconds between two lines of quick steps."""
 LOOP_PATIENCE, WAIT_PATIENCE = 2.0, 1.0
 """Seconds before a bar of a loop, and before anything about a wait."""
+CHECK_PATIENCE = 4.0
+"""The same, in a file, where an error is likely: it shall stand alone."""
 DURATIONS_KEPT = 200
 """Waits whose durations are remembered."""
 
@@ -407,6 +409,11 @@ def waiting(
         thread.join()
     if phase.elapsed >= WAIT_PATIENCE:
         _remember(name, phase.elapsed)
+
+
+def checking() -> AbstractContextManager[None]:
+    """The wait for what may end with what is wrong with a command."""
+    return waiting("checking models and data", patience=CHECK_PATIENCE)
 
 
 def _tell_wait(phase: Phase, stream: TextIO, ended: threading.Event, patience: float) -> None:

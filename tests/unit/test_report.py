@@ -2,7 +2,10 @@ import io
 import json
 import math
 import re
+import tomllib
 from html.parser import HTMLParser
+from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,10 +79,18 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.text += data
+        self.text += "" if data.isspace() else data
 
     def named(self, name):
         return [attrs for tag, attrs in self.tags if tag == name]
+
+
+def test_an_installed_package_has_the_template():
+    root = Path(__file__).parents[2]
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    others = {path for path in (root / "openrlhf").rglob("*.*") if path.suffix not in (".py", ".pyc")}
+    assert {path for pattern in listed["openrlhf"] for path in (root / "openrlhf").glob(pattern)} == others
+    assert resources.files("openrlhf.observe").joinpath("report.html.j2").is_file()
 
 
 def test_a_report_shows_the_run(tmp_path):
