@@ -214,7 +214,7 @@ OLD = r"""
 {"prompt_id": 8, "episode": 0, "sample_index": 0, "seed": 0, "source": "default", "label": "", "prompt": "\u001b[2J <script> \u65e5\u672c", "response": "<[10][]>", "reward": null, "score": null, "outcome": "env_error", "error": "TimeoutError: no answer\nin 30 s", "finish_reason": "stop", "truncated": false, "extra_logs": {}, "token_ids": [10], "action_ranges": [], "rollout_log_probs": [], "weight_versions": []}
 {"prompt_id": 7, "episode": 2, "sample_index": 3, "seed": 9223372036854775809, "source": "sums", "label": {"answer": [4]}, "prompt": "2+2?", "response": null, "reward": "NaN", "score": "Infinity", "outcome": "ok", "error": "", "finish_reason": "length", "truncated": true, "extra_logs": {"format": "-Infinity"}, "token_ids": [10, 11, 20, 21, 30, 22], "action_ranges": [[2, 4], [5, 6]], "rollout_log_probs": [-0.1, -1e-09, -3.141592653589793], "weight_versions": [[4, 2], [5, 1]]}
 """.lstrip()  # noqa: E501
-"""A journal in JSON lines, as release 0.1.0 writes it."""
+"""In JSON lines, written by release 0.1.0."""
 
 
 def test_journals_in_json_lines(tmp_path):
