@@ -510,7 +510,7 @@ class UnpairedRow(RowWithMore):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """A solution whose steps are judged, for process reward models. Its actions are the placeholders at the
+    """A solution with a label for each step, for process reward models. Its actions are the placeholders at the
     ends of steps; a prediction is read at the placeholder itself."""
 
     sample: Sample

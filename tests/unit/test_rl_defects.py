@@ -24,10 +24,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from openrlhf.algos.advantages import ESTIMATORS
 from openrlhf.algos.correction import CORRECTIONS
 from openrlhf.algos.kl import KLController
-from openrlhf.algos.traits import AGGREGATIONS, POLICY_LOSSES
+from openrlhf.algos.traits import AGGREGATIONS, ESTIMATORS, POLICY_LOSSES
 from openrlhf.cli.rl_data import RLData, build_prompt_datasets
 from openrlhf.cli.train_ppo_ray import build_trainer
 from openrlhf.cluster import group, worker
