@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from openrlhf.observe.journal import Decode, journal_steps, read_rows, read_table, response_of, spread
+from openrlhf.observe.journal import (
+    Decode,
+    journal_steps,
+    num_samples,
+    read_rows,
+    read_table,
+    response_of,
+    spread,
+)
 from openrlhf.observe.progress import clean_text, format_duration, format_number, pass_name
 from openrlhf.observe.run_folder import RunFolder, read_jsonl, write_atomically
 from openrlhf.observe.trackers import read_metrics
@@ -333,15 +341,18 @@ def _samples_section(files: dict[int, Path]) -> str:
 
 
 def _samples_of_step(step: int, path: Path) -> str:
-    table = read_table(path, ["outcome", "reward"]).to_pydict()
-    finite = [(r, i) for i, r in enumerate(table["reward"]) if r is not None and math.isfinite(r)]
+    table = read_table(path, ["outcome", "reward"])
+    outcomes, rewards = Counter(table["outcome"].to_pylist()), table["reward"].to_pylist()
+    finite = [(r, i) for i, r in enumerate(rewards) if r is not None and math.isfinite(r)]
     shown: dict[int, str] = {}
     if finite:
         shown[min(finite, key=lambda pair: (-pair[0], pair[1]))[1]] = "best"
         shown.setdefault(min(finite, key=lambda pair: (pair[0], -pair[1]))[1], "worst")
-    if None in table["reward"]:
-        shown[table["reward"].index(None)] = "failed"
-    counts = ", ".join(f"{_escape(n)} {count:,}" for n, count in Counter(table["outcome"]).most_common())
+    if None in rewards:
+        shown[rewards.index(None)] = "failed"
+    counts = ", ".join(f"{_escape(name)} {count:,}" for name, count in outcomes.most_common())
+    if num_samples(table) > len(table):
+        counts += f" of {num_samples(table):,} samples"
     rows = zip(shown.values(), read_rows(path, list(shown)), strict=True)
     cards = "".join(_sample_card(kind, row) for kind, row in rows)
     return f'<div><h3>Step {step:,} <span class="facts">{counts}</span></h3>{cards}</div>'
