@@ -396,8 +396,8 @@ def waiting(
         return
     name = f"{title} {key}".strip()
     last = _durations().get(name)
-    phase = Phase(name=clean_text(title), total=None)
-    phase.figures = {} if last is None else {"last time": format_duration(last)}
+    before = "" if last is None else f" (last time {format_duration(last)})"
+    phase = Phase(name=clean_text(title) + before, total=None)
     ended = threading.Event()
     arguments = (phase, stream or sys.stderr, ended, patience or WAIT_PATIENCE)
     thread = threading.Thread(target=_tell_wait, args=arguments, name="waiting", daemon=True)
