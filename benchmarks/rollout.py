@@ -25,7 +25,8 @@ from typing import Any
 import ray
 
 from openrlhf.cluster.engine_pool import EnginePool, engine_options
-from openrlhf.cluster.launch import cluster_has_gpus, start_ray
+from openrlhf.cluster.launch import check_resources, start_ray
+from openrlhf.cluster.layout import ENGINES
 from openrlhf.cluster.placement import Bundles, place
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
@@ -56,8 +57,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = build_config(options, Path(folder))
         prompts = build_prompts(config, options.prompts)
-        on_gpu = cluster_has_gpus()
-        _, bundles = place(config, on_gpu)
+        layout = check_resources(config)
+        on_gpu, bundles = layout.on_gpu, place(config, layout)[ENGINES]
         ways = {
             "ours": ours(config, bundles, on_gpu, prompts),
             "bare": bare(config, bundles, on_gpu, prompts),

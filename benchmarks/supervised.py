@@ -52,7 +52,7 @@ from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 from openrlhf.datasets.batches import Windows
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
-from openrlhf.engine.distributed import current_device, init_distributed, leave_distributed
+from openrlhf.engine.distributed import ProcessMesh, current_device, init_distributed, leave_distributed
 from openrlhf.engine.precompute import answers_of
 from openrlhf.models.attention import PACKED, packing_kwargs
 from openrlhf.models.policy import PolicyModel
@@ -362,7 +362,7 @@ def windows_of(task: Task, setting: Setting, *, precomputed: bool) -> Windows:
     examples = task.examples(setting.texts, setting.options.batch_size)
     windows = lay_out(task, setting, examples)
     if precomputed:
-        answers = answers_of(frozen(setting), windows, present(task.read), len(examples))
+        answers = answers_of(frozen(setting), windows, present(task.read), len(examples), ProcessMesh())
         known = torch.from_numpy(answers)
         examples = [replace(e, ref_log_probs=x) for e, x in zip(examples, known, strict=True)]
         windows = lay_out(task, setting, examples)
@@ -375,8 +375,8 @@ def lay_out(task: Task, setting: Setting, examples: list) -> Windows:
         task.collate,
         batch_size=setting.options.batch_size,
         max_tokens=setting.options.tokens,
-        rank=0,
-        world=1,
+        data_rank=0,
+        data_size=1,
         seed=0,
         shuffle=False,
     )

@@ -112,6 +112,8 @@ class Episode:
     """None when the outcome is not OK."""
     score: float | None = None
     """What filtering and evaluation look at. None when the outcome is not OK."""
+    truncated: bool | None = None
+    """What the executor says of it. None: whether the last turn ran out of tokens."""
     outcome: Outcome = Outcome.OK
     error: str = ""
     """Why the outcome is not OK."""
@@ -233,7 +235,7 @@ class Batch:
     lengths: np.ndarray  # (B,) int64
     num_actions: np.ndarray  # (B,) int64
     rollout_log_probs: np.ndarray  # (A,) float32, from the sampler
-    log_probs: np.ndarray | None = None  # (A,) before the update; None: algo.skip_old_log_probs
+    log_probs: np.ndarray | None = None  # (A,) of the policy before the update; None: not known before it
     ref_log_probs: np.ndarray | None = None  # (A,) None without a reference model
     values: np.ndarray | None = None  # (A,) None without a critic
     advantages: np.ndarray | None = None  # (A,)
@@ -529,7 +531,7 @@ class StepsRow(RowWithMore):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExperienceRow(RowWithMore):
-    old_log_probs: Tensor | None  # (A,) None with algo.skip_old_log_probs
+    old_log_probs: Tensor | None  # (A,) None: the policy itself
     advantages: Tensor  # (A,)
     returns: Tensor  # (A,)
     rollout_log_probs: Tensor  # (A,)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A process reward model: it judges every step of a solution.
+# A process reward model: it scores every step of a solution.
 # Needs 8 GPUs of 80 GB. Makes the model in $OUT.
 set -euo pipefail
 

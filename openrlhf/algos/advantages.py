@@ -5,10 +5,12 @@ smaller than was asked for, because failed samples are not in it, and its sample
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
+
+from openrlhf.algos import traits
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -30,30 +32,25 @@ def standardize(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (_center(rewards, group_ids) / (group_std(rewards, group_ids) + 1e-9)).to(rewards.dtype)
 
 
+COMPARISONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "rloo": leave_one_out,
+    "reinforce_baseline": center,
+    "group_norm": standardize,
+    "dr_grpo": center,
+}
+"""(rewards (B,), group_ids (B,)) -> (B,), of the estimators that compare the samples of a prompt."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Estimator:
-    """Everything that differs between estimators. Code asks this table, never the name."""
+class Estimator(traits.Estimator):
+    """Everything that differs between estimators. Code asks this row, never the name."""
 
-    shape_rewards: Callable[[Tensor, Tensor], Tensor] | None = None
-    """(rewards, group_ids) -> rewards"""
-    whiten: bool = False
-    """Over all actions of the rollout."""
-    needs_critic: bool = False
-    discounts: bool = False
-    """Reads gamma. The others credit every action with the whole outcome."""
-
-    @property
-    def needs_group(self) -> bool:
-        return self.shape_rewards is not None
+    shape_rewards: Callable[[Tensor, Tensor], Tensor] | None
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "gae": Estimator(whiten=True, needs_critic=True, discounts=True),
-    "reinforce": Estimator(whiten=True, discounts=True),
-    "reinforce_baseline": Estimator(shape_rewards=center, whiten=True),
-    "rloo": Estimator(shape_rewards=leave_one_out),
-    "group_norm": Estimator(shape_rewards=standardize),
-    "dr_grpo": Estimator(shape_rewards=center),
+ESTIMATORS = {
+    name: Estimator(**asdict(row), shape_rewards=COMPARISONS[name] if row.needs_group else None)
+    for name, row in traits.ESTIMATORS.items()
 }
 
 
@@ -76,25 +73,30 @@ def token_rewards(rewards: Tensor, kl: Tensor, counts: Tensor, kl_coef: float) -
     return per_token
 
 
-def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
-    """(B, T) -> (B, T): G_t = r_t + gamma * G_{t+1}. Actions only, padded with 0 on the right."""
+def discounted_returns(rewards: Tensor, counts: Tensor, gamma: float) -> Tensor:
+    """(A,) -> (A,): G_t = r_t + gamma * G_{t+1} within each sequence."""
     returns = torch.empty_like(rewards)
-    running = rewards.new_zeros(len(rewards))
-    for t in reversed(range(rewards.shape[1])):
-        running = rewards[:, t] + gamma * running
-        returns[:, t] = running
+    by_length = counts.argsort(descending=True)
+    last = counts.cumsum(0)[by_length] - 1  # the action that each sequence has come to, from its end
+    still_there = torch.bincount(counts).flip(0).cumsum(0).flip(0)[1:].tolist()
+    running = rewards.new_zeros(len(counts))
+    for steps_from_end, count in enumerate(still_there):
+        index = last[:count] - steps_from_end
+        running = rewards[index] + gamma * running[:count]
+        returns[index] = running
     return returns
 
 
-def gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """(B, T) -> advantages and returns, both (B, T). Actions only, padded with 0 on the right, so that an
-    action bootstraps from the next action, also across environment feedback. https://arxiv.org/abs/1506.02438
+def gae(rewards: Tensor, values: Tensor, counts: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+    """(A,) -> advantages and returns, both (A,). An action bootstraps from the next action of its sequence,
+    also across environment feedback. https://arxiv.org/abs/1506.02438
 
     delta_t = r_t + gamma * V_{t+1} - V_t,   A_t = delta_t + gamma * lambda * A_{t+1},   G_t = A_t + V_t
     """
-    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    next_values = torch.cat([values[1:], values.new_zeros(min(1, len(values)))])
+    next_values[counts.cumsum(0)[counts > 0] - 1] = 0
     deltas = rewards + gamma * next_values - values
-    advantages = discounted_returns(deltas, gamma * lambd)
+    advantages = discounted_returns(deltas, counts, gamma * lambd)
     return advantages, advantages + values
 
 

@@ -28,11 +28,14 @@ def partition(costs: Sequence[float], k: int, *, equal_size: bool = False) -> li
     """`k` parts of indices into `costs` with nearly equal sums, costliest first. With fewer costs than parts
     some parts are empty. With `equal_size`, no part has two more indices than another.
 
-    Largest differencing (Karmarkar and Karp 1982): start from partitions of a few indices each; again and
-    again take the two with the largest spread and put the costly parts of one together with the cheap parts
-    of the other.
+    With many costs for each part: the costliest first, each to the part that has least, which leaves less
+    than the cheapest to even out. With few: largest differencing (Karmarkar and Karp 1982): start from
+    partitions of a few indices each; again and again take the two with the largest spread and put the costly
+    parts of one together with the cheap parts of the other.
     """
     order = _decreasing(costs)
+    if len(costs) > MANY * k and not equal_size:
+        return _greedy(costs, order, k)
     step = k if equal_size else 1
     heap = []
     for start in range(0, len(order), step):
@@ -46,6 +49,20 @@ def partition(costs: Sequence[float], k: int, *, equal_size: bool = False) -> li
         parts = sorted(((a + b, i + j) for (a, i), (b, j) in pairs), key=lambda part: -part[0])
         heapq.heappush(heap, (parts[-1][0] - parts[0][0], start, parts))
     return [sorted(indices) for _, indices in heap[0][2]] if heap else [[] for _ in range(k)]
+
+
+MANY = 64
+"""Costs for each part from which on there is nothing to gain from looking at them together."""
+
+
+def _greedy(costs: Sequence[float], order: Sequence[int], k: int) -> list[list[int]]:
+    parts: list[list[int]] = [[] for _ in range(k)]
+    totals = [(0.0, part) for part in range(k)]
+    for i in order:
+        total, part = totals[0]
+        parts[part].append(i)
+        heapq.heapreplace(totals, (total + costs[i], part))
+    return [sorted(indices) for indices in parts]
 
 
 def estimated_cost(length: int, *, crossover: int = 24576) -> float:

@@ -3,6 +3,8 @@
 A surrogate returns the loss and where its lower and its upper bound were active (bool), all (A,).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,10 @@ def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, counts: Tensor)
     GSPO's ratio in logs, https://arxiv.org/abs/2507.18071, eq. 7"""
     means = segment_mean(log_probs - old_log_probs, counts)
     return spread(means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), counts, len(log_probs))
+
+
+LOG_RATIOS = {"token": token_log_ratio, "sequence": sequence_log_ratio}
+"""(log_probs (A,), old_log_probs (A,), counts (B,)) -> (A,)"""
 
 
 def clipped_loss(
@@ -71,3 +77,11 @@ def cispo_loss(
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -weight * advantages * log_probs, ratio < weight, ratio > weight
+
+
+SURROGATES: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "ppo": clipped_loss,
+    "gspo": clipped_loss,
+    "cispo": cispo_loss,
+}
+"""(log_probs, log_ratio, advantages, clip_low=, clip_high=, dual_clip=) -> loss and active bounds"""

@@ -1,4 +1,4 @@
-"""Losses of sequences that are compared or judged: reward models, DPO and its relatives, KTO.
+"""Losses of pairs and of unpaired preferences: reward models, DPO and its relatives, KTO.
 
 h = (log p - log p_ref)(chosen) - (log p - log p_ref)(rejected), summed over the tokens of an answer.
 """

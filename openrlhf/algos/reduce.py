@@ -4,6 +4,8 @@ A reduction of a loss returns this row's share: the sum of the shares of all row
 optimizer step. `x` is (A,) and `counts` (B,) tells which actions belong to which sequence, as in `types.py`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,14 @@ def constant_length_mean(loss: Tensor, norm: LossNorm, length: float) -> Tensor:
     """(A,) -> (): like `sample_mean`, but every sequence counts as `length` actions long, so that a token
     weighs the same in a short and in a long sequence. Dr. GRPO, https://arxiv.org/abs/2503.20783"""
     return loss.sum() / (max(norm.num_sequences, 1) * length)
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, LossNorm, float], Tensor]] = {
+    "token_mean": lambda loss, counts, norm, length: token_mean(loss, norm),
+    "sample_mean": lambda loss, counts, norm, length: sample_mean(loss, counts, norm),
+    "constant_length": lambda loss, counts, norm, length: constant_length_mean(loss, norm, length),
+}
+"""(loss (A,), counts (B,), norm, longest response) -> ()"""
 
 
 def mean(x: Tensor) -> Tensor:

@@ -41,10 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: BatchInferenceConfig) -> None:
     """Write `output_path`. On every rank, which stays in its process group."""
-    check(config)
+    from openrlhf.observe.progress import Progress, checking, waiting
+
+    with checking():
+        check(config)
     from openrlhf.datasets.result_file import ResultFile, check_origin, finished, write_origin
     from openrlhf.models.loading import load_tokenizer
-    from openrlhf.observe.progress import Progress
     from openrlhf.rollout.batch_inference import Recorder
 
     tokenizer = load_tokenizer(
@@ -60,7 +62,6 @@ def run(config: BatchInferenceConfig) -> None:
     rank, world = _join_ranks(config)  # all have read what is there before one of them writes
     mine = pending[rank::world]
     with Progress(show=rank == 0) as progress:
-        progress.start(0)
         if done:
             progress.message(f"{len(done)} of {len(work)} rows are in {config.raw_path} already")
         if rank == 0:
@@ -69,8 +70,9 @@ def run(config: BatchInferenceConfig) -> None:
         try:
             if pending:
                 with ExitStack() as stack:
-                    with progress.phase("load model"):
+                    with waiting("loading the model", key=f"{config.model.model_name_or_path} {config.task}"):
                         do = stack.enter_context(LOADERS[config.task or ""](config, tokenizer))
+                    progress.start(0)
                     results = stack.enter_context(ResultFile(config.raw_path, rank))
                     phase = stack.enter_context(progress.phase(_phase_name(config, rank, world), len(mine)))
                     do(mine, recorder.begin(results, phase))
@@ -170,10 +172,17 @@ def _vllm(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
     import asyncio
 
     from openrlhf.device import DEVICE_TYPE
-    from openrlhf.engine.vllm_engine import VLLMEngine, engine_environment
+    from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
     from openrlhf.rollout.batch_inference import answer_with_vllm
 
-    options = _engine_options(config, on_gpu=DEVICE_TYPE == "cuda")
+    options = EngineOptions.of(
+        config,
+        model=config.model.model_name_or_path,
+        max_len=_longest(config),
+        on_gpu=DEVICE_TYPE == "cuda",
+        enable_prefix_caching=config.vllm.enable_prefix_caching,
+        max_num_seqs=config.vllm.max_num_seqs,
+    )
     os.environ.update(engine_environment(options))
     engine = VLLMEngine(options)
     decoding, concurrency = _decoding(config, tokenizer), config.vllm.max_num_seqs
@@ -187,28 +196,6 @@ def _vllm(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
             )
         finally:
             engine.shutdown()
-
-
-def _engine_options(config: BatchInferenceConfig, *, on_gpu: bool):
-    import torch
-
-    from openrlhf.engine.vllm_engine import EngineOptions
-
-    vllm = config.vllm
-    return EngineOptions(
-        model=config.model.model_name_or_path,
-        dtype=config.ds.param_dtype,
-        max_len=_longest(config),
-        seed=config.train.seed,
-        transfer_backend="nccl" if on_gpu else "gloo",
-        on_gpu=on_gpu,
-        tensor_parallel_size=vllm.tensor_parallel_size or (torch.cuda.device_count() if on_gpu else 1),
-        enable_prefix_caching=vllm.enable_prefix_caching,
-        enforce_eager=vllm.enforce_eager,
-        gpu_memory_utilization=vllm.gpu_memory_utilization,
-        kv_cache_gb=vllm.kv_cache_gb,
-        max_num_seqs=vllm.max_num_seqs,
-    )
 
 
 @contextmanager
@@ -348,12 +335,13 @@ def _join_ranks(config: BatchInferenceConfig) -> tuple[int, int]:
         return 0, 1
     import torch.distributed as dist
 
-    from openrlhf.engine.distributed import init_distributed, seed_everything
+    from openrlhf.engine.distributed import ProcessMesh, init_distributed, seed_everything
 
     init_distributed(timeout_minutes=7 * 24 * 60)  # ranks with less to do wait at the end
     seed_everything(config.train.seed, config.train.full_determinism_enable)
     dist.barrier()
-    return dist.get_rank(), dist.get_world_size()
+    mesh = ProcessMesh.joined()
+    return mesh.rank, mesh.size
 
 
 def _sum_over_ranks(config: BatchInferenceConfig, number: int) -> int:

@@ -46,7 +46,7 @@ def preview(task_type: type[Task], flags: Sequence[str]) -> None:
 
     with short_errors():
         check_files(task)
-        show(task, num_samples=num_samples, coloured=not no_color and _shows_colours())
+        show(task, num_samples=num_samples, coloured=not no_color and shows_colours())
 
 
 def show(task: Task, *, num_samples: int, coloured: bool) -> None:
@@ -60,7 +60,7 @@ def show(task: Task, *, num_samples: int, coloured: bool) -> None:
     screen.first_tokens(tokenizer, is_chat=getattr(config.data, "apply_chat_template", False))
     for i in range(min(num_samples, len(dataset))):
         screen.item(i + 1, dataset[i], tokenizer)
-    windows = lay_out(task, dataset, batch_size=config.train.batch_size, shuffle=True, rank=0, world=1)
+    windows = lay_out(task, dataset, batch_size=config.train.batch_size, shuffle=True)
     screen.rows(next(windows.items(0)), dataset)
     screen.summary(dataset)
 
@@ -84,7 +84,8 @@ def _take_own(flags: Sequence[str]) -> tuple[int, bool, list[str]]:
     return num_samples, no_color, rest
 
 
-def _shows_colours() -> bool:
+def shows_colours() -> bool:
+    """Whether stdout is a terminal, and its user wants colours."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

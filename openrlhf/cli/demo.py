@@ -114,7 +114,7 @@ def _show_result(folder: Path, steps: int) -> None:
     from rich.table import Table
 
     from openrlhf.models.loading import load_tokenizer
-    from openrlhf.observe.journal import journal_steps, read_journal
+    from openrlhf.observe.journal import journal_steps, read_journal, response_of
     from openrlhf.observe.progress import clean_text
     from openrlhf.types import Trajectory
     from openrlhf.utils.text import decode
@@ -124,12 +124,8 @@ def _show_result(folder: Path, steps: int) -> None:
     before, after = read_journal(evals[0]), read_journal(evals[steps])
     console = Console()
 
-    def text(ids: list[int], after: Sequence[int] = ()) -> str:
+    def text(ids: list[int], /, *, after: Sequence[int] = ()) -> str:
         return clean_text(decode(tokenizer, ids, after=after, skip_special_tokens=True))
-
-    def answer(t: Trajectory) -> str:
-        token_ids, start = t.token_ids.tolist(), t.prompt_length
-        return text(token_ids[start:], after=token_ids[:start])
 
     def mean(trajectories: list[Trajectory], read) -> float:
         return sum(map(read, trajectories)) / len(trajectories)
@@ -147,8 +143,8 @@ def _show_result(folder: Path, steps: int) -> None:
     for column in ("problem", "before", "after"):
         samples.add_column(column, overflow="fold")
     for b, a in list(zip(before, after, strict=True))[:5]:
-        question = text(b.token_ids[: b.prompt_length].tolist())
-        samples.add_row(question, *(f"{answer(t)} {'✓' if t.reward else '✗'}" for t in (b, a)))
+        answers = (f"{response_of(t, text)} {'✓' if t.reward else '✗'}" for t in (b, a))
+        samples.add_row(text(b.token_ids[: b.prompt_length].tolist()), *answers)
     console.print(figures)
     console.print(samples, markup=False)
 

@@ -24,9 +24,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: ChatConfig) -> None:
     """Until `exit` or the end of the input."""
+    from openrlhf.observe.progress import checking, waiting
+
+    with checking():
+        check(config)
     from openrlhf.models.loading import load_tokenizer
 
-    check(config)
     tokenizer = load_tokenizer(
         config.model.model_name_or_path,
         flag=MODEL_FLAG,
@@ -34,7 +37,9 @@ def run(config: ChatConfig) -> None:
         chat_template=config.data.tokenizer_chat_template,
     )
     conversation = _conversation(config, tokenizer)
-    with closing(_load(config, tokenizer)) as model:
+    with waiting("loading the model", key=f"{config.model.model_name_or_path} {config.engine}"):
+        model = _load(config, tokenizer)
+    with closing(model):
         print(f"{config.model.model_name_or_path}: {HELP}", file=sys.stderr, flush=True)
         while (message := _read()) is not None:
             if message == "clear":
@@ -78,11 +83,8 @@ def _conversation(config: ChatConfig, tokenizer):
 
 def _load(config: ChatConfig, tokenizer):
     """What streams answers."""
-    import torch
-
     from openrlhf.device import DEVICE_TYPE
 
-    on_gpu = DEVICE_TYPE == "cuda"
     if config.engine == "transformers":
         from openrlhf.models.loading import load_generator
         from openrlhf.models.streaming import TransformersStream
@@ -94,24 +96,17 @@ def _load(config: ChatConfig, tokenizer):
             attention=config.ds.attn_implementation,
             max_len=config.data.max_len,
         )
-        return TransformersStream(model.to(torch.device(DEVICE_TYPE)).eval(), tokenizer.pad_token_id)
+        return TransformersStream(model.to(DEVICE_TYPE).eval(), tokenizer.pad_token_id)
     from openrlhf.engine.vllm_engine import EngineOptions
     from openrlhf.engine.vllm_stream import VLLMStream
 
-    vllm = config.vllm
     return VLLMStream(
-        EngineOptions(
+        EngineOptions.of(
+            config,
             model=config.model.model_name_or_path,
-            dtype=config.ds.param_dtype,
             max_len=config.data.max_len,
-            seed=config.train.seed,
-            transfer_backend="nccl" if on_gpu else "gloo",
-            on_gpu=on_gpu,
-            tensor_parallel_size=vllm.tensor_parallel_size or (torch.cuda.device_count() if on_gpu else 1),
+            on_gpu=DEVICE_TYPE == "cuda",
             enable_prefix_caching=True,
-            enforce_eager=vllm.enforce_eager,
-            gpu_memory_utilization=vllm.gpu_memory_utilization,
-            kv_cache_gb=vllm.kv_cache_gb,
         )
     )
 

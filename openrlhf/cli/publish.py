@@ -8,6 +8,7 @@ def publish(config, command: Command, *, base_model: str, datasets: str) -> None
     from pathlib import Path
 
     from openrlhf.observe.model_card import push_to_hub, write_model_card
+    from openrlhf.observe.progress import waiting
     from openrlhf.observe.run_folder import RunFolder
 
     folder = config.ckpt.output_dir
@@ -20,5 +21,7 @@ def publish(config, command: Command, *, base_model: str, datasets: str) -> None
         datasets=datasets.split(","),
     )
     print(f"model saved to {folder}", flush=True)
-    if config.ckpt.push_to_hub:
-        print(f"model uploaded to {push_to_hub(folder, config.ckpt.push_to_hub)}", flush=True)
+    if repository := config.ckpt.push_to_hub:
+        with waiting(f"uploading to {repository}"):
+            address = push_to_hub(folder, repository)
+        print(f"model uploaded to {address}", flush=True)

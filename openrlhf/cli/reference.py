@@ -32,16 +32,18 @@ def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
     from openrlhf.engine.precompute import answers_of
     from openrlhf.models.lora import has_adapters
     from openrlhf.models.policy import PolicyModel
+    from openrlhf.observe.progress import waiting
 
     path = reference_path(run.config)[REF_FLAG]
     is_policy = path == run.config.model.model_name_or_path
 
     def load() -> FrozenModel:
-        return FrozenModel(
-            lambda: PolicyModel(load_language_model(run.config, path, REF_FLAG)),
-            ds=run.config.ds,
-            offload=ref.offload,
-        )
+        with waiting("loading the reference model", key=path):
+            return FrozenModel(
+                lambda: PolicyModel(load_language_model(run.config, path, REF_FLAG)),
+                ds=run.config.ds,
+                offload=ref.offload,
+            )
 
     if not ref.precompute_enable and is_policy and has_adapters(run.engine.module.model):
         return without_adapters(run.engine.module)
@@ -52,7 +54,7 @@ def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
     model = cache(lambda: run.engine if is_policy else load())
 
     def compute(dataset):
-        return answers_of(model(), run.in_order(dataset), read, len(dataset))
+        return answers_of(model(), run.in_order(dataset), read, len(dataset), run.mesh)
 
     run.attach(lambda dataset: _remembered(run, path, dataset, partial(compute, dataset)))
     return None
@@ -60,8 +62,9 @@ def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
 
 def _remembered(run, path: str, dataset, compute: Callable):
     """From the data cache, where model, precision and tokens are the same."""
-    from openrlhf.datasets.cache import arrays_digest, cache_folder, digest
+    from openrlhf.datasets.cache import arrays_digest, digest
     from openrlhf.engine.precompute import kept
+    from openrlhf.files import cache_folder
     from openrlhf.models.loading import model_digest
 
     data, ds = run.config.data, run.config.ds

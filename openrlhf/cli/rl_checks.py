@@ -10,7 +10,7 @@ from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FL
 def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
     """What is wrong with the cluster and with files, before anything is loaded or started; nothing more about
     flags that are `refused`."""
-    from openrlhf.cluster.launch import check_resources, cluster_has_gpus
+    from openrlhf.observe.progress import checking
 
     problems, wrong = [], set(refused)
 
@@ -23,9 +23,12 @@ def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
             problems.append(str(error))
             wrong.add(flag)
 
-    ask("--vllm.num_engines", check_resources, config)
-    on_cpu = "--vllm.num_engines" not in wrong and not cluster_has_gpus()
-    check_files(config, ask, on_cpu=on_cpu)
+    with checking():
+        from openrlhf.cluster.launch import check_resources, cluster_has_gpus
+
+        ask("--vllm.num_engines", check_resources, config)
+        on_cpu = "--vllm.num_engines" not in wrong and not cluster_has_gpus()
+        check_files(config, ask, on_cpu=on_cpu)
     return problems
 
 
@@ -52,8 +55,7 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
         ask(REWARD_FLAG, check_reward_model, path, REWARD_FLAG, config.ds.value_head_prefix)
         if config.reward.normalize_enable:
             ask(REWARD_FLAG, _check_statistics, path)
-    if path := config.reward.function_path:  # the last, because users' imports take longest
-        ask("--reward.remote_url", _check_reward_file, path)
+    _check_users_files(config, ask)  # the last, because users' imports take longest
 
 
 def _check_columns(config: PPOConfig, ask: Callable[..., None]) -> None:
@@ -84,10 +86,18 @@ def _check_statistics(path: str) -> None:
     score_statistics(load_config(path, REWARD_FLAG), path)
 
 
-def _check_reward_file(path: str) -> None:
+def _check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
     from openrlhf.rewards.function import check_reward_file
+    from openrlhf.rollout.agents import check_agent_file
 
-    if remark := check_reward_file(path, "--reward.remote_url"):
+    if path := config.train.agent_func_path:
+        ask("--train.agent_func_path", _check_file, check_agent_file, path, "--train.agent_func_path")
+    elif path := config.reward.function_path:
+        ask("--reward.remote_url", _check_file, check_reward_file, path, "--reward.remote_url")
+
+
+def _check_file(check: Callable[[str, str], str], path: str, flag: str) -> None:
+    if remark := check(path, flag):
         print(f"note: {remark}", file=sys.stderr, flush=True)
 
 

@@ -20,12 +20,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: ServeRMConfig) -> None:
     """Serve until SIGTERM or Ctrl-C."""
-    check(config)
+    from openrlhf.observe.progress import checking, waiting
+
+    with checking():
+        check(config)
     from openrlhf.serve.scoring import ScoreQueue
     from openrlhf.serve.server import bind, build_app, serve
 
     bound = bind(config.host, config.port)
-    queue = ScoreQueue(load(config), max_waiting=config.max_queue)
+    with waiting("loading the model", key=config.reward.model_name_or_path or ""):
+        score = load(config)
+    queue = ScoreQueue(score, max_waiting=config.max_queue)
     serve(build_app(queue, config), bound, config.drain_seconds)
 
 

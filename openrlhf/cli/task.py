@@ -5,13 +5,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_type_hints
 
 from openrlhf.cli.errors import catch_signals, short_errors, telling
 from openrlhf.cli.publish import publish
 from openrlhf.cli.start import begin, make_room, origin_of, position
 from openrlhf.config.parse import Command, parse, to_yaml
 from openrlhf.config.supervised import SupervisedConfig
+
+if TYPE_CHECKING:
+    from openrlhf.engine.distributed import ProcessMesh
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
@@ -84,14 +87,20 @@ class Run(Generic[ConfigT]):
 
     def __init__(self, task: Task[ConfigT], argv: Sequence[str], held: ExitStack) -> None:
         """`held`: until it ends the run has its folders for itself."""
-        from openrlhf.datasets.batches import Windows
-        from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-        from openrlhf.engine.distributed import init_distributed, seed_everything
-        from openrlhf.trainer.supervised import total_steps
+        from openrlhf.observe.progress import waiting
 
+        with waiting("loading libraries, meeting the other ranks"):
+            from openrlhf.datasets.batches import Windows
+            from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
+            from openrlhf.engine.distributed import ProcessMesh, init_distributed, seed_everything
+            from openrlhf.trainer.supervised import total_steps
+
+            init_distributed()
+            self.mesh = ProcessMesh.joined(
+                sequence=task.config.ds.ring_attn_size, tensor=task.config.ds.tensor_parallel_size
+            )
         self.task, self.config, self.argv = task, task.config, argv
         config = task.config
-        init_distributed()
         seed_everything(config.train.seed, config.train.full_determinism_enable)
         self.tokenizer = load_tokenizer_of(config)
         self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
@@ -99,15 +108,17 @@ class Run(Generic[ConfigT]):
         self.total_steps = total_steps(config.train, len(self.windows))
         self.checkpoints = self._checkpoints()
         self.tag = self._begin(held)
-        self.engine = DeepSpeedEngine(
-            self._build_model,
-            optim=config,
-            ds=config.ds,
-            total_steps=self.total_steps,
-            gradient_checkpointing=config.model.gradient_checkpointing_enable,
-            reentrant=config.model.gradient_checkpointing_reentrant,
-            dropout=config.model.dropout_enable,
-        )
+        with waiting("loading the model", key=config.model.model_name_or_path):
+            self.engine = DeepSpeedEngine(
+                self._build_model,
+                optim=config,
+                ds=config.ds,
+                total_steps=self.total_steps,
+                gradient_checkpointing=config.model.gradient_checkpointing_enable,
+                reentrant=config.model.gradient_checkpointing_reentrant,
+                dropout=config.model.dropout_enable,
+                mesh=self.mesh,
+            )
 
     def _build_model(self):
         from openrlhf.models.lora import prepare_for_training
@@ -118,16 +129,7 @@ class Run(Generic[ConfigT]):
 
     def lay_out(self, dataset, *, batch_size: int, shuffle: bool):
         """The optimizer steps of an epoch, as this rank sees them."""
-        import torch.distributed as dist
-
-        return lay_out(
-            self.task,
-            dataset,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            rank=dist.get_rank(),
-            world=dist.get_world_size(),
-        )
+        return lay_out(self.task, dataset, batch_size=batch_size, shuffle=shuffle, mesh=self.mesh)
 
     def in_order(self, dataset):
         """Batches that visit every item once."""
@@ -146,6 +148,7 @@ class Run(Generic[ConfigT]):
         return rows
 
     def train(self) -> None:
+        from openrlhf.observe.progress import waiting
         from openrlhf.trainer.supervised import SupervisedTrainer
 
         config, engine = self.config, self.engine
@@ -165,8 +168,9 @@ class Run(Generic[ConfigT]):
             observer=None,
         )
         if self.tag is not None:
-            trainer.resume(self.tag)
-        if engine.rank == 0:
+            with waiting("loading the checkpoint", key=config.model.model_name_or_path):
+                trainer.resume(self.tag)
+        if self.mesh.is_first:
             make_room(config, self.checkpoints, self.tag)
             trainer.observer = self._observer(resume_step=None if self.tag is None else trainer.step)
             trainer.observer.start(self.total_steps, done=trainer.step)
@@ -181,8 +185,9 @@ class Run(Generic[ConfigT]):
             if trainer.observer:
                 trainer.observer.close()
         self.task.finish(self)
-        self.export(config.ckpt.output_dir)
-        if engine.rank == 0:
+        with waiting("saving the model", key=config.model.model_name_or_path):
+            self.export(config.ckpt.output_dir)
+        if self.mesh.is_first:
             publish(
                 config,
                 self.task.command,
@@ -198,28 +203,24 @@ class Run(Generic[ConfigT]):
 
     def _begin(self, held: ExitStack) -> str | None:
         """The tag to resume from. Rank 0 speaks; the others find the same."""
-        import torch.distributed as dist
-
-        if dist.get_rank() == 0:
+        if self.mesh.is_first:
             return begin(self.config, self.checkpoints, held)
         return self.checkpoints.choose()[0]
 
     def _origin(self):
-        import torch.distributed as dist
-
         from openrlhf.datasets.cache import arrays_digest
 
         config, checksum = self.config, arrays_digest(self.train_set.arrays())[:16]
         more = {"--data.dataset": f"{len(self.train_set)} samples (checksum {checksum})"}
         if config.ds.zero_stage > 0:  # each rank has a part of the optimizer's state
-            more["the number of ranks"] = str(dist.get_world_size())
+            more["the number of ranks"] = str(self.mesh.data)
         models = {flag: [path] for flag, path in self.task.models().items()}
         return origin_of(config, self.task.command, models, more)
 
     def export(self, folder: str) -> None:
         """Model and tokenizer in Hugging Face format. On every rank."""
         self.engine.export(folder)
-        if self.engine.rank == 0:
+        if self.mesh.is_first:
             self.tokenizer.save_pretrained(folder)
 
     def _observer(self, resume_step: int | None):
@@ -249,7 +250,10 @@ def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
 
 def run(task: Task, argv: Sequence[str] = ()) -> None:
     """Train, and write the model to `ckpt.output_dir`. On every rank, which stays in its process group."""
-    check_files(task)
+    from openrlhf.observe.progress import checking
+
+    with checking():
+        check_files(task)
     with ExitStack() as held:
         Run(task, argv, held).train()
 
@@ -278,8 +282,8 @@ def load_tokenizer_of(config: SupervisedConfig):
     )
 
 
-def lay_out(task: Task, dataset, *, batch_size: int, shuffle: bool, rank: int, world: int):
-    """The optimizer steps of an epoch, as `rank` of `world` sees them."""
+def lay_out(task: Task, dataset, *, batch_size: int, shuffle: bool, mesh: "ProcessMesh | None" = None):
+    """The optimizer steps of an epoch, as this rank of `mesh` sees them; None: as one rank alone."""
     from openrlhf.datasets.batches import Windows
 
     train = task.config.train
@@ -289,8 +293,8 @@ def lay_out(task: Task, dataset, *, batch_size: int, shuffle: bool, rank: int, w
         batch_size=batch_size,
         micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
         max_tokens=train.max_tokens_per_gpu if train.dynamic_batch_enable else None,
-        rank=rank,
-        world=world,
+        data_rank=mesh.data_rank if mesh else 0,
+        data_size=mesh.data if mesh else 1,
         seed=train.seed,
         shuffle=shuffle,
     )

@@ -34,13 +34,15 @@ class DistillationTask(ResponsesTask[KDConfig]):
         from openrlhf.engine.deepspeed_engine import FrozenModel
         from openrlhf.models.student import TeacherModel, linear_head
         from openrlhf.objectives.kd import DistillationObjective
+        from openrlhf.observe.progress import waiting
 
         model, path = self.config.model, self.config.teacher.model_name_or_path
-        teacher = FrozenModel(
-            lambda: TeacherModel(task.load_language_model(self.config, path, TEACHER_FLAG)),
-            ds=self.config.ds,
-            offload=self.config.teacher.offload,
-        )
+        with waiting("loading the teacher", key=path):
+            teacher = FrozenModel(
+                lambda: TeacherModel(task.load_language_model(self.config, path, TEACHER_FLAG)),
+                ds=self.config.ds,
+                offload=self.config.teacher.offload,
+            )
         head = linear_head(teacher.module.model)
         return DistillationObjective(
             teacher=teacher,

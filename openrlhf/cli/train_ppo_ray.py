@@ -2,10 +2,10 @@
 submit`."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from openrlhf.cli.errors import catch_signals, short_errors, telling
 from openrlhf.cli.publish import publish
@@ -17,67 +17,101 @@ from openrlhf.config.fields import values_of
 from openrlhf.config.parse import Explicit, parse
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 
+if TYPE_CHECKING:
+    from openrlhf.cluster.layout import Layout, Nodes
+    from openrlhf.cluster.placement import Bundles
+    from openrlhf.trainer.checkpoints import CheckpointFolder
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     with short_errors():
         catch_signals()
-        config = parse(PPO, argv, settle=rank_counts, inspect=problems_outside).config
+        config = parse(PPO, argv, settle=rank_counts, inspect=problems_outside, plan=plan).config
         run(config, argv)
 
 
 def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     """Train, and write the policy to `ckpt.output_dir`."""
-    from openrlhf.cluster.launch import check_resources, cluster_has_gpus, naming_logs, start_ray, stop_ray
+    from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
     from openrlhf.cluster.placement import place
+    from openrlhf.observe.progress import waiting
 
-    start_ray()
+    with waiting("starting Ray"):
+        start_ray()
     catch_signals()  # Ray has put a handler of its own in the place of ours
     try:
-        check_resources(config)
+        layout = check_resources(config)
         with naming_logs(), ExitStack() as held:
-            places = place(config, cluster_has_gpus())
+            places = place(config, layout)
             data = build_data(config)
             check_policy_learns(config, len(data.prompts))
             checkpoints = checkpoints_of(config, data)
             tag = begin(config, checkpoints, held)
-            train(config, argv, places, data, checkpoints, tag)
+            train(config, argv, layout, places, data, checkpoints, tag)
     finally:
         stop_ray()
     publish(config, PPO, base_model=config.actor.model_name_or_path, datasets=config.data.prompt_dataset)
 
 
-def train(config: PPOConfig, argv, places, data: RLData, checkpoints, tag) -> None:
+def train(
+    config: PPOConfig,
+    argv: Sequence[str],
+    layout: "Layout",
+    places: "Mapping[str, Bundles]",
+    data: RLData,
+    checkpoints: "CheckpointFolder",
+    tag: str | None,
+) -> None:
     """With a cluster that has room: every process of the run starts, works and ends here."""
     from openrlhf.cluster.deaths import naming_the_dead
-    from openrlhf.cluster.launch import cluster_has_gpus
     from openrlhf.cluster.roles import start_roles
+    from openrlhf.observe.progress import waiting
 
-    with naming_the_dead():
-        roles = start_roles(config, places, cluster_has_gpus(), len(data.prompts), data.texts)
+    engines = "1 vLLM engine" if config.num_engines == 1 else f"{config.num_engines} vLLM engines"
+    title = f"starting {engines}, loading {', '.join(config.placements)}"
+    with naming_the_dead(), waiting(title, key=config.actor.model_name_or_path):
+        roles = start_roles(config, places, layout.on_gpu, len(data.prompts), data.texts)
     try:
         trainer = build_trainer(config, argv, roles, data, checkpoints, tag)
         try:
             with telling(lambda: position(trainer)), naming_the_dead(roles.members):
                 trainer.fit()
-                roles.policy.export(config.ckpt.output_dir).result()
-                if roles.critic and config.critic.save_value_network:
-                    roles.critic.export(f"{config.ckpt.output_dir}_critic").result()
+                with trainer.observer.phase("save the model"):
+                    roles.policy.export(config.ckpt.output_dir).result()
+                    if roles.critic and config.critic.save_value_network:
+                        roles.critic.export(f"{config.ckpt.output_dir}_critic").result()
         finally:
             trainer.observer.close()
     finally:
         roles.end()
 
 
-def rank_counts(config: PPOConfig, explicit: Explicit) -> dict[str, int]:
+def plan(config: PPOConfig, cluster: Sequence[int]) -> str:
+    """Who would sit where; ValueError where the run does not fit. `cluster`: GPUs of each node; empty for the
+    cluster that the run would join, or this machine."""
+    from openrlhf.cluster.layout import layout_of, table
+
+    return table(layout_of(config, _nodes(cluster)))
+
+
+def _nodes(cluster: Sequence[int]) -> "Nodes":
+    from openrlhf.cluster.launch import available_nodes
+    from openrlhf.cluster.layout import described
+
+    return described(cluster) if cluster else available_nodes()
+
+
+def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) -> dict[str, int]:
     """`num_gpus_per_node` where nobody chose it and the default is more than a node has. Without GPUs one
-    rank."""
+    rank. `cluster`: as in `plan`."""
     keys = [f"{role}.num_gpus_per_node" for role in config.own_placements]
     if all(key in explicit for key in keys):
         return {}
-    from openrlhf.cluster.launch import available_nodes
+    from openrlhf.observe.progress import checking
 
-    most = max(1, min((int(n["GPU"]) for n in available_nodes() if n.get("GPU", 0) >= 1), default=1))
+    with checking():
+        most = max(1, min((int(n["GPU"]) for n in _nodes(cluster) if n.get("GPU", 0) >= 1), default=1))
     values = values_of(config)
     return {key: most for key in keys if key not in explicit and cast(int, values[key]) > most}
 
@@ -114,7 +148,7 @@ def _origin(config: PPOConfig, data: RLData):
     if config.ds.zero_stage > 0:  # each rank has a part of the optimizer's state
         for role in ("actor", "critic"):
             if role in config.placements:
-                more[f"the number of the {role}'s ranks"] = str(config.placements[role].num_workers)
+                more[f"the number of the {role}'s ranks"] = str(config.placements[role].mesh.data)
     return origin_of(config, PPO, models, more)
 
 
@@ -124,6 +158,7 @@ def build_trainer(config: PPOConfig, argv, roles, data: RLData, checkpoints, tag
     from openrlhf.config.parse import to_yaml
     from openrlhf.datasets.sampler import PromptSampler
     from openrlhf.observe.observer import Observer
+    from openrlhf.observe.progress import waiting
     from openrlhf.observe.run_folder import RunFolder
     from openrlhf.trainer.ppo import PPOTrainer, restore
     from openrlhf.trainer.schedule import prompts_of_steps
@@ -136,13 +171,17 @@ def build_trainer(config: PPOConfig, argv, roles, data: RLData, checkpoints, tag
         argv=["python", "-m", "openrlhf.cli.train_ppo_ray", *argv],
         resume=tag is not None,
     )
-    restored = None if tag is None else restore(tag, roles.policy, roles.critic)
+    restored = None
+    if tag is not None:
+        with waiting("loading the checkpoint", key=config.actor.model_name_or_path):
+            restored = restore(tag, roles.policy, roles.critic)
     done = 0 if restored is None else restored["step"]
     observer = Observer(
         folder,
         config.logger,
         resume_step=None if restored is None else done,
         decode=partial(decode, data.tokenizer),
+        rollouts=config.logger.rollouts,
     )
     kl, total_steps = config.algo.kl, len(prompts_of_steps(config, len(data.prompts)))
     trainer = PPOTrainer(

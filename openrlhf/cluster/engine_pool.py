@@ -19,6 +19,7 @@ from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_enviro
 from openrlhf.models.loading import policy_tokenizer, stop_token_ids
 from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
+from openrlhf.rollout.agents import UserExecutor
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.types import Group, Metrics, Prompt, Purpose
@@ -52,13 +53,25 @@ class EngineActor(VLLMEngine):
         tokenizer = policy_tokenizer(config)
         self.reward = self._build_reward()
         executor = SingleTurnAgentExecutor(self.reward, is_chat=config.data.apply_chat_template)
-        self.runner = EpisodeRunner(self, tokenizer, executor, stop_token_ids(path, tokenizer))
+        if agent := config.train.agent_func_path:
+            executor = await UserExecutor.load(agent)
+        self.runner = EpisodeRunner(
+            self,
+            tokenizer,
+            executor,
+            stop_token_ids(path, tokenizer),
+            timeout=config.rollout.episode_timeout,
+            retries=config.rollout.retries,
+            reward_is_optional=config.uses_reward_model or config.uses_teacher,
+        )
         self.samplings = {
             s.purpose: s for s in (Sampling.for_training(config), Sampling.for_evaluation(config))
         }
 
     def _build_reward(self) -> RewardFunction | RemoteReward | NoReward:
         reward = self.config.reward
+        if self.config.train.agent_func_path:
+            return NoReward()
         if path := self.config.reward_function_path:
             return RewardFunction(
                 path, timeout=reward.timeout, num_workers=reward.num_workers, batch_size=reward.batch
@@ -90,19 +103,14 @@ class EngineActor(VLLMEngine):
 def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False) -> EngineOptions:
     """Without weights `from_files` an engine holds random ones until the first sync: none that it could
     keep."""
-    return EngineOptions(
+    return EngineOptions.of(
+        config,
         model=config.actor.model_name_or_path,
-        dtype=config.ds.param_dtype,
         max_len=config.data.max_len,
-        seed=config.train.seed,
-        transfer_backend=transfer_backend(config, on_gpu),
         on_gpu=on_gpu,
-        tensor_parallel_size=config.vllm.tensor_parallel_size,
+        transfer_backend=transfer_backend(config, on_gpu),
         enable_prefix_caching=config.vllm.enable_prefix_caching,
-        enforce_eager=config.vllm.enforce_eager,
         enable_sleep=config.engines_sleep and on_gpu,
-        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
-        kv_cache_gb=config.vllm.kv_cache_gb,
         load_weights=from_files,
     )
 

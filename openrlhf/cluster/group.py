@@ -27,6 +27,7 @@ from openrlhf.trainer.schedule import mean_metrics
 from openrlhf.types import Batch, Group, Metrics, Schedule, Trajectory
 
 WorkerT = TypeVar("WorkerT", bound=Worker)
+AnswerT = TypeVar("AnswerT")
 TrainedT = TypeVar("TrainedT", bound=TrainedWorker)
 
 
@@ -35,28 +36,34 @@ class ModelRanks(Generic[WorkerT]):
 
     def __init__(self, worker_class: type[WorkerT], config: PPOConfig, bundles: Bundles) -> None:
         """Creates the ranks' processes; `start` loads the model."""
-        self.config, self.bundles = config, bundles
+        self.config, self.bundles, self.mesh = config, bundles, bundles.mesh
         self.workers: list[Any] = [  # actor handles, whose methods Ray does not type
-            ray.remote(worker_class).options(**bundles.options(rank)).remote(config, rank, bundles.count)
-            for rank in range(bundles.count)
+            ray.remote(worker_class).options(**bundles.options(rank)).remote(config, rank, self.mesh)
+            for rank in range(self.mesh.size)
         ]
 
     @property
     def data_parallel_size(self) -> int:
-        return len(self.workers)
+        return self.mesh.data
 
     def forward(self, batch: Batch) -> Gathered[np.ndarray]:
         """(A,) what the model says of every action."""
         shares = partition(batch.lengths.tolist(), self.data_parallel_size)
         refs = self.run("forward", [(batch.select(share),) for share in shares])
-        return Gathered(refs, lambda parts: batch.put_together(shares, parts))
+        return Gathered(refs, lambda parts: batch.put_together(shares, self.of_leaders(parts)))
+
+    def of_leaders(self, answers: Sequence[AnswerT]) -> list[AnswerT]:
+        """Of every rank's answers one for each data parallel rank."""
+        return [answers[rank] for rank in self.mesh.leaders]
 
     def run(self, method: str, arguments: Sequence[tuple]) -> list[ray.ObjectRef]:
-        """`method` on every rank, each with its own arguments, once what shares its devices is done."""
+        """`method` on every rank with the arguments of its data parallel rank, once what shares its devices
+        is done."""
+        own = [arguments[self.mesh.coordinates(rank).data] for rank in range(self.mesh.size)]
         return self.bundles.devices.run(
             lambda after: [
-                worker.call.remote(method, len(own), *own, *after)
-                for worker, own in zip(self.workers, arguments, strict=True)
+                worker.call.remote(method, len(args), *args, *after)
+                for worker, args in zip(self.workers, own, strict=True)
             ]
         )
 
@@ -96,7 +103,7 @@ class RewardGroup(ModelRanks[RewardWorker]):
         shares = partition([len(t.token_ids) for t in finished], self.data_parallel_size)
         refs = self.run("forward", [([finished[i] for i in share],) for share in shares])
         scores: dict[int, np.ndarray] = {}
-        for share, rows in zip(shares, ray.get(refs), strict=True):
+        for share, rows in zip(shares, self.of_leaders(ray.get(refs)), strict=True):
             scores |= dict(zip(share, rows, strict=True))
         in_order = (scores[i] for i in range(len(finished)))
         return [replace(group, trajectories=self._add(group.trajectories, in_order)) for group in groups]
@@ -123,7 +130,7 @@ class TrainedGroup(ModelRanks[TrainedT]):
     def start(self, total_steps: int, *more: Any) -> Gathered[None]:
         """`total_steps`: optimizer steps of the whole run; `more`: what else the workers' `start` takes."""
         address, port = self.meeting_point()
-        return Gathered(self.run("start", [(address, port, total_steps, *more)] * len(self.workers)), first)
+        return Gathered(self.run("start", [(address, port, total_steps, *more)] * self.mesh.data), first)
 
     def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Gathered[Metrics]:
         """The optimizer steps of `schedule`; metrics are means over them."""
@@ -164,7 +171,7 @@ class PolicyGroup(TrainedGroup[PolicyWorker]):
 
     def probe(self, token_ids: list[int]) -> Gathered[Tensor]:
         """(L - 1,) log-probs of every token but the first at temperature 1."""
-        return Gathered(self.run("probe", [(token_ids,)] * len(self.workers)), first)
+        return Gathered(self.run("probe", [(token_ids,)] * self.mesh.data), first)
 
     def send_weights(self, version: int) -> Gathered[None]:
         return self.on_all(lambda worker: worker.send_weights.remote(version))

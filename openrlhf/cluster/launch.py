@@ -4,7 +4,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import RayError
 
 from openrlhf.cluster import folder
+from openrlhf.cluster.layout import Layout, Nodes, layout_of, total
 from openrlhf.config.ppo import PPOConfig
 
 OBJECT_STORE_BYTES = 512 << 20
@@ -38,9 +39,6 @@ WORKERS = {
 }
 """Environment of every worker, where the user sets nothing else."""
 
-Nodes = Sequence[Mapping[str, float]]
-"""The resources of each node, by Ray's names: GPU, CPU."""
-
 
 def start_ray() -> None:
     """Join the cluster that RAY_ADDRESS names, or that `ray start` left on this machine, if it lives; else
@@ -48,6 +46,9 @@ def start_ray() -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    if not sys.stderr.isatty():
+        colours = ray.exceptions.colorama.Fore  # of traces, which Ray writes in colour into files too
+        colours.CYAN = colours.RESET = ""
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # a job's variables are here, so they win
     if address := cluster_address():
         _join(address)
@@ -103,10 +104,6 @@ def available_nodes() -> Nodes:
             return [{"GPU": torch.cuda.device_count(), "CPU": len(os.sched_getaffinity(0))}]
         start_ray()
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
-def total(nodes: Nodes, resource: str) -> int:
-    return int(sum(node.get(resource, 0) for node in nodes))
 
 
 def free_gpus() -> float:
@@ -188,53 +185,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def check_resources(config: PPOConfig) -> None:
-    """Raise ValueError where the run does not fit the cluster, or this machine."""
-    if problems := resource_problems(config, available_nodes()):
-        raise ValueError("\n".join(problems))
-
-
-def resource_problems(config: PPOConfig, nodes: Nodes) -> list[str]:
-    """One text for each flag that asks for more than the nodes have."""
-    needs = demands(config)
-    gpus, cores = total(nodes, "GPU"), total(nodes, "CPU")
-    if gpus == 0:
-        return [
-            f"{flag} asks for {count} ranks; the cluster has no GPU and {cores} CPU cores, and a rank needs "
-            f"a core. Ask for at most {cores}."
-            for flag, count in needs.items()
-            if count > max(cores, 2)
-        ]
-    problems = []
-    if sum(needs.values()) > gpus:
-        shared = config.train.colocate_all
-        problems.append(
-            f"the run needs {sum(needs.values())} GPUs ({listed(needs)}); the cluster has {gpus}.\n"
-            f"Ask for fewer{'' if shared else ', or share them with --train.colocate_all'}."
-        )
-    size = config.vllm.tensor_parallel_size
-    room = sum(int(node.get("GPU", 0)) // size for node in nodes)
-    if room < config.num_engines and config.num_engines * size <= gpus:
-        each = ", ".join(f"{node.get('GPU', 0):g}" for node in nodes)
-        problems.append(
-            f"--vllm.tensor_parallel_size {size}: the GPUs of an engine are on one node, and nodes with "
-            f"{each} GPUs have room for {room} of {config.num_engines} engines.\n"
-            "Choose a size that divides the GPUs of a node, or fewer --vllm.num_engines."
-        )
-    return problems
-
-
-def demands(config: PPOConfig) -> dict[str, int]:
-    """flags -> devices, of each role that has devices of its own."""
-    needs = {
-        f"--{role}.num_nodes x --{role}.num_gpus_per_node": count
-        for role, count in config.own_placements.items()
-    }
-    if not config.train.colocate_all:
-        engine_gpus = config.num_engines * config.vllm.tensor_parallel_size
-        needs["--vllm.num_engines x --vllm.tensor_parallel_size"] = engine_gpus
-    return needs
-
-
-def listed(needs: Mapping[str, int]) -> str:
-    return ", ".join(f"{flag} = {count}" for flag, count in needs.items())
+def check_resources(config: PPOConfig) -> Layout:
+    """Where everything of the run goes in the cluster, or on this machine. ValueError where it does not
+    fit."""
+    return layout_of(config, available_nodes())

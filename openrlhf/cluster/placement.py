@@ -1,10 +1,9 @@
-"""Who sits where. With GPUs a run holds one Ray placement group, whole or not at all, and each role bundles
-of it; without, everybody shares the cores."""
+"""A run's places, granted by Ray as layout.py plans them. With GPUs a run holds one placement group, whole or
+not at all, and each role bundles of it; without, everybody shares the cores."""
 
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ray
@@ -12,49 +11,35 @@ from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from openrlhf.cluster.launch import available_nodes, check_resources, demands, free_gpus, listed, total
+from openrlhf.cluster.launch import available_nodes, check_resources, free_gpus
+from openrlhf.cluster.layout import SHARE, Layout, demands, listed, total
+from openrlhf.cluster.residency import ExclusiveDevices
 from openrlhf.config.ppo import PPOConfig
-
-SHARE = 0.2
-"""What a worker claims of its GPU, so that colocated roles fit on one."""
+from openrlhf.mesh import Mesh
 
 PATIENCE, REMINDER = 2, 60
 """Seconds of waiting for GPUs before the first line about it, and between further ones."""
 
 
-class ExclusiveDevices:
-    """Models on the same GPUs compute one after the other, so that only one of them needs room for it."""
-
-    def __init__(self, shared: bool) -> None:
-        """`shared`: off where whoever starts may compute at once, as on a CPU."""
-        self.shared = shared
-        self.under_way: list[ray.ObjectRef] = []
-        self._lock = threading.Lock()
-
-    def run(self, start: Callable[[list[ray.ObjectRef]], list[ray.ObjectRef]]) -> list[ray.ObjectRef]:
-        """`start(after)` returns at once; what it starts waits, where it runs, for the results `after`."""
-        with self._lock:
-            self.under_way = start(self.under_way if self.shared else [])
-            return self.under_way
-
-
 @dataclass(frozen=True, slots=True)
 class Bundles:
-    """The places of one role, or of several that share them: `count` bundles of `group` from `first` on, one
-    for each rank or each engine. `group` is None without GPUs."""
+    """The places of one role: bundles of `group` from `first` on, one for each rank or each engine. `group`
+    is None without GPUs."""
 
     group: PlacementGroup | None
-    count: int
+    mesh: Mesh
     devices: ExclusiveDevices
     first: int = 0
     gpus: int = 1
     """Of each bundle."""
+    share: float = SHARE
+    """Of its GPU that a rank claims."""
 
     def options(self, rank: int) -> dict:
         """Ray options of the worker with this rank."""
         if self.group is None:
             return {"num_cpus": 0}
-        return {"num_cpus": 0, "num_gpus": SHARE, "scheduling_strategy": self._bundle(self.group, rank)}
+        return {"num_cpus": 0, "num_gpus": self.share, "scheduling_strategy": self._bundle(self.group, rank)}
 
     def engine_options(self, index: int, tensor_parallel_size: int) -> tuple[dict, dict[str, str]]:
         """Ray options and environment of the engine on its share of the bundles. An engine drives all of its
@@ -86,25 +71,22 @@ class Bundles:
         return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=self.first + index)
 
 
-def place(config: PPOConfig, on_gpu: bool) -> tuple[dict[str, Bundles], Bundles]:
-    """Reserve what the run needs: the places of each role, and those of the engines. Waits until the cluster
-    has granted it, and says what for; raises ValueError where it never can."""
-    # Ray places engines of several GPUs first, and fills their nodes up with what comes first after them: the
-    # actor comes last, so that it gets nodes of its own.
-    own = dict(reversed(config.own_placements.items()))
-    shared = config.train.colocate_all and on_gpu
-    num_engines, size = (0 if shared else config.num_engines), config.vllm.tensor_parallel_size
-    group = _reserve(config, [1] * sum(own.values()) + [size] * num_engines) if on_gpu else None
-    bundles: dict[str, Bundles] = {}
-    first = 0
-    for role, count in own.items():
-        bundles[role] = Bundles(group, count, ExclusiveDevices(shared=on_gpu), first)
-        first += count
-    engines = Bundles(group, num_engines, ExclusiveDevices(shared=on_gpu), first, size)
-    places = {
-        role: bundles[placement.colocated_with or role] for role, placement in config.placements.items()
+def place(config: PPOConfig, layout: Layout) -> dict[str, Bundles]:
+    """Reserve what the run needs: the places of each role of `layout`. Waits until the cluster has granted
+    it, and says what for; raises ValueError where it never can."""
+    group = _reserve(config, layout.bundles) if layout.on_gpu else None
+    devices = {layout.home(role): ExclusiveDevices(shared=layout.on_gpu) for role in layout.roles}
+    return {
+        role: Bundles(
+            group,
+            plan.mesh,
+            devices[layout.home(role)],
+            plan.first,
+            layout.bundles[plan.first] if layout.on_gpu else 1,
+            layout.share(role),
+        )
+        for role, plan in layout.roles.items()
     }
-    return places, places["actor"] if shared else engines
 
 
 def _reserve(config: PPOConfig, sizes: Sequence[int]) -> PlacementGroup:

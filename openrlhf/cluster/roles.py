@@ -1,5 +1,6 @@
 """The roles of a run: every engine and model, placed, loaded, and with weights flowing between them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ray
@@ -7,6 +8,7 @@ from ray.actor import ActorHandle
 
 from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
+from openrlhf.cluster.layout import ENGINES
 from openrlhf.cluster.placement import Bundles
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.datasets.store import SampleStore
@@ -39,28 +41,27 @@ class Roles:
 
 def start_roles(
     config: PPOConfig,
-    places: tuple[dict[str, Bundles], Bundles],
+    places: Mapping[str, Bundles],
     on_gpu: bool,
     num_prompts: int,
     texts: SampleStore | None,
 ) -> Roles:
-    """`places`: of each role, and of the engines, see `placement.place`. `num_prompts`: of an episode, from
+    """`places`: of each role, see `placement.place`. `num_prompts`: of an episode, from
     which learning rate schedules get their length. `texts`: what the policy learns beside its rewards, None
     for nothing."""
-    bundles, engine_bundles = places
-    reward = RewardGroup(config, bundles["reward"]) if "reward" in bundles else None
-    rollout = EnginePool(config, engine_bundles, on_gpu, reward=reward)
-    roles = Roles(rollout=rollout, policy=PolicyGroup(config, bundles["actor"]), reward=reward)
-    if "critic" in bundles:
-        roles.critic = CriticGroup(config, bundles["critic"])
-    if "ref" in bundles:
+    reward = RewardGroup(config, places["reward"]) if "reward" in places else None
+    rollout = EnginePool(config, places[ENGINES], on_gpu, reward=reward)
+    roles = Roles(rollout=rollout, policy=PolicyGroup(config, places["actor"]), reward=reward)
+    if "critic" in places:
+        roles.critic = CriticGroup(config, places["critic"])
+    if "ref" in places:
         path = config.actor.model_name_or_path
         roles.reference = FrozenGroup(
-            config, bundles["ref"], path=path, flag=ACTOR_FLAG, offload=config.ref.offload
+            config, places["ref"], path=path, flag=ACTOR_FLAG, offload=config.ref.offload
         )
-    if "teacher" in bundles and (path := config.teacher.model_name_or_path):
+    if "teacher" in places and (path := config.teacher.model_name_or_path):
         roles.teacher = FrozenGroup(
-            config, bundles["teacher"], path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
+            config, places["teacher"], path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
         )
     starting = [rollout.start()]
     if config.engines_sleep and on_gpu:

@@ -3,8 +3,8 @@ them."""
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -15,12 +15,14 @@ from torch import Tensor
 
 from openrlhf.algos.balance import pack_to_budget
 from openrlhf.cluster import folder
+from openrlhf.cluster.residency import optimizer_present, rest_optimizer
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, ActorConfig, CriticConfig, PPOConfig
 from openrlhf.datasets.batches import Windows
 from openrlhf.datasets.store import SampleStore
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
 from openrlhf.engine.distributed import (
+    ProcessMesh,
     free_port,
     init_distributed,
     release_cached_memory,
@@ -28,6 +30,7 @@ from openrlhf.engine.distributed import (
 )
 from openrlhf.engine.interfaces import Objective
 from openrlhf.engine.weight_sync import EngineClient, WeightSender
+from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import RowModel
 from openrlhf.models.loading import (
     load_causal_lm,
@@ -52,9 +55,9 @@ ModelT = TypeVar("ModelT", DeepSpeedEngine, FrozenModel)
 class Worker:
     """One rank of a role: it meets the others."""
 
-    def __init__(self, config: PPOConfig, rank: int, world_size: int) -> None:
+    def __init__(self, config: PPOConfig, rank: int, mesh: Mesh) -> None:
         folder.enter()
-        self.config, self.rank, self.world_size = config, rank, world_size
+        self.config, self.rank, self.mesh = config, rank, ProcessMesh.of(mesh, rank)
 
     def call(self, method: str, count: int, *arguments: Any) -> Any:
         """`method` with the first `count` arguments. The others are results of other workers, for which
@@ -72,11 +75,12 @@ class Worker:
         os.environ |= {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(int(local_rank)),
-            "WORLD_SIZE": str(self.world_size),
+            "WORLD_SIZE": str(self.mesh.size),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
         }
         init_distributed()
+        self.mesh = ProcessMesh.joined(sequence=self.mesh.sequence, tensor=self.mesh.tensor)
         seed_everything(self.config.train.seed, self.config.train.full_determinism_enable)
 
     def row_groups(self, lengths: Sequence[int]) -> list[list[int]]:
@@ -199,12 +203,6 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
         if self.rank == 0:
             policy_tokenizer(self.config).save_pretrained(folder)
 
-    def offload(self) -> None:
-        """With `--ds.enable_sleep`: optimizer state to the CPU, so that engines have the GPU's memory."""
-        if self.config.ds.enable_sleep:
-            self.model.offload()
-            release_cached_memory()
-
     def _engine(
         self,
         build_model,
@@ -220,15 +218,12 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
             total_steps=total_steps,
             gradient_checkpointing=gradient_checkpointing,
             reentrant=self.config.actor.gradient_checkpointing_reentrant,
+            mesh=self.mesh,
             **options,
         )
 
-    @contextmanager
-    def _optimizer_present(self) -> Iterator[None]:
-        if self.config.ds.enable_sleep:
-            self.model.reload()
-        yield
-        self.offload()
+    def _optimizer_present(self) -> AbstractContextManager[None]:
+        return optimizer_present(self.model, self.config.ds.enable_sleep)
 
     @property
     def _checkpoint_folder(self) -> str:
@@ -262,7 +257,7 @@ class PolicyWorker(TrainedWorker):
         if texts is not None:
             self.text_windows = self._lay_out(texts)
         self._find_place_in_texts()
-        self.offload()
+        rest_optimizer(self.model, self.config.ds.enable_sleep)
 
     def objective(self, kl_coef: float) -> Objective[ExperienceRow]:
         config = self.config
@@ -287,8 +282,8 @@ class PolicyWorker(TrainedWorker):
             batch_size=train.batch_size,
             micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
             max_tokens=train.max_tokens_per_gpu if train.dynamic_batch_enable else None,
-            rank=self.rank,
-            world=self.world_size,
+            data_rank=self.mesh.data_rank,
+            data_size=self.mesh.data,
             seed=train.seed,
             shuffle=False,
         )
@@ -334,7 +329,7 @@ class CriticWorker(TrainedWorker):
             total_steps,
             config.actor.gradient_checkpointing_enable if checkpointing is None else checkpointing,
         )
-        self.offload()
+        rest_optimizer(self.model, config.ds.enable_sleep)
 
     def build_model(self, path: str, flag: str) -> ValueModel:
         """A reward model keeps its head; a plain language model gets a new one."""

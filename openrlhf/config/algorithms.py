@@ -4,8 +4,8 @@ docs/algorithms.md: `python -m openrlhf.config.algorithms`."""
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from openrlhf.algos.traits import POLICY_LOSSES
 from openrlhf.config.choices import (
-    SEQUENCE_LOSSES,
     EstimatorName,
     ISCorrectionType,
     KLEstimator,
@@ -42,15 +42,10 @@ class Algorithm:
     """Tokens before the longest response in which the length penalty grows."""
 
     @property
-    def ratio(self) -> Literal["token", "sequence"]:
-        """What a probability ratio is of."""
-        return "sequence" if self.policy_loss in SEQUENCE_LOSSES else "token"
-
-    @property
     def settings(self) -> dict[str, Any]:
         """The choices as values of flags, by key."""
         low, high = self.clip
-        is_usual_mean = self.aggregation == ("sample_mean" if self.ratio == "sequence" else "token_mean")
+        is_usual_mean = self.aggregation == POLICY_LOSSES[self.policy_loss].aggregation
         settings: dict[str, Any] = {
             "algo.advantage.estimator": self.advantage,
             "actor.policy_loss_type": self.policy_loss,
@@ -160,7 +155,7 @@ def _cells(algorithm: Algorithm) -> tuple[str, ...]:
         f"[{algorithm.name}]({algorithm.paper})",
         algorithm.advantage,
         algorithm.policy_loss,
-        algorithm.ratio,
+        POLICY_LOSSES[algorithm.policy_loss].ratio,
         f"{low:g}" if low == high else f"{low:g} {high:g}",
         algorithm.aggregation,
         f"{kl.estimator} in the {kl.place}" if kl else "",

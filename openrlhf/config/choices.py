@@ -1,13 +1,38 @@
 """What a value may be: names and ranges. Nothing heavy is imported here, so that `--help` answers at once."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-EstimatorName = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"]
-KLEstimator = Literal["k1", "k2", "k3"]
-PolicyLossType = Literal["ppo", "gspo", "cispo"]
-LossAggregation = Literal["token_mean", "sample_mean", "constant_length"]
-ISCorrectionType = Literal["tis", "icepop", "seq-mask-tis"]
+from openrlhf.algos import traits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OneOf:
+    """The names of a table, whose rows say what they stand for."""
+
+    rows: Mapping[str, traits.Choice]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.rows
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.rows)}"
+
+    @property
+    def values(self) -> str:
+        return "{" + ",".join(self.rows) + "}"
+
+    @property
+    def summary(self) -> str:
+        return " ".join(f"{name}: {row.summary}." for name, row in self.rows.items())
+
+
+EstimatorName = Annotated[str, OneOf(traits.ESTIMATORS)]
+KLEstimator = Annotated[str, OneOf(traits.KL_ESTIMATORS)]
+PolicyLossType = Annotated[str, OneOf(traits.POLICY_LOSSES)]
+LossAggregation = Annotated[str, OneOf(traits.AGGREGATIONS)]
+ISCorrectionType = Annotated[str, OneOf(traits.CORRECTIONS)]
 OptimizerName = Literal["adam", "muon"]
 ParamDtype = Literal["bf16", "fp16", "fp32"]
 ExpertsImplementation = Literal["eager", "batched_mm", "grouped_mm", "deepgemm"]
@@ -18,13 +43,7 @@ InferenceTask = Literal["generate_vllm", "generate", "rm"]
 PostProcessor = Literal["rs", "csft", "iter_dpo"]
 ChatEngine = Literal["transformers", "vllm"]
 DistillationLoss = Literal["forward_kl", "reverse_kl"]
-
-GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
-"""They compare the samples of one prompt, and credit every action with the whole outcome (gamma is 1)."""
-WHITENING_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline")
-"""They whiten advantages over all actions of a step."""
-SEQUENCE_LOSSES = ("gspo",)
-"""Policy losses with the ratio of a sequence and the mean over sequences; the others have those of tokens."""
+JournalMode = Literal["full", "sample", "off"]
 
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 """Attention kernels that come in a package of their own, which need not be installed."""

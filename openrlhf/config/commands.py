@@ -47,7 +47,7 @@ RM = Command(
 PRM = Command(
     name="prm",
     config_type=PRMConfig,
-    summary="Process reward model: learns to judge every step of a solution.",
+    summary="Process reward model: learns to score every step of a solution.",
     old_flags=PRM_OLD_FLAGS,
     problems=prm_problems,
 )
@@ -78,6 +78,7 @@ PPO = Command(
     summary="Reinforcement learning (PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO) with Ray, vLLM and DeepSpeed.",
     old_flags=PPO_OLD_FLAGS,
     problems=ppo_problems,
+    has_plan=True,
 )
 BATCH_INFERENCE = Command(
     name="batch_inference",

@@ -11,6 +11,8 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from openrlhf.config.choices import OneOf
+
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 _NONE = ("none", "null")
@@ -39,13 +41,16 @@ class Field:
         return self.type is bool
 
     @property
+    def may_be_off(self) -> bool:
+        """With `no_` before its last word it is switched off."""
+        return bool in (self.type, *get_args(self.type))
+
+    @property
     def help(self) -> str:
-        """The docstring under the field."""
-        for owner in self.owner.__mro__:
-            docs = _docstrings(owner.__module__).get(owner.__name__, {}) if is_dataclass(owner) else {}
-            if self.name in docs:
-                return docs[self.name]
-        return ""
+        """The docstring under the field, and what each of its choices stands for."""
+        owners = (owner for owner in self.owner.__mro__ if is_dataclass(owner))
+        docs = (_docstrings(owner.__module__).get(owner.__name__, {}).get(self.name) for owner in owners)
+        return " ".join(filter(None, (next(filter(None, docs), ""), _summary(self.type))))
 
     @property
     def values(self) -> str:
@@ -79,8 +84,10 @@ def convert(words: Sequence[str], type_: Any) -> Any:
     """The value that the words after a flag stand for. ValueError says what was expected."""
     origin, args = get_origin(type_), get_args(type_)
     if origin in (Union, UnionType):
-        if len(words) == 1 and words[0].lower() in _NONE:
+        if NoneType in args and len(words) == 1 and words[0].lower() in _NONE:
             return None
+        if len(words) == 1 and words[0] in (word for arg in args[1:] for word in get_args(arg)):
+            return words[0]
         return convert(words, next(arg for arg in args if arg is not NoneType))
     if origin is tuple and len(words) == 1:
         words = words[0].split(",")
@@ -152,7 +159,7 @@ def _describe(type_: Any) -> str:
     if origin in (Union, UnionType):
         return " | ".join("None" if arg is NoneType else _describe(arg) for arg in args)
     if origin is Annotated:
-        return _describe(args[0])
+        return args[1].values if isinstance(args[1], OneOf) else _describe(args[0])
     if origin is Literal:
         return "{" + ",".join(args) + "}"
     if origin is tuple:
@@ -160,6 +167,13 @@ def _describe(type_: Any) -> str:
             return f"{_describe(args[0])} ..."
         return " ".join(_describe(arg) for arg in args)
     return {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL"}[type_]
+
+
+def _summary(type_: Any) -> str:
+    """What each name of a table stands for; "" of types without one."""
+    if isinstance(type_, OneOf):
+        return type_.summary
+    return "".join(_summary(arg) for arg in get_args(type_))
 
 
 def _walk(config_type: type, prefix: str) -> Iterator[Field]:

@@ -39,6 +39,10 @@ Explicit = Mapping[str, Source]
 """The flags that somebody set, by key."""
 
 
+Settle = Callable[[ConfigT, Explicit, Sequence[int]], Mapping[str, Any]]
+Plan = Callable[[ConfigT, Sequence[int]], str]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     key: str
@@ -58,6 +62,8 @@ class Command(Generic[ConfigT]):
     old_flags: Mapping[str, OldFlag]
     problems: Callable[[ConfigT, Explicit], list[Problem]]
     """What is wrong between flags."""
+    has_plan: bool = False
+    """It places its processes on a cluster: `--print_plan` says where."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,14 +76,19 @@ def parse(
     command: Command[ConfigT],
     argv: Sequence[str] | None = None,
     *,
-    settle: Callable[[ConfigT, Explicit], Mapping[str, Any]] = lambda config, explicit: {},
+    settle: Settle[ConfigT] = lambda config, explicit, cluster: {},
     inspect: Callable[[ConfigT, Collection[str]], list[str]] = lambda config, refused: [],
+    plan: Plan[ConfigT] = lambda config, cluster: "",
 ) -> Invocation[ConfigT]:
-    """Read the command line (default: sys.argv). Exits with 0 after `--help`, `--print_config` and
-    `--print_command`, with 2 when something is wrong.
+    """Read the command line (default: sys.argv). Exits with 0 after `--help`, `--print_config`,
+    `--print_command` and `--print_plan`, with 2 when something is wrong.
 
     `settle`: values, by what there is to compute on, of flags that nobody set. `inspect`: what is wrong with
-    more than flags, given those that are refused, as `--flag`."""
+    more than flags, given those that are refused, as `--flag`. `plan`: what `--print_plan` prints.
+    Raises ValueError where the run does not fit.
+
+    `settle` and `plan` get the GPUs of each node of the cluster that `--print_plan` describes; nothing for
+    the one that there is."""
     line = _read_argv(sys.argv[1:] if argv is None else argv)
     settings, problems = _read_files(line.files, command.config_type)
     problems += line.problems
@@ -87,7 +98,7 @@ def parse(
     if line.help is not None:
         _show_help(command, config, line.help)
     explicit = {key: setting.source for key, setting in chosen.items()}
-    settled = settle(config, explicit)
+    settled = settle(config, explicit, line.cluster)
     config = with_values(config, settled)
     found = [problem for problem in command.problems(config, explicit) if problem.key not in bad]
     problems += more + list(bad.values())
@@ -96,7 +107,10 @@ def parse(
     if line.print_command and not problems:
         write(to_command(command, values))
     problems += [_said_by(problem, config, explicit) for problem in found if problem.fatal]
-    if not (line.print_config or line.print_command):
+    if line.print_plan and not problems:
+        problems += _print_plan(command, config, line.cluster, plan)
+    only_prints = line.print_config or line.print_command or line.print_plan
+    if not only_prints:
         refused = {f"--{problem.key}" for problem in found if problem.fatal} | {f"--{key}" for key in bad}
         problems += inspect(config, refused)
     _tell(f"note: {hint}" for hint in [*_in_one_line(renamed), *hints])
@@ -104,7 +118,7 @@ def parse(
     _tell(f"note: {_said_by(problem, config, explicit)}" for problem in found if not problem.fatal)
     if problems:
         _refuse(problems, command)
-    if line.print_config or line.print_command:
+    if only_prints:
         sys.exit(0)
     return Invocation(config=config, explicit=explicit)
 
@@ -197,6 +211,9 @@ class _Line:
     """Word to look for; "": everything; None: no help is wanted."""
     print_config: bool = False
     print_command: bool = False
+    print_plan: bool = False
+    cluster: Sequence[int] = ()
+    """GPUs of each node that `--print_plan` describes."""
 
 
 _RENAMED = " is now "
@@ -210,6 +227,7 @@ def _read_argv(argv: Sequence[str]) -> _Line:
     """Each flag with the words up to the next flag. `-5` and text that merely starts with dashes are
     words."""
     settings, files, problems, help_word, printed = [], [], [], None, set()
+    cluster: Sequence[int] = ()
     i = 0
     while i < len(argv):
         word, i = ("--help" if argv[i] == "-h" else argv[i]), i + 1
@@ -224,8 +242,11 @@ def _read_argv(argv: Sequence[str]) -> _Line:
         name = flag["name"].replace("-", "_")
         if name == "help":
             help_word = " ".join(words)
-        elif name in ("print_config", "print_command"):
+        elif name in ("print_config", "print_command", "print_plan"):
             printed.add(name)
+            if name == "print_plan":
+                cluster, wrong = _cluster(tuple(words))
+                problems += wrong
         elif name == "config":
             files += words
             if not words:
@@ -233,7 +254,26 @@ def _read_argv(argv: Sequence[str]) -> _Line:
         else:
             settings.append(_Setting(name=name, words=tuple(words), shown="--" + flag["name"]))
     asked = dict.fromkeys(printed, True)
-    return _Line(settings=settings, files=files, problems=problems, help=help_word, **asked)
+    return _Line(settings=settings, files=files, problems=problems, help=help_word, cluster=cluster, **asked)
+
+
+def _cluster(words: Words) -> tuple[list[int], list[str]]:
+    """GPUs of each node, from `2x8` (nodes x GPUs) and more of the kind; and what is wrong with the words."""
+    found = [re.fullmatch(r"([1-9]\d{0,3})x(\d{1,3})", word) for word in words]
+    if not all(found):
+        return [], [f"--print_plan {_show(*words)}: expects NODESxGPUS, such as 2x8, or nothing"]
+    return [gpus for match in found if match for gpus in [int(match[2])] * int(match[1])], []
+
+
+def _print_plan(command: Command, config: ConfigT, cluster: Sequence[int], plan: Plan[ConfigT]) -> list[str]:
+    """What is wrong."""
+    if not command.has_plan:
+        return ["--print_plan: there is no plan to print; only ppo places its processes on a cluster"]
+    try:
+        write(plan(config, cluster))
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _read_files(files: Sequence[str], config_type: type) -> tuple[list[_Setting], list[str]]:
@@ -382,7 +422,7 @@ def _positive(name: str, fields: Mapping[str, Field]) -> str | None:
     """`a.no_b` switches the flag `a.b` off."""
     section, _, last = name.rpartition(".")
     key = f"{section}.{last[3:]}" if section else last[3:]
-    return key if last.startswith("no_") and key in fields and fields[key].is_bool else None
+    return key if last.startswith("no_") and key in fields and fields[key].may_be_off else None
 
 
 def _convert(

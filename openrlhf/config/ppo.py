@@ -1,8 +1,9 @@
 """Everything that `train_ppo_ray` can be told."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+from openrlhf.algos.traits import ESTIMATORS, Estimator
 from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import (
     BadRows,
@@ -11,6 +12,7 @@ from openrlhf.config.choices import (
     Decay,
     EstimatorName,
     ISCorrectionType,
+    JournalMode,
     KLEstimator,
     LossAggregation,
     PolicyLossType,
@@ -29,9 +31,11 @@ from openrlhf.config.sections import (
     LoggerConfig,
     OptimConfig,
     ScorerDeepSpeedConfig,
-    logger_for,
+    WandbConfig,
     run_dir,
+    wandb_for,
 )
+from openrlhf.mesh import Mesh
 
 ACTOR_FLAG = "--actor.model_name_or_path"
 CRITIC_FLAG = "--critic.model_name_or_path"
@@ -59,12 +63,10 @@ class ActorConfig(OptimConfig):
     dual_clip: Annotated[float, Range(above=1)] | None = None
     """Bound c of dual-clip PPO: where the advantage is negative, the loss is at most -c * advantage."""
     policy_loss_type: PolicyLossType = "ppo"
-    """ppo: clipped ratio of tokens. gspo: clipped ratio of sequences. cispo: log-probs weighted by the
-    clipped ratio of tokens, so that every token keeps a gradient."""
+    """The loss of an action."""
     loss_aggregation: LossAggregation | None = None
-    """Mean of policy loss, KL and entropy. token_mean: over tokens. sample_mean: over samples, of each one's
-    mean. constant_length: over samples, of each one's sum / rollout.max_new_tokens (Dr. GRPO). None:
-    sample_mean with gspo, otherwise token_mean."""
+    """Mean of policy loss, KL and entropy. None: sample_mean where policy_loss_type has the ratio of
+    sequences, otherwise token_mean."""
     entropy_coef: PositiveOrZero | None = None
     """Weight of the entropy bonus. 0: only log the entropy. None: do not compute it."""
     aux_loss_coef: PositiveOrZero = 0.0
@@ -248,8 +250,8 @@ class RolloutConfig:
     """Prompts sampled at a time. More than batch_size samples ahead: the surplus waits for the next steps.
     None: batch_size, or what dynamic filtering has not found yet."""
     micro_batch_size: Count = 1
-    """Sequences in one packed row where log-probs are computed: memory and speed, not the result, depend on
-    it."""
+    """Sequences in one micro-batch, a packed row, where log-probs are computed: memory and speed, not the
+    result, depend on it."""
     max_tokens_per_gpu: Count | None = None
     """Tokens in such a row with train.dynamic_batch_enable. None: train.max_tokens_per_gpu."""
     temperature: Positive = 1.0
@@ -265,6 +267,11 @@ class RolloutConfig:
     stop: tuple[str, ...] | None = None
     """Texts that end a response too, in training and evaluation: with the token that completes one of them. A
     single word is split at its commas; YAML takes any text. None: only stop tokens end one."""
+    episode_timeout: Positive | None = None
+    """Seconds that one episode may take, its reward included; then it has failed. None: no limit."""
+    retries: CountOrZero = 0
+    """How often an episode runs again, with other seeds, whose agent raised, that took too long, or that the
+    engine gave up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,8 +355,8 @@ class TrainConfig:
     batch_size: Count = 128
     """Samples in one optimizer step, over all ranks."""
     micro_batch_size: Count = 1
-    """Sequences in one packed row, the unit of a forward pass: memory and speed, not the result, depend on
-    it."""
+    """Sequences in one micro-batch: a packed row, the unit of a forward pass. Memory and speed, not the
+    result, depend on it."""
     dynamic_batch_enable: bool = False
     """Fill rows up to max_tokens_per_gpu tokens; the two micro_batch_size are then not read."""
     max_tokens_per_gpu: Count = 16192
@@ -382,7 +389,8 @@ class TrainConfig:
     ema_beta: Decay = 0.992
     """Decay rate of the moving average."""
     agent_func_path: str | None = None
-    """A .py file with the class `AgentExecutor`, which runs episodes of several turns."""
+    """A .py file with the class `AgentExecutor`, which runs episodes of several turns and gives their
+    rewards."""
     max_turns: Count | None = None
     """Turns of one agent episode at most. None: as many as fit in data.max_len."""
 
@@ -392,8 +400,7 @@ class AdvantageConfig:
     """From rewards to advantages."""
 
     estimator: EstimatorName = "gae"
-    """gae: PPO with a critic. reinforce: REINFORCE++. reinforce_baseline: minus the group's mean. rloo: minus
-    the mean of the others. group_norm: GRPO. dr_grpo: GRPO without division by the standard deviation."""
+    """How the rewards of a step become advantages of actions."""
     gamma: Share = 1.0
     """Discount per token, for gae and reinforce."""
     lambd: Share = 1.0
@@ -402,15 +409,18 @@ class AdvantageConfig:
     """Center advantages over the step without dividing by their deviation. For gae, reinforce,
     reinforce_baseline."""
     is_correction_enable: bool = False
-    """Correct for the gap between the sampler's probabilities and the trainer's."""
+    """Off-policy correction: for the gap between the sampler's probabilities and the trainer's."""
     is_correction_type: ISCorrectionType = "tis"
-    """tis: clip the weight of each token. icepop: drop tokens outside the threshold. seq-mask-tis: drop
-    sequences."""
+    """What is done where the two are apart."""
     is_correction_threshold: tuple[PositiveOrZero, Positive] = (0.5, 5.0)
     """`low high`: range of the ratio trainer / sampler."""
     is_correction_sequence_threshold: tuple[PositiveOrZero, Positive] | None = None
     """`low high`: range of a sequence's geometric mean ratio in seq-mask-tis, which stays much closer to 1.
     None: is_correction_threshold."""
+
+    @property
+    def traits(self) -> Estimator:
+        return ESTIMATORS[self.estimator]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -424,7 +434,7 @@ class KLConfig:
     horizon: Count = 10000
     """Samples over which the weight adapts."""
     estimator: KLEstimator = "k1"
-    """Estimate of the KL (http://joschu.net/blog/kl-approx.html): k1 suits the reward, k2 and k3 the loss."""
+    """Estimate of the KL from samples (http://joschu.net/blog/kl-approx.html)."""
     use_loss: bool = False
     """Put the penalty into the loss instead of the reward."""
 
@@ -443,9 +453,10 @@ class AlgoConfig:
     dynamic_filtering_max_batches: Count = 10
     """Prompts that one step may ask for, in multiples of rollout.batch_size. When they do not fill a batch,
     the run stops and says why."""
-    skip_old_log_probs: bool = False
+    skip_old_log_probs: bool | Literal["auto"] = "auto"
     """Where an RL step is one optimizer step, the policy before it is the policy itself: spare the forward
-    pass that asks for its log-probs. Needs a reward without KL."""
+    pass that asks for its log-probs. auto: where nothing reads them before that step, as KL in the reward
+    and a teacher do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -459,10 +470,20 @@ class PPOCkptConfig(CkptConfig):
     default_best_of4, ... "": the mean score of the first source. none: keep no best."""
 
 
-class RolePlacement(NamedTuple):
-    """Where the workers of a model are."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PPOLoggerConfig(LoggerConfig):
+    """Where metrics and rollouts go."""
 
-    num_workers: int
+    wandb: WandbConfig = field(default_factory=lambda: wandb_for("ppo", "openrlhf_train_ppo"))
+    rollouts: JournalMode = "full"
+    """What the run folder keeps of each step's samples. sample: 16 from the best to the worst, and up to 16
+    that failed. off: none."""
+
+
+class RolePlacement(NamedTuple):
+    """Where the ranks of a model are."""
+
+    mesh: Mesh
     colocated_with: str | None
     """The role whose GPUs it shares; None: its own."""
 
@@ -484,7 +505,7 @@ class PPOConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     ds: ScorerDeepSpeedConfig = field(default_factory=ScorerDeepSpeedConfig)
     ckpt: PPOCkptConfig = field(default_factory=PPOCkptConfig)
-    logger: LoggerConfig = field(default_factory=lambda: logger_for("ppo", "openrlhf_train_ppo"))
+    logger: PPOLoggerConfig = field(default_factory=PPOLoggerConfig)
     local_rank: int = -1
     """Set by launchers; not read, because Ray starts the workers."""
     use_ms: bool = False
@@ -496,7 +517,7 @@ class PPOConfig:
 
     @property
     def uses_critic(self) -> bool:
-        return self.algo.advantage.estimator == "gae"
+        return self.algo.advantage.traits.needs_critic
 
     @property
     def critic_path(self) -> str:
@@ -564,14 +585,20 @@ class PPOConfig:
             "teacher": self.teacher,
         }
         return {
-            role: RolePlacement((size := sizes[other or role]).num_nodes * size.num_gpus_per_node, other)
+            role: RolePlacement(
+                self._mesh((size := sizes[other or role]).num_nodes * size.num_gpus_per_node), other
+            )
             for role, other in colocated_with.items()
         }
 
     @property
     def own_placements(self) -> dict[str, int]:
-        """Workers of each role that has GPUs of its own."""
-        return {role: p.num_workers for role, p in self.placements.items() if p.colocated_with is None}
+        """Ranks of each role that has GPUs of its own."""
+        return {role: p.mesh.size for role, p in self.placements.items() if p.colocated_with is None}
+
+    def _mesh(self, num_ranks: int) -> Mesh:
+        ds = self.ds
+        return Mesh.within(num_ranks, sequence=ds.ring_attn_size, tensor=ds.tensor_parallel_size)
 
     @property
     def num_engines(self) -> int:
@@ -587,7 +614,7 @@ class PPOConfig:
     @property
     def data_parallel_size(self) -> int:
         """Copies of the policy that each take their own samples."""
-        return max(1, self.actor.num_gpus // (self.ds.ring_attn_size * self.ds.tensor_parallel_size))
+        return self.placements["actor"].mesh.data
 
     @property
     def samples_per_step(self) -> int:
@@ -597,6 +624,14 @@ class PPOConfig:
     def updates_per_step(self) -> int:
         """Optimizer steps in one RL step."""
         return self.samples_per_step // self.train.batch_size * self.train.max_epochs
+
+    @property
+    def skips_old_log_probs(self) -> bool:
+        """The log-probs of the policy before an RL step are those of the forward pass that trains it."""
+        if self.algo.skip_old_log_probs != "auto":
+            return self.algo.skip_old_log_probs
+        kl_in_reward = self.uses_reference and not self.algo.kl.use_loss
+        return self.updates_per_step == 1 and not kl_in_reward and not self.uses_teacher
 
     @property
     def longest_response(self) -> int:

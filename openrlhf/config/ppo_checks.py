@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from urllib.parse import urlsplit
 
+from openrlhf.algos.traits import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from openrlhf.config.checks import (
     COMMON_UNREAD,
     IN_BASH,
@@ -23,7 +24,6 @@ from openrlhf.config.checks import (
     template,
     unread,
 )
-from openrlhf.config.choices import GROUP_ESTIMATORS, SEQUENCE_LOSSES, WHITENING_ESTIMATORS
 from openrlhf.config.fields import values_of
 from openrlhf.config.parse import Explicit, Problem
 from openrlhf.config.ppo import PPOConfig
@@ -73,8 +73,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
 
 
 PPO_NOT_YET: Mapping[str, str] = {
-    "train.agent_func_path": "the agent interface is",
-    "train.max_turns": "the agent interface is",
+    "train.max_turns": "a class of agents that take turns is",
     "train.async_enable": "asynchronous training is",
     "train.partial_rollout_enable": "partial rollout is",
     "actor.optim": "Muon is",
@@ -98,6 +97,9 @@ BEST = r"_(score_mean|best_of\d+|pass\d+)$"
 """Ends of the metrics of an evaluation of which more is better."""
 
 
+WITH_CRITIC = ", ".join(name for name, row in ESTIMATORS.items() if row.needs_critic)
+WHITENING = ", ".join(name for name, row in ESTIMATORS.items() if row.whiten)
+
 PPO_UNREAD = (
     Unread(
         keys=("actor.ptx_coef", "data.pretrain_probs", "data.pretrain_split", "data.pretrain_key"),
@@ -113,17 +115,17 @@ PPO_UNREAD = (
     Unread(
         keys=("critic.", "train.colocate_critic_reward"),
         when=lambda c: not c.uses_critic,
-        why="only estimator gae has a critic",
+        why=f"only estimator {WITH_CRITIC} has a critic",
     ),
     Unread(
         keys=("algo.advantage.lambd",),
-        when=lambda c: c.algo.advantage.estimator != "gae",
-        why="only gae uses lambda",
+        when=lambda c: not c.algo.advantage.traits.needs_critic,
+        why=f"only {WITH_CRITIC} uses lambda",
     ),
     Unread(
         keys=("algo.advantage.no_std_norm",),
-        when=lambda c: c.algo.advantage.estimator not in WHITENING_ESTIMATORS,
-        why=f"only the estimators {', '.join(WHITENING_ESTIMATORS)} divide advantages by their deviation",
+        when=lambda c: not c.algo.advantage.traits.whiten,
+        why=f"only the estimators {WHITENING} divide advantages by their deviation",
     ),
     Unread(
         keys=("algo.advantage.is_correction_type", "algo.advantage.is_correction_threshold"),
@@ -133,7 +135,8 @@ PPO_UNREAD = (
     Unread(
         keys=("algo.advantage.is_correction_sequence_threshold",),
         when=lambda c: (
-            not c.algo.advantage.is_correction_enable or c.algo.advantage.is_correction_type != "seq-mask-tis"
+            not c.algo.advantage.is_correction_enable
+            or not CORRECTIONS[c.algo.advantage.is_correction_type].drops_sequences
         ),
         why="only algo.advantage.is_correction_type seq-mask-tis drops sequences",
     ),
@@ -167,8 +170,8 @@ PPO_UNREAD = (
     ),
     Unread(
         keys=("actor.eps_clip", "actor.eps_clip_low_high", "actor.dual_clip"),
-        when=lambda c: c.algo.skip_old_log_probs,
-        why="with algo.skip_old_log_probs the ratio is 1, inside every bound",
+        when=lambda c: c.skips_old_log_probs,
+        why="an RL step is one optimizer step, so the ratio is 1, inside every bound",
     ),
     Unread(keys=("actor.muon.",), when=lambda c: c.actor.optim == "adam", why="the optimizer is adam"),
     Unread(keys=("critic.muon.",), when=lambda c: c.critic.optim == "adam", why="the optimizer is adam"),
@@ -204,6 +207,11 @@ PPO_UNREAD = (
         keys=("reward.overlong_penalty_factor",),
         when=lambda c: c.reward.overlong_buffer_len is None,
         why="reward.overlong_buffer_len is not set",
+    ),
+    Unread(
+        keys=("reward.remote_url",),
+        when=lambda c: c.train.agent_func_path is not None,
+        why="the agent of train.agent_func_path gives the rewards",
     ),
     Unread(
         keys=("reward.timeout", "reward.num_workers", "reward.batch"),
@@ -294,7 +302,14 @@ def _reward_source(config: PPOConfig) -> Iterator[Problem]:
             "model one",
         )
     if config.train.agent_func_path is not None:
-        yield from python_file("train.agent_func_path", config.train.agent_func_path, alone=True)
+        yield from _agent_file("train.agent_func_path", config.train.agent_func_path)
+
+
+def _agent_file(key: str, path: str) -> Iterator[Problem]:
+    if path.endswith(".py"):
+        yield from python_file(key, path, alone=True)
+    else:
+        yield Problem(key=key, text="must name a .py file with the class AgentExecutor")
 
 
 def _gym_datasets(config: PPOConfig) -> Iterator[Problem]:
@@ -355,20 +370,19 @@ def _estimator(config: PPOConfig) -> Iterator[Problem]:
         )
     yield from _rising("algo.dynamic_filtering_range", config.algo.dynamic_filtering_range)
     samples = config.rollout.n_samples_per_prompt
-    if advantage.estimator in GROUP_ESTIMATORS:
-        if samples == 1:
-            yield Problem(
-                key="rollout.n_samples_per_prompt",
-                text=f"estimator {advantage.estimator} compares the samples of one prompt: alone each has "
-                "advantage 0, and its reward teaches nothing; use 2 or more, or estimator reinforce",
-                fatal=False,
-            )
-        if advantage.gamma != 1:
-            yield Problem(
-                key="algo.advantage.gamma",
-                text=f"has no effect: estimator {advantage.estimator} does not discount; reinforce does",
-                fatal=False,
-            )
+    if advantage.traits.needs_group and samples == 1:
+        yield Problem(
+            key="rollout.n_samples_per_prompt",
+            text=f"estimator {advantage.estimator} compares the samples of one prompt: alone each has "
+            "advantage 0, and its reward teaches nothing; use 2 or more, or estimator reinforce",
+            fatal=False,
+        )
+    if not advantage.traits.discounts and advantage.gamma != 1:
+        yield Problem(
+            key="algo.advantage.gamma",
+            text=f"has no effect: estimator {advantage.estimator} does not discount; reinforce does",
+            fatal=False,
+        )
     if config.train.partial_rollout_enable and not config.train.async_enable:
         yield Problem(key="train.partial_rollout_enable", text="needs --train.async_enable")
 
@@ -401,43 +415,45 @@ def _kl(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     kl = config.algo.kl
     if not config.uses_reference or not {"algo.kl.estimator", "algo.kl.use_loss"} & set(explicit):
         return
-    if kl.use_loss and kl.estimator == "k1":
+    has_gradient = KL_ESTIMATORS[kl.estimator].has_gradient
+    if kl.use_loss and not has_gradient:
         yield Problem(
             key="algo.kl.estimator",
             text="as a loss its gradient is zero on average; k2 or k3 suit",
             fatal=False,
         )
-    if not kl.use_loss and kl.estimator != "k1":
+    if has_gradient and not kl.use_loss:
         yield Problem(key="algo.kl.estimator", text="in the reward k1 is the unbiased estimate", fatal=False)
 
 
 def _policy_loss(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     actor = config.actor
-    loss = actor.policy_loss_type
-    if loss in SEQUENCE_LOSSES and actor.loss_aggregation not in (None, "sample_mean"):
+    name = actor.policy_loss_type
+    loss = POLICY_LOSSES[name]
+    if loss.ratio == "sequence" and actor.loss_aggregation not in (None, loss.aggregation):
         yield Problem(
             key="actor.loss_aggregation",
-            text=f"{loss} compares sequences, which count alike however long they are; leave it at None",
+            text=f"{name} compares sequences, which count alike however long they are; leave it at None",
         )
     clip_is_set = {"actor.eps_clip", "actor.eps_clip_low_high"} & set(explicit)
-    if loss in SEQUENCE_LOSSES and not clip_is_set and not config.algo.skip_old_log_probs:
+    if loss.ratio == "sequence" and not clip_is_set and not config.skips_old_log_probs:
         yield Problem(
             key="actor.policy_loss_type",
             text=f"the ratio of a sequence hardly ever leaves actor.eps_clip {actor.eps_clip}; its paper has "
             "--actor.eps_clip_low_high 3e-4 4e-4",
             fatal=False,
         )
-    if loss == "cispo" and actor.dual_clip is not None:
+    if not loss.dual_clip and actor.dual_clip is not None:
         yield Problem(
             key="actor.dual_clip",
-            text="bounds what cispo bounds already, for every advantage; remove it, and set "
+            text=f"bounds what {name} bounds already, for every advantage; remove it, and set "
             "--actor.eps_clip_low_high",
         )
 
 
 def _old_log_probs(config: PPOConfig) -> Iterator[Problem]:
-    key, kl = "algo.skip_old_log_probs", config.algo.kl
-    if not config.algo.skip_old_log_probs:
+    key = "algo.skip_old_log_probs"
+    if config.algo.skip_old_log_probs is not True:
         return
     if config.updates_per_step > 1:
         yield Problem(
@@ -446,14 +462,12 @@ def _old_log_probs(config: PPOConfig) -> Iterator[Problem]:
             f"policy is the old one;\nuse train.batch_size {config.samples_per_step} and train.max_epochs 1, "
             "or remove it",
         )
-    if config.uses_reference and not kl.use_loss:
+    if config.uses_reference and not config.algo.kl.use_loss:
         yield Problem(
             key=key,
             text="the KL in the reward needs those log-probs; add --algo.kl.use_loss --algo.kl.estimator k2, "
             "or --algo.kl.init_coef 0, or remove it",
         )
-    if config.uses_reference and kl.target is not None:
-        yield Problem(key=key, text="algo.kl.target adapts to the KL of those log-probs; remove one")
     if config.uses_teacher:
         yield Problem(
             key=key, text="the teacher's reward needs those log-probs (teacher.model_name_or_path); remove it"

@@ -116,7 +116,7 @@ class DeepSpeedConfig:
     ring_attn_head_stride: Count = 1
     """Heads per communication round of ring attention."""
     packing_samples: bool = False
-    """Accepted for old commands: rows are always packed without padding, and attention never crosses a
+    """Accepted for old commands: rows are always packed (padding-free), and attention never crosses a
     border."""
     attn_implementation: str = "auto"
     """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: flash
@@ -214,9 +214,14 @@ class LoggerConfig:
 
 
 def logger_for(command: str, project: str) -> LoggerConfig:
-    """Default logger of a command: its project, and a run name of its own."""
+    """Default logger of a command."""
+    return LoggerConfig(wandb=wandb_for(command, project))
+
+
+def wandb_for(command: str, project: str) -> WandbConfig:
+    """A command's project, and a run name of its own."""
     run_name = f"{command}_{datetime.now():%m%dT%H:%M}_{secrets.token_hex(3)}"
-    return LoggerConfig(wandb=WandbConfig(project=project, run_name=run_name))
+    return WandbConfig(project=project, run_name=run_name)
 
 
 def run_dir(logger: LoggerConfig, ckpt: CkptConfig) -> str:

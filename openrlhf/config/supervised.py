@@ -106,8 +106,8 @@ class TrainConfig:
     batch_size: Count = 128
     """Sequences in one optimizer step, over all ranks."""
     micro_batch_size: Count = 8
-    """Sequences in one packed row, the unit of a forward pass: memory and speed, not the result, depend on
-    it."""
+    """Sequences in one micro-batch: a packed row, the unit of a forward pass. Memory and speed, not the
+    result, depend on it."""
     dynamic_batch_enable: bool = False
     """Fill rows up to max_tokens_per_gpu tokens; micro_batch_size is then not read."""
     max_tokens_per_gpu: Count = 16192
@@ -302,7 +302,7 @@ class PRMDataConfig(DataConfig):
     input_key: str = "input"
     """Column with the whole text, a placeholder token at the end of each step."""
     label_key: str = "label"
-    """Column with a list, one label for each placeholder: the token that a judge would write there, or the
+    """Column with a list, one label for each placeholder: the token that the model is to write there, or the
     probability of the first of data.reward_tokens."""
     placeholder_token: str = ""
     """The token that ends a step. Required."""
@@ -313,7 +313,7 @@ class PRMDataConfig(DataConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PRMConfig(SupervisedConfig):
-    """Process reward model: judges every step of a solution."""
+    """Process reward model: scores every step of a solution."""
 
     adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=1e-6))
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -30,6 +30,7 @@ from openrlhf.config.supervised import (
     SFTConfig,
     SupervisedConfig,
 )
+from openrlhf.mesh import Mesh
 
 
 def sft_problems(config: SFTConfig, explicit: Explicit) -> list[Problem]:
@@ -91,9 +92,8 @@ def kd_problems(config: KDConfig, explicit: Explicit) -> list[Problem]:
 
 def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Problem]) -> list[Problem]:
     """What is wrong with what all of these commands have, and with what one has of its own."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1")) // (
-        config.ds.ring_attn_size * config.ds.tensor_parallel_size
-    )
+    ds, num_ranks = config.ds, int(os.environ.get("WORLD_SIZE", "1"))
+    mesh = Mesh.within(num_ranks, sequence=ds.ring_attn_size, tensor=ds.tensor_parallel_size)
     return first_of_each(
         [
             *not_yet(config, SUPERVISED_NOT_YET),
@@ -103,7 +103,7 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
             *chain.from_iterable(own),
             *optimizer("", config),
             *_muon(config),
-            *batches(config, max(ranks, 1), None, ""),
+            *batches(config, mesh.data, None, ""),
             *precision(config),
             *_four_bits(config),
             *_balance(config),
@@ -281,4 +281,4 @@ def _reward_tokens(config: PRMConfig) -> Iterator[Problem]:
     if twice is not None:
         yield Problem(key=key, text=f"names {twice} twice; name each once")
     elif len(tokens) == 1:
-        yield Problem(key=key, text="a judge chooses between two or more; name them all")
+        yield Problem(key=key, text="a step's label is one of two or more; name them all")

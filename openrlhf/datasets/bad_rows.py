@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from openrlhf.datasets.files import REMEDY, Row, Unreadable, kind
 from openrlhf.datasets.sources import Rows
-from openrlhf.observe.tracked import tracked
+from openrlhf.observe.progress import tracked
 
 ReadT = TypeVar("ReadT")
 BadRowAction = Literal["error", "skip"]

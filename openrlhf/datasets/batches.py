@@ -35,7 +35,7 @@ class Windows(Generic[RowT]):
     """The optimizer steps of an epoch, as this rank sees them.
 
     A step takes the next `batch_size` items in the order of the epoch, the last step what is left. They are
-    dealt to `world` ranks so that each has about as much work, and laid by `collate` into packed rows: of
+    dealt to `data_size` ranks so that each has about as much work, and laid by `collate` into packed rows: of
     `micro_batch_size` items, or of as many as fit into `max_tokens` (a longer item alone). Every rank gets
     the same number of rows, where needed empty ones, because ranks meet in collectives at each row.
     Everything follows from the arguments, so ranks agree without talking.
@@ -49,12 +49,13 @@ class Windows(Generic[RowT]):
         batch_size: int,
         micro_batch_size: int | None = None,
         max_tokens: int | None = None,
-        rank: int,
-        world: int,
+        data_rank: int,
+        data_size: int,
         seed: int,
         shuffle: bool = True,
-    ):
-        """Give one of `micro_batch_size` and `max_tokens`."""
+    ) -> None:
+        """Give one of `micro_batch_size` and `max_tokens`. `data_rank` of `data_size`: this rank along the
+        data dimension of its mesh; ranks that agree in it get the same rows."""
         if (micro_batch_size is None) == (max_tokens is None):
             raise ValueError("Windows: give one of micro_batch_size and max_tokens.")
         self._dataset = dataset
@@ -62,8 +63,8 @@ class Windows(Generic[RowT]):
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
         self._max_tokens = max_tokens
-        self._rank = rank
-        self._world = world
+        self._data_rank = data_rank
+        self._data_size = data_size
         self._seed = seed
         self._shuffle = shuffle
 
@@ -86,13 +87,13 @@ class Windows(Generic[RowT]):
         """The items of each of this rank's rows of each step from `start_step` on."""
         order = epoch_order(len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         for step in range(start_step, len(self)):
-            yield self.deal(order[step * self._batch_size : (step + 1) * self._batch_size])[self._rank]
+            yield self.deal(order[step * self._batch_size : (step + 1) * self._batch_size])[self._data_rank]
 
     def deal(self, batch: Sequence[int]) -> list[list[list[int]]]:
         """The items of each row of each rank; a row without items is empty."""
         lengths = [self._dataset.lengths[i] for i in batch]
         costs = [estimated_cost(length) for length in lengths]
-        of_rank = partition(costs, self._world, equal_size=self._micro_batch_size is not None)
+        of_rank = partition(costs, self._data_size, equal_size=self._micro_batch_size is not None)
         rows = [[[batch[i] for i in row] for row in self._rows(mine, lengths)] for mine in of_rank]
         num_rows = max(len(mine) for mine in rows)
         return [mine + [[]] * (num_rows - len(mine)) for mine in rows]

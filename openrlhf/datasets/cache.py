@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import numpy as np
 from filelock import BaseFileLock, FileLock, Timeout
 
-from openrlhf.observe.tracked import tracked
+from openrlhf.files import cache_folder, replacing
+from openrlhf.observe.progress import tracked
 from openrlhf.utils.text import first_token_ids
 
 if TYPE_CHECKING:  # columns are checked before anything heavy is imported
@@ -95,10 +96,6 @@ def cached(
 
 HEAD_START = 1.0
 """Seconds."""
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("OPENRLHF_CACHE") or "~/.cache/openrlhf").expanduser()
 
 
 def digest(value: object) -> str:
@@ -224,18 +221,15 @@ def _keep(
         "meta": dataset.meta(),
         "arrays": {name: _layout(array) for name, array in arrays.items()},
     }
-    beside = entry.with_name(f"{entry.name}.partial")
     try:
-        for leftover in (beside, entry):
-            if leftover.exists():
-                shutil.rmtree(leftover)
-        beside.mkdir()
-        for name, array in arrays.items():
-            np.save(beside / f"{name}.npy", array)
-        (beside / "meta.json").write_text(json.dumps(about, indent=1))
-        beside.rename(entry)
+        if entry.exists():
+            shutil.rmtree(entry)
+        with replacing(entry) as beside:
+            beside.mkdir()
+            for name, array in arrays.items():
+                np.save(beside / f"{name}.npy", array)
+            (beside / "meta.json").write_text(json.dumps(about, indent=1))
     except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
         logger.warning("%s: tokenised data cannot be kept: %s\n%s", entry, error.strerror or error, _REMEDY)
         return dataset
     _tell(f"tokenised data kept in {entry}")

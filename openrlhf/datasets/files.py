@@ -29,8 +29,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from openrlhf.config.choices import BadRows
-from openrlhf.datasets.cache import cache_folder
-from openrlhf.observe.tracked import tracked
+from openrlhf.files import cache_folder
+from openrlhf.observe.progress import tracked
 
 Row = dict[str, Any]
 ReadT = TypeVar("ReadT")

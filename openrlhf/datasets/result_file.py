@@ -6,10 +6,11 @@ Rank 0 appends to the file itself, rank N to `FILE.rankN.jsonl`. `merge` brings 
 
 import glob
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
+
+from openrlhf.files import write_atomically
 
 Row = dict[str, Any]
 Key = tuple[int, int]
@@ -73,9 +74,7 @@ def merge(path: str | Path) -> list[Row]:
 
 def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
     """All of them or, when the process is killed, the file as it was."""
-    new = Path(f"{path}.new")
-    new.write_text("".join(map(_line, rows)), encoding="utf-8")
-    os.replace(new, path)
+    write_atomically(Path(path), map(_line, rows))
 
 
 def check_origin(path: str | Path, meta_path: str | Path, origin: Mapping[str, Any]) -> None:
@@ -105,7 +104,7 @@ def check_origin(path: str | Path, meta_path: str | Path, origin: Mapping[str, A
 
 def write_origin(meta_path: str | Path, origin: Mapping[str, Any]) -> None:
     Path(meta_path).parent.mkdir(parents=True, exist_ok=True)
-    Path(meta_path).write_text(json.dumps(origin, indent=1) + "\n")
+    write_atomically(Path(meta_path), [json.dumps(origin, indent=1), "\n"])
 
 
 def _of_rank(path: Path, rank: int) -> Path:

@@ -15,7 +15,7 @@ from openrlhf.config.choices import BadRows
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.datasets.cache import digest, file_digest
 from openrlhf.datasets.files import READERS, REMEDY, Part, Row, Unreadable, peek
-from openrlhf.observe.tracked import tracked
+from openrlhf.observe.progress import tracked
 from openrlhf.tasks.reasoning_gym import COLUMNS, gym_dataset, gym_rows
 
 

@@ -1,4 +1,4 @@
-"""Rows as solutions whose steps are judged, for process reward models."""
+"""Rows as solutions with a label for every step, for process reward models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Rows as answers that are good or bad, for KTO."""
+"""Rows as unpaired preferences (KTO): answers that are good or bad."""
 
 import logging
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class JudgedDataset(TwoSamples):
+class UnpairedDataset(TwoSamples):
     """Sample 2i is answer i, 2i + 1 its mismatched one."""
 
     desirable: np.ndarray
@@ -53,7 +53,7 @@ def build_unpaired(
     max_len: int,
     seed: int,
     bad_rows: BadRowAction = "error",
-) -> JudgedDataset:
+) -> UnpairedDataset:
     """One answer of each row that has something to learn; prompts, answers and their marks are those of
     `build_sft_samples`.
 
@@ -86,7 +86,7 @@ def build_unpaired(
     check_left(whole, rows, max_len, unit="answer")
     _tell_classes(desirable, label_key)
     store = _with_mismatched(whole, max_len, seed, input_key)
-    return JudgedDataset(samples=store, desirable=np.array(desirable))
+    return UnpairedDataset(samples=store, desirable=np.array(desirable))
 
 
 def _label(row: Row, column: str) -> bool:

@@ -20,7 +20,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.deepspeed_config import inference_config, training_config
-from openrlhf.engine.distributed import current_device
+from openrlhf.engine.distributed import ProcessMesh, current_device
 from openrlhf.engine.interfaces import Objective, RowT
 from openrlhf.engine.lr_schedule import lr_schedule
 from openrlhf.engine.moving_average import MovingAverage
@@ -59,6 +59,7 @@ class DeepSpeedEngine:
         reentrant: bool = False,
         dropout: bool = False,
         ema_beta: float | None = None,
+        mesh: ProcessMesh | None = None,
     ) -> None:
         """`total_steps`: optimizer steps of the whole run, which the learning rate schedule needs.
 
@@ -67,6 +68,8 @@ class DeepSpeedEngine:
 
         `ema_beta`: decay of a moving average of the trained weights, None for no average. `export` writes the
         average, checkpoints keep it; nothing else sees it.
+
+        `mesh`: None where every rank has samples of its own.
         """
         self.stage = ds.zero_stage
         # DeepSpeed neither reports nor exposes the norm at stage 0 in float32, so there the engine clips by
@@ -95,15 +98,11 @@ class DeepSpeedEngine:
         )
         settle_reading(self.engine, self.module)
         self.device = current_device()
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.mesh = mesh or ProcessMesh.joined()
         self.average = None
         if ema_beta is not None:
-            self.average = MovingAverage(
-                self.module.model.named_parameters(),
-                beta=ema_beta,
-                rank=self.rank,
-                num_parts=self.world_size if self.stage == 3 else 1,
-            )
+            parameters = self.module.model.named_parameters()
+            self.average = MovingAverage(parameters, beta=ema_beta, mesh=self.mesh, sharded=self.stage == 3)
 
     @property
     def module(self) -> RowModel:
@@ -117,7 +116,8 @@ class DeepSpeedEngine:
     def train_step(
         self, window: Sequence[RowT], objective: Objective[RowT], *also: tuple[Sequence, Objective]
     ) -> Metrics:
-        """One optimizer step over the rows that all ranks hold; `window` is this rank's, at least one row.
+        """One optimizer step over the rows that all ranks hold; `window` is this rank's, at least one row,
+        and the same on ranks that have the same samples.
 
         `also`: more (rows, objective) of the same step. Their losses are added up, and each divides by the
         totals of its own rows.
@@ -136,8 +136,9 @@ class DeepSpeedEngine:
         for i, (row, minimise, totals) in enumerate(passes):
             self.engine.set_gradient_accumulation_boundary(i == len(passes) - 1)
             loss, metrics = minimise(self.engine, row.to(self.device), totals)
-            # DeepSpeed averages gradients over ranks; the shares of all ranks are meant to add up.
-            self.engine.backward(loss * self.world_size)
+            # DeepSpeed averages gradients over ranks; the shares of ranks with different samples are meant to
+            # add up.
+            self.engine.backward(loss * self.mesh.data)
             for name, share in metrics.items():
                 shares[name] = shares.get(name, 0) + share.detach()
         lr = self.engine.get_lr()[0]
@@ -215,26 +216,27 @@ class DeepSpeedEngine:
         )
         if self.average is not None:
             self.average.save(f"{folder}/{tag}")
-        save_random_state(f"{folder}/{tag}", self.rank, self.world_size)
+        if self.mesh.leads:
+            save_random_state(f"{folder}/{tag}", self.mesh.data_rank, self.mesh.data)
         dist.barrier()
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
         """Restore everything that `save_checkpoint` wrote and return its `state`. With a moving average the
         checkpoint must have one too; without, one that is there is left where it is. ValueError, where ranks
-        have parts of the optimizer, for a checkpoint of another number of ranks."""
+        have parts of the optimizer, for a checkpoint of another number of data parallel ranks."""
         if self.average is not None:
             self.average.load(f"{folder}/{tag}")
         num_ranks = saved_ranks(f"{folder}/{tag}")
-        if self.stage > 0 and num_ranks not in (None, self.world_size):
+        if self.stage > 0 and num_ranks not in (None, self.mesh.data):
             raise ValueError(
                 f"--ckpt.load_enable: {num_ranks} ranks saved {folder}/{tag}, and now there are "
-                f"{self.world_size}; at --ds.zero_stage {self.stage}\neach has a part of the optimizer's "
+                f"{self.mesh.data}; at --ds.zero_stage {self.stage}\neach has a part of the optimizer's "
                 f"state. Resume with {num_ranks} ranks."
             )
         path, client_state = self.engine.load_checkpoint(folder, tag=tag, custom_load_fn=_load_trained)
         if path is None or client_state is None:
             raise ValueError(f"--ckpt.path {folder}: checkpoint {tag} could not be loaded from there")
-        load_random_state(f"{folder}/{tag}", self.rank, self.world_size)
+        load_random_state(f"{folder}/{tag}", self.mesh.data_rank, self.mesh.data)
         self._follow_schedule()
         return client_state["openrlhf"]
 
@@ -257,11 +259,11 @@ class DeepSpeedEngine:
             if (average is None if p.requires_grad else not is_adapter)
         )
         for name, tensor in chain(weights, average.in_full() if average else ()):
-            if self.rank == 0:
+            if self.mesh.is_first:
                 state[name] = tensor.detach().cpu().clone()
-        if self.rank == 0 and is_adapter:
+        if self.mesh.is_first and is_adapter:
             save_adapter(model, state, folder)
-        elif self.rank == 0:
+        elif self.mesh.is_first:
             state |= {
                 name: b.cpu()
                 for name, b in model.state_dict().items()
@@ -283,14 +285,14 @@ class DeepSpeedEngine:
 
     def _agree(self, rows: Sequence[RowT]) -> tuple[list[RowT], LossNorm]:
         """The same number of rows on every rank (collectives inside forward and backward count them), and the
-        totals that losses divide by."""
+        totals that losses divide by, of each sample once."""
         mine = torch.tensor(
             [len(rows), sum(r.num_tokens for r in rows), sum(r.num_sequences for r in rows)],
             dtype=torch.float64,
             device=self.device,
         )
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine)
+        everyone = [torch.empty_like(mine) for _ in range(self.mesh.data)]
+        dist.all_gather(everyone, mine, self.mesh.data_group)
         counts = torch.stack(everyone)
         most = int(counts[:, 0].max())
         num_tokens, num_sequences = counts[:, 1:].sum(0).tolist()
@@ -301,7 +303,7 @@ class DeepSpeedEngine:
         if not shares:
             return {}
         values = torch.stack([torch.as_tensor(s, device=self.device).double() for s in shares.values()])
-        dist.all_reduce(values)
+        dist.all_reduce(values, group=self.mesh.data_group)
         return dict(zip(shares, values.tolist(), strict=True))
 
     def _clip(self) -> float:

@@ -1,18 +1,68 @@
-"""A process's device, and the group of processes it belongs to."""
+"""A process's device, and its place among the ranks of its model."""
 
 import datetime
 import os
 import random
 import socket
+from dataclasses import dataclass
 
 import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from openrlhf.device import DEVICE_TYPE
+from openrlhf.mesh import Mesh
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessMesh(Mesh):
+    """The mesh of this process's model, seen from its rank. Batches, losses and optimizer state are shared
+    along `data`: what sums over samples sums over `data_group`, which counts each sample once."""
+
+    rank: int = 0
+    data_group: dist.ProcessGroup | None = None
+    """The ranks that differ from this one in their samples only. None: all ranks."""
+
+    @classmethod
+    def of(cls, mesh: Mesh, rank: int, data_group: dist.ProcessGroup | None = None) -> "ProcessMesh":
+        sizes = {"data": mesh.data, "sequence": mesh.sequence, "tensor": mesh.tensor}
+        return ProcessMesh(**sizes, rank=rank, data_group=data_group)
+
+    @classmethod
+    def joined(cls, *, sequence: int = 1, tensor: int = 1) -> "ProcessMesh":
+        """Of the ranks that met in `init_distributed`. Collective. Raises ValueError where their number is no
+        multiple of `sequence * tensor`."""
+        num_ranks = dist.get_world_size()
+        mesh = Mesh.within(num_ranks, sequence=sequence, tensor=tensor)
+        if mesh.size != num_ranks:
+            raise ValueError(
+                f"{num_ranks} ranks cannot be shared by {sequence} (--ds.ring_attn_size) x {tensor} "
+                f"(--ds.tensor_parallel_size) on each sample.\nStart a multiple of {mesh.replica} ranks."
+            )
+        group = None
+        if mesh.replica > 1:
+            ranks = init_device_mesh(DEVICE_TYPE, mesh.shape, mesh_dim_names=mesh.DIMENSIONS)
+            group = ranks.get_group("data")
+        return ProcessMesh.of(mesh, dist.get_rank(), group)
+
+    @property
+    def data_rank(self) -> int:
+        """Whose samples this rank has."""
+        return self.coordinates(self.rank).data
+
+    @property
+    def leads(self) -> bool:
+        """Of the ranks with its samples this one writes what they would all write."""
+        return self.rank in self.leaders
+
+    @property
+    def is_first(self) -> bool:
+        """It exports, and speaks for all."""
+        return self.rank == 0
 
 
 def current_device() -> torch.device:

@@ -13,25 +13,29 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from openrlhf.engine.distributed import current_device
+from openrlhf.engine.distributed import ProcessMesh, current_device
 
 
 class MovingAverage:
     """One rank's part of the average: p_mean <- beta * p_mean + (1 - beta) * p for each trained parameter p.
 
-    It is float32 on the CPU, whatever the weights are and wherever they are at the moment. With one part
-    rank 0 has whole parameters, and the other ranks have nothing. With a part for each rank, at ZeRO stage 3,
-    a rank averages the shards that it keeps anyway, so that a step needs no communication.
+    It is float32 on the CPU, whatever the weights are and wherever they are at the moment. In one part data
+    parallel rank 0 has whole parameters, and the others have nothing. With a part for each of them, at ZeRO
+    stage 3, a rank averages the shards that it keeps anyway, so that a step needs no communication.
     """
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], *, beta: float, rank: int, num_parts: int
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        beta: float,
+        mesh: ProcessMesh,
+        sharded: bool,
     ) -> None:
-        """It starts from the weights of this moment. `num_parts` is 1, or the number of ranks at stage 3."""
-        self.beta, self.rank, self.num_parts = beta, rank, num_parts
-        self.parameters = {
-            name: param for name, param in parameters if param.requires_grad and rank < num_parts
-        }
+        """It starts from the weights of this moment. `sharded`: at ZeRO stage 3."""
+        self.beta, self.mesh, self.num_parts = beta, mesh, mesh.data if sharded else 1
+        has_part = mesh.data_rank < self.num_parts
+        self.parameters = {name: param for name, param in parameters if param.requires_grad and has_part}
         self.parts = {name: _own_part(param).clone() for name, param in self.parameters.items()}
 
     @torch.no_grad()
@@ -41,27 +45,27 @@ class MovingAverage:
             part.lerp_(_own_part(self.parameters[name]), 1 - self.beta)
 
     def in_full(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, average in the shape and dtype of the parameter) on rank 0, and nothing elsewhere. All ranks
-        must iterate together: with several parts each parameter is a collective."""
+        """(name, average in the shape and dtype of the parameter) on data parallel rank 0, and nothing
+        elsewhere. All ranks must iterate together: with several parts each parameter is a collective."""
         for name, part in self.parts.items():
             param = self.parameters[name]
             whole = part.to(param.dtype)
             if hasattr(param, "ds_tensor"):
-                whole = _joined(whole.to(current_device()), param, self.rank, self.num_parts)
+                whole = _joined(whole.to(current_device()), param, self.mesh)
             if whole is not None:
                 yield name, whole
 
     def save(self, folder: str | Path) -> None:
         """Write this rank's part, if it has one, into a checkpoint's folder."""
-        if self.parts:
-            save_file(self.parts, _file(folder, self.rank), {"num_parts": str(self.num_parts)})
+        if self.parts and self.mesh.leads:
+            save_file(self.parts, _file(folder, self.mesh.data_rank), {"num_parts": str(self.num_parts)})
 
     def load(self, folder: str | Path) -> None:
         """Continue with exactly what `save` wrote. Raises ValueError, on every rank, where the folder has no
         average or one in another number of parts."""
         _check_parts(Path(folder), self.num_parts)
         if self.parts:
-            with safe_open(_file(folder, self.rank), "pt") as file:
+            with safe_open(_file(folder, self.mesh.data_rank), "pt") as file:
                 self.parts = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
 
 
@@ -70,10 +74,10 @@ def _own_part(param: nn.Parameter) -> Tensor:
     return getattr(param, "ds_tensor", param).detach().cpu().float()
 
 
-def _joined(shard: Tensor, param: nn.Parameter, rank: int, num_parts: int) -> Tensor | None:
-    """All shards of a parameter as one tensor on rank 0. DeepSpeed pads the last one."""
-    shards = [torch.empty_like(shard) for _ in range(num_parts)] if rank == 0 else None
-    dist.gather(shard, shards)
+def _joined(shard: Tensor, param: nn.Parameter, mesh: ProcessMesh) -> Tensor | None:
+    """All shards of a parameter as one tensor on data parallel rank 0. DeepSpeed pads the last one."""
+    shards = [torch.empty_like(shard) for _ in range(mesh.data)] if mesh.data_rank == 0 else None
+    dist.gather(shard, shards, group=mesh.data_group, group_dst=0)
     if shards is None:
         return None
     shape = getattr(param, "ds_shape")  # noqa: B009  DeepSpeed puts it there

@@ -1,4 +1,4 @@
-"""What a frozen model thinks of a whole dataset, asked once before training, and kept."""
+"""Log-probs of a frozen model on a whole dataset, computed once before training, and kept."""
 
 import logging
 import os
@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from openrlhf.datasets.batches import Windows
-from openrlhf.engine.distributed import current_device
+from openrlhf.engine.distributed import ProcessMesh, current_device
+from openrlhf.files import replacing
+from openrlhf.observe.progress import tracked
 
 logger = logging.getLogger(__name__)
 
@@ -20,16 +22,18 @@ class Answers(Protocol):
     def forward(self, rows: list, read: Callable) -> list[torch.Tensor]: ...
 
 
-def answers_of(model: Answers, windows: Windows, read: Callable, num_items: int) -> np.ndarray:
+def answers_of(
+    model: Answers, windows: Windows, read: Callable, num_items: int, mesh: ProcessMesh
+) -> np.ndarray:
     """(n, 2) float32, the same on every rank: the two figures that `read(model, row)` (P, 2) gives for each
     item of a row."""
     found = torch.zeros(num_items, 2)
-    for rows in windows.items(epoch=0):
+    for rows in tracked(windows.items(epoch=0), len(windows), "reference log-probs, batches"):
         answers = model.forward([windows.pack(items) for items in rows], read)
         for items, answer in zip(rows, answers, strict=True):
             found[items] = answer
     found = found.to(current_device())
-    dist.all_reduce(found)
+    dist.all_reduce(found, group=mesh.data_group)
     return found.cpu().numpy()
 
 
@@ -47,10 +51,9 @@ def kept(path: Path, compute: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 def _write(path: Path, array: np.ndarray) -> None:
-    beside = path.with_name(f"{path.stem}.{os.getpid()}.partial.npy")  # another run may write the same
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(beside, array)
-        beside.rename(path)
+        with replacing(path, shared=True) as beside, beside.open("wb") as file:
+            np.save(file, array)
     except OSError as error:
         logger.warning("%s: reference log-probs cannot be kept: %s", path, error.strerror or error)

@@ -13,7 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 def save_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
-    """Of Python, NumPy, torch and this rank's GPU, into a checkpoint's folder."""
+    """Of Python, NumPy, torch and this rank's GPU, into a checkpoint's folder. Ranks are those of the data
+    dimension: ranks with the same samples draw the same numbers."""
     state = {
         "num_ranks": num_ranks,
         "python": random.getstate(),

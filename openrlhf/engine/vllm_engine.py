@@ -10,8 +10,12 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+import torch
+
+from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.generation import Decoding
 
 CPU_KV_CACHE_GB = 0.25
@@ -47,6 +51,33 @@ class EngineOptions:
     """Off: the weights are random until a weight sync."""
     max_num_seqs: int | None = None
     """Sequences in one step of the engine. None: as vLLM chooses."""
+
+    @classmethod
+    def of(
+        cls,
+        config: PPOConfig | BatchInferenceConfig | ChatConfig,
+        *,
+        model: str,
+        max_len: int,
+        on_gpu: bool,
+        transfer_backend: str | None = None,
+        **own: Any,
+    ) -> Self:
+        """From the flags that all commands with an engine have. `own`: fields that one command decides."""
+        vllm = config.vllm
+        return cls(
+            model=model,
+            dtype=config.ds.param_dtype,
+            max_len=max_len,
+            seed=config.train.seed,
+            transfer_backend=transfer_backend or ("nccl" if on_gpu else "gloo"),
+            on_gpu=on_gpu,
+            tensor_parallel_size=vllm.tensor_parallel_size or (torch.cuda.device_count() if on_gpu else 1),
+            enforce_eager=vllm.enforce_eager,
+            gpu_memory_utilization=vllm.gpu_memory_utilization,
+            kv_cache_gb=vllm.kv_cache_gb,
+            **own,
+        )
 
 
 def engine_environment(options: EngineOptions) -> dict[str, str]:

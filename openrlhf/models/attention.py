@@ -1,4 +1,4 @@
-"""Attention over packed rows. One registered implementation isolates sequences on every device.
+"""Attention over packed rows (padding-free). A registered implementation isolates sequences on every device.
 
 transformers looks attention up by name; ours is `PACKED`. It reads where the sequences lie from
 the `packing` keyword that the model is called with, so no mask over the row is ever built. On CPU and in

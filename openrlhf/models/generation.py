@@ -51,7 +51,7 @@ def generate(
 ) -> list[Generated]:
     """Answers to prompts of token ids, padded on the left. One seed for each.
 
-    on_token: hears of each token of the answer to a single prompt as it comes.
+    on_token: called with each token of the answer to a single prompt as it comes.
     stop: asked after each token; True ends all answers as they are.
     """
     longest = max(map(len, prompts))

@@ -16,7 +16,6 @@ asked: a small copy of its configuration would run other kernels, in another pre
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -28,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from openrlhf.datasets.cache import cache_folder, digest
+from openrlhf.datasets.cache import digest
+from openrlhf.files import cache_folder, write_atomically
 from openrlhf.models.attention import PACKED, CannotPack
 from openrlhf.models.backbone import Reading, RowModel, alone, in_one_pass, reading_of
 from openrlhf.models.policy import head_of, head_options
@@ -260,7 +260,7 @@ def _evaluating(module: RowModel) -> Iterator[None]:
 
 def _agreed(value: Any) -> Any:
     """Rank 0's."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized():
         return value
     values = [value]
     dist.broadcast_object_list(values)
@@ -287,8 +287,6 @@ def _cache_entry(model: PreTrainedModel) -> Path:
 def _keep(entry: Path, found: dict[str, str]) -> None:
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        beside = entry.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps(found))
-        beside.rename(entry)
+        write_atomically(entry, [json.dumps(found)], shared=True)
     except OSError as error:
         logger.warning("what was found out about packed rows is not kept: %s", error)

@@ -14,7 +14,7 @@ from openrlhf.types import PackedRow
 
 
 class Lesson(NamedTuple):
-    """What the teacher thinks of the actions of a row."""
+    """The teacher's distributions at the actions of a row."""
 
     hidden: Tensor  # (A, H) what its head reads to predict each action
     head: LinearHead

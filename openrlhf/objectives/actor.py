@@ -9,38 +9,12 @@ from torch import Tensor
 
 from openrlhf.algos.correction import CORRECTIONS
 from openrlhf.algos.kl import approx_kl
-from openrlhf.algos.policy_loss import cispo_loss, clipped_loss, sequence_log_ratio, token_log_ratio
-from openrlhf.algos.reduce import constant_length_mean, sample_mean, token_mean
+from openrlhf.algos.policy_loss import LOG_RATIOS, SURROGATES
+from openrlhf.algos.reduce import AGGREGATIONS, token_mean
+from openrlhf.algos.traits import POLICY_LOSSES
 from openrlhf.config.choices import ISCorrectionType, KLEstimator, LossAggregation, PolicyLossType
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.types import ExperienceRow, LossNorm, present
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyLoss:
-    """Everything that differs between policy losses."""
-
-    log_ratio: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(log_probs (A,), old_log_probs (A,), counts (B,)) -> (A,)"""
-    surrogate: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """(log_probs, log_ratio, advantages, clip_low=, clip_high=, dual_clip=) -> loss, and where the lower and
-    the upper bound were active: all (A,)"""
-    aggregation: LossAggregation
-    """What it takes the mean over, unless something else is asked for."""
-
-
-POLICY_LOSSES: dict[PolicyLossType, PolicyLoss] = {
-    "ppo": PolicyLoss(log_ratio=token_log_ratio, surrogate=clipped_loss, aggregation="token_mean"),
-    "gspo": PolicyLoss(log_ratio=sequence_log_ratio, surrogate=clipped_loss, aggregation="sample_mean"),
-    "cispo": PolicyLoss(log_ratio=token_log_ratio, surrogate=cispo_loss, aggregation="token_mean"),
-}
-
-AGGREGATIONS: dict[LossAggregation, Callable[[Tensor, Tensor, LossNorm, float], Tensor]] = {
-    "token_mean": lambda loss, counts, norm, length: token_mean(loss, norm),
-    "sample_mean": lambda loss, counts, norm, length: sample_mean(loss, counts, norm),
-    "constant_length": lambda loss, counts, norm, length: constant_length_mean(loss, norm, length),
-}
-"""(loss (A,), counts (B,), norm, longest response) -> ()"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,11 +77,12 @@ class ActorObjective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""
         kind, counts = POLICY_LOSSES[self.loss_type], batch.row.num_actions
+        log_ratio, aggregate = LOG_RATIOS[kind.ratio], AGGREGATIONS[self.aggregation or kind.aggregation]
         scores = model(batch.row, temperature=self.temperature, with_entropy=self.entropy_coef is not None)
         old = scores.log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-        policy_loss, at_low, at_high = kind.surrogate(
+        policy_loss, at_low, at_high = SURROGATES[self.loss_type](
             scores.log_probs,
-            kind.log_ratio(scores.log_probs, old, counts),
+            log_ratio(scores.log_probs, old, counts),
             batch.advantages,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
@@ -120,9 +95,9 @@ class ActorObjective:
             "policy/clip_high_fraction": token_mean(at_high.float(), norm),
         }
         if batch.old_log_probs is None:
-            metrics |= _mismatch(old, batch.rollout_log_probs, norm)
+            metrics |= _distances(old, batch, norm, self.kl_estimator)
         if self.correction is not None:
-            mismatch = kind.log_ratio(old, batch.rollout_log_probs, counts)
+            mismatch = log_ratio(old, batch.rollout_log_probs, counts)
             bounds = self.correction_low, self.correction_high, self.correction_of_sequences
             weights = CORRECTIONS[self.correction](mismatch, counts, *bounds)
             policy_loss = policy_loss * weights
@@ -130,7 +105,7 @@ class ActorObjective:
             metrics["policy/is_masked_fraction"] = token_mean((weights == 0).float(), norm)
 
         def share(x: Tensor) -> Tensor:
-            return AGGREGATIONS[self.aggregation or kind.aggregation](x, counts, norm, self.longest_response)
+            return aggregate(x, counts, norm, self.longest_response)
 
         loss = metrics["policy/loss"] = share(policy_loss)
         if self.kl_coef > 0:
@@ -145,10 +120,18 @@ class ActorObjective:
 
 
 @torch.no_grad()
-def _mismatch(log_probs: Tensor, rollout_log_probs: Tensor, norm: LossNorm) -> dict[str, Tensor]:
-    """This row's shares of what `algos.correction.mismatch_metrics` says of a whole rollout."""
-    log_ratio = (log_probs - rollout_log_probs).clamp(-20, 20)
-    return {
+def _distances(
+    log_probs: Tensor, batch: ExperienceRow, norm: LossNorm, kl_estimator: KLEstimator
+) -> dict[str, Tensor]:
+    """This row's shares of what is known of a whole rollout where log-probs are computed before the update:
+    how far the policy is from the sampler and from the reference."""
+    log_ratio = (log_probs - batch.rollout_log_probs).clamp(-20, 20)
+    metrics = {
         "mismatch/kl": token_mean(log_ratio.exp() - 1 - log_ratio, norm),
         "mismatch/abs_diff_mean": token_mean(log_ratio.abs(), norm),
     }
+    if batch.ref_log_probs is not None:
+        kl = approx_kl(log_probs, batch.ref_log_probs, kl_estimator)
+        metrics["kl/mean"] = token_mean(kl, norm)
+        metrics["kl/log_ratio_mean"] = token_mean(log_probs - batch.ref_log_probs, norm)
+    return metrics

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from openrlhf.config.choices import JournalMode
 from openrlhf.config.sections import LoggerConfig, is_due
 from openrlhf.observe.failures import commonest_failure, headline
 from openrlhf.observe.health import Health
-from openrlhf.observe.journal import Decode, response_of, write_journal
+from openrlhf.observe.journal import Decode, Journal, Trained, response_of
 from openrlhf.observe.progress import Phase, Progress
 from openrlhf.observe.report import few_samples, print_samples, shorten, write_report
 from openrlhf.observe.run_folder import RunFolder, to_json
@@ -28,8 +29,10 @@ class Observer:
         *,
         resume_step: int | None = None,
         decode: Decode | None = None,
+        rollouts: JournalMode = "full",
     ) -> None:
-        """`resume_step`: the step that was restored, None for a fresh run."""
+        """`resume_step`: the step that was restored, None for a fresh run. `rollouts`: what the journal keeps
+        of them."""
         self.folder, self.logger, self.decode = folder, logger, decode
         if resume_step is not None:
             folder.rewind(resume_step)
@@ -37,6 +40,7 @@ class Observer:
         self.health = Health()
         self.samples: dict[str, list[Trajectory]] = {}
         """A few of the last training step and of the last evaluation, by the names of `log_rollouts`."""
+        self.journal = Journal(folder.rollouts_path, decode=decode, mode=rollouts, say=self.message)
         self.trackers = Trackers(JsonlTracker(folder.metrics_path), _mirrors(folder, logger, resume_step))
 
     def start(self, total_steps: int, done: int = 0) -> None:
@@ -60,9 +64,15 @@ class Observer:
         if step == 0 or is_due(step, self.logger.logging_steps):
             self.trackers.log(step, metrics)
 
-    def log_rollouts(self, step: int, trajectories: Sequence[Trajectory], name: str = "step") -> None:
-        """`name` is step for training and eval for evaluation."""
-        path = write_journal(self.folder.rollouts_path, step, trajectories, decode=self.decode, name=name)
+    def log_rollouts(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        name: str = "step",
+        trained: Trained | None = None,
+    ) -> None:
+        """`name` is step for training, filtered for what a step left out, and eval for evaluation."""
+        path = self.journal.write(step, trajectories, name=name, trained=trained)
         self._tell_failures(trajectories, path)
         self.samples[name] = few_samples(trajectories)
         rows = [
@@ -76,7 +86,7 @@ class Observer:
         ]
         self.trackers.table(step, f"{name}_samples", ["prompt", "response", "reward", "truncated"], rows)
 
-    def _tell_failures(self, trajectories: Sequence[Trajectory], path: Path) -> None:
+    def _tell_failures(self, trajectories: Sequence[Trajectory], path: Path | None) -> None:
         """The commonest error, on one line, with a sample that has it."""
         failed = [t for t in trajectories if not t.ok]
         if not failed:
@@ -87,7 +97,7 @@ class Observer:
         answer = shorten(response_of(example, self.decode), 120) if self.decode else ""
         text = (
             f"{len(failed)} of {len(trajectories)} samples failed{same}: {shorten(headline(example), 240)} | "
-            f"prompt {prompt!r}, answer {answer!r} | {path.name}"
+            f"prompt {prompt!r}, answer {answer!r}{f' | {path.name}' if path else ''}"
         )
         self.message(text)
 
@@ -97,8 +107,12 @@ class Observer:
     def close(self) -> None:
         """End with the report and, on the screen, a few samples of the last evaluation, or of the last step
         where there is none."""
-        self.trackers.close()
-        self.progress.close()
+        try:
+            with self.progress.phase("write rollouts"):
+                self.journal.close()
+        finally:
+            self.trackers.close()
+            self.progress.close()
         write_report(self.folder.path)
         if self.decode and self.samples:
             print_samples(self.samples.get("eval") or self.samples["step"], self.decode)

@@ -13,8 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from openrlhf.observe.progress import clean_text
-from openrlhf.observe.tracked import tracked
+from openrlhf.observe.progress import clean_text, tracked
 from openrlhf.types import Pair, Sample, Steps, UnpairedExample
 from openrlhf.utils.text import decode, first_token_ids
 

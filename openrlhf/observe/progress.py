@@ -1,5 +1,8 @@
-"""What a run prints. On a terminal: bars of the run and of each phase, with one line per step above them.
-In a file: one plain line per step and, in a long phase, one every 10 seconds; no control characters.
+"""What people see of what takes long. On a terminal bars, elsewhere plain lines without control characters.
+
+`Progress` is for a run: lines of steps above bars of the run and of each phase. Quick steps share a line:
+on a terminal one a second, elsewhere one every 5 seconds, with the means of the steps since the last line.
+Whatever else takes long says in a file every 10 seconds where it is.
 
     with Progress() as progress:
         progress.start(total_steps)
@@ -9,26 +12,37 @@ In a file: one plain line per step and, in a long phase, one every 10 seconds; n
             metrics |= progress.step(step, metrics)    # timing/generate, timing/step_total
 
 Only the driver shows progress. Other ranks use Progress(show=False), which still takes the times.
+
+Before a run, and without one, on stderr: `tracked` for loops, `waiting` for what has no parts to count.
 """
 
+import json
+import logging
 import math
 import os
 import re
 import sys
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Self, TextIO
+from functools import cache
+from pathlib import Path
+from typing import Self, TextIO, TypeVar
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
+from openrlhf.files import cache_folder, write_atomically
 from openrlhf.types import Metrics
+
+logger = logging.getLogger(__name__)
+
+ItemT = TypeVar("ItemT")
 
 KEY_METRICS = {
     "sft/loss": "loss",
@@ -65,6 +79,17 @@ EVALUATION_DETAILS = ("num_samples", "response_length_mean", "truncated_rate")
 """What evaluations also report; not on the line."""
 ETA_STEPS = 50
 
+LINE_EVERY = 10.0
+"""Seconds that a file waits for a line."""
+STEPS_EVERY, STEPS_EVERY_ON_TERMINAL = 5.0, 1.0
+"""Seconds between two lines of quick steps."""
+LOOP_PATIENCE, WAIT_PATIENCE = 2.0, 1.0
+"""Seconds before a bar of a loop, and before anything about a wait."""
+CHECK_PATIENCE = 4.0
+"""The same, in a file, where an error is likely: it shall stand alone."""
+DURATIONS_KEPT = 200
+"""Waits whose durations are remembered."""
+
 
 class Progress:
     """`phase` and `advance` may be called from any thread."""
@@ -75,16 +100,21 @@ class Progress:
         show: bool = True,
         stream: TextIO | None = None,
         key_metrics: Mapping[str, str] = KEY_METRICS,
-        plain_seconds: float = 10.0,
+        plain_seconds: float = LINE_EVERY,
+        now: Callable[[], float] = time.monotonic,
     ):
+        """`plain_seconds`: how long a file waits for a line."""
         self._stream = stream or sys.stdout
         self._show = show
         self._key_metrics = key_metrics
         self._plain_seconds = plain_seconds
+        self._now = now
         self._lock = threading.Lock()
         self._phases: list[Phase] = []
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._clock = StepClock()
+        self._clock = StepClock(now=now())
+        self._untold = UntoldSteps()
+        self._told = now()
         self._bars: _TerminalBars | None = None
         self._closed = threading.Event()
         self._last_line = time.monotonic()
@@ -92,11 +122,12 @@ class Progress:
     def start(self, total_steps: int | None = None, *, done: int = 0) -> None:
         """Begin counting time. `done` steps were made before a resume. None: the number is not known.
         0: there are no steps, only phases."""
-        self._clock = StepClock(total=total_steps, done=done)
+        self._clock = StepClock(total=total_steps, done=done, now=self._now())
         if not self._show:
             return
-        if self._stream.isatty() and os.environ.get("TERM") != "dumb":
-            self._bars = _TerminalBars(self._stream, total_steps, done)
+        if _is_terminal(self._stream):
+            self._bars = _TerminalBars(self._stream)
+            self._bars.add_run(total_steps, done)
         else:
             self._last_line = time.monotonic()
             threading.Thread(target=self._report_long_phases, name="progress", daemon=True).start()
@@ -105,7 +136,7 @@ class Progress:
     def phase(self, name: str, total: int | None = None) -> Iterator["Phase"]:
         """A part of a step. Its seconds become `timing/{name}`. Phases may overlap, nest and repeat: seconds
         of the same name add up."""
-        phase = Phase(name=clean_text(name), total=total)
+        phase = Phase(name=clean_text(name), total=total, now=self._now)
         with self._lock:
             self._phases.append(phase)
         if self._bars:
@@ -120,29 +151,31 @@ class Progress:
                 self._bars.remove_phase(phase)
 
     def step(self, step: int, metrics: Metrics) -> Metrics:
-        """Print the line of a finished step. Returns the `timing/` metrics since the last one."""
-        total = self._clock.finish(step)
+        """A step has finished. Returns the `timing/` metrics since the last one.
+
+        Its line is printed at once where it is the first or the last step, or has figures of an evaluation;
+        else with those that follow, unless the last line is old enough."""
+        total = self._clock.finish(step, self._now())
         with self._lock:
-            phase_seconds, self._seconds = self._seconds, defaultdict(float)
+            seconds, self._seconds = self._seconds | {"step_total": total}, defaultdict(float)
+        timing = {f"timing/{name}": value for name, value in seconds.items()}
         if self._show:
-            of_total = f"/{self._clock.total}" if self._clock.total else ""
-            figures = [f"{name} {format_number(value)}" for name, value in self._chosen(metrics)]
-            phases = " + ".join(f"{name} {format_duration(s)}" for name, s in phase_seconds.items())
-            eta = self._clock.eta()
-            left = f"eta {format_duration(eta)}" if eta else ""
-            parts = [f"step {step}{of_total}", *figures, phases, f"total {format_duration(total)}", left]
-            self._print("  ".join(filter(None, parts)))
+            self._untold.add(step, metrics, timing)
+            if self._is_line_due(metrics):
+                self._tell_steps()
             if self._bars:
-                self._bars.step(step, eta)
-        timing = {f"timing/{name}": seconds for name, seconds in phase_seconds.items()}
-        return timing | {"timing/step_total": total}
+                self._bars.step(step, self._clock.eta())
+        return timing
 
     def message(self, text: str) -> None:
-        """Print a line that does not disturb the bars. `text` may come from anywhere: it is cleaned."""
+        """Print a line that does not disturb the bars, after that of the steps so far. `text` may come from
+        anywhere: it is cleaned."""
         if self._show:
+            self._tell_steps()
             self._print(text)
 
     def close(self) -> None:
+        self._tell_steps()
         self._closed.set()
         if self._bars:
             self._bars.stop()
@@ -153,6 +186,28 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _is_line_due(self, metrics: Metrics) -> bool:
+        every = STEPS_EVERY_ON_TERMINAL if self._bars else STEPS_EVERY
+        is_old = self._now() - self._told >= every
+        return is_old or self._clock.is_at_an_end or any(map(_is_evaluation, metrics))
+
+    def _tell_steps(self) -> None:
+        """One line of the steps that have none."""
+        untold, self._untold = self._untold, UntoldSteps()
+        if not untold.count:
+            return
+        of_total = f"/{self._clock.total}" if self._clock.total else ""
+        steps = f" ({untold.count} steps)" if untold.count > 1 else ""
+        figures = [f"{name} {format_number(value)}" for name, value in self._chosen(untold.means())]
+        durations = {name: format_duration(s) for name, s in untold.seconds().items()}
+        total = durations.pop("step_total")
+        phases = " + ".join(f"{name} {text}" for name, text in durations.items())
+        eta = self._clock.eta()
+        left = f"eta {format_duration(eta)}" if eta else ""
+        parts = [f"step {untold.last}{of_total}{steps}", *figures, phases, f"total {total}", left]
+        self._print("  ".join(filter(None, parts)))
+        self._told = self._now()
 
     def _chosen(self, metrics: Metrics) -> list[tuple[str, float]]:
         """(label, value) of what is worth a place on the line."""
@@ -175,7 +230,7 @@ class Progress:
                 continue
             with self._lock:
                 lines = [phase.line() for phase in self._phases]
-            if lines:
+            if lines := lines or self._clock.lines(self._now()):
                 self._print("  " + " · ".join(lines))
             wait = self._plain_seconds
 
@@ -185,7 +240,7 @@ class Progress:
             self._bars.console.print(Text(text), highlight=False)
             return
         with self._lock:
-            print(f"{time.strftime('%H:%M:%S')} {text}", file=self._stream, flush=True)
+            _print_plain(text, self._stream)
             self._last_line = time.monotonic()
 
 
@@ -195,12 +250,16 @@ class Phase:
     total: int | None
     done: int = 0
     figures: dict[str, float | str] = field(default_factory=dict)
-    started: float = field(default_factory=time.monotonic)
+    now: Callable[[], float] = time.monotonic
+    started: float = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.started = self.now()
 
     @property
     def elapsed(self) -> float:
-        return time.monotonic() - self.started
+        return self.now() - self.started
 
     def advance(self, count: int = 1, **figures: float | str) -> None:
         """`count` more of `total` are done. `figures` are shown until they are replaced."""
@@ -209,7 +268,8 @@ class Phase:
             self.figures = self.figures | figures
 
     def line(self) -> str:
-        count = f" {self.done}/{self.total}" if self.total else f" {self.done}" if self.done else ""
+        of_total = f"/{self.total:,}" if self.total else ""
+        count = f" {self.done:,}{of_total}" if self.total or self.done else ""
         return f"{self.name}{count} {format_duration(self.elapsed)}{self.figures_text()}"
 
     def figures_text(self) -> str:
@@ -217,6 +277,32 @@ class Phase:
             f" {name} {value if isinstance(value, str) else format_number(value)}"
             for name, value in self.figures.items()
         )
+
+
+class UntoldSteps:
+    """Steps that no line has told of yet."""
+
+    def __init__(self) -> None:
+        self.count = self.last = 0
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._counts: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, step: int, metrics: Metrics, timing: Metrics) -> None:
+        self.count, self.last = self.count + 1, step
+        for name, value in metrics.items():
+            self._sums[name] += value
+            self._counts[name] += 1
+        for name, value in timing.items():
+            self._seconds[name.removeprefix("timing/")] += value
+
+    def means(self) -> Metrics:
+        """Of each metric over the steps that report it."""
+        return {name: total / self._counts[name] for name, total in self._sums.items()}
+
+    def seconds(self) -> Metrics:
+        """Of a step in each phase, on average."""
+        return {name: total / self.count for name, total in self._seconds.items()}
 
 
 class StepClock:
@@ -242,11 +328,150 @@ class StepClock:
             self._done = step
         return seconds
 
+    @property
+    def is_at_an_end(self) -> bool:
+        """The step that has finished is the first or the last one."""
+        return self._num_finished == 1 or self._done == self.total
+
+    def lines(self, now: float) -> list[str]:
+        """The step that is under way, if there is one."""
+        if self.total is not None and self._done >= self.total:
+            return []
+        return [f"step {self._done + 1} {format_duration(now - self._last)}"]
+
     def eta(self) -> float | None:
         """Seconds. None when it is not known or nothing is left."""
         if not self.total or not self._per_step or self._done >= self.total:
             return None
         return (self.total - self._done) * sum(self._per_step) / len(self._per_step)
+
+
+def tracked(
+    items: Iterable[ItemT],
+    total: int | None,
+    title: str,
+    *,
+    stream: TextIO | None = None,
+    now: Callable[[], float] = time.monotonic,
+) -> Iterator[ItemT]:
+    """The items, unchanged, while a bar or a line every 10 seconds says how far they are. A loop of less than
+    2 seconds shows nothing, and the bar leaves no trace. Of the processes of a machine the first one speaks.
+    `total` may be unknown."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        yield from items
+        return
+    phase, stream = Phase(name=clean_text(title), total=total, now=now), stream or sys.stderr
+    bars = _TerminalBars(stream, transient=True) if _is_terminal(stream) else None
+    due = LOOP_PATIENCE if bars else LINE_EVERY
+    try:
+        for item in items:
+            yield item
+            phase.done += 1
+            if phase.elapsed < due:
+                continue
+            phase.figures = _rate(phase)
+            if bars:
+                bars.show(phase)
+            else:
+                _print_plain(phase.line(), stream)
+            due = phase.elapsed + (0.1 if bars else LINE_EVERY)
+    finally:
+        if bars:
+            bars.stop()
+
+
+@contextmanager
+def waiting(
+    title: str, *, key: str = "", patience: float | None = None, stream: TextIO | None = None
+) -> Iterator[None]:
+    """Say on stderr that the block runs, for how long it has, and how long it took the last time. Of all
+    ranks the first one speaks.
+
+    title: what is under way: `starting 2 vLLM engines`.
+    key: what else decides how long it takes, such as the model. By both, durations are kept in the cache
+    folder.
+    patience: seconds before the first line in a file, `WAIT_PATIENCE` on a terminal and for None."""
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    name = f"{title} {key}".strip()
+    last = _durations().get(name)
+    phase = Phase(name=clean_text(title), total=None)
+    phase.figures = {} if last is None else {"last time": format_duration(last)}
+    ended = threading.Event()
+    arguments = (phase, stream or sys.stderr, ended, patience or WAIT_PATIENCE)
+    thread = threading.Thread(target=_tell_wait, args=arguments, name="waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if phase.elapsed >= WAIT_PATIENCE:
+        _remember(name, phase.elapsed)
+
+
+def checking() -> AbstractContextManager[None]:
+    """The wait for what may end with what is wrong with a command."""
+    return waiting("checking models and data", patience=CHECK_PATIENCE)
+
+
+def _tell_wait(phase: Phase, stream: TextIO, ended: threading.Event, patience: float) -> None:
+    is_terminal = _is_terminal(stream)
+    if ended.wait(WAIT_PATIENCE if is_terminal else patience):
+        return
+    if is_terminal:
+        with _TerminalBars(stream, transient=True) as bars:
+            bars.show(phase)
+            ended.wait()
+        return
+    _print_plain(phase.line(), stream)
+    while not ended.wait(LINE_EVERY):
+        _print_plain(phase.line(), stream)
+
+
+def _durations() -> dict[str, float]:
+    """Seconds of each wait, the newest last. Without a file that can be read nothing is known."""
+    try:
+        return json.loads(_durations_path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _remember(name: str, seconds: float) -> None:
+    known = {other: value for other, value in _durations().items() if other != name}
+    newest = list({**known, name: round(seconds, 2)}.items())[-DURATIONS_KEPT:]
+    path = _durations_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, [json.dumps(dict(newest), indent=0)], shared=True)
+    except OSError as error:
+        _warn_once(f"{path}: how long starting takes is not kept: {error.strerror or error}")
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
+
+
+def _durations_path() -> Path:
+    return cache_folder() / "durations.json"
+
+
+def _rate(phase: Phase) -> dict[str, float | str]:
+    figures: dict[str, float | str] = {"rate": f"{format_number(phase.done / phase.elapsed)}/s"}
+    if phase.total is not None:
+        left = max(0, phase.total - phase.done) * phase.elapsed / phase.done
+        figures["eta"] = format_duration(left)
+    return figures
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _print_plain(text: str, stream: TextIO) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=stream, flush=True)
 
 
 def clean_text(text: str) -> str:
@@ -290,9 +515,10 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 
 
 class _TerminalBars(Bars):
-    """A bar for the run and one for each running phase, below the lines that are printed."""
+    """A bar for the run and one for each running phase, below the lines that are printed; nothing before
+    the first of them."""
 
-    def __init__(self, stream: TextIO, total_steps: int | None, done: int):
+    def __init__(self, stream: TextIO, *, transient: bool = False):
         super().__init__(
             SpinnerColumn(),
             TextColumn("{task.description:<12}", markup=False),
@@ -301,8 +527,11 @@ class _TerminalBars(Bars):
             TextColumn("{task.fields[note]}", markup=False),
             console=Console(file=stream, force_terminal=True),
             refresh_per_second=4,
+            transient=transient,
         )
         self._task_ids: dict[Phase, TaskID] = {}
+
+    def add_run(self, total_steps: int | None, done: int) -> None:
         has_steps = total_steps != 0
         self._run = self.add_task(
             "step", total=total_steps, completed=done, note="", phase=None, visible=has_steps
@@ -311,6 +540,12 @@ class _TerminalBars(Bars):
 
     def add_phase(self, phase: Phase) -> None:
         self._task_ids[phase] = self.add_task(phase.name, total=phase.total, note="", phase=phase)
+
+    def show(self, phase: Phase) -> None:
+        """Its bar, from now on."""
+        if phase not in self._task_ids:
+            self.add_phase(phase)
+            self.start()
 
     def remove_phase(self, phase: Phase) -> None:
         self.remove_task(self._task_ids.pop(phase))

@@ -1,9 +1,9 @@
 """A run on one page that needs no server, no network and no script: `report.html` in the run folder.
 
-Everything on it is bounded, so that it stays below 300 kB however long the run was.
+Everything on it is bounded, so that it stays below 300 kB however long the run was. What it looks like is in
+`report.html.j2`.
 """
 
-import html
 import itertools
 import json
 import math
@@ -13,12 +13,17 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
-from openrlhf.observe.journal import Decode, journal_steps, response_of
+from jinja2 import Environment, StrictUndefined, Template
+
+from openrlhf.files import write_atomically
+from openrlhf.observe.journal import Decode, journal_steps, read_rows, read_table, response_of, spread
 from openrlhf.observe.progress import clean_text, format_duration, format_number, pass_name
-from openrlhf.observe.run_folder import RunFolder, read_jsonl, write_atomically
+from openrlhf.observe.run_folder import RunFolder, read_jsonl
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.types import Trajectory
 
@@ -31,6 +36,12 @@ FILE_CHARACTERS = 12_000
 WARNINGS_SHOWN = 20
 WARNING_CHARACTERS = 500
 SAMPLES_PRINTED = 4
+
+PLOT = {"width": 270, "height": 158, "left": 44, "right": 262, "top": 8, "bottom": 138}
+"""Pixels of a chart, and the borders of what is drawn in it."""
+
+TEXT_FILES = {"Configuration": "config.yaml", "Command line": "argv.txt", "Environment": "env.json"}
+"""Heading, and the file of the run folder below it."""
 
 OWN = "Your own metrics"
 """Heading of what the reward's `extra_logs` report."""
@@ -72,33 +83,41 @@ def write_report(run_dir: str | Path) -> Path:
         raise ValueError(
             f"{folder.path} is not a run folder: it has no metrics.jsonl. Give the folder of a run."
         )
-    curves = _curves(read_metrics(folder.metrics_path))
-    steps = sorted({step for curve in curves.values() for step, _ in curve})
-    files = journal_steps(folder.rollouts_path)
-    body = [
-        _header(folder, curves, steps),
-        _health_section(folder.health_path),
-        *_metric_sections(curves, _own_metrics(files)),
-        _time_section(curves),
-        _samples_section(files),
-        _text_section("Configuration", folder.path / "config.yaml"),
-        _text_section("Command line", folder.path / "argv.txt"),
-        _text_section("Environment", folder.path / "env.json"),
-    ]
-    title = f"{_escape(folder.path.resolve().name)} — run report"
     path = folder.path / "report.html"
-    write_atomically(
-        path, [_PAGE_START.replace("TITLE", title), *filter(None, body), "</main></body></html>\n"]
-    )
+    write_atomically(path, _template().generate(contents_of(folder)))
     return path
+
+
+def contents_of(folder: RunFolder) -> dict[str, Any]:
+    """The variables of the page."""
+    curves = _curves(read_metrics(folder.metrics_path))
+    files = journal_steps(folder.rollouts_path)
+    warnings = list(read_jsonl(folder.health_path)) if folder.health_path.exists() else []
+    return {
+        "name": folder.path.resolve().name,
+        "facts": _facts(curves),
+        "tiles": [_tile(name, curves[name]) for name in _headline_names(curves)],
+        "warnings": [
+            {"step": _step(row["step"]), "text": shorten(row["text"], WARNING_CHARACTERS)}
+            for row in warnings[-WARNINGS_SHOWN:]
+        ],
+        "num_earlier_warnings": max(0, len(warnings) - WARNINGS_SHOWN),
+        "warnings_file": folder.health_path.name,
+        **_metric_sections(curves, _own_metrics(files)),
+        "plot": PLOT,
+        "times": _times(curves),
+        "steps": [_samples_of_step(step, files[step]) for step in sorted(_ends(files))],
+        "texts": [
+            (heading, shorten(path.read_text(encoding="utf-8", errors="replace"), FILE_CHARACTERS))
+            for heading, name in TEXT_FILES.items()
+            if (path := folder.path / name).exists()
+        ],
+    }
 
 
 def few_samples(trajectories: Sequence[Trajectory], limit: int = SAMPLES_PRINTED) -> list[Trajectory]:
     """Evenly spaced from best to worst reward, then failures if there is room."""
-    scored = sorted((t for t in trajectories if t.reward is not None), key=_reward, reverse=True)
-    last = max(1, min(limit, len(scored)) - 1)
-    chosen = [scored[i * (len(scored) - 1) // last] for i in range(min(limit, len(scored)))]
-    return chosen + [t for t in trajectories if t.reward is None][: limit - len(chosen)]
+    return [trajectories[i] for i in spread(trajectories, limit)]
 
 
 def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: TextIO | None = None) -> None:
@@ -124,11 +143,6 @@ def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: Text
 Curve = list[tuple[int, float]]
 
 
-def _reward(trajectory: Trajectory) -> float:
-    assert trajectory.reward is not None
-    return trajectory.reward
-
-
 @dataclass(frozen=True, slots=True)
 class _Axis:
     """A linear map from values to pixels."""
@@ -139,7 +153,57 @@ class _Axis:
     end: float
 
     def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+        return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Label:
+    """A metric's name for people: its section, and the rest in words."""
+
+    section: str
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    label: Label
+    value: str
+    change: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    at: float
+    text: str
+    anchor: str = "end"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    kind: Literal["raw", "mean"]
+    points: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dot:
+    x: float
+    y: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """One metric, in pixels of `PLOT`; without lines where no value is finite."""
+
+    name: str
+    label: Label
+    num_bad: int
+    last: str
+    y_ticks: Sequence[Tick] = ()
+    x_ticks: Sequence[Tick] = ()
+    lines: Sequence[Line] = ()
+    dots: Sequence[Dot] = ()
+    is_sparse: bool = False
 
 
 def _curves(metrics: dict[int, dict[str, float]]) -> dict[str, Curve]:
@@ -150,19 +214,15 @@ def _curves(metrics: dict[int, dict[str, float]]) -> dict[str, Curve]:
     return curves
 
 
-def _header(folder: RunFolder, curves: dict[str, Curve], steps: list[int]) -> str:
+def _facts(curves: dict[str, Curve]) -> list[str]:
+    steps = sorted({step for curve in curves.values() for step, _ in curve})
     total = sum(value for _, value in curves.get("timing/step_total", ()) if math.isfinite(value))
     facts = [f"{len(steps):,} steps" if steps else "no steps yet"]
     if steps:
         facts.append(f"{steps[0]:,} to {steps[-1]:,}")
     if total:
         facts.append(f"{format_duration(total)} in steps")
-    tiles = "".join(_tile(name, curves[name]) for name in _headline_names(curves))
-    name = _escape(folder.path.resolve().name)
-    facts_html = " · ".join(facts)
-    return (
-        f'<header><h1>{name}</h1><p class="facts">{facts_html}</p></header><div class="tiles">{tiles}</div>'
-    )
+    return facts
 
 
 def _headline_names(curves: dict[str, Curve]) -> list[str]:
@@ -179,65 +239,43 @@ def _is_said(name: str, curves: dict[str, Curve]) -> bool:
     return curves.get(other or "") == curves[name]
 
 
-def _tile(name: str, curve: Curve) -> str:
+def _tile(name: str, curve: Curve) -> Tile:
     finite = [value for _, value in curve if math.isfinite(value)] or [math.nan]
     # One step is noise: a tenth of the run at either end says more.
     width = max(1, len(finite) // 10)
     first, last = sum(finite[:width]) / width, sum(finite[-width:]) / width
     change = f"from {_number(first)}" if len(finite) > 1 else "one step"
-    return (
-        f'<div class="tile"><span class="name">{_label(name)}</span>'
-        f"<strong>{_number(last)}</strong><span>{change}</span></div>"
-    )
-
-
-def _health_section(path: Path) -> str:
-    """The newest of what looked unhealthy, oldest first."""
-    if not path.exists():
-        return ""
-    warnings = list(read_jsonl(path))
-    shown = warnings[-WARNINGS_SHOWN:]
-    items = "".join(
-        f"<li><b>step {_step(row['step'])}</b> {_escape(shorten(row['text'], WARNING_CHARACTERS))}</li>"
-        for row in shown
-    )
-    left_out = len(warnings) - len(shown)
-    note = f'<p class="facts">{left_out:,} earlier ones are in {path.name}</p>' if left_out else ""
-    return f'<section><h2>What looks unhealthy</h2>{note}<ul class="health">{items}</ul></section>'
+    return Tile(label=_label(name), value=_number(last), change=change)
 
 
 def _own_metrics(files: dict[int, Path]) -> set[str]:
     """Metrics made of the `extra_logs` of samples; reward models' are the run's own."""
-    ends = [files[step] for step in (min(files), max(files))] if files else []
-    names = {name for path in ends for row in read_jsonl(path) for name in row["extra_logs"]}
+    columns = [
+        read_table(files[step], ["extra_logs"])["extra_logs"].combine_chunks() for step in _ends(files)
+    ]
+    names = {name for logs in columns for name in logs.flatten().field("name").unique().to_pylist()}
     return {f"rollout/{name}" for name in names if not name.startswith("reward_model/")}
 
 
-def _metric_sections(curves: dict[str, Curve], own: set[str]) -> list[str]:
-    """Charts; then, as text, what never changed, and what there was no room for."""
+def _metric_sections(curves: dict[str, Curve], own: set[str]) -> dict[str, Any]:
+    """Charts by section; the metrics that never changed, and those that there was no room for."""
     headings: dict[str, list[str]] = {}
-    constant: list[str] = []
+    constants: list[str] = []
     drawn = [name for name in curves if not name.startswith("timing/") and not _is_said(name, curves)]
     for name in sorted(drawn, key=lambda name: _place(name, own)):
         if _is_constant(curves[name]):
-            constant.append(f"{_escape(name[:80])} {_number(curves[name][0][1])}")
+            constants.append(f"{name[:80]} {_number(curves[name][0][1])}")
         else:
             headings.setdefault(_heading(name, own), []).append(name)
     reserved = min(OWN_CURVES_SHOWN, len(headings.get(OWN, ())))
-    room, parts, left_out = CURVES_SHOWN - reserved, [], []
+    room, sections, left_out = CURVES_SHOWN - reserved, [], []
     for heading, names in headings.items():
         size = reserved if heading == OWN else min(room, len(names))
         room -= 0 if heading == OWN else size
-        left_out += names[size:]
+        left_out += [name[:80] for name in names[size:]]
         if size:
-            charts = "".join(_chart(name, curves[name]) for name in names[:size])
-            parts.append(f'<section><h2>{heading}</h2><div class="charts">{charts}</div></section>')
-    if constant:
-        parts.append(f'<p class="facts">The same in every step: {", ".join(constant[:60])}</p>')
-    if left_out:
-        names = ", ".join(_escape(name[:80]) for name in left_out[:60])
-        parts.append(f'<p class="facts">Also in metrics.jsonl: {names}</p>')
-    return parts
+            sections.append((heading, [_chart(name, curves[name]) for name in names[:size]]))
+    return {"sections": sections, "constants": constants[:60], "left_out": left_out[:60]}
 
 
 def _is_constant(curve: Curve) -> bool:
@@ -264,120 +302,104 @@ def _heading(name: str, own: set[str]) -> str:
     return SECTIONS[section][0] if section < len(SECTIONS) else "More"
 
 
-def _chart(name: str, curve: Curve) -> str:
+def _chart(name: str, curve: Curve) -> Chart:
     """One small multiple: noisy values pale under their running mean, dots with tooltips."""
-    width, height, left, right, top, bottom = 270, 158, 44, 8, 8, 20
     finite = [(step, value) for step, value in curve if math.isfinite(value)]
-    bad = len(curve) - len(finite)
-    note = f'<span class="bad">{bad} not finite</span>' if bad else ""
-    last = _number(finite[-1][1]) if finite else "–"
-    title = f'<span title="{_escape(name[:120])}">{_label(name)}</span>'
-    caption = f"<figcaption>{title}{note}<b>{last}</b></figcaption>"
+    common = {"name": name[:120], "label": _label(name), "num_bad": len(curve) - len(finite)}
     if not finite:
-        return f'<figure>{caption}<p class="empty">no finite value</p></figure>'
+        return Chart(**common, last="–")
     y_ticks = _ticks(min(v for _, v in finite), max(v for _, v in finite))
-    x_low, x_high = finite[0][0], finite[-1][0]
-    x = _Axis(x_low - (x_low == x_high), x_high + (x_low == x_high), left, width - right)
-    y = _Axis(y_ticks[0], y_ticks[-1], height - bottom, top)
-    grid = "".join(
-        f'<line x1="{left}" x2="{width - right}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>'
-        f'<text x="{left - 6}" y="{y(t) + 3.5:.1f}" text-anchor="end">{_number(t)}</text>'
-        for t in y_ticks
-    )
-    x_ticks = sorted({x_low, x_low + (x_high - x_low) // 2, x_high})
-    anchors = {x_ticks[0]: "start", x_ticks[-1]: "end"} if len(x_ticks) > 1 else {}
-    grid += "".join(
-        f'<text x="{x(t):.1f}" y="{height - 6}" text-anchor="{anchors.get(t, "middle")}">'
-        f"{'step ' if t == x_low else ''}{_step(t)}</text>"
-        for t in x_ticks
-    )
+    low, high = finite[0][0], finite[-1][0]
+    x = _Axis(low - (low == high), high + (low == high), PLOT["left"], PLOT["right"])
+    y = _Axis(y_ticks[0], y_ticks[-1], PLOT["bottom"], PLOT["top"])
     points = _thin(finite)
-    noisy = len(finite) >= 30 and _is_noisy(finite)
-    smooth = _thin(_running_mean(finite)) if noisy else points
-    lines = f'<polyline class="{"raw" if noisy else "mean"}" points="{_points(points, x, y)}"/>'
-    if noisy:
-        lines += f'<polyline class="mean" points="{_points(smooth, x, y)}"/>'
-    dots = "".join(
-        f'<circle cx="{x(s):.1f}" cy="{y(v):.1f}" r="{3 if len(finite) < 30 else 4}"'
-        f"><title>step {s:,}: {_number(v)}</title></circle>"
-        for s, v in smooth[:: math.ceil(len(smooth) / 30)]
-    )
-    kind = "sparse" if len(finite) < 30 else "dense"
-    return (
-        f'<figure>{caption}<svg viewBox="0 0 {width} {height}" role="img" aria-label="{_escape(name[:120])}">'
-        f'<g class="grid">{grid}</g>{lines}<g class="{kind}">{dots}</g></svg></figure>'
-    )
-
-
-def _time_section(curves: dict[str, Curve]) -> str:
-    means = {}
-    for name, curve in curves.items():
-        finite = [value for _, value in curve if math.isfinite(value)]
-        if name.startswith("timing/") and finite:
-            # A phase that is not in every step still counts per step.
-            means[name.removeprefix("timing/")] = sum(finite) / len(finite), sum(finite)
-    if not means:
-        return ""
-    whole = means.get("step_total", (0.0, 0.0))[1] or max(total for _, total in means.values()) or 1.0
-    rows = "".join(
-        f"<tr><th>{_escape(name[:60])}</th><td>{format_duration(mean)}</td><td>{format_duration(total)}</td>"
-        f'<td class="bar"><i style="width:{min(100.0, 100 * total / whole):.1f}%"></i>'
-        f"<span>{100 * total / whole:.0f} %</span></td></tr>"
-        for name, (mean, total) in sorted(means.items(), key=lambda item: -item[1][1])[:20]
-    )
-    return (
-        '<section><h2>Time</h2><table class="time"><thead><tr><th>phase</th><td>mean</td><td>total</td>'
-        f'<td class="bar">share of all steps</td></tr></thead><tbody>{rows}</tbody></table></section>'
+    is_sparse = len(finite) < 30
+    is_noisy = not is_sparse and _is_noisy(finite)
+    smooth = _thin(_running_mean(finite)) if is_noisy else points
+    lines = [Line(kind="raw", points=_points(points, x, y))] if is_noisy else []
+    return Chart(
+        **common,
+        last=_number(finite[-1][1]),
+        y_ticks=[Tick(at=y(value), text=_number(value)) for value in y_ticks],
+        x_ticks=_step_ticks(low, high, x),
+        lines=[*lines, Line(kind="mean", points=_points(smooth, x, y))],
+        dots=[
+            Dot(x=x(step), y=y(value), text=f"step {step:,}: {_number(value)}")
+            for step, value in smooth[:: math.ceil(len(smooth) / 30)]
+        ],
+        is_sparse=is_sparse,
     )
 
 
-def _samples_section(files: dict[int, Path]) -> str:
-    """The best and the worst answer of the first and the last step."""
-    if not files:
-        return ""
-    columns = "".join(_samples_of_step(step, files[step]) for step in sorted({min(files), max(files)}))
-    return f'<section><h2>First and last answers</h2><div class="steps">{columns}</div></section>'
+def _step_ticks(low: int, high: int, x: _Axis) -> list[Tick]:
+    """The first, a middle and the last step; the outer ones begin and end where the plot does."""
+    steps = sorted({low, low + (high - low) // 2, high})
+    anchors = {low: "start", high: "end"} if low < high else {}
+    return [
+        Tick(
+            at=x(step),
+            text=f"{'step ' if step == low else ''}{_step(step)}",
+            anchor=anchors.get(step, "middle"),
+        )
+        for step in steps
+    ]
 
 
-def _samples_of_step(step: int, path: Path) -> str:
-    outcomes: Counter[str] = Counter()
-    best = worst = failed = None
-    for row in read_jsonl(path):
-        outcomes[str(row["outcome"])] += 1
-        if row["reward"] is None:
-            failed = failed or row
-        elif math.isfinite(reward := float(row["reward"])):
-            best = row if best is None or reward > float(best["reward"]) else best
-            worst = row if worst is None or reward <= float(worst["reward"]) else worst
-    worst = None if worst is best else worst
-    counts = ", ".join(f"{_escape(name)} {count:,}" for name, count in outcomes.most_common())
-    cards = "".join(
-        _sample_card(kind, row) for kind, row in (("best", best), ("worst", worst), ("failed", failed)) if row
-    )
-    return f'<div><h3>Step {step:,} <span class="facts">{counts}</span></h3>{cards}</div>'
+def _times(curves: dict[str, Curve]) -> list[dict[str, str]]:
+    """Of each phase, the longest first. A phase that is not in every step counts per step that has it."""
+    phases = {
+        name.removeprefix("timing/"): finite
+        for name, curve in curves.items()
+        if name.startswith("timing/") and (finite := [value for _, value in curve if math.isfinite(value)])
+    }
+    totals = {name: sum(finite) for name, finite in phases.items()}
+    whole = totals.get("step_total", 0.0) or max(totals.values(), default=0.0) or 1.0
+    return [
+        {
+            "name": name[:60],
+            "mean": format_duration(total / len(phases[name])),
+            "total": format_duration(total),
+            "width": f"{min(100.0, 100 * total / whole):.1f}",
+            "share": f"{100 * total / whole:.0f}",
+        }
+        for name, total in sorted(totals.items(), key=lambda item: -item[1])[:20]
+    ]
 
 
-def _sample_card(kind: str, row: dict[str, Any]) -> str:
-    reward = "" if row["reward"] is None else f"reward {_number(float(row['reward']))}"
-    tokens = sum(end - start for start, end in row["action_ranges"])
+def _ends(files: dict[int, Path]) -> set[int]:
+    """The first and the last step."""
+    return {min(files), max(files)} if files else set()
+
+
+def _samples_of_step(step: int, path: Path) -> dict[str, Any]:
+    """Its best and its worst answer, and one that failed."""
+    table = read_table(path, ["outcome", "reward"]).to_pydict()
+    finite = [(r, i) for i, r in enumerate(table["reward"]) if r is not None and math.isfinite(r)]
+    shown: dict[int, str] = {}
+    if finite:
+        shown[min(finite, key=lambda pair: (-pair[0], pair[1]))[1]] = "best"
+        shown.setdefault(min(finite, key=lambda pair: (pair[0], -pair[1]))[1], "worst")
+    if None in table["reward"]:
+        shown[table["reward"].index(None)] = "failed"
+    rows = zip(shown.values(), read_rows(path, list(shown)), strict=True)
+    return {
+        "step": f"{step:,}",
+        "outcomes": ", ".join(f"{name} {count:,}" for name, count in Counter(table["outcome"]).most_common()),
+        "samples": [_sample(kind, row) for kind, row in rows],
+    }
+
+
+def _sample(kind: str, row: dict[str, Any]) -> dict[str, Any]:
+    reward = "" if row["reward"] is None else f"reward {_number(row['reward'])}"
+    tokens = len(row["rollout_log_probs"])
     facts = [kind, reward, f"{tokens:,} tokens", "cut off" if row["truncated"] else ""]
     answer = row["response"] if row["response"] is not None else f"token ids {row['token_ids'][:200]}"
     if row["error"]:
         answer = f"{answer}\n[{row['error']}]".strip()
-    label = f"<dt>label</dt><dd>{_sample_text(row['label'])}</dd>" if row["label"] not in ("", None) else ""
-    return (
-        f'<article class="{kind}"><h4>{" · ".join(filter(None, facts))}</h4><dl>'
-        f"<dt>prompt</dt><dd>{_sample_text(row['prompt'], keep_end=True)}</dd>"
-        f"<dt>answer</dt><dd>{_sample_text(answer)}</dd>{label}</dl></article>"
-    )
-
-
-def _text_section(heading: str, path: Path) -> str:
-    if not path.exists():
-        return ""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    text = _escape(shorten(text, FILE_CHARACTERS))
-    return f"<section><details><summary>{heading}</summary><pre>{text}</pre></details></section>"
+    texts = [("prompt", _sample_text(row["prompt"], keep_end=True)), ("answer", _sample_text(answer))]
+    if (label := json.loads(row["label"])) not in ("", None):
+        texts.append(("label", _sample_text(label)))
+    return {"kind": kind, "facts": [fact for fact in facts if fact], "texts": texts}
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -423,18 +445,16 @@ def _running_mean(curve: Curve) -> Curve:
 
 
 def _points(curve: Curve, x: _Axis, y: _Axis) -> str:
-    return " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in curve)
+    return " ".join(f"{x(step)},{y(value)}" for step, value in curve)
 
 
 def _is_evaluation(name: str) -> bool:
     return name.startswith(("eval/", "eval_"))
 
 
-def _label(name: str) -> str:
-    """The section pale, the rest in words."""
+def _label(name: str) -> Label:
     section, _, short = name.rpartition("/")
-    prefix = f"<i>{_escape(section[:30])}</i> " if section else ""
-    return prefix + _escape(shorten(short.replace("_", " "), 60))
+    return Label(section=section[:30], words=shorten(short.replace("_", " "), 60))
 
 
 def _number(value: float) -> str:
@@ -447,11 +467,21 @@ def _step(step: int) -> str:
 
 def _sample_text(value: Any, *, keep_end: bool = False) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return _escape(shorten(text, SAMPLE_CHARACTERS, keep_end=keep_end))
+    return shorten(text, SAMPLE_CHARACTERS, keep_end=keep_end)
 
 
-def _escape(text: str) -> str:
-    return html.escape(clean_text(text))
+@cache
+def _template() -> Template:
+    source = resources.files("openrlhf.observe").joinpath("report.html.j2").read_text(encoding="utf-8")
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_cleaned
+    )
+    return environment.from_string(source)
+
+
+def _cleaned(value: Any) -> Any:
+    """Text as it is safe to show; what the template made is."""
+    return clean_text(value) if type(value) is str else value
 
 
 def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
@@ -477,73 +507,3 @@ def _print_rich(rows: list[tuple[str, str, str, str]], stream: TextIO) -> None:
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
-
-
-_PAGE_START = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>TITLE</title>
-<style>
-:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --text: #1b1f24; --soft: #66707c;
-  --line: #e3e6ea; --curve: #2563c9; --good: #1a7f4b; --bad: #c03a2b; --warn: #a8690a; }
-@media (prefers-color-scheme: dark) { :root {
-  --page: #14171b; --card: #1d2127; --text: #e7eaee; --soft: #97a1ad; --line: #323841;
-  --curve: #6ea8ff; --good: #4cc38a; --bad: #ff7b6b; --warn: #e0a948; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--text);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "Noto Sans", sans-serif; }
-main { max-width: 1160px; margin: 0 auto; padding: 28px 20px 60px; }
-h1 { font-size: 26px; line-height: 1.2; margin: 0; overflow-wrap: anywhere; }
-h2 { font-size: 17px; margin: 34px 0 10px; }
-h3 { font-size: 15px; margin: 0 0 8px; }
-h4 { font-size: 13px; margin: 0 0 8px; font-weight: 600; }
-.facts { color: var(--soft); font-weight: 400; margin: 4px 0 0; font-size: 14px; overflow-wrap: anywhere; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 12px;
-  margin-top: 18px; }
-.tile, figure, article, table, details { background: var(--card); border: 1px solid var(--line);
-  border-radius: 10px; }
-.tile { padding: 12px 16px; display: flex; flex-direction: column; color: var(--soft); font-size: 13px; }
-.tile strong { font-size: 28px; line-height: 1.25; color: var(--text); font-weight: 600; }
-.health { margin: 0; padding: 12px 16px 12px 32px; background: var(--card); font-size: 14px;
-  border: 1px solid var(--line); border-left: 4px solid var(--warn); border-radius: 10px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(250px, 1fr)); gap: 12px; }
-figure { margin: 0; padding: 10px 12px 6px; min-width: 0; }
-figcaption { display: flex; gap: 8px; font-size: 13px; align-items: baseline; }
-figcaption span:first-child { flex: 1; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
-figcaption b { font-size: 15px; font-variant-numeric: tabular-nums; }
-figcaption i, .name i { color: var(--soft); font-style: normal; }
-.tile .name { color: var(--text); }
-.bad { color: var(--bad); font-size: 12px; }
-.empty { color: var(--soft); font-size: 13px; }
-svg { display: block; width: 100%; height: auto; overflow: visible; }
-.grid line { stroke: var(--line); }
-.grid text { fill: var(--soft); font-size: 10.5px; font-variant-numeric: tabular-nums; }
-polyline { fill: none; stroke: var(--curve); stroke-linejoin: round; stroke-linecap: round; }
-.raw { opacity: .3; stroke-width: 1; }
-.mean { stroke-width: 2; }
-circle { fill: var(--curve); }
-.dense circle { opacity: 0; }
-.dense circle:hover { opacity: 1; }
-table { border-collapse: separate; border-spacing: 0; width: 100%; padding: 6px 14px;
-  font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 10px 5px 0; text-align: left; font-weight: 400; font-size: 14px; white-space: nowrap; }
-tbody th, tbody td { border-top: 1px solid var(--line); }
-thead th, thead td { color: var(--soft); font-size: 13px; }
-td.bar { width: 60%; padding-right: 0; }
-.bar i { display: inline-block; height: 10px; max-width: calc(100% - 52px); min-width: 2px;
-  border-radius: 3px;  background: var(--curve); }
-.bar span { color: var(--soft); margin-left: 8px; font-size: 13px; }
-.steps { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 20px; }
-article { padding: 12px 16px; margin-bottom: 12px; border-left-width: 4px; }
-article.best { border-left-color: var(--good); }
-article.worst { border-left-color: var(--bad); }
-article.failed { border-left-color: var(--warn); }
-dl { margin: 0; display: grid; grid-template-columns: auto 1fr; gap: 6px 14px; font-size: 14px; }
-dt { color: var(--soft); font-size: 13px; }
-dd { margin: 0; max-height: 15em; overflow-y: auto;
-  white-space: pre-wrap; overflow-wrap: anywhere; min-width: 0; }
-details { padding: 10px 16px; margin-top: 12px; }
-summary { cursor: pointer; font-weight: 600; }
-pre { margin: 10px 0 0; font-size: 13px; line-height: 1.45; white-space: pre-wrap; overflow-wrap: anywhere; }
-</style></head><body><main>
-"""

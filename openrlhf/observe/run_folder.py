@@ -5,7 +5,7 @@ argv.txt        the command line of every start, oldest first, as lines of a she
 env.json        versions, machine, relevant environment variables of the newest start; kept like config.yaml
 metrics.jsonl   one row per step
 health.jsonl    what looked unhealthy, {"step": 20, "text": "..."}; absent where nothing did
-rollouts/       step_000012.jsonl: every trajectory of step 12
+rollouts/       step_000012.parquet: every trajectory of step 12
 previous/001/   all of the above of an earlier run in the same folder that was not resumed
 """
 
@@ -17,7 +17,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
+
+from openrlhf.files import write_atomically
 
 REDACTED = "<redacted>"
 
@@ -38,6 +40,9 @@ OWN_FILES = (
     "report.html",
     "wandb_id.txt",
 )
+
+JOURNAL_FILE = re.compile(r"(?P<name>\w+)_(?P<step>\d+)\.(parquet|jsonl)")
+"""In `rollouts/`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +90,9 @@ class RunFolder:
             if path.exists():
                 rows = read_jsonl(path)
                 write_atomically(path, (to_json(row) + "\n" for row in rows if row["step"] <= step))
-        for path in self.rollouts_path.glob("*_*.jsonl"):
-            if int(path.stem.rpartition("_")[2]) > step:
+        for path in self.rollouts_path.glob("*"):
+            journal = JOURNAL_FILE.fullmatch(path.name)
+            if path.match(".*.tmp") or (journal and int(journal["step"]) > step):
                 path.unlink()
 
 
@@ -103,23 +109,18 @@ def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
     return target
 
 
-def write_atomically(path: Path, parts: Iterable[str]) -> None:
-    """A reader sees the old file or the new one, never a part, even if this process or the machine dies."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def to_json(row: Mapping[str, Any]) -> str:
     """One line of strict JSON. NaN and infinities become the strings "NaN", "Infinity" and "-Infinity", which
     float() reads back; arrays become lists; a value that JSON does not know becomes its repr."""
     try:
-        return json.dumps(row, allow_nan=False, default=_plain)
+        return json.dumps(row, allow_nan=False, default=plain)
     except ValueError:
-        return json.dumps(_finite(row), allow_nan=False, default=_plain)
+        return json.dumps(_finite(row), allow_nan=False, default=plain)
+
+
+def plain(value: Any) -> Any:
+    """For JSON: an array as a list, what else it does not know as its repr."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -235,10 +236,6 @@ def _leaves(node: Any, name: str = "") -> list[tuple[str, str]]:
     return [(name, str(node))] if isinstance(node, str | int) else []
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else repr(value)
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -246,4 +243,4 @@ def _finite(value: Any) -> Any:
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return _finite(_plain(value)) if hasattr(value, "tolist") else value
+    return _finite(plain(value)) if hasattr(value, "tolist") else value

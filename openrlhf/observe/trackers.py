@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import yaml
 
+from openrlhf.files import write_atomically
 from openrlhf.observe.run_folder import REDACTED, RunFolder, read_jsonl, redact, to_json
 from openrlhf.types import Metrics
 
@@ -271,5 +272,5 @@ def _markdown_row(cells: Sequence[Any]) -> str:
 
 def _wandb_id(path: Path) -> str:
     if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12])
+        write_atomically(path, [uuid.uuid4().hex[:12]])
     return path.read_text()

@@ -4,22 +4,27 @@ crashes, raises or returns nonsense fails only the samples in question."""
 import asyncio
 import atexit
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from openrlhf.rewards.calls import BatchedReward, Call
-from openrlhf.rewards.process import RewardProcess
+from openrlhf.rewards.process import RewardProcess, load_reward_func
 from openrlhf.utils.agent import Reward, RewardError
 
 IMPORT_LIMIT = 60.0
-"""Seconds that the check waits for a file. A run waits for as long as it takes."""
+"""Seconds that the check waits for a file. An engine waits longer: user_file.IMPORT_DEADLINE."""
 
 
 def check_reward_file(path: str, flag: str, limit: float = IMPORT_LIMIT) -> str:
-    """Import the file in a process of its own, which then ends. Raise ValueError where it has no function
-    that could be called. Returns a remark where that took more than `limit` seconds, otherwise ""."""
-    process = RewardProcess(path, timeout=limit)
+    """As `check_file`, for its function."""
+    return check_file(path, flag, load_reward_func, limit)
+
+
+def check_file(path: str, flag: str, load: Callable[[str], Any], limit: float) -> str:
+    """Import the file in a process of its own, which then ends. Raise ValueError where `load` finds nothing
+    in it that could be called. Returns a remark where that took more than `limit` seconds, otherwise ""."""
+    process = RewardProcess(path, timeout=limit, load=load)
 
     async def ready() -> None:
         async with asyncio.timeout(limit):
@@ -37,7 +42,7 @@ def check_reward_file(path: str, flag: str, limit: float = IMPORT_LIMIT) -> str:
 
 
 class NoReward:
-    """Every sample's own reward is 0: a teacher judges its tokens, or reward models are asked later."""
+    """Every sample's own reward is 0: a teacher scores its tokens, or reward models score it later."""
 
     async def __call__(self, query: str, prompt: str, label: Any) -> Reward:
         return Reward(reward=0.0, score=0.0)
@@ -59,7 +64,7 @@ class RewardFunction(BatchedReward):
         atexit.register(self._stop)  # before multiprocessing waits for processes that wait for calls
 
     async def ask(self, calls: Sequence[Call]) -> list[Reward]:
-        process = self._idle.popleft()  # there are as many as lanes, and they take turns
+        process = self._idle.popleft()  # round-robin; there are as many as lanes
         try:
             return await process.ask(
                 [call.query for call in calls],

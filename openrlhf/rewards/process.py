@@ -1,12 +1,10 @@
 """A process that calls a user's reward function: it may hang or die, and whoever asked is told so."""
 
 import asyncio
-import importlib.util
 import inspect
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -15,16 +13,32 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from openrlhf.rewards.calls import BatchFailed
+from openrlhf.rewards.user_file import (
+    IMPORT_DEADLINE,
+    ImportTimeout,
+    UnusableFile,
+    headline,
+    import_file,
+    import_problem,
+)
 from openrlhf.rewards.values import read_rewards
 from openrlhf.utils.agent import Reward, RewardError
 
 FORM = "Define `def reward_func(queries, prompts, labels)` that returns {'rewards': [...]}."
-IMPORTED = (
-    "Fix that line: the file is imported where the run starts and in every engine. What is only there where "
-    "engines run can be imported inside reward_func."
-)
-
 RewardFunc = Callable[[list[str], list[str], list[Any]], Any]
+
+
+def load_reward_func(path: str) -> RewardFunc:
+    """The file's function, if three lists can be handed to it. UnusableFile otherwise, or what the file
+    raises."""
+    module = import_file(path, "reward_func")
+    function = getattr(module, "reward_func", None)
+    if not callable(function):
+        found = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value))
+        raise UnusableFile(f"the file has no reward_func (its functions: {found or 'none'}).\n{FORM}")
+    if problem := _no_three_lists(function):
+        raise UnusableFile(f"{problem}.\n{FORM}")
+    return function
 
 
 class RewardProcess:
@@ -33,9 +47,9 @@ class RewardProcess:
     It has a pipe of its own: it is always known which batch a death belongs to, and no other batch suffers.
     """
 
-    def __init__(self, path: str, *, timeout: float) -> None:
-        """`timeout`: seconds for one call."""
-        self.path, self.timeout = path, timeout
+    def __init__(self, path: str, *, timeout: float, load: Callable[[str], Any] = load_reward_func) -> None:
+        """`timeout`: seconds for one call. `load`: from the path to what is called."""
+        self.path, self.timeout, self._load = path, timeout, load
         self._import_problem = ""
         # Not fork: the parent runs vLLM's and Ray's threads.
         self._context = multiprocessing.get_context("spawn")
@@ -80,19 +94,23 @@ class RewardProcess:
         return process.exitcode
 
     async def ready(self) -> Connection:
-        """The pipe to a process that waits for calls, however long its import takes. RewardError where the
-        file has no function that could be called."""
+        """The pipe to a process that waits for calls. RewardError where the file has no function that could
+        be called, ImportTimeout where its import does not end."""
         if self._import_problem:
             raise RewardError(self._import_problem)
         if self._process is not None and self._process.is_alive() and self._pipe is not None:
             return self._pipe
         self.stop()
         self._pipe, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=_serve, args=(self.path, theirs), name="reward_func")
+        self._process = self._context.Process(target=_serve, args=(self.path, self._load, theirs))
         self._process.start()
         theirs.close()  # so that the pipe ends when the process does
         try:
-            self._import_problem = await self._receive(self._pipe)
+            async with asyncio.timeout(IMPORT_DEADLINE):
+                self._import_problem = await self._receive(self._pipe)
+        except TimeoutError:
+            self.stop()
+            raise ImportTimeout(self.path, IMPORT_DEADLINE) from None
         except (EOFError, ConnectionError):
             raise RewardError(
                 f"{self.path}: the process that imported the file died with exit code {self.stop()}"
@@ -120,17 +138,14 @@ class RewardProcess:
         return pipe.recv()
 
 
-def _serve(path: str, pipe: Connection) -> None:
+def _serve(path: str, load: Callable[[str], Any], pipe: Connection) -> None:
     """What the process does until the other end of the pipe is gone."""
     os.setpgid(0, 0)  # to be killed together with what the function starts, and by no Ctrl-C
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
-        function = _load(path)
-    except RewardError as error:
-        pipe.send(f"{path}: {error}")
-        return
+        function = load(path)
     except BaseException as error:  # SystemExit too
-        pipe.send(f"{path}: {_import_error(error, path)}")
+        pipe.send(import_problem(error, path))
         return
     pipe.send("")
     with asyncio.Runner() as runner:  # one loop for all calls: what a file keeps open belongs to its loop
@@ -150,22 +165,6 @@ def _die_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _load(path: str) -> RewardFunc:
-    """The function, if three lists can be handed to it. RewardError otherwise, or what the file raises."""
-    spec = importlib.util.spec_from_file_location("reward_func", path)
-    assert spec is not None and spec.loader is not None  # as of every .py file
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look it up
-    spec.loader.exec_module(module)
-    function = getattr(module, "reward_func", None)
-    if not callable(function):
-        found = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value))
-        raise RewardError(f"the file has no reward_func (its functions: {found or 'none'}).\n{FORM}")
-    if problem := _no_three_lists(function):
-        raise RewardError(f"{problem}.\n{FORM}")
-    return function
-
-
 def _no_three_lists(function: Callable) -> str:
     """Why they cannot be handed to it; "" where they can."""
     try:
@@ -179,20 +178,6 @@ def _no_three_lists(function: Callable) -> str:
     return ""
 
 
-def _import_error(error: BaseException, path: str) -> str:
-    """Where the import of the file ended, with what, and what to do."""
-    file = os.path.abspath(path)  # as tracebacks have it
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    if isinstance(error, SyntaxError) and error.filename == file:
-        lines = [error.lineno]
-    place = f"line {lines[-1]}: " if lines else ""
-    return f"{place}{_headline(error)}\n{IMPORTED}"
-
-
-def _headline(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
 def _call(
     function: RewardFunc, queries: list[str], prompts: list[str], labels: list[Any], runner: asyncio.Runner
 ) -> list[Reward] | str:
@@ -204,7 +189,7 @@ def _call(
     except RewardError as error:
         return str(error)
     except BaseException as error:  # SystemExit too
-        return f"reward_func raised {_headline(error)}\n{traceback.format_exc(limit=-3)}"
+        return f"reward_func raised {headline(error)}\n{traceback.format_exc(limit=-3)}"
     try:
         return read_rewards(answer, len(queries))
     except RewardError as error:

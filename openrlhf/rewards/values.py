@@ -21,13 +21,15 @@ def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[R
         raise RewardError(
             f"{source} returned a dict without 'rewards'; it has {', '.join(map(repr, answer)) or 'nothing'}"
         )
-    rewards = _floats("rewards", answer["rewards"], count, source)
-    scores = rewards if answer.get("scores") is None else _floats("scores", answer["scores"], count, source)
+    rewards = read_floats("rewards", answer["rewards"], count, source)
+    scores = (
+        rewards if answer.get("scores") is None else read_floats("scores", answer["scores"], count, source)
+    )
     extra_logs = answer.get("extra_logs") or {}
     if not isinstance(extra_logs, dict):
         raise RewardError(f"{source} returned extra_logs that are not a dict: {extra_logs!r}")
     logs = {
-        str(name): _floats(f"extra_logs[{name!r}]", value, count, source, one_is_for_all=True)
+        str(name): read_floats(f"extra_logs[{name!r}]", value, count, source, one_is_for_all=True)
         for name, value in extra_logs.items()
     }
     return [
@@ -38,7 +40,8 @@ def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[R
     ]
 
 
-def _floats(name: str, value: Any, count: int, source: str, one_is_for_all: bool = False) -> list[float]:
+def read_floats(name: str, value: Any, count: int, source: str, one_is_for_all: bool = False) -> list[float]:
+    """`count` finite numbers out of a list, a tensor, an array or a number. RewardError otherwise."""
     values = _plain(value)
     if not isinstance(values, Sequence) or isinstance(values, str):
         values = [values]

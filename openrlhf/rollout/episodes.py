@@ -1,14 +1,17 @@
-"""From a prompt to trajectories, inside an engine's process. The border at which a failed episode becomes
+"""From a prompt to episodes, inside an engine's process. The border at which a failed episode becomes
 data."""
 
 import asyncio
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.rollout.agents import EnvironmentFailed, UserExecutor
+from openrlhf.rollout.recorder import RecordingEngine
+from openrlhf.rollout.results import read_result
 from openrlhf.rollout.seeds import seed_at
-from openrlhf.types import Group, Outcome, Prompt, Trajectory, runs
+from openrlhf.rollout.trajectories import trajectories
+from openrlhf.types import Episode, Group, Outcome, Prompt
 from openrlhf.utils.agent import AgentExecutorBase, RewardError
 
 
@@ -52,84 +55,101 @@ class Sampling:
         )
 
 
-NO_EPISODE = {
-    "observation_tokens": [],
-    "action_ranges": [],
-    "rollout_log_probs": [],
-    "weight_versions": [],
-    "finish_reason": "abort",
-    "truncated": False,
-}
-"""What is known of an episode whose executor failed without telling."""
+RUNS_AGAIN = (Outcome.ENV_ERROR, Outcome.TIMED_OUT, Outcome.ABORTED)
+"""Not a reward that failed: where it comes from has tries of its own."""
 
 
 class EpisodeRunner:
-    def __init__(self, engine, tokenizer, executor: AgentExecutorBase, stop_token_ids: list[int]) -> None:
+    """Runs an executor, and makes data of whatever becomes of it. What ends a run is an engine's death, and
+    what the package's own executor raises."""
+
+    def __init__(
+        self,
+        engine,
+        tokenizer,
+        executor: AgentExecutorBase,
+        stop_token_ids: list[int],
+        *,
+        timeout: float | None = None,
+        retries: int = 0,
+        reward_is_optional: bool = False,
+    ) -> None:
+        """`timeout`: seconds for one episode. `retries`: how often one that failed runs again.
+        `reward_is_optional`: None is a reward too, because others are added to it."""
         self.engine, self.tokenizer, self.executor = engine, tokenizer, executor
-        self.stop_token_ids = stop_token_ids
+        self.stop_token_ids, self.timeout, self.retries = stop_token_ids, timeout, retries
+        self.reward_is_optional = reward_is_optional
+        self.is_users = isinstance(executor, UserExecutor)
+        self.source = executor.source if isinstance(executor, UserExecutor) else type(executor).__name__
 
     async def run_group(self, prompt: Prompt, sampling: Sampling) -> Group:
         """All samples of one prompt, concurrently, in order."""
-        samples = [self.run(prompt, i, sampling) for i in range(sampling.num_samples)]
-        return Group(prompt=prompt, trajectories=await asyncio.gather(*samples))
+        episodes = await asyncio.gather(*(self.run(prompt, i, sampling) for i in range(sampling.num_samples)))
+        return Group(prompt=prompt, trajectories=[t for episode in episodes for t in trajectories(episode)])
 
-    async def run(self, prompt: Prompt, sample_index: int, sampling: Sampling) -> Trajectory:
-        seed = seed_at(sampling.run_seed, sampling.purpose, prompt.episode, prompt.prompt_id, sample_index)
+    async def run(self, prompt: Prompt, sample_index: int, sampling: Sampling) -> Episode:
+        address = (sampling.run_seed, sampling.purpose, prompt.episode, prompt.prompt_id, sample_index)
+        episode = await self._run_once(prompt, sample_index, sampling, address)
+        for attempt in range(1, self.retries + 1):
+            if episode.outcome in RUNS_AGAIN:
+                episode = await self._run_once(prompt, sample_index, sampling, (*address, "attempt", attempt))
+        return episode
+
+    async def _run_once(
+        self, prompt: Prompt, sample_index: int, sampling: Sampling, address: tuple[int | str, ...]
+    ) -> Episode:
+        engine = RecordingEngine(self.engine, address, self.stop_token_ids)
+        ending = await self._ending(prompt, sampling, engine)
+        known: dict[str, Any] = {"turns": engine.turns, "reward": None}
+        return Episode(prompt=prompt, sample_index=sample_index, seed=seed_at(*address), **(known | ending))
+
+    async def _ending(self, prompt: Prompt, sampling: Sampling, engine: RecordingEngine) -> dict[str, Any]:
+        """The border: fields of the Episode, whatever the executor did."""
+        limit = asyncio.timeout(self.timeout)
         try:
-            episode = await self.executor.execute(
-                prompt.text,
-                prompt.label,
-                self._sampling_params(sampling, seed),
-                sampling.max_len,
-                self.tokenizer,
-                self.engine,
+            async with limit:
+                result = await self._execute(prompt, sampling, engine)
+            if engine.turns and engine.turns[-1].finish_reason == "abort":
+                return {"outcome": Outcome.ABORTED}
+            return read_result(
+                result, engine.turns, source=self.source, reward_is_optional=self.reward_is_optional
             )
         except RewardError as error:
-            episode = error.episode or NO_EPISODE
-            return _trajectory(prompt, sample_index, seed, episode, Outcome.REWARD_ERROR, str(error))
-        outcome = Outcome.ABORTED if episode["finish_reason"] == "abort" else Outcome.OK
-        return _trajectory(prompt, sample_index, seed, episode, outcome)
+            return {"outcome": Outcome.REWARD_ERROR, "error": str(error)}
+        except EnvironmentFailed as error:
+            return {"outcome": Outcome.ENV_ERROR, "error": str(error)}
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return {
+                "outcome": Outcome.TIMED_OUT,
+                "error": f"{self.source} took longer than --rollout.episode_timeout {self.timeout:g} s",
+            }
+        finally:
+            engine.check_alive()
 
-    def _sampling_params(self, sampling: Sampling, seed: int):
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
+    async def _execute(self, prompt: Prompt, sampling: Sampling, engine: RecordingEngine) -> Any:
+        return await self.executor.execute(
+            prompt.text,
+            prompt.label,
+            self._sampling_params(sampling),
+            sampling.max_len,
+            self.tokenizer,
+            engine,
+        )
+
+    def _sampling_params(self, sampling: Sampling):
+        from vllm.sampling_params import SamplingParams
 
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=sampling.max_new_tokens,
-            seed=seed,
             stop_token_ids=self.stop_token_ids,
             stop=list(sampling.stop),
             include_stop_str_in_output=True,
             logprobs=0,  # that of the sampled token alone
-            detokenize=bool(sampling.stop),  # only to find them: token ids stay what they are
+            detokenize=self.is_users or bool(sampling.stop),  # token ids stay what they are
             skip_special_tokens=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
         )
-
-
-def _trajectory(
-    prompt: Prompt, sample_index: int, seed: int, episode: dict, outcome: Outcome, error: str = ""
-) -> Trajectory:
-    token_ids = np.array(episode["observation_tokens"], np.int32)
-    action_mask = np.zeros(len(token_ids), np.bool_)
-    for start, end in episode["action_ranges"]:
-        action_mask[start:end] = True
-    ok = outcome is Outcome.OK
-    return Trajectory(
-        prompt=prompt,
-        sample_index=sample_index,
-        token_ids=token_ids,
-        action_mask=action_mask,
-        rollout_log_probs=np.array(episode["rollout_log_probs"], np.float32)[action_mask],
-        weight_versions=runs(episode["weight_versions"]),
-        reward=episode["reward"] if ok else None,
-        score=episode["scores"] if ok else None,
-        outcome=outcome,
-        error=error,
-        finish_reason=episode["finish_reason"],
-        truncated=episode["truncated"],
-        seed=seed,
-        extra_logs=episode.get("extra_logs", {}),
-    )

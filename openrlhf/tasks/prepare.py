@@ -40,10 +40,10 @@ class TaskFiles:
     """`prompt`, `chosen`, `rejected`: a right answer, and one that guesses or miscalculates."""
     pairs_eval: Path
     """As `pairs`, of the problems of `eval`."""
-    judged: Path
+    unpaired: Path
     """`input`, `output`, `label`: an answer, and whether it is right."""
-    judged_eval: Path
-    """As `judged`, of the problems of `eval`."""
+    unpaired_eval: Path
+    """As `unpaired`, of the problems of `eval`."""
     steps: Path
     """`input`, `label`: a problem and its steps, each followed by `PLACEHOLDER`, and + or - for each: a step
     after a mistake is wrong too."""
@@ -60,7 +60,7 @@ def prepare(
     num_pretrain: int = 20_000,
     num_sft: int = 3_200,
     num_prompts: int = 2_048,
-    num_judged: int = 2_048,
+    num_preferences: int = 2_048,
     num_eval: int = 256,
     careful_share: float = 0.4,
 ) -> TaskFiles:
@@ -71,7 +71,7 @@ def prepare(
     held_out = make_problems(num_eval, seed=_EVAL_SEED)
     questions = frozenset(problem.question for problem in held_out)
     problems = make_problems(
-        max(num_pretrain, num_sft, num_prompts, num_judged), seed=seed, exclude=questions
+        max(num_pretrain, num_sft, num_prompts, num_preferences), seed=seed, exclude=questions
     )
     rng = random.Random(f"prepare/{seed}")
     return TaskFiles(
@@ -86,17 +86,19 @@ def prepare(
         ),
         prompts=_write(folder / "prompts.jsonl", map(labelled, problems[:num_prompts])),
         eval=_write(folder / "eval.jsonl", map(labelled, held_out)),
-        **_judged_files(folder, problems[:num_judged], seed=seed),
-        **_judged_files(folder, held_out, seed=_EVAL_SEED, suffix="_eval"),
+        **_preference_files(folder, problems[:num_preferences], seed=seed),
+        **_preference_files(folder, held_out, seed=_EVAL_SEED, suffix="_eval"),
     )
 
 
-def _judged_files(folder: Path, problems: list[Problem], *, seed: int, suffix: str = "") -> dict[str, Path]:
+def _preference_files(
+    folder: Path, problems: list[Problem], *, seed: int, suffix: str = ""
+) -> dict[str, Path]:
     rng = random.Random(f"judged/{seed}")
     rows = {
         "pairs": [pair(problem, rng) for problem in problems],
-        "judged": [judged(problem, rng) for problem in problems],
-        "steps": [judged_steps(problem, rng) for problem in problems],
+        "unpaired": [unpaired(problem, rng) for problem in problems],
+        "steps": [labelled_steps(problem, rng) for problem in problems],
     }
     return {f"{name}{suffix}": _write(folder / f"{name}{suffix}.jsonl", some) for name, some in rows.items()}
 
@@ -109,7 +111,7 @@ def pair(problem: Problem, rng: random.Random) -> dict[str, str]:
     }
 
 
-def judged(problem: Problem, rng: random.Random) -> dict[str, Any]:
+def unpaired(problem: Problem, rng: random.Random) -> dict[str, Any]:
     right = rng.random() < 0.5
     answer = solution(problem, careful=True) if right else wrong_answer(problem, rng)
     return {"input": problem.question, "output": answer, "label": right}
@@ -123,7 +125,7 @@ def wrong_answer(problem: Problem, rng: random.Random) -> str:
     return f"<think></think>\\boxed{{{steps[-1].partition('=')[2]}}}"
 
 
-def judged_steps(problem: Problem, rng: random.Random) -> dict[str, Any]:
+def labelled_steps(problem: Problem, rng: random.Random) -> dict[str, Any]:
     steps, first_wrong = problem.steps, len(problem.steps)
     if rng.random() < 0.5:
         steps, first_wrong = mistaken_steps(problem, rng)

@@ -1,7 +1,6 @@
 """Which checkpoints a run keeps, and which one it resumes from. What is in them is the engine's affair."""
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from openrlhf.config.sections import CkptConfig
+from openrlhf.files import write_atomically
 from openrlhf.observe.run_folder import set_aside
 from openrlhf.trainer.origin import Origin, compare
 
@@ -137,7 +137,7 @@ class CheckpointFolder:
                 self._remove(other)
             return
         if is_checkpoint:
-            _write_atomically(self.path / LATEST, tag)
+            write_atomically(self.path / LATEST, [tag])
         self._rotate(tag)
 
     def _rotate(self, newest: str) -> None:
@@ -182,11 +182,3 @@ def _time(moment: datetime) -> str:
 
 def _size(folder: Path) -> int:
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    with temporary.open() as f:
-        os.fsync(f.fileno())
-    temporary.rename(path)

@@ -8,7 +8,6 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence, unpad_sequence
 
 from openrlhf.algos.advantages import (
     ESTIMATORS,
@@ -21,7 +20,7 @@ from openrlhf.algos.advantages import (
 )
 from openrlhf.algos.correction import mismatch_metrics
 from openrlhf.algos.kl import approx_kl
-from openrlhf.algos.reduce import mean, segment_sum, whiten
+from openrlhf.algos.reduce import mean, whiten
 from openrlhf.algos.rewards import clip, overlong_penalty, stop_properly_penalty
 from openrlhf.config.ppo import AlgoConfig, RewardConfig
 from openrlhf.types import Batch, Credit, Metrics, Scores, Trajectory, present
@@ -77,7 +76,7 @@ def assign_credit(
         advantages = whiten(advantages, scale=not algo.advantage.no_std_norm)
 
     metrics = _reward_metrics(rewards, episodes.group_ids) | {
-        "reward/return_mean": float(segment_sum(per_action, counts).mean()),
+        "reward/return_mean": float(per_action.sum()) / len(counts),
         "advantage/mean": float(mean(advantages)),
         "advantage/std": float(mean((advantages - mean(advantages)) ** 2).sqrt()),
         "kl/coef": kl_coef,
@@ -159,22 +158,10 @@ def _advantages(
 ) -> tuple[Tensor, Tensor]:
     """(A,) -> advantages and returns, both (A,)."""
     estimator, advantage = ESTIMATORS[algo.advantage.estimator], algo.advantage
-    rewards = _pad(per_action, counts)
     if estimator.needs_critic:
-        advantages, returns = gae(rewards, _pad(present(values), counts), advantage.gamma, advantage.lambd)
-        return _unpad(advantages, counts), _unpad(returns, counts)
-    returns = _unpad(discounted_returns(rewards, advantage.gamma if estimator.discounts else 1.0), counts)
+        return gae(per_action, present(values), counts, advantage.gamma, advantage.lambd)
+    returns = discounted_returns(per_action, counts, advantage.gamma if estimator.discounts else 1.0)
     return returns, returns
-
-
-def _pad(x: Tensor, counts: Tensor) -> Tensor:
-    """(A,) -> (B, T): sequences as rows of actions, 0 on the right."""
-    return pad_sequence(list(x.split(counts.tolist())), batch_first=True)
-
-
-def _unpad(x: Tensor, counts: Tensor) -> Tensor:
-    """(B, T) -> (A,)"""
-    return torch.cat(unpad_sequence(x, counts, batch_first=True))
 
 
 def _reward_metrics(rewards: Tensor, group_ids: Tensor) -> Metrics:

@@ -99,20 +99,19 @@ def _repetition(finished: Sequence[Trajectory]) -> Metrics:
     return {"rollout/repetition_ratio": fmean(shares)} if shares else {}
 
 
-MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-"""2^64 divided by the golden ratio: an odd number that spreads small ones over all 64 bits."""
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""Odd, and without a pattern in its 64 bits: 2^64 divided by the golden ratio."""
 
 
 def _repeated_share(actions: np.ndarray) -> float:
     """(A,) four at least. Runs of four are told apart by hashes of 64 bits: of a million runs, two that
     differ share one with a probability of 3e-8."""
     ids = actions.astype(np.uint64)
-    hashes = np.zeros(len(ids) - 3, np.uint64)
-    for shift in range(4):
-        hashes = (hashes ^ ids[shift : len(ids) - 3 + shift]) * MULTIPLIER
-        hashes ^= hashes >> np.uint64(29)
+    hashes = ids[:-3]
+    for shift in (1, 2, 3):
+        hashes = hashes * FACTOR + ids[shift : len(ids) - 3 + shift]
     hashes.sort()
-    return float((hashes[1:] == hashes[:-1]).sum()) / len(hashes)
+    return float(np.count_nonzero(hashes[1:] == hashes[:-1])) / len(hashes)
 
 
 def _extra_means(finished: Sequence[Trajectory]) -> Metrics:

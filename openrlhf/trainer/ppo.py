@@ -1,6 +1,6 @@
 """The single controller of PPO and its relatives."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 
 from openrlhf.algos.kl import KLController
@@ -8,6 +8,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import is_due
 from openrlhf.datasets.sampler import PromptSampler
 from openrlhf.engine.interfaces import ModelGroup, Rollout, TrainableGroup
+from openrlhf.observe.journal import Trained
 from openrlhf.observe.observer import Observer
 from openrlhf.trainer.checkpoints import COPY, CheckpointFolder
 from openrlhf.trainer.collect import Collected, Collector, check_failures
@@ -43,6 +44,8 @@ class PPOTrainer:
     """The `state` of a checkpoint, as `restore` returned it, to go on from there; None at the beginning."""
     step: int = field(default=0, init=False)
     """RL steps done; the version of the policy's weights."""
+    optimizer_steps: int = field(default=0, init=False)
+    """Of the policy."""
     best_metric: float | None = field(default=None, init=False)
     collector: Collector = field(init=False)
 
@@ -50,6 +53,7 @@ class PPOTrainer:
         self.collector = Collector(self.config, prompts, self.rollout, self.on_group)
         if restored is not None:
             self.step, self.best_metric = restored["step"], restored["best_metric"]
+            self.optimizer_steps = restored.get("optimizer_steps", 0)
             self.collector.load_state_dict(restored["collector"])
             self.kl = replace(self.kl, coef=restored["kl_coef"])
 
@@ -116,9 +120,13 @@ class PPOTrainer:
             teacher_coef=self.config.teacher.kd_coef,
         )
         batch = batch.credited(scores, result.credit)
+        schedules = self.schedules(batch, num_samples(trajectories))
         with self.observer.phase("update"):
-            updated = self.update(batch, num_samples(trajectories))
-        self.observer.log_rollouts(self.step + 1, trajectories)
+            updated = self.update(batch, schedules)
+        schedule = schedules.get("policy", [])
+        trained = Trained(batch=batch, schedule=schedule, first_update=self.optimizer_steps)
+        self.optimizer_steps += len(schedule)
+        self.observer.log_rollouts(self.step + 1, trajectories, trained=trained)
         if collected.filtered:
             self.observer.log_rollouts(self.step + 1, collected.filtered, name="filtered")
         metrics = rollout_metrics(trajectories, self.step) | result.metrics | updated
@@ -138,7 +146,7 @@ class PPOTrainer:
 
     def score(self, batch: Batch) -> Scores:
         """Compute log-probs and values with every model."""
-        policy = None if self.config.algo.skip_old_log_probs else self.policy
+        policy = None if self.config.skips_old_log_probs else self.policy
         models = (policy, self.critic, self.teacher, self.reference)
         pending = [model.forward(batch) if model else None for model in models]
         log_probs, values, teacher, reference = [p.result() if p else None for p in pending]
@@ -149,29 +157,33 @@ class PPOTrainer:
         """In the next update; not in the critic's warm-up."""
         return self.step >= self.config.frozen_actor_steps
 
-    def update(self, batch: Batch, num_sampled: int) -> Metrics:
-        """The policy and the critic learn, at the same time where they have devices of their own."""
-        learners = [self.critic] if self.critic else []
-        if self.policy_learns:
-            learners.append(self.policy)
-        pending = [
-            model.update(batch, self.schedule(batch, num_sampled, model), self.kl.coef) for model in learners
-        ]
+    @property
+    def learners(self) -> dict[str, TrainableGroup]:
+        critic = {"critic": self.critic} if self.critic else {}
+        return critic | ({"policy": self.policy} if self.policy_learns else {})
+
+    def schedules(self, batch: Batch, num_sampled: int) -> dict[str, Schedule]:
+        """For each learner `train.max_epochs` passes over the batch, in an order of its own."""
+        train = self.config.train
+        return {
+            name: training_schedule(
+                batch.lengths.tolist(),
+                num_batches=num_batches(num_sampled, train.batch_size),
+                epochs=train.max_epochs,
+                num_ranks=model.data_parallel_size,
+                seed=(train.seed, model.num_updates),
+            )
+            for name, model in self.learners.items()
+        }
+
+    def update(self, batch: Batch, schedules: Mapping[str, Schedule]) -> Metrics:
+        """The learners learn, at the same time where they have devices of their own."""
+        learners = self.learners.items()
+        pending = [model.update(batch, schedules[name], self.kl.coef) for name, model in learners]
         metrics: Metrics = {}
         for update in pending:
             metrics |= update.result()
         return metrics
-
-    def schedule(self, batch: Batch, num_sampled: int, model: TrainableGroup) -> Schedule:
-        """`train.max_epochs` passes over the batch, in an order of the model's own."""
-        train = self.config.train
-        return training_schedule(
-            batch.lengths.tolist(),
-            num_batches=num_batches(num_sampled, train.batch_size),
-            epochs=train.max_epochs,
-            num_ranks=model.data_parallel_size,
-            seed=(train.seed, model.num_updates),
-        )
 
     def evaluate(self) -> Metrics:
         num_samples = len(self.eval_prompts) * self.config.eval.n_samples_per_prompt
@@ -197,6 +209,7 @@ class PPOTrainer:
         """Everything that a run must remember beside its models."""
         return {
             "step": self.step,
+            "optimizer_steps": self.optimizer_steps,
             "collector": self.collector.state_dict(),
             "kl_coef": self.kl.coef,
             "best_metric": self.best_metric,

@@ -1,7 +1,7 @@
 """The agent contract: what users' own files import, and the default agent.
 
-An executor turns a prompt into an episode. It is given the engine, asks it for tokens, and answers with the
-exact tokens that were sampled: nothing is ever tokenised twice.
+An executor turns a prompt into an episode. It is given an engine that remembers every request, asks it for
+tokens, and says what the episode is worth.
 """
 
 from abc import ABC, abstractmethod
@@ -23,11 +23,6 @@ class Reward:
 class RewardError(Exception):
     """A reward could not be computed. The episode is counted as failed and is not trained on."""
 
-    def __init__(self, message: str, episode: dict | None = None) -> None:
-        super().__init__(message)
-        self.episode = episode
-        """The result dictionary as far as it came, so that the journal keeps the tokens."""
-
 
 class AgentExecutorBase(ABC):
     """One object for each engine process. `execute` runs for many samples at a time, so it keeps no state of
@@ -37,13 +32,20 @@ class AgentExecutorBase(ABC):
     async def execute(
         self, prompt: str, label: Any, sampling_params, max_length: int, hf_tokenizer, llm_engine, images=None
     ) -> dict:
-        """One episode. `llm_engine.generate(prompt_token_ids, sampling_params)` returns vLLM's RequestOutput;
-        `sampling_params` is this episode's own; `max_length` bounds prompt and actions together.
+        """One episode. `await llm_engine.generate(prompt_token_ids, sampling_params)` returns vLLM's
+        RequestOutput, as often as it is asked; `sampling_params` is this episode's own, `max_length` bounds
+        a sequence, prompt and actions together.
 
-        Returns a dictionary with `prompt`, `label`, `observation_tokens` (list[int], the whole sequence),
-        `action_ranges` (list of [start, end) in it), `rollout_log_probs` (one float for each token, 0.0 where
-        it is no action), `reward`, `scores`, and optionally `truncated`, `extra_logs`, `finish_reason`,
-        `weight_versions` (one int for each action).
+        Returns a dictionary:
+            reward: a number. None: where reward models give it.
+            scores: what filtering and evaluation look at. Missing or None: the reward.
+            extra_logs: numbers by name, which become metrics.
+            observation_tokens, action_ranges: the whole sequence, and the [start, end) in it that are trained
+                on. Without them every request is, and requests that go on where another ended are one
+                sequence.
+            truncated: the episode had to end. Missing: whether the last answer ran out of tokens.
+
+        Log-probs, versions of the weights and seeds are known from the requests: other keys are not read.
         """
 
 
@@ -66,36 +68,8 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
             )
         sampling_params.max_tokens = min(room, sampling_params.max_tokens or room)
         output = (await llm_engine.generate(prompt_ids, sampling_params)).outputs[0]
-        response_ids = list(output.token_ids)
-        episode = {
-            "prompt": prompt,
-            "label": label,
-            "observation_tokens": prompt_ids + response_ids,
-            "action_ranges": [(len(prompt_ids), len(prompt_ids) + len(response_ids))],
-            "rollout_log_probs": [0.0] * len(prompt_ids) + sampled_log_probs(output),
-            "weight_versions": weight_versions(output),
-            "finish_reason": output.finish_reason,
-            "truncated": output.finish_reason == "length",
-        }
         if output.finish_reason == "abort":
-            return episode | {"reward": None, "scores": None}
-        try:
-            response = decode(hf_tokenizer, response_ids, after=prompt_ids)
-            reward = await self.reward(prompt + response, prompt, label)
-        except RewardError as error:
-            error.episode = episode
-            raise
-        return episode | {"reward": reward.reward, "scores": reward.score, "extra_logs": reward.extra_logs}
-
-
-def sampled_log_probs(output) -> list[float]:
-    """Of the sampled tokens, under the distribution they were sampled from."""
-    return [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
-
-
-def weight_versions(output) -> list[int]:
-    """One for each sampled token: which weights chose it."""
-    versions = [0] * len(output.token_ids)
-    for span in output.weight_versions or ():
-        versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
-    return versions
+            return {"reward": None}
+        response = decode(hf_tokenizer, output.token_ids, after=prompt_ids)
+        reward = await self.reward(prompt + response, prompt, label)
+        return {"reward": reward.reward, "scores": reward.score, "extra_logs": reward.extra_logs}

@@ -48,4 +48,20 @@ def decode(
     return text(token_ids)  # they make bytes of `after` invalid, as a decoder with byte tokens sees it
 
 
+def decode_each(tokenizer, token_ids: Sequence[int], *, after: Sequence[int] = ()) -> list[str]:
+    """What each token adds; together they are `decode(token_ids, after=after)`. A character of several tokens
+    stands at the last of them."""
+    whole, texts = [*after, *token_ids], []
+    before, start = 0, len(after)  # the last tokens that are whole characters, and those that follow
+    for end in range(start + 1, len(whole) + 1):
+        text = decode(tokenizer, whole[start:end], after=whole[before:start])
+        is_part = text.endswith(_REPLACEMENT) and end < len(whole) and end - start < _LONGEST_CHARACTER
+        texts.append("" if is_part else text)
+        if not is_part:
+            before, start = start, end
+    return texts
+
+
+_LONGEST_CHARACTER = 4
+"""Bytes, and so tokens."""
 _REPLACEMENT = "\ufffd"

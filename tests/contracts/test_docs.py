@@ -122,6 +122,19 @@ def test_reference_of_flags_is_current() -> None:
     assert (ROOT / "docs" / "flags.md").read_text() == page(*COMMANDS)
 
 
+def test_the_glossary_names_what_there_is() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    sources = "\n".join(path.read_text() for path in (ROOT / "openrlhf").rglob("*.py"))
+    flags = (ROOT / "docs" / "flags.md").read_text()
+    for name in re.findall("`(.+?)`", text):
+        if name.endswith(".py"):
+            assert (ROOT / "openrlhf" / name).exists(), name
+        elif name.startswith("--"):
+            assert f"`{name}`" in flags, name
+        else:
+            assert re.search(rf'class {name}\b|^ +{name}:|"{name}"', sources, re.MULTILINE), name
+
+
 def test_structure_names_every_module() -> None:
     text = (ROOT / "docs" / "structure.md").read_text()
     modules = {p for p in (ROOT / "openrlhf").rglob("*.py") if p.parent.name not in ("cli", "tasks")}

@@ -19,7 +19,8 @@ import ray
 import yaml
 from ray.cluster_utils import Cluster
 
-from openrlhf.cluster.launch import start_ray
+from openrlhf.cluster.launch import check_resources, start_ray
+from openrlhf.cluster.layout import ENGINES
 from openrlhf.cluster.placement import place
 from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, PPOConfig, RefConfig, VllmConfig
 from openrlhf.engine.distributed import free_port
@@ -237,7 +238,8 @@ def test_roles_and_engines_on_two_nodes(
         vllm=VllmConfig(num_engines=engines, tensor_parallel_size=size),
         algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo")),
     )
-    places, engine_places = place(config, on_gpu=True)
+    layout = check_resources(config)
+    places = place(config, layout)
     where = ray.remote(lambda: (ray.get_runtime_context().get_node_id(), *ray.get_gpu_ids()))
     ranks = {
         role: ray.get([where.options(**places[role].options(rank)).remote() for rank in range(count)])
@@ -245,9 +247,11 @@ def test_roles_and_engines_on_two_nodes(
     }
     held = [gpu for found in ranks.values() for gpu in found]
     for index in range(engines):
-        options, environment = engine_places.engine_options(index, size)
+        options, environment = places[ENGINES].engine_options(index, size)
         devices = environment["CUDA_VISIBLE_DEVICES"].split(",")
         assert len(devices) == size
         held += [(options["scheduling_strategy"].node_id, int(device)) for device in devices]
     assert len(set(held)) == len(held) == actors + references + engines * size
-    assert len({node for node, _ in ranks["actor"]}) == 1
+    for role, found in ranks.items():  # as planned, up to the names of the nodes
+        planned = [device.node for device in layout.roles[role].devices]
+        assert len(set(zip(planned, (node for node, _ in found), strict=True))) == len(set(planned)) == 1

@@ -26,9 +26,9 @@ def interrupt(
     `end` its process. Exit code and what it wrote to stdout and stderr. Nothing that it started is left."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     metrics = folder / "run" / "metrics.jsonl"
-    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+    with (folder / "out").open("w") as stdout, (folder / "err").open("w") as stderr:
         run = subprocess.Popen(
-            shlex.split(command), stdout=out, stderr=err, env=environment, start_new_session=True
+            shlex.split(command), stdout=stdout, stderr=stderr, env=environment, start_new_session=True
         )
     started: list[psutil.Process] = []
     try:
@@ -47,7 +47,9 @@ def interrupt(
                 process.kill()
             except (psutil.NoSuchProcess, ProcessLookupError):
                 continue
-    return code, (folder / "out").read_text(), (folder / "err").read_text()
+    out, err = (folder / "out").read_text(), (folder / "err").read_text()
+    assert "\x1b" not in out + err
+    return code, out, err
 
 
 def rl(task: TaskFiles, folder: Path, flags: str) -> str:

@@ -36,15 +36,15 @@ def commands(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> dict[
     teacher = tiny_chat_model(tmp_path_factory.mktemp("teacher"), seed=2, hidden_size=64)
     ref = f"--ref.model_name_or_path {reference}"
     dpo = f"--data.dataset {task.pairs} --data.prompt_key prompt {ref} --model.nll_loss_coef 0.1"
-    judged = f"--data.dataset {task.judged} --data.output_key output --model.beta 0.1 {ref}"
+    unpaired = f"--data.dataset {task.unpaired} --data.output_key output --model.beta 0.1 {ref}"
     return {
         "sft": f"--data.dataset {task.sft} --data.output_key output",
         "rm": f"--data.dataset {task.pairs} --data.prompt_key prompt "
         f"--eval.dataset {task.pairs_eval} --eval.split train --eval.max_samples 7",
         "dpo": dpo,
         "dpo with known reference": f"{dpo} --ref.precompute_enable --train.batch_size 4",
-        "kto": judged,
-        "kto with known reference": f"{judged} --ref.precompute_enable --train.batch_size 4",
+        "kto": unpaired,
+        "kto with known reference": f"{unpaired} --ref.precompute_enable --train.batch_size 4",
         "prm": f"--data.dataset {task.steps} --data.placeholder_token {PLACEHOLDER} --data.reward_tokens + -",
         "kd": f"--data.dataset {task.sft} --data.output_key output --teacher.model_name_or_path {teacher} "
         "--model.kd_loss_type reverse_kl --model.kd_temperature 2",

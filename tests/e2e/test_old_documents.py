@@ -173,7 +173,7 @@ def here(knowing, reward_model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         ],
         "Dylan2048/ultrafeedback-unpaired-preferences": [
             {"instruction": r["input"], "response": r["output"], "score": int(r["label"])}
-            for r in rows_of(files.judged)
+            for r in rows_of(files.unpaired)
         ],
         "OpenRLHF/prompt-collection-v0.1": [
             {"context_messages": user(r["input"]), "answer": r["label"]} for r in rows_of(files.prompts)

@@ -91,14 +91,17 @@ def test_resume_continues_in_the_middle_of_an_epoch(
         assert torch.equal(a, b)
 
 
-def test_progress_is_one_plain_line_a_step(task: TaskFiles, tmp_path: Path) -> None:
+def test_progress_is_plain_lines_that_quick_steps_share(task: TaskFiles, tmp_path: Path) -> None:
     command = (
         f"{sys.executable} -m {MODULE} --model.model_name_or_path {task.model} "
         f"--data.dataset {task.pretrain} --model.pretrain_mode_enable --data.max_samples 32 "
-        f"--train.batch_size 16 --train.max_epochs 1 --ds.param_dtype fp32 --ckpt.output_dir {tmp_path}"
+        f"--train.batch_size 4 --train.max_epochs 1 --ds.param_dtype fp32 --ckpt.output_dir {tmp_path} "
+        f"--logger.run_dir {tmp_path / 'run'}"
     )
     done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=300, check=True)
-    assert "\x1b" not in done.stdout and "\r" not in done.stdout
-    lines = [line for line in done.stdout.splitlines() if " step " in line]
-    assert len(lines) == 2 and all(re.search(r"step \d/2  loss \d", line) for line in lines)
-    assert "eta" in lines[0]
+    printed = done.stdout + done.stderr
+    assert "\x1b" not in printed and "\r" not in printed
+    lines = re.findall(r" step (\d)/8(?: \((\d) steps\))?  loss \d.*", done.stdout)
+    assert lines[0] == ("1", "") and lines[-1][0] == "8"
+    assert sum(int(steps or 1) for _, steps in lines) == 8
+    assert list(read_metrics(tmp_path / "run" / "metrics.jsonl")) == list(range(1, 9))

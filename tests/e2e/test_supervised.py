@@ -103,8 +103,8 @@ def test_kto_raises_accuracy(train, knowing, accuracy) -> None:
     files = knowing.files
     folder, metrics = train(
         "kto",
-        f"--model.model_name_or_path {knowing.chat} --data.dataset {files.judged} "
-        f"--eval.dataset {files.judged_eval} --eval.split train --model.beta 0.1 --adam.lr 3e-4 {ANSWERS}",
+        f"--model.model_name_or_path {knowing.chat} --data.dataset {files.unpaired} "
+        f"--eval.dataset {files.unpaired_eval} --eval.split train --model.beta 0.1 --adam.lr 3e-4 {ANSWERS}",
     )
     assert metrics["eval/kto/accuracy"] > 0.85
     assert accuracy(folder) > accuracy(knowing.chat) + 0.3

@@ -48,8 +48,8 @@ def test_every_sample_once_in_an_epoch_and_ranks_in_step(layout):
             dataset,
             PackedRow.of,
             batch_size=layout["batch_size"],
-            rank=rank,
-            world=layout["world"],
+            data_rank=rank,
+            data_size=layout["world"],
             seed=layout["seed"],
             **layout["budget"],
         )
@@ -78,8 +78,8 @@ def test_an_epoch_resumes_at_a_step(layout, start):
         make_dataset(layout["lengths"]),
         PackedRow.of,
         batch_size=layout["batch_size"],
-        rank=layout["world"] - 1,
-        world=layout["world"],
+        data_rank=layout["world"] - 1,
+        data_size=layout["world"],
         seed=layout["seed"],
         **layout["budget"],
     )
@@ -97,7 +97,14 @@ def test_an_epoch_resumes_at_a_step(layout, start):
 
 def test_rows_hold_the_samples_token_by_token():
     windows = Windows(
-        make_dataset([3, 2]), PackedRow.of, batch_size=2, max_tokens=8, rank=0, world=1, seed=0, shuffle=False
+        make_dataset([3, 2]),
+        PackedRow.of,
+        batch_size=2,
+        max_tokens=8,
+        data_rank=0,
+        data_size=1,
+        seed=0,
+        shuffle=False,
     )
     ((row,),) = windows.epoch(0)
     assert row.token_ids.tolist() == [0, 0, 0, 1, 1]
@@ -110,7 +117,13 @@ def test_rows_hold_the_samples_token_by_token():
 def test_work_is_balanced():
     """Lengths 100, 1 … 1: one rank takes the long sample, the others share the rest."""
     windows = Windows(
-        make_dataset([100] + [2] * 50), PackedRow.of, batch_size=51, max_tokens=128, rank=0, world=2, seed=0
+        make_dataset([100] + [2] * 50),
+        PackedRow.of,
+        batch_size=51,
+        max_tokens=128,
+        data_rank=0,
+        data_size=2,
+        seed=0,
     )
     tokens = [
         sum(windows._dataset.lengths[i] for row in rows for i in row) for rows in windows.deal(range(51))
@@ -120,7 +133,13 @@ def test_work_is_balanced():
 
 def test_the_order_changes_with_the_epoch():
     windows = Windows(
-        make_dataset([2] * 20), PackedRow.of, batch_size=20, micro_batch_size=20, rank=0, world=1, seed=0
+        make_dataset([2] * 20),
+        PackedRow.of,
+        batch_size=20,
+        micro_batch_size=20,
+        data_rank=0,
+        data_size=1,
+        seed=0,
     )
     orders = [samples_of(next(windows.epoch(epoch))[0]) for epoch in (0, 1, 0)]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(20))
@@ -130,4 +149,4 @@ def test_the_order_changes_with_the_epoch():
 def test_one_of_the_two_sizes():
     for sizes in ({}, {"micro_batch_size": 1, "max_tokens": 8}):
         with pytest.raises(ValueError, match="one of micro_batch_size and max_tokens"):
-            Windows(make_dataset([2]), PackedRow.of, batch_size=1, rank=0, world=1, seed=0, **sizes)
+            Windows(make_dataset([2]), PackedRow.of, batch_size=1, data_rank=0, data_size=1, seed=0, **sizes)

@@ -8,14 +8,12 @@ import string
 import subprocess
 import sys
 import time
-from typing import get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from openrlhf.config.checks import COMMON_UNREAD
-from openrlhf.config.choices import GROUP_ESTIMATORS, WHITENING_ESTIMATORS, EstimatorName
 from openrlhf.config.commands import COMMANDS, DPO, KD, KTO, PPO, PRM, RM, SFT
 from openrlhf.config.fields import fields_of, to_words, values_of
 from openrlhf.config.parse import parse, suggest, to_yaml
@@ -31,6 +29,7 @@ from openrlhf.config.supervised_checks import (
     SUPERVISED_NOT_YET,
     SUPERVISED_UNREAD,
 )
+from openrlhf.mesh import Mesh
 
 
 @pytest.fixture
@@ -186,14 +185,14 @@ def test_print_config_round_trips(command, say, tmp_path, capsys):
 
 def another_value(field, default):
     """Words for a value that is not the default."""
-    if "{" in field.values:
-        names = field.values.strip("{}").replace("} | None", "").split(",")
+    if field.values.startswith("{"):
+        names = field.values.partition("}")[0].strip("{").split(",")
         return [next(name for name in names if name != default)]
     if field.is_bool:
         return ["false" if default else "true"]
     if field.key == "logger.wandb.key":
         return ["secret-key"]
-    kind = field.values.replace(" | None", "")
+    kind = field.values.partition(" | ")[0]
     if field.key == "ds.zero_stage":
         return ["3"]
     return {
@@ -228,6 +227,20 @@ def test_forms_of_a_switch(say):
     for words in ("--actor.muon.no_nesterov", "--actor.muon.nesterov false", "--actor.muon.nesterov=False"):
         config = parse(dataclasses.replace(PPO, problems=lambda config, explicit: []), words.split()).config
         assert config.actor.muon.nesterov is False
+
+
+@pytest.mark.parametrize("words", ["", "true", "False", "auto", "None"])
+def test_forms_of_a_switch_that_may_decide_by_itself(words):
+    stated = {"": True, "true": True, "False": False, "auto": "auto"}
+    bare = dataclasses.replace(PPO, problems=lambda config, explicit: [])
+    line = ["--algo.skip_old_log_probs", *words.split()]
+    if words not in stated:
+        with pytest.raises(SystemExit):
+            parse(bare, line)
+        return
+    config = parse(bare, line).config
+    assert config.algo.skip_old_log_probs == stated[words]
+    assert parse(bare, ["--algo.no_skip_old_log_probs"]).config.algo.skip_old_log_probs is False
 
 
 def test_negative_numbers_and_text_that_looks_like_a_flag_are_values(say):
@@ -489,7 +502,7 @@ CHECKS = [
     (
         PRM,
         "--data.reward_tokens +",
-        "--data.reward_tokens +: a judge chooses between two or more; name them all",
+        "--data.reward_tokens +: a step's label is one of two or more; name them all",
     ),
     (PRM, "--data.reward_tokens + - +", "--data.reward_tokens + - +: names + twice; name each once"),
     # models
@@ -588,11 +601,6 @@ CHECKS = [
         PPO,
         SKIP,
         "--algo.skip_old_log_probs: the KL in the reward needs those log-probs; add --algo.kl.use_loss",
-    ),
-    (
-        PPO,
-        SKIP + "--algo.kl.use_loss --algo.kl.estimator k2 --algo.kl.target 0.1",
-        "--algo.skip_old_log_probs: algo.kl.target adapts to the KL of those log-probs; remove one",
     ),
     (
         PPO,
@@ -816,7 +824,7 @@ REMARKS = [
     (
         PPO,
         SKIP + "--algo.kl.init_coef 0 --actor.eps_clip 0.3",
-        "--actor.eps_clip 0.3: has no effect: with algo.skip_old_log_probs the ratio is 1",
+        "--actor.eps_clip 0.3: has no effect: an RL step is one optimizer step, so the ratio is 1",
     ),
     (PPO, "--ckpt.best_metric_key x_pass1", "has no effect: without eval.dataset there is no metric"),
     (
@@ -1051,7 +1059,7 @@ def test_derived_values(say):
     assert config.actor.clip_range == (0.2, 0.2)
     assert (
         config.num_engines == 1
-        and config.placements["ref"] == (8, None)
+        and config.placements["ref"] == (Mesh(data=8), None)
         and config.uses_reference
         and not config.uses_critic
     )
@@ -1062,8 +1070,31 @@ def test_derived_values(say):
     )
     assert say(PPO, line)[0].data_parallel_size == 8
     config, _ = say(PPO, line + " --actor.eps_clip_low_high 0.2 0.27 --vllm.enable_sleep --ref_num_nodes 0")
-    assert config.num_engines == 4 and config.placements["ref"] == (8, "actor") and config.engines_sleep
+    assert (
+        config.num_engines == 4
+        and config.placements["ref"] == (Mesh(data=8), "actor")
+        and config.engines_sleep
+    )
     assert config.actor.clip_range == (0.2, 0.27)
+
+
+ONE_UPDATE = "--train.batch_size 1024"  # 128 prompts of 8 samples
+
+
+@pytest.mark.parametrize(
+    ("line", "skips"),
+    [
+        (f"{ONE_UPDATE} --algo.kl.init_coef 0", True),
+        (f"{ONE_UPDATE} --algo.kl.init_coef 0 --algo.skip_old_log_probs false", False),
+        ("--train.batch_size 512 --algo.kl.init_coef 0", False),
+        (f"{ONE_UPDATE} --algo.kl.init_coef 0 --train.max_epochs 2", False),
+        (ONE_UPDATE, False),  # the KL is in the reward
+        (f"{ONE_UPDATE} --algo.kl.use_loss --algo.kl.estimator k2", True),
+        (f"{ONE_UPDATE} --algo.kl.init_coef 0 --teacher.model_name_or_path org/teacher", False),
+    ],
+)
+def test_old_log_probs_are_skipped_where_nothing_reads_them_before_the_update(line, skips, say):
+    assert say(PPO, line)[0].skips_old_log_probs is skips
 
 
 @pytest.mark.parametrize("command", ["sft", "rm", "prm", "dpo", "kto", "kd", "ppo"])
@@ -1086,15 +1117,6 @@ def test_checkpoints_lie_in_the_output_folder_unless_they_are_named(config_type)
 def test_interval():
     assert [step for step in range(1, 8) if is_due(step, 3)] == [3, 6]
     assert not any(is_due(step, every) for step in range(1, 8) for every in (-1, 0))
-
-
-def test_estimators_are_those_of_the_algorithms():
-    from openrlhf.algos.advantages import ESTIMATORS
-
-    assert set(get_args(EstimatorName)) == set(ESTIMATORS)
-    assert set(GROUP_ESTIMATORS) == {name for name, row in ESTIMATORS.items() if row.needs_group}
-    assert set(GROUP_ESTIMATORS) == {name for name, row in ESTIMATORS.items() if not row.discounts}
-    assert set(WHITENING_ESTIMATORS) == {name for name, row in ESTIMATORS.items() if row.whiten}
 
 
 def test_words_of_a_value():

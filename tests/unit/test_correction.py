@@ -1,5 +1,4 @@
 import math
-from typing import get_args
 
 import pytest
 import torch
@@ -8,7 +7,6 @@ from hypothesis import strategies as st
 
 from openrlhf.algos.correction import CORRECTIONS, mismatch_metrics
 from openrlhf.algos.policy_loss import token_log_ratio
-from openrlhf.config import choices
 
 COUNTS = torch.tensor([2, 3])
 RATIO = torch.tensor([0.25, 1.0, 4.0, 8.0, 2.0])  # geometric means 0.5 and 4
@@ -87,7 +85,3 @@ def test_the_effective_sample_size_counts_who_carries_the_weight():
 def test_the_effective_sample_size_is_a_share_whatever_the_weights(log_ratio):
     ess = mismatch_metrics(torch.tensor(log_ratio), torch.zeros(len(log_ratio)))["mismatch/ess"]
     assert 1 / len(log_ratio) - 1e-9 <= ess <= 1 + 1e-9
-
-
-def test_every_name_is_known():
-    assert set(CORRECTIONS) == set(get_args(choices.ISCorrectionType))

@@ -40,8 +40,10 @@ def test_the_screen_shows_the_commonest_error_in_one_line(tmp_path, capsys):
     lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         r"3 of 4 samples failed, 2 of them with: KeyError: 'x' | prompt '2 + 2?', answer '[2]\nafter [1]' | "
-        "step_000001.jsonl",
+        "step_000001.parquet",
         r"2 of 2 samples failed: KeyError: 'x' | prompt '2 + 2?', answer '[2]\nafter [1]' | "
-        "eval_000001.jsonl",
+        "eval_000001.parquet",
     ]
+    observer.journal.close()
     observer.trackers.close()
+    observer.progress.close()

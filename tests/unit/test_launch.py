@@ -10,7 +10,8 @@ from ray.exceptions import ActorDiedError
 
 from openrlhf.cli.train_ppo_ray import rank_counts
 from openrlhf.cluster import folder, launch
-from openrlhf.cluster.launch import cluster_address, resource_problems
+from openrlhf.cluster.launch import cluster_address
+from openrlhf.cluster.layout import resource_problems
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import Source, parse
 from openrlhf.config.ppo import (
@@ -194,7 +195,7 @@ def test_what_nobody_set_is_settled_checked_and_shown(tmp_path, monkeypatch, cap
 
     settled = {"actor.num_gpus_per_node": 1}
     with pytest.raises(SystemExit) as stop:
-        parse(PPO, [*argv, "--print_config"], settle=lambda config, explicit: settled)
+        parse(PPO, [*argv, "--print_config"], settle=lambda config, explicit, cluster: settled)
     printed = capsys.readouterr()
     assert stop.value.code == 0
     assert yaml.safe_load(printed.out)["actor"]["num_gpus_per_node"] == 1

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from openrlhf.engine.distributed import ProcessMesh
 from openrlhf.engine.moving_average import MovingAverage
 
 
 def averaged(*weights: Tensor, beta: float, num_parts: int = 1) -> tuple[MovingAverage, list[nn.Parameter]]:
     parameters = [nn.Parameter(w) for w in weights]
     named = [(f"w{i}", param) for i, param in enumerate(parameters)]
-    return MovingAverage(named, beta=beta, rank=0, num_parts=num_parts), parameters
+    return MovingAverage(named, beta=beta, mesh=ProcessMesh(data=num_parts), sharded=True), parameters
 
 
 def step(average: MovingAverage, param: nn.Parameter, value: list[float]) -> list[float]:
@@ -50,12 +51,12 @@ def test_the_average_of_bfloat16_weights_keeps_what_bfloat16_cannot() -> None:
 def test_frozen_weights_have_no_average() -> None:
     frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
     named = [("frozen", frozen), ("trained", nn.Parameter(torch.zeros(2)))]
-    assert MovingAverage(named, beta=0.9, rank=0, num_parts=1).parts.keys() == {"trained"}
+    assert MovingAverage(named, beta=0.9, mesh=ProcessMesh(), sharded=False).parts.keys() == {"trained"}
 
 
 def test_of_one_part_only_rank_0_holds_anything() -> None:
     named = [("trained", nn.Parameter(torch.zeros(2)))]
-    second = MovingAverage(named, beta=0.9, rank=1, num_parts=1)
+    second = MovingAverage(named, beta=0.9, mesh=ProcessMesh(data=2, rank=1), sharded=False)
     second.update()
     assert not second.parts and not list(second.in_full())
 

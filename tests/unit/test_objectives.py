@@ -1,7 +1,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,10 +11,11 @@ from records import batch_of, trajectory
 from torch import Tensor, nn
 
 from openrlhf.algos.correction import mismatch_metrics
+from openrlhf.algos.kl import approx_kl
 from openrlhf.algos.logprobs import linear_log_probs
-from openrlhf.config import choices
+from openrlhf.algos.traits import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES
 from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, RolloutConfig
-from openrlhf.objectives.actor import AGGREGATIONS, POLICY_LOSSES, ActorObjective
+from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.sft import SFTObjective
 from openrlhf.types import Batch, ExperienceRow, LossNorm, PackedRow, Sample
 
@@ -241,15 +242,15 @@ OBJECTIVES = [
         aggregation=aggregation,
         longest_response=6,
         correction=correction,
-        dual_clip=None if loss_type == "cispo" else 3.0,
+        dual_clip=3.0 if kind.dual_clip else None,
         kl_coef=0.3,
         kl_estimator="k3",
         entropy_coef=0.1,
         temperature=0.8,
     )
-    for loss_type in get_args(choices.PolicyLossType)
-    for aggregation in get_args(choices.LossAggregation)
-    for correction in (None, *get_args(choices.ISCorrectionType))
+    for loss_type, kind in POLICY_LOSSES.items()
+    for aggregation in AGGREGATIONS
+    for correction in (None, *CORRECTIONS)
 ]
 
 
@@ -308,11 +309,16 @@ def test_in_a_step_of_one_update_old_log_probs_change_nothing(objective):
     old = Bigram()(batch.row, objective.temperature, False).log_probs.detach()
     expected = run_on(objective, [replace(batch, old_log_probs=old)], norm)
     gradients, metrics = run_on(objective, [replace(batch, old_log_probs=None)], norm)
-    mismatch = {name: metrics.pop(name) for name in ("mismatch/kl", "mismatch/abs_diff_mean")}
+    names = ("mismatch/kl", "mismatch/abs_diff_mean", "kl/mean", "kl/log_ratio_mean")
+    distances = {name: metrics.pop(name) for name in names}
     assert_same((gradients, metrics), expected)
-    of_rollout = mismatch_metrics(old, batch.rollout_log_probs)
-    assert mismatch == pytest.approx({name: of_rollout[name] for name in mismatch})
-    assert mismatch["mismatch/kl"] > 0.01
+    to_reference = old - batch.ref_log_probs
+    of_rollout = mismatch_metrics(old, batch.rollout_log_probs) | {
+        "kl/mean": approx_kl(old, batch.ref_log_probs, objective.kl_estimator).mean().item(),
+        "kl/log_ratio_mean": to_reference.mean().item(),
+    }
+    assert distances == pytest.approx({name: of_rollout[name] for name in names})
+    assert distances["mismatch/kl"] > 0.01
 
 
 @pytest.mark.parametrize(
@@ -368,15 +374,6 @@ def test_from_config_leaves_out_what_is_off():
     assert objective.correction is None
     assert objective.entropy_coef is None
     assert objective.aggregation is None
-
-
-def test_tables_agree_with_the_names_of_flags():
-    assert set(POLICY_LOSSES) == set(get_args(choices.PolicyLossType))
-    assert set(AGGREGATIONS) == set(get_args(choices.LossAggregation))
-    means = {
-        name: "sample_mean" if name in choices.SEQUENCE_LOSSES else "token_mean" for name in POLICY_LOSSES
-    }
-    assert {name: kind.aggregation for name, kind in POLICY_LOSSES.items()} == means
 
 
 def test_sft_is_cross_entropy_on_the_marked_tokens():

@@ -27,6 +27,7 @@ from openrlhf.config.sections import LoggerConfig
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler
 from openrlhf.observe.journal import journal_steps, read_journal
 from openrlhf.observe.observer import Observer
+from openrlhf.observe.progress import Progress
 from openrlhf.observe.run_folder import RunFolder
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.trainer.checkpoints import CheckpointFolder
@@ -156,6 +157,7 @@ def trainer_of(
     done = restored["step"] if restored else 0
     folder = RunFolder.create(path / "run", config_yaml="{}", argv=["test"], resume=resume is not None)
     observer = Observer(folder, LoggerConfig(), resume_step=done if restored else None)
+    observer.progress = Progress(show=False)
     observer.start(total_steps, done=done)
     return PPOTrainer(
         config=config,
@@ -173,13 +175,19 @@ def trainer_of(
     )
 
 
+def fit(trainer: PPOTrainer) -> None:
+    """To the end, and until the journal is written."""
+    trainer.fit()
+    trainer.observer.journal.close()
+
+
 def metrics_of(path: Path) -> dict[int, dict[str, float]]:
     return read_metrics(path / "run" / "metrics.jsonl")
 
 
 def test_the_order_of_a_run(tmp_path):
     trainer = trainer_of(tmp_path, config_of(tmp_path, save_steps=2, best_metric_key="none", save_hf=True))
-    trainer.fit()
+    fit(trainer)
     trainer.observer.close()
     ids = [p.prompt_id for p in PromptSampler(PromptDataset(PROMPTS), seed=1).next_batch(6)]
     step = [["policy 4", "reference 4", "update policy 4"]] * 3
@@ -196,7 +204,7 @@ def test_the_order_of_a_run(tmp_path):
 
 def test_what_a_run_writes(tmp_path):
     trainer = trainer_of(tmp_path, config_of(tmp_path), score=lambda prompt, version: version / 4)
-    trainer.fit()
+    fit(trainer)
     metrics = metrics_of(tmp_path)
     assert list(metrics) == [0, 1, 2, 3]
     assert [s for s in metrics if "eval/math_score_mean" in metrics[s]] == [0, 2, 3]
@@ -221,7 +229,7 @@ def test_what_a_run_writes(tmp_path):
 def test_what_the_policy_learns_from(tmp_path):
     """Rewards 0 and 1 of each prompt under RLOO, and a KL of 0.5 on every action with coefficient 0.1."""
     trainer = trainer_of(tmp_path, config_of(tmp_path), total_steps=1)
-    trainer.fit()
+    fit(trainer)
     ((batch, schedule, kl_coef),) = trainer.policy.updates
     assert kl_coef == 0.1
     assert batch.num_actions.tolist() == [2, 3, 2, 3]
@@ -238,7 +246,7 @@ def test_without_a_reference(tmp_path):
     config = config_of(tmp_path)
     config = replace(config, algo=replace(config.algo, kl=KLConfig(init_coef=0.0)))
     trainer = trainer_of(tmp_path, config, total_steps=1)
-    trainer.fit()
+    fit(trainer)
     assert not any("reference" in call for call in trainer.policy.calls)
     ((batch, _, kl_coef),) = trainer.policy.updates
     assert kl_coef == 0 and batch.ref_log_probs is None
@@ -248,7 +256,7 @@ def test_failed_samples_are_dropped_and_counted(tmp_path):
     trainer = trainer_of(
         tmp_path, config_of(tmp_path), total_steps=1, reward=lambda p, i: None if i else 1.0, eval_prompts=[]
     )
-    trainer.fit()
+    fit(trainer)
     assert trainer.policy.calls[2:] == ["policy 2", "reference 2", "update policy 2", "sync 1"]
     metrics = metrics_of(tmp_path)[1]
     assert metrics["rollout/failed_ratio"] == 0.5
@@ -271,7 +279,7 @@ def test_too_many_failures_stop_the_run(tmp_path, ratio):
     }
     text = texts[ratio]
     with pytest.raises(RuntimeError, match=text) as error:
-        trainer.fit()
+        fit(trainer)
     assert re.search(r"\. [34] of them with:\nno opinion$", str(error.value))
     assert not trainer.policy.updates
 
@@ -284,7 +292,7 @@ def with_critic(path: Path, **critic) -> PPOConfig:
 
 def test_policy_and_critic_learn_from_the_same_experiences(tmp_path):
     trainer = trainer_of(tmp_path, with_critic(tmp_path), total_steps=2)
-    trainer.fit()
+    fit(trainer)
     step = ["policy 4", "critic 4", "reference 4", "update critic 4", "update policy 4"]
     calls = [call for call in trainer.policy.calls if not call.startswith(("generate", "evaluate", "sync"))]
     assert calls == [*step, *step, "save critic global_step2", "save policy global_step2"]
@@ -299,7 +307,7 @@ def test_policy_and_critic_learn_from_the_same_experiences(tmp_path):
 
 def test_the_critic_warms_up_alone(tmp_path):
     trainer = trainer_of(tmp_path, with_critic(tmp_path, freezing_steps=2), total_steps=3)
-    trainer.fit()
+    fit(trainer)
     updates = [call for call in trainer.policy.calls if call.startswith("update")]
     assert updates == ["update critic 4", "update critic 4", "update critic 4", "update policy 4"]
     assert len(trainer.policy.updates) == 1  # nothing of the warm-up was kept for it
@@ -308,7 +316,7 @@ def test_the_critic_warms_up_alone(tmp_path):
 def test_a_resumed_run_loads_both_models(tmp_path):
     config = with_critic(tmp_path)
     first = trainer_of(tmp_path, config, total_steps=2)
-    first.fit()
+    fit(first)
     second = trainer_of(
         tmp_path, config, total_steps=3, resume="global_step2", saved=first.policy.saved, critic=first.critic
     )
@@ -327,7 +335,7 @@ def test_without_evaluation(tmp_path, eval_prompts, steps):
     config = config_of(tmp_path)
     config = replace(config, eval=replace(config.eval, steps=steps))
     trainer = trainer_of(tmp_path, config, eval_prompts=eval_prompts)
-    trainer.fit()
+    fit(trainer)
     assert "evaluate" not in trainer.policy.calls
     assert list(metrics_of(tmp_path)) == [1, 2, 3]
 
@@ -336,9 +344,9 @@ def test_a_resumed_run_continues(tmp_path):
     config = config_of(tmp_path, save_steps=2, best_metric_key="none")
     config = replace(config, algo=replace(config.algo, kl=KLConfig(init_coef=0.1, target=0.01)))
     whole = trainer_of(tmp_path / "whole", replace(config, ckpt=ckpt_in(tmp_path / "whole")), total_steps=5)
-    whole.fit()
+    fit(whole)
     first = trainer_of(tmp_path / "halves", replace(config, ckpt=ckpt_in(tmp_path / "halves")), total_steps=3)
-    first.fit()
+    fit(first)
     tag = first.checkpoints.latest()
     assert tag == "global_step2"
     second = trainer_of(
@@ -348,7 +356,7 @@ def test_a_resumed_run_continues(tmp_path):
         resume=tag,
         saved=first.policy.saved,
     )
-    second.fit()
+    fit(second)
     generated = [c for c in whole.policy.calls if c.startswith("generate")]
     assert second.policy.calls[:2] == ["resume policy global_step2", "sync 2"]
     assert [c for c in second.policy.calls if c.startswith("generate")] == generated[2:]
@@ -369,7 +377,7 @@ def test_the_best_evaluation_is_kept(tmp_path, key):
     scores = {0: 0.1, 2: 0.7, 4: 0.4, 6: 0.7}
     config = config_of(tmp_path, save_steps=3, best_metric_key=key)
     trainer = trainer_of(tmp_path, config, total_steps=6, score=lambda prompt, version: scores[version])
-    trainer.fit()
+    fit(trainer)
     saved = [c.removeprefix("save policy ") for c in trainer.policy.calls if c.startswith("save")]
     assert saved == ["best_global_step0", "best_global_step2", "global_step3", "global_step6"]
     kept = sorted(p.name for p in (tmp_path / "ckpt").iterdir() if p.is_dir())
@@ -396,7 +404,7 @@ def test_the_best_of_several_sets_is_that_of_one_of_them(tmp_path, key, best):
         eval_prompts=SETS,
         score=lambda prompt, version: scores[prompt.source][version],
     )
-    trainer.fit()
+    fit(trainer)
     assert trainer.best_metric == best
     metrics = metrics_of(tmp_path)
     assert (metrics[0]["eval/code_score_mean"], metrics[0]["eval/math_score_mean"]) == (0.3, 0.2)
@@ -407,19 +415,19 @@ def test_a_best_metric_that_does_not_exist(tmp_path):
     trainer = trainer_of(tmp_path, config_of(tmp_path, save_steps=1, best_metric_key="physics_pass1"))
     text = "--ckpt.best_metric_key physics_pass1: no such metric; there are .*eval/math_score_mean"
     with pytest.raises(ValueError, match=text):
-        trainer.fit()
+        fit(trainer)
 
 
 def test_nothing_is_saved_unless_asked_for(tmp_path):
     trainer = trainer_of(tmp_path, config_of(tmp_path))
-    trainer.fit()
+    fit(trainer)
     assert not [c for c in trainer.policy.calls if re.match("save|export", c)]
 
 
 def test_copies_alone(tmp_path):
     config = config_of(tmp_path, save_steps=1, save_hf=True, disable_ds=True, best_metric_key="none")
     trainer = trainer_of(tmp_path, config, total_steps=2)
-    trainer.fit()
+    fit(trainer)
     saved = [c for c in trainer.policy.calls if re.match("save|export", c)]
     assert saved == ["export global_step1_hf", "export global_step2_hf"]
     assert trainer.checkpoints.latest() is None
@@ -438,7 +446,7 @@ def test_a_filtered_run_trains_on_full_batches_and_ends_with_its_prompts(tmp_pat
         total_steps=16,
         reward=lambda p, i: float(i) if p.prompt_id % 2 else 0.0,
     )
-    trainer.fit()
+    fit(trainer)
     metrics = metrics_of(tmp_path)
     assert trainer.step == 8 and list(metrics) == list(range(9))
     assert [c for c in trainer.policy.calls if c.startswith("update")] == ["update policy 4"] * 8
@@ -456,7 +464,7 @@ def test_a_run_whose_last_prompts_are_rejected_is_evaluated_at_its_end(tmp_path)
         total_steps=16,
         reward=lambda p, i: float(i) if p.episode == 0 and p.prompt_id < 6 else 0.0,
     )
-    trainer.fit()
+    fit(trainer)
     metrics = metrics_of(tmp_path)
     assert trainer.step == 3 and list(metrics) == [0, 1, 2, 3]
     assert "eval/math_score_mean" in metrics[3] and "policy/loss" in metrics[3]
@@ -466,9 +474,9 @@ def test_groups_that_wait_are_in_the_checkpoint(tmp_path):
     config = config_of(tmp_path, save_steps=1, best_metric_key="none")
     config = replace(config, rollout=replace(config.rollout, vllm_generate_batch_size=6))
     first = trainer_of(tmp_path, config, total_steps=1)
-    first.fit()
+    fit(first)
     second = trainer_of(tmp_path, config, total_steps=4, resume="global_step1", saved=first.policy.saved)
-    second.fit()
+    fit(second)
     ids = [p.prompt_id for p in PromptSampler(PromptDataset(PROMPTS), seed=1).next_batch(8)]
     assert [c for c in first.policy.calls if c.startswith("generate")] == [f"generate {ids[:6]}"]
     assert [c for c in second.policy.calls if c.startswith("generate")] == [f"generate {ids[6:]}"]
@@ -487,7 +495,7 @@ def test_what_filtering_leaves_out_can_be_looked_at(tmp_path):
         eval_prompts=[],
         reward=lambda p, i: 0.0 if p.prompt_id == first.prompt_id else float(i),
     )
-    trainer.fit()
+    fit(trainer)
     rollouts = tmp_path / "run" / "rollouts"
     trained, filtered = (read_journal(journal_steps(rollouts, name)[1]) for name in ("step", "filtered"))
     assert {t.prompt.prompt_id for t in filtered} == {first.prompt_id} and len(filtered) == 2
@@ -498,7 +506,7 @@ def test_what_filtering_leaves_out_can_be_looked_at(tmp_path):
 def test_evaluation_has_the_order_of_its_prompts(tmp_path):
     """However their samples arrive."""
     trainer = trainer_of(tmp_path, config_of(tmp_path), total_steps=1)
-    trainer.fit()
+    fit(trainer)
     journal = read_journal(journal_steps(tmp_path / "run" / "rollouts", "eval")[0])
     assert [(t.prompt.prompt_id, t.sample_index) for t in journal] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
@@ -508,7 +516,7 @@ def test_a_sample_that_is_not_learned_from_makes_steps_smaller_and_not_fewer(tmp
     config = config_of(tmp_path)
     config = replace(config, train=replace(config.train, batch_size=2, max_epochs=2))
     trainer = trainer_of(tmp_path, config, total_steps=1, reward=lambda p, i: None if i else 1.0)
-    trainer.fit()
+    fit(trainer)
     ((_, schedule, _),) = trainer.policy.updates
     seen = [[i for rank in step for i in rank] for step in schedule]
     assert [len(step) for step in seen] == [1, 1, 1, 1]

@@ -135,11 +135,11 @@ def test_both_sides_of_a_pair(tokenizer):
     assert plain(pair, tokenizer) == [("chosen, better by 0.5", "1+1=⟦2⟧"), ("rejected", "1+1=⟦3⟧")]
 
 
-def test_a_judged_answer_and_the_mismatched_one(tokenizer):
-    judged = UnpairedExample(
+def test_an_unpaired_answer_and_the_mismatched_one(tokenizer):
+    example = UnpairedExample(
         sample=sample(tokenizer, "1+1=", "3"), mismatched=sample(tokenizer, "1+1=", "7"), desirable=False
     )
-    assert plain(judged, tokenizer) == [("bad", "1+1=⟦3⟧"), ("mismatched, for the KL", "1+1=⟦7⟧")]
+    assert plain(example, tokenizer) == [("bad", "1+1=⟦3⟧"), ("mismatched, for the KL", "1+1=⟦7⟧")]
 
 
 def test_labels_stand_at_their_steps(tokenizer):

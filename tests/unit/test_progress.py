@@ -1,4 +1,7 @@
 import io
+import itertools
+import json
+import logging
 import math
 import os
 import pty
@@ -9,10 +12,45 @@ import tty
 
 import pytest
 
-from openrlhf.observe.progress import Progress, StepClock, clean_text, format_duration, format_number
+from openrlhf.observe import progress as progress_module
+from openrlhf.observe.progress import (
+    Progress,
+    StepClock,
+    clean_text,
+    format_duration,
+    format_number,
+    tracked,
+    waiting,
+)
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m[bold]<script>\r\u202e"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Clock:
+    """Stands still until it is told to move."""
+
+    def __init__(self):
+        self.time = 1000.0
+
+    def __call__(self):
+        return self.time
+
+    def passing(self, count, seconds):
+        """0, 1, ... each of which takes this long."""
+        for i in range(count):
+            self.time += seconds
+            yield i
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def lines_of(stream):
+    """Without the time of day."""
+    return [line.partition(" ")[2] for line in stream.getvalue().splitlines()]
 
 
 def test_clean_text():
@@ -78,11 +116,11 @@ def test_eta_follows_the_last_steps():
     assert clock.eta() == 200
 
 
-def test_a_log_file_has_one_line_per_step():
-    stream = io.StringIO()
-    with Progress(stream=stream) as progress:
+def test_a_log_file_has_one_line_per_slow_step():
+    stream, clock = io.StringIO(), Clock()
+    with Progress(stream=stream, now=clock) as progress:
         progress.start(1000)
-        for step in range(1, 1001):
+        for step, _ in enumerate(clock.passing(1000, 5.0), start=1):
             with progress.phase("generate", total=256) as phase:
                 for _ in range(256):
                     phase.advance(1, tokens_per_second=9012.0)
@@ -95,10 +133,68 @@ def test_a_log_file_has_one_line_per_step():
     assert "\r" not in text and "\x1b" not in text
     assert re.fullmatch(
         r"\d\d:\d\d:\d\d step 7/1000  reward 0\.512  ppo_kl 0\.001"
-        r"  generate \d+ms \+ update \d+ms  total \d+ms  eta \S+",
+        r"  generate \d+ms \+ update \d+ms  total 5\.0s  eta 1h22m",
         lines[6],
     )
     assert "eta" not in lines[-1]
+
+
+def test_quick_steps_share_a_line_of_their_means():
+    """A step a second: a line for the first, one for every 5 steps, and one for those left at the end."""
+    stream, clock = io.StringIO(), Clock()
+    with Progress(stream=stream, now=clock) as progress:
+        progress.start(13)
+        for step, _ in enumerate(clock.passing(13, 1.0), start=1):
+            metrics = {"sft/loss": float(step)} | ({"grad_norm": 10.0 * step} if step % 2 else {})
+            assert progress.step(step, metrics)["timing/step_total"] == 1.0
+    assert lines_of(stream) == [
+        "step 1/13  loss 1  grad_norm 10  total 1.0s  eta 12s",
+        "step 6/13 (5 steps)  loss 4  grad_norm 40  total 1.0s  eta 7.0s",  # of 3 and 5
+        "step 11/13 (5 steps)  loss 9  grad_norm 90  total 1.0s  eta 2.0s",  # of 7, 9 and 11
+        "step 13/13 (2 steps)  loss 12.5  grad_norm 130  total 1.0s",
+    ]
+
+
+def test_seconds_of_a_phase_are_those_of_a_step():
+    stream, clock = io.StringIO(), Clock()
+    with Progress(stream=stream, now=clock) as progress:
+        progress.start(9)
+        for step, _ in enumerate(clock.passing(9, 0.125), start=1):
+            with progress.phase("update"):
+                clock.time += 0.125
+            if step in (3, 5):
+                with progress.phase("save"):
+                    clock.time += 1.0
+            progress.step(step, {})
+    assert lines_of(stream)[1] == "step 9/9 (8 steps)  update 125ms + save 250ms  total 500ms"
+
+
+def test_an_evaluation_and_a_message_do_not_wait():
+    stream, clock = io.StringIO(), Clock()
+    with Progress(stream=stream, now=clock) as progress:
+        progress.start(100)
+        for step, _ in enumerate(clock.passing(8, 0.1), start=1):
+            progress.step(step, {"sft/loss": float(step)} | ({"eval/sft/loss": 0.5} if step == 4 else {}))
+            if step == 6:
+                progress.message("unhealthy")
+    assert [re.sub("  total.*", "", line) for line in lines_of(stream)] == [
+        "step 1/100  loss 1",
+        "step 4/100 (3 steps)  loss 3  eval/sft/loss 0.5",
+        "step 6/100 (2 steps)  loss 5.5",
+        "unhealthy",
+        "step 8/100 (2 steps)  loss 7.5",  # the run ends early
+    ]
+
+
+def test_a_silent_step_says_that_it_is_under_way():
+    stream = io.StringIO()
+    with Progress(stream=stream, plain_seconds=0.1) as progress:
+        progress.start(2, done=1)
+        time.sleep(0.15)
+        progress.step(2, {})
+        time.sleep(0.15)
+    begun, finished = lines_of(stream)  # and nothing after the last step
+    assert re.fullmatch(r"  step 2 1\d\dms", begun) and finished.startswith("step 2/2  total")
 
 
 def test_evaluations_are_always_shown():
@@ -145,8 +241,8 @@ def test_a_long_phase_speaks_at_its_interval_and_not_more():
                 time.sleep(0.001)
         time.sleep(0.25)
     text = stream.getvalue()
-    assert 3 <= len(text.splitlines()) <= 7
-    assert re.search(r"  generate \d+/4000 \d+ms note \[2J\]0;title31m\[bold\]<script>$", text, re.MULTILINE)
+    assert 3 <= text.count("generate") <= 7
+    assert re.search(r"  generate \d+/4,000 \d+ms note \[2J\]0;title31m\[bold\]<script>$", text, re.MULTILINE)
     assert not CONTROL.search(text.replace("\n", ""))
 
 
@@ -258,3 +354,135 @@ def on_a_terminal(show) -> str:
     reader.join(5)
     os.close(master)
     return b"".join(chunks).decode()
+
+
+def test_a_quick_loop_shows_nothing(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for stream in (io.StringIO(), Terminal()):
+        clock = Clock()
+        assert list(tracked(clock.passing(3, 0.5), 3, "rows", stream=stream, now=clock)) == [0, 1, 2]
+        assert stream.getvalue() == ""
+
+
+def test_a_loop_says_in_a_file_every_ten_seconds_how_far_it_is():
+    stream, clock = io.StringIO(), Clock()
+    assert sum(tracked(clock.passing(100, 0.25), 100, "rows", stream=stream, now=clock)) == 4950
+    assert lines_of(stream) == ["rows 40/100 10s rate 4/s eta 15s", "rows 80/100 20s rate 4/s eta 5.0s"]
+
+
+def test_a_loop_of_unknown_length_has_no_time_left():
+    stream, clock = io.StringIO(), Clock()
+    assert len(list(tracked(clock.passing(5000, 0.0025), None, "rows", stream=stream, now=clock))) == 5000
+    assert lines_of(stream) == ["rows 4,000 10s rate 400/s"]
+
+
+def test_a_loop_on_a_terminal_has_a_bar_that_goes_away(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream, clock = Terminal(), Clock()
+    items = tracked(clock.passing(5, 1.0), 5, "rows", stream=stream, now=clock)
+    for _ in itertools.islice(items, 4):
+        pass
+    items.close()
+    assert "rows" in stream.getvalue() and "/5" in stream.getvalue() and "eta" in stream.getvalue()
+    assert stream.getvalue().endswith("\x1b[2K")  # the line of the bar is erased
+
+
+def test_of_a_machine_only_the_first_process_speaks_of_a_loop(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    stream, clock = io.StringIO(), Clock()
+    assert list(tracked(clock.passing(2, 60.0), 2, "rows", stream=stream, now=clock)) == [0, 1]
+    assert stream.getvalue() == ""
+
+
+def test_an_error_of_a_loop_passes():
+    def fails():
+        yield 1
+        raise KeyError("row 2")
+
+    with pytest.raises(KeyError, match="row 2"):
+        list(tracked(fails(), 2, "rows", stream=io.StringIO()))
+
+
+@pytest.fixture
+def durations(tmp_path, monkeypatch):
+    """Where they are kept. Waits speak after 0.05 seconds and then every 0.1."""
+    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(progress_module, "WAIT_PATIENCE", 0.05)
+    monkeypatch.setattr(progress_module, "LINE_EVERY", 0.1)
+    progress_module._warn_once.cache_clear()
+    return tmp_path / "cache" / "durations.json"
+
+
+def test_a_wait_says_that_it_lasts_and_the_next_time_how_long_it_took(durations):
+    first, second, other = io.StringIO(), io.StringIO(), io.StringIO()
+    with waiting(f"loading {HOSTILE}", key="tiny", stream=first):
+        time.sleep(0.2)
+    lines = lines_of(first)
+    assert len(lines) >= 2 and all(re.fullmatch(r"loading \[2J.* \d+ms", line) for line in lines)
+    (seconds,) = json.loads(durations.read_text()).values()
+    assert 0.2 <= seconds < 2
+    with waiting(f"loading {HOSTILE}", key="tiny", stream=second):
+        time.sleep(0.1)
+    assert lines_of(second)[0].endswith(f"last time {format_duration(seconds)}")
+    with waiting(f"loading {HOSTILE}", key="large", stream=other):
+        time.sleep(0.1)
+    assert "last time" not in other.getvalue() and not CONTROL.search(other.getvalue().replace("\n", ""))
+
+
+def test_a_short_wait_is_silent_and_one_that_fails_is_not_remembered(durations):
+    stream = io.StringIO()
+    with waiting("reading", stream=stream):
+        pass
+    with pytest.raises(KeyError), waiting("loading", stream=stream):
+        time.sleep(0.1)
+        raise KeyError
+    assert len(lines_of(stream)) == 1 and not durations.exists()
+
+
+def test_the_newest_waits_are_remembered(durations, monkeypatch):
+    monkeypatch.setattr(progress_module, "DURATIONS_KEPT", 2)
+    for name, seconds in (("a", 1.0), ("b", 2.0), ("a", 3.0), ("c", 4.0)):
+        progress_module._remember(name, seconds)
+    assert json.loads(durations.read_text()) == {"a": 3.0, "c": 4.0}
+
+
+def test_a_wait_without_a_cache_folder_says_so_once(durations, caplog):
+    durations.parent.write_text("a file")
+    for _ in range(2):
+        with waiting("loading", stream=io.StringIO()):
+            time.sleep(0.06)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "how long starting takes is not kept: " in record.getMessage()
+
+
+def test_damaged_durations_are_none(durations):
+    durations.parent.mkdir()
+    durations.write_text("{half")
+    stream = io.StringIO()
+    with waiting("loading", stream=stream):
+        time.sleep(0.1)
+    assert "last time" not in stream.getvalue() and list(json.loads(durations.read_text())) == ["loading"]
+
+
+def test_a_wait_on_a_terminal_has_a_line_that_goes_away(durations, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    progress_module._remember("loading", 12.3)
+
+    def wait(stream, seen):
+        with waiting("loading", stream=stream):
+            deadline = time.monotonic() + 10
+            while "last time 12s" not in seen() and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    screen = on_a_terminal(wait)
+    assert "loading" in screen and "last time 12s" in screen
+    assert screen.endswith("\x1b[2K") and screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l")
+
+
+def test_of_all_ranks_only_the_first_speaks_of_a_wait(durations, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    stream = io.StringIO()
+    with waiting("loading", stream=stream):
+        time.sleep(0.1)
+    assert stream.getvalue() == "" and not durations.exists()

@@ -2,11 +2,15 @@ import io
 import json
 import math
 import re
+import tomllib
 from html.parser import HTMLParser
+from importlib import resources
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from openrlhf.observe.journal import write_journal
+from openrlhf.observe.journal import Journal
 from openrlhf.observe.report import (
     _is_noisy,
     _running_mean,
@@ -18,7 +22,7 @@ from openrlhf.observe.report import (
 )
 from openrlhf.observe.run_folder import RunFolder, to_json
 from openrlhf.observe.trackers import JsonlTracker
-from openrlhf.types import Outcome, Prompt, Trajectory
+from openrlhf.types import Outcome, Prompt, Trajectory, runs
 
 HOSTILE = "\x1b[2J\x9b<script>alert(1)</script><img src=x onerror=alert(2)>\"'&[bold]\ud800"
 
@@ -27,16 +31,22 @@ def trajectory(reward, prompt="What is 2+2?", **changes):
     return Trajectory(
         prompt=Prompt(prompt_id=0, text=prompt, label="4"),
         sample_index=0,
-        token_ids=[1, 2, 3, 4],
-        action_mask=[False, False, True, True],
-        rollout_log_probs=[-0.5, -0.5],
-        weight_versions=[0, 0],
+        token_ids=np.array([1, 2, 3, 4], np.int32),
+        action_mask=np.array([False, False, True, True]),
+        rollout_log_probs=np.array([-0.5, -0.5], np.float32),
+        weight_versions=runs([0, 0]),
         reward=reward,
         **changes,
     )
 
 
 FAILED = trajectory(None, outcome=Outcome.ENV_ERROR, error=HOSTILE)
+
+
+def write_journal(rollouts, step, trajectories, *, decode=None):
+    journal = Journal(rollouts, decode=decode)
+    journal.write(step, trajectories)
+    journal.close()
 
 
 def make_run(path, num_steps=3, metrics=lambda step: {"rollout/reward_mean": step / 10}, config="a: 1\n"):
@@ -69,10 +79,18 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.text += data
+        self.text += "" if data.isspace() else data
 
     def named(self, name):
         return [attrs for tag, attrs in self.tags if tag == name]
+
+
+def test_an_installed_package_has_the_template():
+    root = Path(__file__).parents[2]
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    others = {path for path in (root / "openrlhf").rglob("*.*") if path.suffix not in (".py", ".pyc")}
+    assert {path for pattern in listed["openrlhf"] for path in (root / "openrlhf").glob(pattern)} == others
+    assert resources.files("openrlhf.observe").joinpath("report.html.j2").is_file()
 
 
 def test_a_report_shows_the_run(tmp_path):

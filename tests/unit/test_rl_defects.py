@@ -29,12 +29,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from openrlhf.algos.advantages import ESTIMATORS
 from openrlhf.algos.correction import CORRECTIONS
 from openrlhf.algos.kl import KLController
+from openrlhf.algos.traits import AGGREGATIONS, POLICY_LOSSES
 from openrlhf.cli.rl_data import RLData, build_prompt_datasets
 from openrlhf.cli.train_ppo_ray import build_trainer
 from openrlhf.cluster import group, worker
 from openrlhf.cluster.engine_pool import engine_options
 from openrlhf.cluster.group import CriticGroup, FrozenGroup, ModelRanks, PolicyGroup
-from openrlhf.cluster.placement import Bundles, ExclusiveDevices, place
+from openrlhf.cluster.layout import ENGINES, layout_of
+from openrlhf.cluster.placement import Bundles, place
+from openrlhf.cluster.residency import ExclusiveDevices
 from openrlhf.cluster.worker import CriticWorker, PolicyWorker, row_groups
 from openrlhf.config import choices
 from openrlhf.config.commands import PPO
@@ -56,9 +59,11 @@ from openrlhf.config.ppo import (
 from openrlhf.config.sections import ScorerDeepSpeedConfig, logger_for
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
+from openrlhf.engine.distributed import ProcessMesh
 from openrlhf.engine.vllm_engine import VLLMEngine
+from openrlhf.mesh import Mesh
 from openrlhf.models.loading import DTYPES, policy_tokenizer
-from openrlhf.objectives.actor import AGGREGATIONS, POLICY_LOSSES, ActorObjective
+from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.balanced import BalancedObjective
 from openrlhf.objectives.critic import CriticObjective
 from openrlhf.rewards.remote import RemoteReward
@@ -100,8 +105,7 @@ class Handle:
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         def remote(*args):
-            method, own = (args[0], args[2 : 2 + args[1]]) if name == "call" else (name, args)
-            self.sent.append((method, own))
+            self.sent.append((args[0], args[2 : 2 + args[1]]) if name == "call" else (name, args))
             return getattr(self.worker, name)(*args)
 
         return SimpleNamespace(remote=remote)
@@ -148,8 +152,9 @@ def everything_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group.ray, "get", lambda refs: refs)
 
 
-def group_of(group_class: type, config: PPOConfig, num_ranks: int, slope: float = 0.0, **options) -> Any:
-    made = group_class(config, Bundles(None, num_ranks, ExclusiveDevices(shared=False)), **options)
+def group_of(group_class: type, config: PPOConfig, ranks: int | Mesh, slope: float = 0.0, **options) -> Any:
+    mesh = ranks if isinstance(ranks, Mesh) else Mesh(data=ranks)
+    made = group_class(config, Bundles(None, mesh, ExclusiveDevices(shared=False)), **options)
     for handle in made.workers:
         handle.worker.model = Engine(slope=slope)
     return made
@@ -470,6 +475,18 @@ def test_nine_samples_occupy_all_of_four_ranks():
     assert sorted(len(learned_in(engine.steps[0])) for engine in engines) == [2, 2, 2, 3]
 
 
+@pytest.mark.parametrize("mesh", [Mesh(data=2, sequence=2), Mesh(data=2, tensor=2)])
+def test_ranks_that_share_samples_get_the_same_ones(mesh):
+    """Each sample is scored and learned from once along the data dimension."""
+    policy = group_of(PolicyGroup, config_of(), mesh, slope=1.0)
+    batch = batch_of([sample_of(5, number) for number in range(9)], log_probs=0.0)
+    assert policy.forward(batch).result().tolist() == batch.token_ids[batch.action_mask].tolist()
+    policy.update(batch, schedule_of(batch, 1, mesh.data), 0.0).result()
+    for read in (lambda engine: numbers_in(engine.asked[0]), lambda engine: learned_in(engine.steps[0])):
+        one, same, two, again = (read(engine) for engine in engines_of(policy))
+        assert one == same and two == again and sorted(one + two) == list(range(9))
+
+
 def test_one_more_token_than_two_rows_hold_needs_a_third():
     """21 tokens of budget 10: rounded down it would be two rows, and one of them too long."""
     assert len(row_groups([7, 7, 7], max_tokens=10, max_sequences=1)) == 3
@@ -586,7 +603,7 @@ def credit_of(
 
 @settings(deadline=None, max_examples=60)
 @given(
-    estimator=st.sampled_from(choices.GROUP_ESTIMATORS),
+    estimator=st.sampled_from([name for name, row in ESTIMATORS.items() if row.needs_group]),
     groups=st.lists(
         st.lists(st.tuples(st.floats(-5, 5, width=32), st.integers(1, 6)), min_size=1, max_size=4),
         min_size=1,
@@ -610,7 +627,7 @@ def test_what_the_samples_of_a_prompt_earn_adds_up_to_nothing(estimator, groups)
         assert sum(earned) == pytest.approx(0, abs=1e-4)
 
 
-@pytest.mark.parametrize("estimator", choices.WHITENING_ESTIMATORS)
+@pytest.mark.parametrize("estimator", [name for name, row in ESTIMATORS.items() if row.whiten])
 def test_whitened_advantages_have_the_mean_zero_over_actions(estimator):
     trajectories = [
         trajectory_of(Prompt(prompt_id=i // 2, text=""), i % 2, reward, n)
@@ -645,8 +662,9 @@ def test_a_coefficient_of_zero_loads_no_reference_and_trains_without_one():
     """GRPO without KL: nothing is placed, asked or missing, and the loss is the policy's alone."""
     kl = KLConfig(init_coef=0.0, use_loss=True, estimator="k3")
     with_kl = replace(kl, init_coef=0.01)
-    placed = [set(place(config_of(kl=one), on_gpu=False)[0]) for one in (kl, with_kl)]
-    assert placed == [{"actor"}, {"actor", "ref"}]
+    configs = [config_of(kl=one) for one in (kl, with_kl)]
+    placed = [set(place(config, layout_of(config, [{"CPU": 64}]))) for config in configs]
+    assert placed == [{"actor", ENGINES}, {"actor", "ref", ENGINES}]
     run = Run(config_of(kl=kl, estimator="group_norm"), 2, lambda episode, prompt: (0.0, 1.0))
     run.trainer.fit()
     (row, *_) = engines_of(run.policy)[0].steps[0]
@@ -787,7 +805,7 @@ def test_the_moving_average_is_in_the_checkpoint(tmp_path, monkeypatch):
 
 def test_ranks_that_each_have_a_part_of_the_optimizer_must_be_as_many_as_before(tmp_path, monkeypatch):
     monkeypatch.setattr("openrlhf.engine.deepspeed_engine.dist.barrier", lambda: None)
-    engine_without_deepspeed(found=True, world_size=2).save_checkpoint(str(tmp_path), "one", {})
+    engine_without_deepspeed(found=True, num_ranks=2).save_checkpoint(str(tmp_path), "one", {})
     with pytest.raises(
         ValueError, match=r"--ckpt\.load_enable: 2 ranks saved .*/one, and now there are 1; at"
     ):
@@ -796,7 +814,7 @@ def test_ranks_that_each_have_a_part_of_the_optimizer_must_be_as_many_as_before(
         engine_without_deepspeed(found=True, stage=0).load_checkpoint(str(tmp_path), "one")
 
 
-def engine_without_deepspeed(found: bool, stage: int = 2, world_size: int = 1) -> Any:
+def engine_without_deepspeed(found: bool, stage: int = 2, num_ranks: int = 1) -> Any:
     """A DeepSpeedEngine around an engine that keeps what it saves, or finds nothing."""
     engine, kept = DeepSpeedEngine.__new__(DeepSpeedEngine), {}
 
@@ -809,7 +827,7 @@ def engine_without_deepspeed(found: bool, stage: int = 2, world_size: int = 1) -
         load_checkpoint=lambda folder, **options: (folder, kept) if found else (None, None),
         lr_scheduler=LambdaLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)]), lambda step: 1.0),
     )
-    engine.average, engine.stage, engine.rank, engine.world_size = None, stage, 0, world_size
+    engine.average, engine.stage, engine.mesh = None, stage, ProcessMesh(data=num_ranks)
     return engine
 
 
@@ -905,9 +923,9 @@ def test_the_critic_balances_its_experts_by_its_own_coefficient(own, expected):
     config = replace(
         PPOConfig(), actor=ActorConfig(aux_loss_coef=0.25), critic=CriticConfig(aux_loss_coef=own)
     )
-    objective = CriticWorker(config, 0, 1).objective(0.0)
+    objective = CriticWorker(config, 0, Mesh()).objective(0.0)
     assert (objective.coef if isinstance(objective, BalancedObjective) else 0.0) == expected
-    of_policy = PolicyWorker(config, 0, 1).objective(0.0)
+    of_policy = PolicyWorker(config, 0, Mesh()).objective(0.0)
     assert isinstance(of_policy, BalancedObjective) and of_policy.coef == 0.25
 
 
@@ -935,7 +953,7 @@ def options_of_engine(
     made: dict[str, Any] = {}
     monkeypatch.setattr(worker_class, "join", lambda self, address, port: None)
     monkeypatch.setattr(worker, "DeepSpeedEngine", lambda build, **options: made.update(options))
-    worker_class(config, 0, 1).start("", 0, 10)
+    worker_class(config, 0, Mesh()).start("", 0, 10)
     return made
 
 

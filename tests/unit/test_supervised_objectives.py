@@ -69,7 +69,7 @@ JUDGED = [
 ]
 
 
-def judged_steps(make_label: Callable[[int], Any]) -> list[Steps]:
+def labelled_steps(make_label: Callable[[int], Any]) -> list[Steps]:
     counts = [s.num_actions for s in SAMPLES]
     return [
         Steps(sample=s, labels=torch.tensor([make_label(3 * i + k) for k in range(n)]))
@@ -202,7 +202,7 @@ def kto_objective(folders):
 
 
 def prm_case(make_label: Callable[[int], Any], reward_tokens: tuple[int, ...] | None) -> Case:
-    items = judged_steps(make_label)
+    items = labelled_steps(make_label)
 
     def expected(model, folders):
         losses = []

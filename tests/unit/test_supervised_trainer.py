@@ -9,6 +9,7 @@ from openrlhf.config.sections import CkptConfig, LoggerConfig
 from openrlhf.config.supervised import EvalConfig, SupervisedConfig, TrainConfig
 from openrlhf.datasets.batches import Windows
 from openrlhf.observe.observer import Observer
+from openrlhf.observe.progress import Progress
 from openrlhf.observe.run_folder import RunFolder
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.trainer.checkpoints import CheckpointFolder
@@ -84,7 +85,9 @@ def trainer_of(
         config=config,
         engine=engine,
         objective=lambda model, row, norm: None,
-        windows=Windows(Numbers(), PackedRow.of, batch_size=4, micro_batch_size=2, rank=0, world=1, seed=7),
+        windows=Windows(
+            Numbers(), PackedRow.of, batch_size=4, micro_batch_size=2, data_rank=0, data_size=1, seed=7
+        ),
         eval_rows=eval_rows,
         checkpoints=CheckpointFolder(config.ckpt.folder, config.ckpt, origin=origin),
         export=engine.export,
@@ -95,6 +98,7 @@ def trainer_of(
         trainer.resume(tag)
     folder = RunFolder.create(path / "run", config_yaml="{}", argv=["test"], resume=tag is not None)
     trainer.observer = Observer(folder, LoggerConfig(), resume_step=trainer.step if tag else None)
+    trainer.observer.progress = Progress(show=False)
     trainer.observer.start(9, done=trainer.step)
     if kill_at is not None:
         take_step = engine.train_step

@@ -10,7 +10,7 @@ from marked import marked
 from openrlhf.datasets.cache import cached
 from openrlhf.datasets.sft import build_sft_samples
 from openrlhf.datasets.sources import Rows
-from openrlhf.datasets.unpaired import JudgedDataset, build_unpaired, other_prompts
+from openrlhf.datasets.unpaired import UnpairedDataset, build_unpaired, other_prompts
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import UnpairedRow
 
@@ -243,10 +243,10 @@ def test_a_kept_dataset_reads_the_same(tmp_path):
         raise AssertionError("built again")
 
     built = make()
-    cached(JudgedDataset, {"test": 1}, make, cache_dir=str(tmp_path))
-    kept = cached(JudgedDataset, {"test": 1}, fail, cache_dir=str(tmp_path))
+    cached(UnpairedDataset, {"test": 1}, make, cache_dir=str(tmp_path))
+    kept = cached(UnpairedDataset, {"test": 1}, fail, cache_dir=str(tmp_path))
     assert isinstance(kept.desirable, np.memmap)
     assert [texts(example) for example in kept] == [texts(example) for example in built]
     assert [example.desirable for example in kept] == [True, False]
     with pytest.raises(ValueError, match="4 samples for 3 answers"):
-        JudgedDataset.from_arrays(built.arrays() | {"desirable": np.ones(3, dtype=bool)}, built.meta())
+        UnpairedDataset.from_arrays(built.arrays() | {"desirable": np.ones(3, dtype=bool)}, built.meta())

@@ -1,0 +1,166 @@
+"""`openrlhf rollouts RUN`: samples of an RL run, of its last step or of any, tokens coloured by advantage."""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from openrlhf.cli.errors import short_errors
+
+if TYPE_CHECKING:
+    from openrlhf.observe.rollout_view import Row
+
+NAMES = ("step", "eval", "filtered")
+ORDERS = ("reward", "score", "length")
+FEW = 20
+"""Names that an error lists."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="openrlhf rollouts", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder (--logger.run_dir)")
+    parser.add_argument("--step", type=int, metavar="N", help="default: the last one")
+    parser.add_argument("--prompt", type=int, metavar="ID", help="only samples of this prompt_id")
+    parser.add_argument("--failed", action="store_true", help="only samples without a reward")
+    parser.add_argument("--sort", choices=ORDERS, help="largest first; default: as they were sampled")
+    parser.add_argument(
+        "--name",
+        choices=NAMES,
+        default="step",
+        help="of training, of an evaluation, or left out by filtering",
+    )
+    parser.add_argument("--limit", type=_count, default=8, metavar="N", help="samples to print (default: 8)")
+    options = parser.parse_args(argv)
+    try:
+        with short_errors():
+            run(options)
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def run(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from openrlhf.cli.data import shows_colours
+    from openrlhf.observe.journal import read_rows
+    from openrlhf.observe.rollout_view import show
+
+    coloured = shows_colours()
+    console = Console(file=sys.stdout, force_terminal=coloured, color_system="auto" if coloured else None)
+    steps = steps_of(options.run, options.name)
+    step = options.step if options.step is not None else max(steps)
+    if step not in steps:
+        raise ValueError(f"--step {step}: there is no such step; there are {_listed(list(steps))}")
+    found, total = choose(steps, step, options)
+    rows = read_rows(steps[step], found[: options.limit])
+    pieces = pieces_of(options.run, rows) if coloured and rows else None
+    show(console, f"{options.name} {step}", rows, pieces)
+    print(f"\n{len(rows)} of {len(found)} samples; {options.name} {step} had {total}")
+
+
+def steps_of(folder: Path, name: str) -> dict[int, Path]:
+    from openrlhf.observe.journal import journal_steps
+
+    rollouts = folder / "rollouts"
+    if steps := journal_steps(rollouts, name):
+        return steps
+    if others := [other for other in NAMES if journal_steps(rollouts, other)]:
+        raise ValueError(f"--name {name}: {folder} has no such rollouts; it has {', '.join(others)}")
+    runs = sorted(str(path.parent) for path in folder.glob("**/rollouts"))
+    hint = f"there are {_listed(runs)}" if runs else "give the folder of an RL run (--logger.run_dir)"
+    raise ValueError(f"{folder} has no rollouts; {hint}")
+
+
+def choose(steps: dict[int, Path], step: int, options: argparse.Namespace) -> tuple[list[int], int]:
+    """Which rows were asked for, in order; and how many samples the step had."""
+    import pyarrow.compute as pc
+
+    from openrlhf.observe.journal import num_samples, read_table
+
+    values = "rollout_log_probs" if options.sort == "length" else options.sort or "reward"
+    table = read_table(steps[step], ["prompt_id", "outcome", values])
+    prompts, outcomes = table["prompt_id"].to_pylist(), table["outcome"].to_pylist()
+    if options.prompt is not None and options.prompt not in prompts:
+        raise ValueError(no_such_prompt(steps, step, options.prompt))
+    found = [
+        i
+        for i, outcome in enumerate(outcomes)
+        if options.prompt in (None, prompts[i]) and not (options.failed and outcome == "ok")
+    ]
+    if options.sort:
+        column = table[values]
+        lengths = pc.list_value_length(column) if options.sort == "length" else column
+        sizes = [-math.inf if size is None or math.isnan(size) else size for size in lengths.to_pylist()]
+        found.sort(key=lambda i: sizes[i], reverse=True)
+    return found, num_samples(table)
+
+
+def no_such_prompt(steps: dict[int, Path], step: int, prompt: int) -> str:
+    from openrlhf.observe.journal import read_table
+
+    prompts_of = {
+        n: set(read_table(path, ["prompt_id"])["prompt_id"].to_pylist()) for n, path in steps.items()
+    }
+    if elsewhere := [n for n, prompts in prompts_of.items() if prompt in prompts]:
+        return f"--prompt {prompt}: not in step {step}; it is in {_listed(elsewhere)}"
+    return f"--prompt {prompt}: in no step; step {step} has {_listed(sorted(prompts_of[step]))}"
+
+
+def pieces_of(folder: Path, rows: Sequence["Row"]) -> list[list[str]] | None:
+    """Of each row, the text of each token of its answer. None, and said why, where the run's tokenizer does
+    not write what is stored."""
+    from openrlhf.observe.rollout_view import prompt_length
+    from openrlhf.utils.text import decode_each
+
+    try:
+        tokenizer = tokenizer_of(folder)
+    except ValueError as error:
+        print(f"answers without colours: {error}", file=sys.stderr)
+        return None
+    splits = [(row["token_ids"], prompt_length(row)) for row in rows]
+    pieces = [decode_each(tokenizer, ids[start:], after=ids[:start]) for ids, start in splits]
+    for row, texts in zip(rows, pieces, strict=True):
+        if row["response"] not in (None, "".join(texts)):
+            print("answers without colours: the tokenizer is not the one of the run", file=sys.stderr)
+            return None
+    return pieces
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """Of the policy that the run began with, or else of the one that it wrote."""
+    from openrlhf.models.loading import load_tokenizer
+
+    path = folder / "config.yaml"
+    if not path.exists():
+        raise ValueError(f"{folder} has no config.yaml, which says what the run's tokenizer is")
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    use_fast = not config["data"].get("disable_fast_tokenizer", False)
+    began, wrote = config["actor"]["model_name_or_path"], config["ckpt"]["output_dir"]
+    try:
+        return load_tokenizer(began, flag="--actor.model_name_or_path", use_fast=use_fast)
+    except ValueError:
+        if not Path(wrote).is_dir():
+            raise
+        return load_tokenizer(wrote, flag="--ckpt.output_dir", use_fast=use_fast)
+
+
+def _count(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{count} is not at least 1")
+    return count
+
+
+def _listed(names: Sequence[Any]) -> str:
+    """The first and the last of many."""
+    if len(names) <= FEW:
+        return ", ".join(map(str, names))
+    return f"{', '.join(map(str, names[: FEW - 1]))}, ... {names[-1]} ({len(names)} in all)"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Who sits where: which ranks and engines have which GPUs, from a configuration and what a cluster has.
+Nothing is asked or started here: checks read it, `--print_plan` prints it, placement.py has Ray grant it."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.mesh import Mesh
+
+Nodes = Sequence[Mapping[str, float]]
+"""The resources of each node, by Ray's names: GPU, CPU."""
+
+ENGINES = "engines"
+"""The role of the sampling engines. Their mesh: engines along data, the GPUs of one along tensor."""
+
+SHARE = 0.2
+"""What a rank claims of a GPU that it shares, so that the five models of a run fit on one."""
+
+
+class Device(NamedTuple):
+    node: int
+    gpu: int
+    """Of the node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleLayout:
+    """Where the ranks of a model are, or those of all engines."""
+
+    mesh: Mesh
+    colocated_with: str | None
+    """The role whose GPUs it has; None: its own."""
+    offload: str
+    """The flag that moves it out of its GPU's memory while others compute; "": it stays."""
+    first: int
+    """Its first bundle."""
+    devices: tuple[Device, ...]
+    """Of each rank. Without GPUs empty."""
+
+    @property
+    def tensor_groups(self) -> list[tuple[Device, ...]]:
+        """The devices of each engine, or of each group of tensor parallel ranks."""
+        size = self.mesh.tensor
+        return [self.devices[i : i + size] for i in range(0, len(self.devices), size)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """`nodes` are those of an empty cluster. On a busy one Ray may grant others; what is together stays
+    together."""
+
+    nodes: tuple[int, ...]
+    """GPUs of each."""
+    bundles: tuple[int, ...]
+    """GPUs of each bundle that Ray is asked for. A bundle is on one node. Without GPUs empty."""
+    roles: Mapping[str, RoleLayout]
+
+    @property
+    def on_gpu(self) -> bool:
+        return any(self.nodes)
+
+    def home(self, role: str) -> str:
+        """The role that owns the GPUs of this one."""
+        return self.roles[role].colocated_with or role
+
+    def companions(self, role: str) -> list[str]:
+        """Who else is on its GPUs."""
+        return [other for other in self.roles if other != role and self.home(other) == self.home(role)]
+
+    def share(self, role: str) -> float:
+        """Of each of its GPUs, as Ray counts: what its ranks claim. Engines that share GPUs claim none."""
+        if not self.companions(role):
+            return 1.0
+        return 0.0 if role == ENGINES else SHARE
+
+
+def layout_of(config: PPOConfig, nodes: Nodes) -> Layout:
+    """ValueError where the run does not fit these nodes."""
+    if problems := resource_problems(config, nodes):
+        raise ValueError("\n".join(problems))
+    return _layout(config, nodes)
+
+
+def resource_problems(config: PPOConfig, nodes: Nodes) -> list[str]:
+    """One text for each flag that asks for more than the nodes have."""
+    needs = demands(config)
+    gpus, cores = total(nodes, "GPU"), total(nodes, "CPU")
+    if gpus == 0:
+        return [
+            f"{flag} asks for {count} ranks; the cluster has no GPU and {cores} CPU cores, and a rank needs "
+            f"a core. Ask for at most {cores}."
+            for flag, count in needs.items()
+            if count > max(cores, 2)
+        ]
+    problems = []
+    if sum(needs.values()) > gpus:
+        shared = config.train.colocate_all
+        problems.append(
+            f"the run needs {sum(needs.values())} GPUs ({listed(needs)}); the cluster has {gpus}.\n"
+            f"Ask for fewer{'' if shared else ', or share them with --train.colocate_all'}."
+        )
+    size = config.vllm.tensor_parallel_size
+    room = sum(int(node.get("GPU", 0)) // size for node in nodes)
+    if room < config.num_engines and config.num_engines * size <= gpus:
+        each = ", ".join(f"{node.get('GPU', 0):g}" for node in nodes)
+        problems.append(
+            f"--vllm.tensor_parallel_size {size}: the GPUs of an engine are on one node, and nodes with "
+            f"{each} GPUs have room for {room} of {config.num_engines} engines.\n"
+            "Choose a size that divides the GPUs of a node, or fewer --vllm.num_engines."
+        )
+    return problems or list(_torn(_layout(config, nodes)))
+
+
+def demands(config: PPOConfig) -> dict[str, int]:
+    """flags -> devices, of each role that has devices of its own."""
+    needs = {
+        f"--{role}.num_nodes x --{role}.num_gpus_per_node": count
+        for role, count in config.own_placements.items()
+    }
+    if not config.train.colocate_all:
+        engine_gpus = config.num_engines * config.vllm.tensor_parallel_size
+        needs["--vllm.num_engines x --vllm.tensor_parallel_size"] = engine_gpus
+    return needs
+
+
+def listed(needs: Mapping[str, int]) -> str:
+    return ", ".join(f"{flag} = {count}" for flag, count in needs.items())
+
+
+def total(nodes: Nodes, resource: str) -> int:
+    return int(sum(node.get(resource, 0) for node in nodes))
+
+
+def described(gpus: Sequence[int]) -> Nodes:
+    """A cluster whose nodes have these numbers of GPUs, and as many cores as this machine."""
+    cores = len(os.sched_getaffinity(0))
+    return [{"GPU": count, "CPU": cores} for count in gpus]
+
+
+def table(layout: Layout) -> str:
+    """Of every role, for people: one line for each node that it is on."""
+    rows = [row for role in layout.roles for row in _rows(layout, role)]
+    head = ("role", "ranks", "node", "devices", "shares with", "share", "leaves by")
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in [head, *rows]]
+    return "\n".join([*lines, _summary(layout)]) + "\n"
+
+
+def _layout(config: PPOConfig, nodes: Nodes) -> Layout:
+    """For a run that fits."""
+    gpus = tuple(int(node.get("GPU", 0)) for node in nodes)
+    own: dict[str, list[int]] = {}
+    # Ray places engines of several GPUs first, and fills their nodes up with what comes first after them: the
+    # actor comes last, so that it gets nodes of its own.
+    for role, count in reversed(config.own_placements.items()):
+        own[role] = [1] * count
+    engines = Mesh(data=config.num_engines, tensor=config.vllm.tensor_parallel_size)
+    if not config.train.colocate_all:
+        own[ENGINES] = [engines.tensor] * engines.data
+    bundles = [size for sizes in own.values() for size in sizes] if any(gpus) else []
+    devices = _pack(bundles, gpus)
+    first = dict(zip(own, accumulate(map(len, own.values()), initial=0), strict=False))
+
+    def of(role: str, mesh: Mesh, other: str | None) -> RoleLayout:
+        home = other or role
+        held = devices[first[home] : first[home] + len(own[home])]
+        return RoleLayout(
+            mesh=mesh,
+            colocated_with=other,
+            offload=_offload(config, role) if any(gpus) else "",
+            first=first[home],
+            devices=tuple(device for bundle in held for device in bundle),
+        )
+
+    roles = {role: of(role, place.mesh, place.colocated_with) for role, place in config.placements.items()}
+    roles[ENGINES] = of(ENGINES, engines, "actor" if config.train.colocate_all else None)
+    return Layout(nodes=gpus, bundles=tuple(bundles), roles=roles)
+
+
+def _pack(bundles: Sequence[int], nodes: Sequence[int]) -> list[list[Device]]:
+    """The GPUs of each bundle, as Ray fills an empty cluster: the largest bundle goes to the node with the
+    most free GPUs, then whatever fits beside it, and so on."""
+    free, placed = list(nodes), [[] for _ in bundles]
+    waiting = sorted(range(len(bundles)), key=lambda i: -bundles[i])
+    while waiting:
+        node = max(range(len(nodes)), key=lambda n: free[n])
+        if free[node] < bundles[waiting[0]]:
+            raise ValueError(f"a bundle of {bundles[waiting[0]]} GPUs fits no node: {free} are free")
+        left = []
+        for i in waiting:
+            if bundles[i] > free[node]:
+                left.append(i)
+                continue
+            start = nodes[node] - free[node]
+            placed[i] = [Device(node, start + k) for k in range(bundles[i])]
+            free[node] -= bundles[i]
+        waiting = left
+    return placed
+
+
+def _torn(layout: Layout) -> Iterator[str]:
+    """Tensor parallel ranks of a role that are on several nodes."""
+    for role, place in layout.roles.items():
+        flag = "--vllm.tensor_parallel_size" if role == ENGINES else "--ds.tensor_parallel_size"
+        if all(len({device.node for device in group}) == 1 for group in place.tensor_groups):
+            continue
+        home = layout.home(role)
+        held = Counter(device.node for device in place.devices).values()
+        yield (
+            f"{flag} {place.mesh.tensor}: the GPUs of one copy of the weights are on one node, and of those "
+            f"of --{home}.num_gpus_per_node the nodes have {', '.join(map(str, held))}.\n"
+            "Choose a size that divides the GPUs of a node."
+        )
+
+
+def _offload(config: PPOConfig, role: str) -> str:
+    sleeps = "--ds.enable_sleep" if config.ds.enable_sleep else ""
+    return {
+        "actor": sleeps,
+        "critic": sleeps,
+        "ref": "--ref.offload" if config.ref.offload else "",
+        "reward": "--reward.offload" if config.reward.offload else "",
+        "teacher": "--teacher.offload" if config.teacher.offload else "",
+        ENGINES: "--vllm.enable_sleep" if config.engines_sleep else "",
+    }[role]
+
+
+def _rows(layout: Layout, role: str) -> Iterator[tuple[str, ...]]:
+    place = layout.roles[role]
+    if not layout.on_gpu:
+        yield role, str(place.mesh.size), "any", "cores", "all", "-", "-"
+    others, share = ", ".join(layout.companions(role)) or "-", layout.share(role)
+    for node in sorted({device.node for device in place.devices}):
+        groups = [[d.gpu for d in group if d.node == node] for group in place.tensor_groups]
+        if place.mesh.tensor == 1:
+            groups = [[gpu for group in groups for gpu in group]]
+        devices = ", ".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else str(g[0]) for g in groups if g)
+        ranks = sum(map(len, groups))
+        yield (
+            role,
+            str(ranks),
+            str(node),
+            devices,
+            others,
+            f"{share:g}" if share else "-",
+            place.offload or "-",
+        )
+
+
+def _summary(layout: Layout) -> str:
+    if not layout.on_gpu:
+        return f"{sum(place.mesh.size for place in layout.roles.values())} processes share the cores"
+    nodes = "1 node" if len(layout.nodes) == 1 else f"{len(layout.nodes)} nodes"
+    return f"{sum(layout.bundles)} of the {sum(layout.nodes)} GPUs of {nodes}"

@@ -1,0 +1,51 @@
+"""Files that a reader sees whole or not at all, and the user's cache folder."""
+
+import os
+import platform
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
+    """A free path beside `path`. The file or folder that is made there takes the place of `path` when the
+    block ends: a reader sees the old one or the new one, even if this process or the machine dies. After an
+    error the old one stays, and nothing is left beside it. A folder does not replace another one.
+
+    shared: other processes may write the same path at the same time."""
+    owner = f".{platform.node()}.{os.getpid()}" if shared else ""
+    beside = path.with_name(f".{path.name}{owner}.tmp")
+    _remove(beside)  # of a process that was killed
+    try:
+        yield beside
+        _flush(beside)
+        beside.replace(path)
+    finally:
+        _remove(beside)
+
+
+def write_atomically(path: Path, parts: Iterable[str], *, shared: bool = False) -> None:
+    """UTF-8 text, see `replacing`."""
+    with replacing(path, shared=shared) as beside, beside.open("w", encoding="utf-8") as file:
+        file.writelines(parts)
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("OPENRLHF_CACHE") or "~/.cache/openrlhf").expanduser()
+
+
+def _flush(path: Path) -> None:
+    """Onto the disk: a rename may get there before what it names."""
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+    for file in files:
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,60 @@
+"""Users' files: how they are imported, and where in them something was raised."""
+
+import importlib.util
+import os
+import sys
+import traceback
+from types import ModuleType
+
+IMPORT_DEADLINE = 1800.0
+"""Seconds that an engine waits for the import of a user's file. Then the run ends."""
+
+IMPORTED = (
+    "Fix that line: the file is imported where the run starts and in every engine. What is only there where "
+    "engines run can be imported inside the function that uses it."
+)
+
+
+class UnusableFile(ValueError):
+    """The file was imported, and does not have what it is asked for."""
+
+
+class ImportTimeout(RuntimeError):
+    """The import did not end: nobody will ever have what the file defines."""
+
+    def __init__(self, path: str, limit: float) -> None:
+        super().__init__(
+            f"{path}: its import in the engine took more than {limit:g} s.\nDoes it wait for something that "
+            "is only there later? Do that where it is first used."
+        )
+
+
+def import_file(path: str, name: str) -> ModuleType:
+    """The file as the module `name`, or what it raises."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # as of every .py file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+def import_problem(error: BaseException, path: str) -> str:
+    """What is wrong with the file, on whose import `error` was raised, and what to do."""
+    if isinstance(error, UnusableFile):
+        return f"{path}: {error}"
+    return f"{located(error, path)}\n{IMPORTED}"
+
+
+def located(error: BaseException, path: str) -> str:
+    """The file, the last of its lines that was running, and what was raised: one line."""
+    file = os.path.abspath(path)  # as tracebacks have it
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        lines = [error.lineno]
+    place = f"line {lines[-1]}: " if lines else ""
+    return f"{path}: {place}{headline(error)}"
+
+
+def headline(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

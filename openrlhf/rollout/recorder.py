@@ -1,0 +1,88 @@
+"""The engine that an episode is given: it passes requests on, and records what was asked and answered."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from openrlhf.rollout.seeds import seed_at
+from openrlhf.types import Turn
+
+
+class RecordingEngine:
+    """One episode's view of an engine. Whatever an executor makes of the answers, `turns` is exact."""
+
+    def __init__(self, engine, seed_address: tuple[int | str, ...], stop_token_ids: Sequence[int]) -> None:
+        """`seed_address`: of the first turn; the others have their number behind it."""
+        self._engine, self._address, self._stop_token_ids = engine, seed_address, list(stop_token_ids)
+        self._answers: list[list[Turn]] = []  # of each request
+        self._death: Exception | None = None
+
+    @property
+    def turns(self) -> list[Turn]:
+        """In the order in which they were asked for. A request that was not answered is no turn."""
+        return [turn for turns in self._answers for turn in turns]
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling_params, multi_modal_data: dict | None = None
+    ) -> Any:
+        """One request; returns vLLM's RequestOutput. `sampling_params` stay as they are: the request has a
+        copy with the seed of this turn, log-probs, and the stop tokens of training where it has none."""
+        params = self._of_request(sampling_params)
+        turns: list[Turn] = []
+        self._answers.append(turns)
+        try:
+            output = await self._engine.generate(prompt_token_ids, params, multi_modal_data)
+        except Exception as error:
+            if _is_death(error):
+                self._death = error
+            raise
+        prompt_ids = np.asarray(prompt_token_ids, np.int32)
+        turns += [_turn(prompt_ids, answer, params.seed + answer.index) for answer in output.outputs]
+        return output
+
+    def check_alive(self) -> None:
+        """Raise the engine's death, if an executor has seen it."""
+        if self._death is not None:
+            raise self._death
+
+    def _of_request(self, sampling_params):
+        from vllm.sampling_params import RequestOutputKind
+
+        turn = len(self._answers)
+        params = copy.copy(sampling_params)
+        params.skip_clone = True  # vLLM need not copy it again
+        params.seed = seed_at(*self._address, *((turn,) if turn else ()))
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        params.stop_token_ids = params.stop_token_ids or self._stop_token_ids
+        params.logprobs = params.logprobs or 0  # at least that of the sampled token
+        params.flat_logprobs = True  # half the time for each token, and it reads like a list
+        return params
+
+
+def _is_death(error: Exception) -> bool:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(error, EngineDeadError)
+
+
+def _turn(prompt_ids: np.ndarray, answer, seed: int) -> Turn:
+    action_ids = np.asarray(answer.token_ids, np.int32)
+    spans = [(int(span.version), span.end - span.start) for span in answer.weight_versions or ()]
+    if not spans and len(action_ids):
+        spans = [(0, len(action_ids))]
+    return Turn(
+        prompt_ids=prompt_ids,
+        action_ids=action_ids,
+        log_probs=_sampled_log_probs(answer.logprobs),
+        weight_versions=np.array(spans, np.int32).reshape(-1, 2),
+        finish_reason=answer.finish_reason,
+        seed=seed,
+    )
+
+
+def _sampled_log_probs(log_probs) -> np.ndarray:
+    """Of vLLM's FlatLogprobs, where the sampled token stands before the likely ones."""
+    values = np.asarray(log_probs.logprobs, np.float32)
+    return values if len(values) == len(log_probs) else values[log_probs.start_indices]

@@ -1,0 +1,106 @@
+"""What an executor returned, as an episode has it."""
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from openrlhf.rewards.values import read_floats
+from openrlhf.rollout.agents import EnvironmentFailed
+from openrlhf.rollout.trajectories import NeverSampled, chosen_turns
+from openrlhf.types import Turn
+from openrlhf.utils.agent import RewardError
+
+logger = logging.getLogger(__name__)
+
+
+def read_result(
+    result: Any, turns: Sequence[Turn], *, source: str, reward_is_optional: bool
+) -> dict[str, Any]:
+    """The fields of the Episode that `result` decides; see utils/agent.py for what it may be. `turns`: what
+    was recorded.
+
+    EnvironmentFailed, which names the `source`, where it does not say what to train on; RewardError where it
+    has no reward and none is `reward_is_optional`.
+    """
+    if not isinstance(result, dict):
+        raise EnvironmentFailed(f"{source} returned {type(result).__name__}, not a dict")
+    if "reward" not in result:
+        found = ", ".join(map(repr, result)) or "nothing"
+        raise EnvironmentFailed(f"{source} returned a dict without 'reward'; it has {found}")
+    truncated = result.get("truncated")
+    return {
+        "turns": _trained_on(result, turns, source),
+        "truncated": None if truncated is None else bool(truncated),
+        **_rewards(result, source, reward_is_optional),
+    }
+
+
+def _rewards(result: dict, source: str, reward_is_optional: bool) -> dict[str, Any]:
+    reward, score, extra_logs = result["reward"], result.get("scores"), result.get("extra_logs") or {}
+    if reward is None and not reward_is_optional:
+        raise RewardError(f"{source} returned reward None, and there is no reward model")
+    if not isinstance(extra_logs, dict):
+        raise RewardError(f"{source} returned extra_logs that are not a dict: {extra_logs!r}")
+
+    def number(name: str, value: Any) -> float:
+        return read_floats(name, value, 1, source)[0]
+
+    reward = 0.0 if reward is None else number("reward", reward)
+    return {
+        "reward": reward,
+        "score": reward if score is None else number("scores", score),
+        "extra_logs": {str(k): number(f"extra_logs[{k!r}]", v) for k, v in extra_logs.items()},
+    }
+
+
+def _trained_on(result: dict, turns: Sequence[Turn], source: str) -> list[Turn]:
+    token_ids, ranges = result.get("observation_tokens"), result.get("action_ranges")
+    if token_ids is None and ranges is None:
+        chosen = list(turns)
+    elif token_ids is None or ranges is None:
+        raise EnvironmentFailed(
+            f"{source} returned one of observation_tokens and action_ranges; both belong together"
+        )
+    else:
+        chosen = _told(token_ids, ranges, turns, source)
+    if not any(len(turn.action_ids) for turn in chosen):
+        raise EnvironmentFailed(f"{source} returned no action: nothing that llm_engine.generate sampled")
+    return chosen
+
+
+def _told(observation_tokens: Any, action_ranges: Any, turns: Sequence[Turn], source: str) -> list[Turn]:
+    try:
+        ranges = [(int(start), int(stop)) for start, stop in action_ranges]
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFailed(
+            f"{source} returned action_ranges that are no pairs of numbers: {error}"
+        ) from error
+    try:
+        chosen, read = chosen_turns(_token_ids(observation_tokens, source), ranges, turns)
+    except NeverSampled as error:
+        raise EnvironmentFailed(f"{source} returned an {error}") from error
+    if not read:
+        _warn_of_another_context(source)
+    return chosen
+
+
+def _token_ids(value: Any, source: str) -> np.ndarray:
+    token_ids = np.asarray(value)
+    if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
+        kind = f"{token_ids.dtype} of shape {token_ids.shape}"
+        raise EnvironmentFailed(f"{source} returned observation_tokens that are no list of token ids: {kind}")
+    return token_ids.astype(np.int32)
+
+
+@cache
+def _warn_of_another_context(source: str) -> None:
+    """Once for each process."""
+    logger.warning(
+        "%s returned observation_tokens with other tokens before an action than the policy had read when it "
+        "chose it. Its log-prob is that of what the policy had read. Make observation_tokens of what "
+        "llm_engine.generate was handed, and of what it answered.",
+        source,
+    )

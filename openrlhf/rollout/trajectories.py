@@ -1,0 +1,171 @@
+"""From the turns of an episode to the sequences that are trained on."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from openrlhf.types import Episode, Trajectory, Turn, runs
+
+NO_TURN = Turn(
+    prompt_ids=np.zeros(0, np.int32),
+    action_ids=np.zeros(0, np.int32),
+    log_probs=np.zeros(0, np.float32),
+    weight_versions=np.zeros((0, 2), np.int32),
+    finish_reason="abort",
+    seed=0,
+)
+"""Of an episode that failed before its first answer."""
+
+
+class NeverSampled(ValueError):
+    """Tokens that no request was answered with cannot be trained on."""
+
+
+def trajectories(episode: Episode) -> list[Trajectory]:
+    """One for each history: a turn whose prompt begins with another turn and its actions goes on with that
+    one's sequence; a rewritten history begins a new one. Every action is in exactly one."""
+    histories = _histories(episode.turns or [NO_TURN])
+    return [_trajectory(episode, part, turns) for part, turns in enumerate(histories)]
+
+
+def _histories(turns: Sequence[Turn]) -> list[list[Turn]]:
+    histories: list[list[Turn]] = []
+    for turn in turns:
+        begun = [history for history in histories if _goes_on(turn, history[-1])]
+        if begun:
+            max(begun, key=lambda history: _end(history[-1])).append(turn)
+        else:
+            histories.append([turn])
+    return histories
+
+
+def _goes_on(turn: Turn, before: Turn) -> bool:
+    """The prompt begins with all of `before`."""
+    start, prompt = len(before.prompt_ids), turn.prompt_ids
+    return np.array_equal(prompt[:start], before.prompt_ids) and np.array_equal(
+        prompt[start : _end(before)], before.action_ids
+    )
+
+
+def _end(turn: Turn) -> int:
+    """Tokens in its sequence so far."""
+    return len(turn.prompt_ids) + len(turn.action_ids)
+
+
+def _trajectory(episode: Episode, part: int, turns: Sequence[Turn]) -> Trajectory:
+    last = turns[-1]
+    action_mask = np.zeros(_end(last), bool)
+    for turn in turns:
+        action_mask[len(turn.prompt_ids) : _end(turn)] = True
+    truncated = last.finish_reason == "length" if episode.truncated is None else episode.truncated
+    return Trajectory(
+        prompt=episode.prompt,
+        sample_index=episode.sample_index,
+        part=part,
+        token_ids=np.concatenate([last.prompt_ids, last.action_ids]),
+        action_mask=action_mask,
+        rollout_log_probs=np.concatenate([turn.log_probs for turn in turns]),
+        weight_versions=_joined([turn.weight_versions for turn in turns]),
+        turn_starts=np.array([len(turn.prompt_ids) for turn in turns if len(turn.action_ids)], np.int32),
+        reward=episode.reward,
+        score=episode.score,
+        outcome=episode.outcome,
+        error=episode.error,
+        finish_reason=last.finish_reason,
+        truncated=truncated,
+        seed=episode.seed,
+        extra_logs=episode.extra_logs,
+    )
+
+
+def _joined(weight_versions: Sequence[np.ndarray]) -> np.ndarray:
+    """The runs of all turns, one behind the other."""
+    if len(weight_versions) == 1:
+        return weight_versions[0]
+    return runs(np.concatenate([np.repeat(*versions.T) for versions in weight_versions]))
+
+
+def chosen_turns(
+    token_ids: np.ndarray, action_ranges: Sequence[tuple[int, int]], turns: Sequence[Turn]
+) -> tuple[list[Turn], bool]:
+    """The actions at `action_ranges`, [start, end) of `token_ids` (L,), as turns of that one sequence, with
+    what is recorded of them in `turns`; and whether the policy had read `token_ids` when it chose them.
+
+    A range may be a part of a turn, or go over several. NeverSampled where `turns` do not have its tokens.
+    """
+    where = _sampled_at(token_ids, turns)
+    chosen, read, end = [], True, 0
+    for start, stop in action_ranges:
+        if not max(end, 1) <= start <= stop <= len(token_ids):
+            raise NeverSampled(_misplaced(start, stop, end, len(token_ids)))
+        end = stop
+        if start == stop:
+            continue
+        if (where[start:stop] >= 0).all():
+            chosen += _cut(token_ids, start, stop, where, turns)
+        else:
+            chosen.append(_with_these_tokens(token_ids, start, stop, where, turns))
+            read = False
+    return chosen, read
+
+
+def _misplaced(start: int, stop: int, end: int, length: int) -> str:
+    text = f"action range ({start}, {stop}) "
+    if start < 1:
+        return text + "begins at the first token, which nothing predicts: put the prompt before it"
+    if start < end:
+        return text + f"begins before the last one ends, at {end}"
+    return text + f"does not lie in the {length} observation_tokens"
+
+
+def _sampled_at(token_ids: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
+    """(L,): which turn chose the token, after just the tokens that are before it; -1 where none did."""
+    matches = []  # (how many tokens, from where, which turn)
+    for i, turn in enumerate(turns):
+        start = len(turn.prompt_ids)
+        if np.array_equal(token_ids[:start], turn.prompt_ids):
+            there = token_ids[start : _end(turn)]
+            differs = there != turn.action_ids[: len(there)]
+            matches.append((int(differs.argmax()) if differs.any() else len(there), start, i))
+    where = np.full(len(token_ids), -1)
+    for count, start, i in sorted(matches):  # two answers may begin alike: the longest match stays
+        where[start : start + count] = i
+    return where
+
+
+def _cut(
+    token_ids: np.ndarray, start: int, stop: int, where: np.ndarray, turns: Sequence[Turn]
+) -> Iterator[Turn]:
+    """The range as a turn for each of those that it goes over."""
+    inner = np.flatnonzero(np.diff(where[start:stop])) + start + 1
+    for a, b in pairwise([start, *inner.tolist(), stop]):
+        turn = turns[where[a]]
+        yield _part(token_ids, a, b, turn, a - len(turn.prompt_ids))
+
+
+def _with_these_tokens(
+    token_ids: np.ndarray, start: int, stop: int, where: np.ndarray, turns: Sequence[Turn]
+) -> Turn:
+    """The answer with just these tokens, to whatever prompt."""
+    for turn in turns:
+        if np.array_equal(turn.action_ids, token_ids[start:stop]):
+            return _part(token_ids, start, stop, turn, 0)
+    first = start + int((where[start:stop] < 0).argmax())
+    raise NeverSampled(
+        f"action range ({start}, {stop}) has tokens that the engine never answered with: the one at {first}, "
+        f"{token_ids[first]}, was not sampled after the tokens before it"
+    )
+
+
+def _part(token_ids: np.ndarray, start: int, stop: int, turn: Turn, first: int) -> Turn:
+    """The actions of `turn` from its `first` on, as those of [start, stop) in `token_ids`."""
+    taken = slice(first, first + stop - start)
+    return Turn(
+        prompt_ids=token_ids[:start],
+        action_ids=token_ids[start:stop],
+        log_probs=turn.log_probs[taken],
+        weight_versions=runs(np.repeat(*turn.weight_versions.T)[taken]),
+        finish_reason=turn.finish_reason,
+        seed=turn.seed,
+    )

@@ -1,0 +1,51 @@
+"""The diffs of docs/extending.md apply to the sources as they are, and what they add works."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from openrlhf.rewards.function import check_reward_file
+
+ROOT = Path(__file__).parents[2]
+DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+SOURCES = ("openrlhf", "docs/algorithms.md", "tests/unit/test_traits.py", "tests/unit/test_algorithms.py")
+
+
+def files_of(diff: str) -> list[str]:
+    return re.findall(r"^\+\+\+ b/(\S+)", diff, re.MULTILINE)
+
+
+def apply(diff: str, folder: Path) -> None:
+    """Outside of a repository git takes the folder for its root."""
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    subprocess.run(["git", "apply"], input=diff, text=True, cwd=folder, env=environment, check=True)
+
+
+def test_an_estimator_and_a_loss_are_a_row_and_a_function() -> None:
+    changed = [[name for name in files_of(diff) if name.startswith("openrlhf/")] for diff in DIFFS]
+    functions = "openrlhf/algos/advantages.py", "openrlhf/algos/policy_loss.py"
+    assert changed == [*([name, "openrlhf/algos/traits.py"] for name in functions), [], []]
+
+
+def test_what_they_add_works(tmp_path: Path) -> None:
+    """With all of them, their own tests pass, and those of every row and of the page of formulas."""
+    for name in SOURCES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
+    for diff in DIFFS:
+        apply(diff, tmp_path)
+    added = [name for diff in DIFFS for name in files_of(diff) if Path(name).name.startswith("test_")]
+    assert len(added) == len(DIFFS) == 4
+    tests = [*added, *(name for name in SOURCES if Path(name).name.startswith("test_"))]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert check_reward_file(str(tmp_path / "reward.py"), "--reward.remote_url") == ""

@@ -1,0 +1,93 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from openrlhf.files import cache_folder, replacing, write_atomically
+
+
+def failing_parts():
+    yield "new"
+    raise OSError("disk full")
+
+
+def test_a_file_takes_the_place_of_another(tmp_path):
+    write_atomically(tmp_path / "file", ["old"])
+    write_atomically(tmp_path / "file", iter(["né", "w\n"]))
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "néw\n"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_after_a_failure_the_old_file_stays_and_nothing_is_beside_it(tmp_path, shared):
+    write_atomically(tmp_path / "file", ["old"])
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(tmp_path / "file", failing_parts(), shared=shared)
+    assert (tmp_path / "file").read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_file_that_does_not_reach_the_disk_replaces_nothing(tmp_path, monkeypatch, call):
+    """The file has been written whole; what fails comes after it."""
+
+    def fails(*_):
+        raise OSError("no space left")
+
+    write_atomically(tmp_path / "file", ["old"])
+    monkeypatch.setattr(*{"fsync": (os, "fsync"), "replace": (Path, "replace")}[call], fails)
+    with pytest.raises(OSError, match="no space left"):
+        write_atomically(tmp_path / "file", ["new"])
+    assert (tmp_path / "file").read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_every_file_of_a_folder_is_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr(
+        os, "fsync", lambda number: order.append(Path(f"/proc/self/fd/{number}").readlink().name)
+    )
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda path, target: order.append("rename") or replace(path, target))
+    with replacing(tmp_path / "entry") as beside:
+        (beside / "in").mkdir(parents=True)
+        (beside / "a").write_text("1")
+        (beside / "in" / "b").write_text("2")
+    assert sorted(order[:2]) == ["a", "b"] and order[2:] == ["rename"]
+    assert (tmp_path / "entry" / "in" / "b").read_text() == "2"
+
+
+def test_a_folder_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "entry") as beside:
+        beside.mkdir()
+        (beside / "a").write_text("half")
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_process_left_goes(tmp_path):
+    left = tmp_path / ".entry.tmp"
+    left.mkdir()
+    (left / "half").write_text("half")
+    with replacing(tmp_path / "entry") as beside:
+        beside.mkdir()
+        (beside / "whole").write_text("whole")
+    assert [path.name for path in tmp_path.rglob("*")] == ["entry", "whole"]
+
+
+def test_processes_that_write_the_same_file_do_not_share_the_one_beside_it(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    with replacing(path, shared=True) as mine:
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        write_atomically(path, ["theirs"], shared=True)
+        assert path.read_text() == "theirs"
+        mine.write_text("mine")
+    assert path.read_text() == "mine" and os.listdir(tmp_path) == ["file"]
+
+
+def test_the_cache_folder(monkeypatch):
+    monkeypatch.delenv("OPENRLHF_CACHE", raising=False)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert cache_folder() == Path("/home/someone/.cache/openrlhf")
+    monkeypatch.setenv("OPENRLHF_CACHE", "/data/cache")
+    assert cache_folder() == Path("/data/cache")

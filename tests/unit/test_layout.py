@@ -1,0 +1,264 @@
+"""Who sits where, as checks, `--print_plan` and Ray read it."""
+
+import re
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.cli.train_ppo_ray import plan, rank_counts
+from openrlhf.cluster import residency
+from openrlhf.cluster.layout import (
+    ENGINES,
+    Device,
+    Layout,
+    RoleLayout,
+    described,
+    layout_of,
+    resource_problems,
+)
+from openrlhf.cluster.residency import ExclusiveDevices, Residency, optimizer_present
+from openrlhf.config.commands import PPO
+from openrlhf.config.parse import parse
+from openrlhf.config.ppo import (
+    ActorConfig,
+    AdvantageConfig,
+    AlgoConfig,
+    CriticConfig,
+    KLConfig,
+    PPOConfig,
+    PPOTeacherConfig,
+    RefConfig,
+    RewardConfig,
+    TrainConfig,
+    VllmConfig,
+)
+from openrlhf.mesh import Mesh
+
+COUNTS = st.integers(1, 4)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> PPOConfig:
+    """Any roles, of any size, together or apart, with engines that fit colocation where there is one."""
+    actors, size, together = draw(COUNTS) * draw(COUNTS), draw(COUNTS), draw(st.booleans())
+    if together:
+        size = draw(st.sampled_from([n for n in range(1, actors + 1) if actors % n == 0]))
+    return PPOConfig(
+        actor=ActorConfig(num_gpus_per_node=actors),
+        critic=CriticConfig(num_gpus_per_node=draw(COUNTS)),
+        ref=RefConfig(num_gpus_per_node=draw(COUNTS)),
+        reward=RewardConfig(
+            model_name_or_path=draw(st.sampled_from([None, "one"])), num_gpus_per_node=draw(COUNTS)
+        ),
+        teacher=PPOTeacherConfig(
+            model_name_or_path=draw(st.sampled_from([None, "one"])), num_gpus_per_node=draw(COUNTS)
+        ),
+        vllm=VllmConfig(num_engines=None if together else draw(COUNTS), tensor_parallel_size=size),
+        algo=AlgoConfig(
+            advantage=AdvantageConfig(estimator=draw(st.sampled_from(["gae", "rloo"]))),
+            kl=KLConfig(init_coef=draw(st.sampled_from([0.0, 0.1]))),
+        ),
+        train=TrainConfig(
+            colocate_all=together,
+            colocate_actor_ref=draw(st.booleans()),
+            colocate_critic_reward=draw(st.booleans()),
+        ),
+    )
+
+
+CLUSTERS = st.lists(st.integers(0, 16), min_size=1, max_size=6).filter(any).map(described)
+
+
+@settings(deadline=None)
+@given(config=configs(), nodes=CLUSTERS)
+def test_a_run_that_fits_has_a_place_for_everything_and_one_that_does_not_is_told_why(
+    config: PPOConfig, nodes: list
+) -> None:
+    if resource_problems(config, nodes):
+        with pytest.raises(ValueError):
+            layout_of(config, nodes)
+        return
+    layout = layout_of(config, nodes)
+    assert layout.roles.keys() == {*config.placements, ENGINES}
+    every_rank_has_a_device_of_the_cluster(layout)
+    nothing_is_promised_twice(layout)
+    for role, place in layout.roles.items():
+        assert all(len({device.node for device in group}) == 1 for group in place.tensor_groups)
+        for other in layout.companions(role):
+            assert layout.roles[other].devices == place.devices
+            assert layout.roles[other].first == place.first
+
+
+def every_rank_has_a_device_of_the_cluster(layout: Layout) -> None:
+    for place in layout.roles.values():
+        assert len(place.devices) == len(set(place.devices)) == place.mesh.size
+        assert all(0 <= device.gpu < layout.nodes[device.node] for device in place.devices)
+
+
+def nothing_is_promised_twice(layout: Layout) -> None:
+    """A GPU has the ranks of one home, whose shares are at most the whole of it."""
+    homes, shares = {}, Counter()
+    for role, place in layout.roles.items():
+        for device in place.devices:
+            assert homes.setdefault(device, layout.home(role)) == layout.home(role)
+            shares[device] += layout.share(role)
+    assert all(share <= 1 + 1e-9 for share in shares.values())
+    assert len(homes) == sum(layout.bundles)
+
+
+@settings(deadline=None)
+@given(config=configs(), nodes=CLUSTERS)
+def test_each_role_has_bundles_of_its_own_that_hold_its_ranks(config: PPOConfig, nodes: list) -> None:
+    if resource_problems(config, nodes):
+        return
+    layout = layout_of(config, nodes)
+    asked = []
+    for role, place in layout.roles.items():
+        if place.colocated_with is None:
+            size = layout.bundles[place.first]
+            assert size == (place.mesh.tensor if role == ENGINES else 1)
+            asked += range(place.first, place.first + place.mesh.size // size)
+    assert sorted(asked) == list(range(len(layout.bundles)))
+
+
+def test_the_actor_has_a_node_of_its_own_where_there_is_room() -> None:
+    """Engines of two GPUs first; the references fill their node up, and the actors have the other."""
+    config = PPOConfig(
+        actor=ActorConfig(num_gpus_per_node=4),
+        ref=RefConfig(num_gpus_per_node=2),
+        vllm=VllmConfig(num_engines=1, tensor_parallel_size=2),
+        algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo")),
+    )
+    layout = layout_of(config, described([4, 4]))
+    assert layout.roles[ENGINES].devices == (Device(0, 0), Device(0, 1))
+    assert layout.roles["ref"].devices == (Device(0, 2), Device(0, 3))
+    assert layout.roles["actor"] == RoleLayout(
+        mesh=Mesh(data=4),
+        colocated_with=None,
+        offload="",
+        first=2,
+        devices=tuple(Device(1, gpu) for gpu in range(4)),
+    )
+    assert layout.bundles == (1, 1, 1, 1, 1, 1, 2)
+
+
+def test_an_engine_that_shared_gpus_would_tear_apart_is_refused() -> None:
+    """Of 8 actors 6 are on one node, so the second of two engines of 4 would be on two."""
+    config = PPOConfig(
+        actor=ActorConfig(num_gpus_per_node=8),
+        vllm=VllmConfig(tensor_parallel_size=4),
+        train=TrainConfig(colocate_all=True),
+    )
+    (problem,) = resource_problems(config, described([6, 6]))
+    assert problem == (
+        "--vllm.tensor_parallel_size 4: the GPUs of one copy of the weights are on one node, and of those of "
+        "--actor.num_gpus_per_node the nodes have 6, 2.\nChoose a size that divides the GPUs of a node."
+    )
+    assert resource_problems(config, described([8])) == []
+
+
+def test_without_gpus_nobody_has_a_device() -> None:
+    config = replace(PPOConfig(), actor=ActorConfig(num_gpus_per_node=1), ref=RefConfig(num_gpus_per_node=1))
+    config = replace(config, algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo")))
+    layout = layout_of(config, [{"CPU": 2}])
+    assert not layout.on_gpu and layout.bundles == ()
+    assert all(place.devices == () and place.offload == "" for place in layout.roles.values())
+
+
+# ---- --print_plan
+
+RUN = "--actor.model_name_or_path a/b --data.prompt_dataset c/d --reward.remote_url http://h:1/r"
+
+
+def printed(capsys: pytest.CaptureFixture, flags: str) -> tuple[int | str | None, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        parse(PPO, f"{RUN} {flags}".split(), settle=rank_counts, plan=plan)
+    said = capsys.readouterr()
+    return stop.value.code, said.out, said.err
+
+
+def test_a_plan_for_a_cluster_that_is_described(capsys: pytest.CaptureFixture) -> None:
+    code, out, err = printed(
+        capsys,
+        "--print_plan 2x8 --algo.advantage.estimator rloo --train.colocate_all --actor.num_nodes 2 "
+        "--vllm.tensor_parallel_size 4 --vllm.enable_sleep --ds.enable_sleep --ref.offload",
+    )
+    assert code == 0 and "not set" not in err
+    head, *rows, _ = [re.split("  +", line) for line in out.splitlines()]
+    assert head == ["role", "ranks", "node", "devices", "shares with", "share", "leaves by"]
+    assert rows[:2] == [["actor", "8", n, "0-7", "ref, engines", "0.2", "--ds.enable_sleep"] for n in "01"]
+    assert rows[2:4] == [["ref", "8", n, "0-7", "actor, engines", "0.2", "--ref.offload"] for n in "01"]
+    assert rows[4:] == [
+        ["engines", "8", n, "0-3, 4-7", "actor, ref", "-", "--vllm.enable_sleep"] for n in "01"
+    ]
+    assert out.endswith("16 of the 16 GPUs of 2 nodes\n")
+
+
+def test_ranks_that_nobody_counted_are_those_of_the_described_cluster(capsys: pytest.CaptureFixture) -> None:
+    code, out, err = printed(capsys, "--print_plan 1x4 --train.colocate_all")
+    assert code == 0 and "note: --actor.num_gpus_per_node 4: not set" in err
+    assert "4 of the 4 GPUs of 1 node\n" in out
+
+
+def test_without_a_gpu_processes_share_the_cores(capsys: pytest.CaptureFixture) -> None:
+    code, out, _ = printed(capsys, "--print_plan 1x0 --algo.advantage.estimator rloo")
+    assert code == 0 and out.endswith("3 processes share the cores\n")
+
+
+def test_a_plan_that_does_not_fit_is_a_problem_like_others(capsys: pytest.CaptureFixture) -> None:
+    code, out, err = printed(capsys, "--print_plan 1x2 --algo.advantage.estimator rloo --vllm.num_engines 3")
+    assert (code, out) == (2, "") and "error: the run needs 7 GPUs" in err and "the cluster has 2" in err
+    code, out, err = printed(capsys, "--print_plan 2by8 --actor.adam.lr fast")
+    assert (code, out) == (2, "")
+    assert "error: --print_plan 2by8: expects NODESxGPUS, such as 2x8, or nothing\n" in err
+    assert "error: --actor.adam.lr fast" in err
+
+
+# ---- residency
+
+
+class Sleeper:
+    """An engine, or an optimizer, that tells `log` what it is asked."""
+
+    def __init__(self, log: list) -> None:
+        self.sleep = SimpleNamespace(remote=lambda: log.append("sleep"))
+        self.wake = SimpleNamespace(remote=lambda tags: log.append(("wake", *tags)))
+        self.offload, self.reload = lambda: log.append("offload"), lambda: log.append("reload")
+
+
+def test_a_step_wakes_what_its_phases_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency.ray, "get", lambda refs: refs)
+    log: list = []
+    engines = Residency([Sleeper(log)], sleep=True)
+    engines.rest()
+    for _ in range(2):
+        with engines.syncing():
+            log.append("sync")
+        with engines.generating():
+            log.append("generate")
+        with optimizer_present(Sleeper(log), True):
+            log.append("update")
+    step = [("wake", "weights"), "sync", ("wake", "kv_cache"), "generate", "sleep"]
+    assert log == ["sleep", *[*step, "reload", "update", "offload"] * 2]
+
+
+def test_without_sleep_everyone_stays() -> None:
+    log: list = []
+    engines = Residency([Sleeper(log)], sleep=False)
+    with ExitStack() as phases:
+        for phase in (engines.syncing(), engines.generating(), optimizer_present(Sleeper(log), False)):
+            phases.enter_context(phase)
+    assert log == []
+
+
+@pytest.mark.parametrize(("shared", "waits"), [(True, [[], ["a"], ["b"]]), (False, [[], [], []])])
+def test_models_on_the_same_gpus_wait_for_each_other(shared: bool, waits: list) -> None:
+    devices, seen = ExclusiveDevices(shared=shared), []
+    for name in "abc":
+        devices.run(lambda after, name=name: seen.append(after) or [name])
+    assert seen == waits

@@ -1,0 +1,200 @@
+"""Ranks in a mesh: who has which samples, and sums that count each sample once."""
+
+import threading
+from collections.abc import Callable
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
+
+from openrlhf.datasets.batches import Windows
+from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
+from openrlhf.engine.distributed import ProcessMesh
+from openrlhf.mesh import Coordinates, Mesh
+from openrlhf.types import LossNorm, PackedRow, Sample
+
+LENGTHS = (5, 9, 3, 7, 4, 8, 2)
+SIZES = st.integers(1, 4)
+MESHES = st.builds(lambda d, s, t: Mesh(data=d, sequence=s, tensor=t), SIZES, SIZES, SIZES)
+TWO_BY_TWO = [{"tensor": 2}, {"sequence": 2}]
+
+
+def test_ranks_are_counted_along_tensor_then_sequence_then_data() -> None:
+    mesh = Mesh(data=2, sequence=3, tensor=2)
+    assert [tuple(mesh.coordinates(rank)) for rank in range(12)] == list(
+        product(range(2), range(3), range(2))
+    )
+    assert mesh.group("tensor", 5) == [4, 5]
+    assert mesh.group("sequence", 5) == [1, 3, 5]
+    assert mesh.group("data", 5) == [5, 11]
+    assert list(mesh.leaders) == [0, 6] and mesh.size == 12
+
+
+@given(mesh=MESHES)
+def test_every_rank_is_once_in_a_mesh_and_once_in_its_groups_of_a_dimension(mesh: Mesh) -> None:
+    ranks = range(mesh.size)
+    assert [mesh.rank_at(mesh.coordinates(rank)) for rank in ranks] == list(ranks)
+    assert all(0 <= i < n for rank in ranks for i, n in zip(mesh.coordinates(rank), mesh.shape, strict=True))
+    for dimension in Coordinates._fields:
+        groups = {tuple(mesh.group(dimension, rank)) for rank in ranks}
+        assert sorted(rank for group in groups for rank in group) == list(ranks)
+    assert [mesh.coordinates(rank).data for rank in mesh.leaders] == list(range(mesh.data))
+
+
+@given(num_ranks=st.integers(1, 64), sequence=SIZES, tensor=SIZES)
+def test_a_mesh_leaves_fewer_ranks_over_than_one_more_copy_needs(
+    num_ranks: int, sequence: int, tensor: int
+) -> None:
+    mesh = Mesh.within(num_ranks, sequence=sequence, tensor=tensor)
+    assert mesh.data == 1 or mesh.size <= num_ranks
+    assert mesh.size + mesh.replica > num_ranks
+
+
+# ---- four ranks that are threads
+
+
+@pytest.fixture
+def threads() -> Any:
+    """function -> what it returns on each of `n` ranks, which meet in real process groups."""
+    _install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    yield in_threads
+    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    _uninstall_threaded_pg()
+
+
+def in_threads(num_ranks: int, function: Callable[[], Any]) -> list[Any]:
+    found, failed, store = [None] * num_ranks, [], dist.HashStore()
+
+    def be(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
+            found[rank] = function()
+        except BaseException as error:
+            failed.append(error)
+
+    ranks = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(30)
+    assert not failed and not any(thread.is_alive() for thread in ranks), failed
+    return found
+
+
+class Dataset(list):
+    lengths = LENGTHS
+
+
+def samples() -> Dataset:
+    random = torch.Generator().manual_seed(0)
+    return Dataset(
+        Sample(
+            token_ids=torch.randint(0, 10, (n,), generator=random),
+            action_mask=torch.arange(n) >= 1,
+        )
+        for n in LENGTHS
+    )
+
+
+def mean_of_squares(model: nn.Linear, row: PackedRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss whose gradient tells rows apart."""
+    actions = row.token_ids[row.action_mask].double()
+    loss = (model(actions[:, None]) ** 2).sum() / norm.num_tokens
+    return loss, {"loss": loss, "sequences": torch.tensor(row.num_sequences).double() / norm.num_sequences}
+
+
+def train_step(**sizes: int) -> tuple[list[list[int]], Tensor, dict[str, float]]:
+    """(this rank's rows, the gradient as DeepSpeed averages it over all ranks, metrics) of one step."""
+    mesh = ProcessMesh.joined(**sizes)
+    windows = Windows(
+        samples(),
+        PackedRow.of,
+        batch_size=len(LENGTHS),
+        micro_batch_size=2,
+        data_rank=mesh.data_rank,
+        data_size=mesh.data,
+        seed=0,
+    )
+    model = nn.Linear(1, 1, dtype=torch.float64)
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.constant_(model.bias, 0.25)
+    engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
+    engine.mesh, engine.device, engine.average = mesh, torch.device("cpu"), None
+    engine.plain_training, engine.clips_itself, engine.scales_loss = True, False, False
+    engine.engine = Replica(model)
+    ((rows, items),) = zip(windows.epoch(0), windows.items(0), strict=True)
+    metrics = engine.train_step(rows, mean_of_squares)
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    dist.all_reduce(gradient)
+    return items, gradient / dist.get_world_size(), metrics
+
+
+class Replica:
+    """What `train_step` asks of DeepSpeed. Calls of it are calls of the model."""
+
+    global_steps = 1
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.module = SimpleNamespace(train=model.train, eval=model.eval, modules=model.modules)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def set_gradient_accumulation_boundary(self, is_last: bool) -> None: ...
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None: ...
+
+    def get_lr(self) -> list[float]:
+        return [0.0]
+
+    def get_global_grad_norm(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("sizes", [{}, *TWO_BY_TWO, {"sequence": 2, "tensor": 2}])
+def test_each_sample_counts_once_however_many_ranks_share_it(threads: Callable, sizes: dict) -> None:
+    ((_, expected, expected_metrics),) = threads(1, train_step)
+    assert expected_metrics["num_tokens"] == sum(n - 1 for n in LENGTHS)
+    assert expected_metrics["sequences"] == pytest.approx(1)
+    for _, gradient, metrics in threads(4, lambda: train_step(**sizes)):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", TWO_BY_TWO)
+def test_ranks_that_share_samples_get_the_same_rows(threads: Callable, sizes: dict) -> None:
+    rows = [items for items, _, _ in threads(4, lambda: train_step(**sizes))]
+    assert rows[0] == rows[1] and rows[2] == rows[3]
+    assert sorted(i for items in (rows[0], rows[2]) for row in items for i in row) == list(range(7))
+
+
+def test_one_rank_of_each_data_coordinate_writes_and_one_rank_exports(threads: Callable) -> None:
+    found = threads(4, lambda: ProcessMesh.joined(tensor=2))
+    assert [mesh.data_rank for mesh in found] == [0, 0, 1, 1]
+    assert [mesh.leads for mesh in found] == [True, False, True, False]
+    assert [mesh.is_first for mesh in found] == [True, False, False, False]
+
+
+def test_ranks_that_make_no_whole_mesh_are_refused(threads: Callable) -> None:
+    def refusal() -> str:
+        with pytest.raises(ValueError) as refused:
+            ProcessMesh.joined(tensor=2)
+        return str(refused.value)
+
+    expected = "3 ranks cannot be shared by 1 (--ds.ring_attn_size) x 2 (--ds.tensor_parallel_size) on each"
+    assert set(threads(3, refusal)) == {f"{expected} sample.\nStart a multiple of 2 ranks."}

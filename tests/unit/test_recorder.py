@@ -1,0 +1,141 @@
+"""What an episode's engine passes on, and what it remembers."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from fake_engine import Engine
+from vllm import SamplingParams
+from vllm.outputs import WeightVersionSpan
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from openrlhf.rollout.recorder import RecordingEngine
+from openrlhf.rollout.seeds import seed_at
+
+ADDRESS = (42, "train", 0, 7, 3)
+
+
+def recording(engine) -> RecordingEngine:
+    return RecordingEngine(engine, ADDRESS, [2])
+
+
+def test_a_turn_is_what_was_asked_and_answered() -> None:
+    spans = [WeightVersionSpan("4", start=0, end=1), WeightVersionSpan("6", start=1, end=3)]
+    engine = recording(Engine([5, 6, 2], spans=spans))
+    output = asyncio.run(engine.generate([1, 3], SamplingParams(max_tokens=9)))
+    (turn,) = engine.turns
+    assert turn.prompt_ids.tolist() == [1, 3] and turn.action_ids.tolist() == [5, 6, 2]
+    assert turn.log_probs.tolist() == [-0.5, -1.0, -1.5]
+    assert turn.weight_versions.tolist() == [[4, 1], [6, 2]]
+    assert (turn.finish_reason, turn.seed) == ("stop", seed_at(*ADDRESS))
+    dtypes = turn.prompt_ids.dtype, turn.action_ids.dtype, turn.log_probs.dtype, turn.weight_versions.dtype
+    assert dtypes == (np.int32, np.int32, np.float32, np.int32)
+    # as users' executors read it
+    answer = output.outputs[0]
+    assert [answer.logprobs[i][token].logprob for i, token in enumerate(answer.token_ids)] == [
+        -0.5,
+        -1.0,
+        -1.5,
+    ]
+    assert len(answer.logprobs) == 3
+
+
+def test_the_sampled_token_among_the_likely_ones() -> None:
+    engine = recording(Engine([5, 6]))
+    asyncio.run(engine.generate([1], SamplingParams(logprobs=3)))
+    assert engine.turns[0].log_probs.tolist() == [-0.5, -1.0]
+
+
+def test_each_turn_has_an_address_and_the_params_stay_as_they_are() -> None:
+    fake, params = Engine([5]), SamplingParams(temperature=0.3, max_tokens=9, seed=1)
+    engine = recording(fake)
+
+    async def ask() -> None:
+        for _ in range(3):
+            await engine.generate([1], params)
+
+    asyncio.run(ask())
+    seeds = [seed_at(*ADDRESS), seed_at(*ADDRESS, 1), seed_at(*ADDRESS, 2)]
+    assert [asked.seed for _, asked in fake.asked] == [turn.seed for turn in engine.turns] == seeds
+    assert (params.seed, params.logprobs, params.stop_token_ids, params.flat_logprobs) == (1, None, [], False)
+    for _, asked in fake.asked:
+        assert asked is not params and (asked.temperature, asked.max_tokens) == (0.3, 9)
+        assert (asked.logprobs, asked.stop_token_ids) == (0, [2])
+        assert asked.output_kind is RequestOutputKind.FINAL_ONLY
+
+
+def test_stop_tokens_of_a_request_stay() -> None:
+    fake = Engine([5])
+    asyncio.run(recording(fake).generate([1], SamplingParams(stop_token_ids=[8])))
+    assert fake.asked[0][1].stop_token_ids == [8]
+
+
+def test_several_answers_to_one_request() -> None:
+    """Each is a turn; vLLM adds an answer's number to the seed."""
+    engine = recording(Engine([5]))
+    asyncio.run(engine.generate([1], SamplingParams(n=2)))
+    assert [turn.seed - seed_at(*ADDRESS) for turn in engine.turns] == [0, 1]
+
+
+def test_turns_stand_in_the_order_in_which_they_were_asked_for() -> None:
+    class Slow(Engine):
+        async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
+            await asyncio.sleep(0.01 * prompt_token_ids[0])
+            return await super().generate(prompt_token_ids, sampling_params)
+
+    engine = recording(Slow(lambda prompt: [10 * prompt[0]]))
+
+    async def ask() -> None:
+        await asyncio.gather(*(engine.generate([i], SamplingParams()) for i in (3, 1, 2)))
+
+    asyncio.run(ask())
+    assert [turn.action_ids.tolist() for turn in engine.turns] == [[30], [10], [20]]
+    assert [turn.seed for turn in engine.turns] == [
+        seed_at(*ADDRESS),
+        seed_at(*ADDRESS, 1),
+        seed_at(*ADDRESS, 2),
+    ]
+
+
+class Broken(Engine):
+    def __init__(self, error: Exception) -> None:
+        super().__init__([5])
+        self.error = error
+
+    async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
+        if len(prompt_token_ids) > 1:
+            raise self.error
+        return await super().generate(prompt_token_ids, sampling_params)
+
+
+def test_a_request_that_failed_is_no_turn_but_has_had_its_seed() -> None:
+    engine = recording(Broken(ValueError("too long")))
+
+    async def ask() -> None:
+        with pytest.raises(ValueError, match="too long"):
+            await engine.generate([1, 2], SamplingParams())
+        await engine.generate([1], SamplingParams())
+
+    asyncio.run(ask())
+    assert [turn.seed for turn in engine.turns] == [seed_at(*ADDRESS, 1)]
+    engine.check_alive()
+
+
+def test_a_dead_engine_stays_dead_whatever_an_executor_does() -> None:
+    engine = recording(Broken(EngineDeadError()))
+
+    async def ask() -> None:
+        with pytest.raises(EngineDeadError):
+            await engine.generate([1, 2], SamplingParams())
+
+    asyncio.run(ask())
+    with pytest.raises(EngineDeadError):
+        engine.check_alive()
+
+
+def test_an_answer_that_was_given_up_before_its_first_token() -> None:
+    engine = recording(Engine([], finish_reason="abort"))
+    asyncio.run(engine.generate([1], SamplingParams()))
+    (turn,) = engine.turns
+    assert turn.log_probs.shape == (0,) and turn.weight_versions.shape == (0, 2)

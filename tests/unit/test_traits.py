@@ -1,0 +1,97 @@
+"""What rows say of an algorithm is what its function does, and the words of the flags say the same."""
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.algos import advantages, correction, kl, policy_loss, reduce, traits
+from openrlhf.config.fields import convert, fields_of
+from openrlhf.config.ppo import PPOConfig
+
+HELP = {key: field.help for key, field in fields_of(PPOConfig).items()}
+
+
+@pytest.mark.parametrize(
+    ("rows", "functions"),
+    [
+        ([name for name, row in traits.ESTIMATORS.items() if row.needs_group], advantages.COMPARISONS),
+        (traits.POLICY_LOSSES, policy_loss.SURROGATES),
+        ({row.ratio for row in traits.POLICY_LOSSES.values()}, policy_loss.LOG_RATIOS),
+        (traits.AGGREGATIONS, reduce.AGGREGATIONS),
+        (traits.KL_ESTIMATORS, kl.KL_ESTIMATORS),
+        (traits.CORRECTIONS, correction.CORRECTIONS),
+    ],
+)
+def test_each_row_has_a_function(rows, functions):
+    assert set(rows) == set(functions)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    data=st.lists(st.tuples(st.floats(-5, 5, width=32), st.integers(0, 3)), min_size=1, max_size=12),
+    gifts=st.lists(st.integers(-8, 8), min_size=4, max_size=4),
+    name=st.sampled_from(list(advantages.COMPARISONS)),
+)
+def test_what_a_whole_group_earns_teaches_nothing(data, gifts, name):
+    shape, groups = advantages.COMPARISONS[name], torch.tensor([g for _, g in data])
+    rewards = torch.tensor([r for r, _ in data], dtype=torch.float64).round()  # where float64 is exact
+    torch.testing.assert_close(shape(rewards + torch.tensor(gifts)[groups], groups), shape(rewards, groups))
+
+
+@pytest.mark.parametrize("name", traits.POLICY_LOSSES)
+def test_the_dual_clip_is_read_where_it_says_so(name):
+    surrogate = policy_loss.SURROGATES[name]
+    inputs = torch.zeros(1), torch.tensor([math.log(5)]), torch.tensor([-1.0])
+    losses = [surrogate(*inputs, clip_low=0.2, clip_high=0.2, dual_clip=c)[0].item() for c in (None, 3.0)]
+    assert (losses[0] != losses[1]) == traits.POLICY_LOSSES[name].dual_clip
+
+
+@pytest.mark.parametrize("ratio", policy_loss.LOG_RATIOS)
+def test_the_ratio_of_a_sequence_is_the_same_on_each_of_its_actions(ratio):
+    log_ratio = policy_loss.LOG_RATIOS[ratio](torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([2]))
+    assert (log_ratio[0] == log_ratio[1]) == (ratio == "sequence")
+
+
+@pytest.mark.parametrize("name", traits.KL_ESTIMATORS)
+def test_an_estimate_with_a_gradient_pulls_towards_the_reference(name):
+    logits = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64, requires_grad=True)
+    log_probs = logits.log_softmax(0)
+    estimates = kl.approx_kl(log_probs, torch.full((3,), -math.log(3)), name)
+    (gradient,) = torch.autograd.grad((log_probs.detach().exp() * estimates).sum(), logits)
+    if traits.KL_ESTIMATORS[name].has_gradient:
+        assert gradient[0] > 0.1 and gradient[2] < -0.1
+    else:
+        assert gradient.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", traits.CORRECTIONS)
+def test_the_bounds_of_sequences_are_read_where_it_says_so(name):
+    correct, log_ratio = correction.CORRECTIONS[name], torch.tensor([1.2, 1.2]).log()
+    weights = [
+        correct(log_ratio, torch.tensor([2]), 0.5, 2.0, bounds).tolist() for bounds in (None, (0.9, 1.1))
+    ]
+    assert (weights[0] != weights[1]) == traits.CORRECTIONS[name].drops_sequences
+
+
+@pytest.mark.parametrize(
+    ("key", "trait"),
+    [("algo.advantage.gamma", "discounts"), ("algo.advantage.no_std_norm", "whiten")],
+)
+def test_flags_name_the_estimators_that_read_them(key, trait):
+    named = {name for name in traits.ESTIMATORS if re.search(rf"\b{name}\b", HELP[key])}
+    assert named == {name for name, row in traits.ESTIMATORS.items() if getattr(row, trait)}
+
+
+def test_flags_say_what_each_choice_stands_for():
+    assert HELP["actor.loss_aggregation"].startswith("Mean of policy loss, KL and entropy. None:")
+    assert HELP["actor.loss_aggregation"].endswith("(Dr. GRPO).")
+    assert "gae: PPO with a critic. reinforce: REINFORCE++. rloo: minus" in HELP["algo.advantage.estimator"]
+    field = fields_of(PPOConfig)["actor.loss_aggregation"]
+    assert field.values == "{token_mean,sample_mean,constant_length} | None"
+    assert convert(["None"], field.type) is None
+    with pytest.raises(ValueError, match="must be one of token_mean, sample_mean, constant_length"):
+        convert(["mean"], field.type)
