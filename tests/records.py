@@ -70,6 +70,11 @@ def column(value: Any, count: int) -> np.ndarray:
     return array if array.ndim else np.full(count, array)
 
 
+def by_sequence(batch: Batch, column: np.ndarray) -> list[np.ndarray]:
+    """(A,) -> the values of each sequence."""
+    return np.split(column, batch.num_actions.cumsum()[:-1])
+
+
 def plain(value: Any) -> Any:
     """What can be compared: records and their arrays as dictionaries and lists, with the arrays' types."""
     if isinstance(value, np.ndarray):

@@ -46,9 +46,8 @@ def assign(
         max_new_tokens=4,
     )
     assert result.credit.advantages.dtype == result.credit.returns.dtype == np.float32
-    ends = batch.num_actions.cumsum()[:-1]
-    parts = zip(np.split(result.credit.advantages, ends), np.split(result.credit.returns, ends), strict=True)
-    return [Credit(advantages=a, returns=r) for a, r in parts], result.metrics
+    columns = (records.by_sequence(batch, c) for c in (result.credit.advantages, result.credit.returns))
+    return [Credit(advantages=a, returns=r) for a, r in zip(*columns, strict=True)], result.metrics
 
 
 def advantages(credit):

@@ -1,20 +1,23 @@
 """The critic: where its values are read, what it minimises, and when it learns."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import records
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import trajectory
 
 from openrlhf.algos.advantages import explained_variance
 from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.models.self_check import transformers_attention
 from openrlhf.objectives.critic import CriticObjective
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.types import Credit, Experience, ExperienceRow, LossNorm, Sample, Scores
+from openrlhf.types import Batch, ExperienceRow, LossNorm
 
 
 @pytest.fixture(scope="module")
@@ -24,41 +27,34 @@ def critic(tmp_path_factory) -> ValueModel:
     return ValueModel(load_scorer(str(folder), flag="--critic", dtype="fp32", attention="auto").model)
 
 
-def experience(seed: int, length: int, spans: list[tuple[int, int]], old: float = 0.0) -> Experience:
-    """A sequence with actions in `spans`."""
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.zeros(length, dtype=torch.bool)
-    for start, end in spans:
-        mask[start:end] = True
-    count = int(mask.sum())
-    returns = torch.randn(count, generator=generator)
-    return Experience(
-        sample=Sample(
-            token_ids=torch.randint(5, 300, (length,), generator=generator),
-            action_mask=mask,
-            rollout_log_probs=torch.zeros(count),
-        ),
-        scores=Scores(log_probs=None, values=torch.full((count,), old)),
-        credit=Credit(advantages=torch.zeros(count), returns=returns),
-    )
+def batch_of(shapes: Sequence[tuple[int, list[tuple[int, int]]]], old: float = 0.0) -> Batch:
+    """A sequence of each of these lengths, with actions in its spans."""
+    samples, returns = [], []
+    for seed, (length, spans) in enumerate(shapes):
+        generator = torch.Generator().manual_seed(seed)
+        mask = [any(start <= i < end for start, end in spans) for i in range(length)]
+        returns.append(torch.randn(sum(mask), generator=generator))
+        token_ids = torch.randint(5, 300, (length,), generator=generator)
+        samples.append(trajectory(token_ids=token_ids, action_mask=mask))
+    return records.batch_of(samples, values=old, returns=torch.cat(returns))
 
 
 def test_a_value_is_of_the_state_before_its_action(critic):
     """It depends on what came before the action, and neither on the action nor on what follows."""
-    first = experience(0, 12, [(5, 8)])
-    other = replace(first, sample=replace(first.sample, token_ids=first.sample.token_ids.clone()))
-    other.sample.token_ids[6:] = 7  # from the second action on
+    first = ExperienceRow.of(batch_of([(12, [(5, 8)])])).row
+    other = replace(first, token_ids=first.token_ids.clone())
+    other.token_ids[6:] = 7  # from the second action on
     with torch.no_grad():
-        one, two = (critic(ExperienceRow.of([e]).row) for e in (first, other))
+        one, two = critic(first), critic(other)
     with torch.no_grad(), transformers_attention(critic.model):
-        whole = critic.model.score(critic.model.base_model(first.sample.token_ids[None]).last_hidden_state)
+        whole = critic.model.score(critic.model.base_model(first.token_ids[None]).last_hidden_state)
     assert one[0] == two[0] and one[1] == two[1] and one[2] != two[2]
     torch.testing.assert_close(one, whole[0, 4:7, 0], atol=1e-5, rtol=0)
 
 
 def test_the_loss_by_hand():
     """Values 1, 3 with returns 2, 0 and old values 0, 0: max(1, (0.5 - 2)^2) / 2 and max(9, 0.25) / 2."""
-    row = ExperienceRow.of([experience(0, 4, [(2, 4)])])
+    row = ExperienceRow.of(batch_of([(4, [(2, 4)])]))
     row = replace(row, returns=torch.tensor([2.0, 0.0]))
     values = torch.tensor([1.0, 3.0], requires_grad=True)
     loss, metrics = CriticObjective(value_clip=0.5)(lambda row: values, row, LossNorm(2, 1))
@@ -74,19 +70,21 @@ spans = st.sampled_from([[(2, 6)], [(1, 3), (5, 8)], [(4, 5)], [(2, 4), (6, 7), 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(9, 14), spans), min_size=2, max_size=5), st.randoms())
 def test_loss_and_gradient_do_not_depend_on_rows(critic, shapes, random):
-    experiences = [experience(i, length, where, old=0.1) for i, (length, where) in enumerate(shapes)]
-    norm = LossNorm(sum(e.sample.num_actions for e in experiences), len(experiences))
+    batch = batch_of(shapes, old=0.1)
+    norm = LossNorm(int(batch.num_actions.sum()), len(batch))
 
-    def gradient(rows: list[list[Experience]]) -> tuple[float, torch.Tensor]:
+    def gradient(rows: list[list[int]]) -> tuple[float, torch.Tensor]:
         critic.zero_grad()
-        losses = [CriticObjective(value_clip=0.5)(critic, ExperienceRow.of(row), norm)[0] for row in rows]
+        made = [ExperienceRow.of(batch.select(row)) for row in rows]
+        losses = [CriticObjective(value_clip=0.5)(critic, row, norm)[0] for row in made]
         sum(losses).backward()
         return sum(losses).item(), critic.model.score.weight.grad.clone()
 
-    loss, grad = gradient([experiences])
-    shuffled = random.sample(experiences, len(experiences))
-    cut = random.randrange(1, len(experiences))
-    for rows in ([shuffled], [shuffled[:cut], shuffled[cut:]], [[e] for e in experiences]):
+    everything = list(range(len(batch)))
+    loss, grad = gradient([everything])
+    shuffled = random.sample(everything, len(batch))
+    cut = random.randrange(1, len(batch))
+    for rows in ([shuffled], [shuffled[:cut], shuffled[cut:]], [[i] for i in everything]):
         other_loss, other_grad = gradient(rows)
         assert other_loss == pytest.approx(loss, abs=1e-5)
         torch.testing.assert_close(other_grad, grad, atol=1e-5, rtol=1e-4)

@@ -203,9 +203,7 @@ def test_who_waits_for_reward_models_is_told_so(dispatcher_of: Build):
     dispatcher.submit(prompts(0), "eval")
     sampler.finish(0)
     wait_until(lambda: bool(score.calls))
-    with pytest.raises(
-        TimeoutError, match=r"1 prompts of eval .*\nreward models are scoring finished groups"
-    ):
+    with pytest.raises(TimeoutError, match=r"1 prompts of eval .*\nreward models are scoring finished"):
         dispatcher.next_group("eval", 0.01)
     score.permits.release()
     received(dispatcher, 1, "eval")

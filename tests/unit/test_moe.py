@@ -1,12 +1,13 @@
 """The balance loss of experts against transformers' own."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import transformers as hf
+from records import batch_of, trajectory
 
 from openrlhf.config.commands import SFT
 from openrlhf.config.parse import parse
@@ -19,17 +20,7 @@ from openrlhf.objectives.balanced import BalancedObjective
 from openrlhf.objectives.critic import CriticObjective
 from openrlhf.objectives.rm import RewardObjective
 from openrlhf.objectives.sft import SFTObjective
-from openrlhf.types import (
-    Credit,
-    Experience,
-    ExperienceRow,
-    LossNorm,
-    PackedRow,
-    Pair,
-    PairRow,
-    Sample,
-    Scores,
-)
+from openrlhf.types import ExperienceRow, LossNorm, PackedRow, Pair, PairRow, Sample
 
 SHAPE = {
     "vocab_size": 61,
@@ -199,13 +190,9 @@ def test_a_model_without_experts_is_refused(folders: dict) -> None:
 
 def test_policies_and_critics_balance_their_experts(folders: dict) -> None:
     one = sample(20, seed=1)
-    count = one.num_actions
-    experience = Experience(
-        sample=replace(one, rollout_log_probs=torch.full((count,), -4.0)),
-        scores=Scores(log_probs=torch.full((count,), -4.0), values=torch.zeros(count)),
-        credit=Credit(advantages=torch.ones(count), returns=torch.ones(count)),
-    )
-    row = ExperienceRow.of([experience])
+    sampled = trajectory(token_ids=one.token_ids, action_mask=one.action_mask)
+    columns = {"rollout_log_probs": -4.0, "log_probs": -4.0, "values": 0.0, "advantages": 1.0, "returns": 1.0}
+    row = ExperienceRow.of(batch_of([sampled], **columns))
     path = str(folders["qwen3_moe"])
     critic = ValueModel(load_scorer(path, flag="--critic", dtype="fp32", attention="auto").model)
     for model, inner in (

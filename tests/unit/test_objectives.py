@@ -1,4 +1,5 @@
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import batch_of, trajectory
 from torch import Tensor, nn
 
 from openrlhf.algos.correction import mismatch_metrics
@@ -15,7 +17,7 @@ from openrlhf.algos.traits import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES
 from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, RolloutConfig
 from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.sft import SFTObjective
-from openrlhf.types import Credit, Experience, ExperienceRow, LossNorm, PackedRow, Sample, Scores
+from openrlhf.types import Batch, ExperienceRow, LossNorm, PackedRow, Sample
 
 VOCAB = 7
 
@@ -59,21 +61,26 @@ def row_of(counts, **fields) -> ExperienceRow:
     return ExperienceRow(row=PackedRow.of(samples), **(dict.fromkeys(names, zeros) | fields))
 
 
-def random_experience(num_actions: int, seed: int) -> Experience:
-    """Prompt, actions, feedback, and one more action; or no action at all."""
-    random = torch.Generator().manual_seed(seed)
-    mask = [False, False] + [True] * num_actions + [False] + [num_actions > 0]
-
-    def noise(scale=1.0):
-        return torch.randn(sum(mask), generator=random, dtype=torch.float64) * scale
-
-    sample = Sample(
-        token_ids=torch.randint(0, VOCAB, (len(mask),), generator=random),
-        action_mask=torch.tensor(mask),
-        rollout_log_probs=-2 + noise(0.5),
-    )
-    scores = Scores(log_probs=-2 + noise(0.5), ref_log_probs=-2 + noise(0.5))
-    return Experience(sample=sample, scores=scores, credit=Credit(advantages=noise(), returns=noise()))
+def random_batch(counts: Sequence[int], seed: int = 0, gaps: Sequence[list[int]] | None = None) -> Batch:
+    """Sequences of prompt, actions, feedback, and one more action; or of no action at all. `gaps`: more
+    feedback of each before its last action. What the policy reads right before an action stays, so a Bigram
+    gives every action the probability that it has without."""
+    samples, columns = [], []
+    for i, num_actions in enumerate(counts):
+        random = torch.Generator().manual_seed(seed + i)
+        mask = [False, False] + [True] * num_actions + [False] + [num_actions > 0]
+        noise = torch.randn(5, sum(mask), generator=random, dtype=torch.float64)
+        token_ids = torch.randint(0, VOCAB, (len(mask),), generator=random).tolist()
+        gap = gaps[i] if gaps else []
+        samples.append(
+            trajectory(
+                token_ids=[*token_ids[:-2], *gap, *token_ids[-2:]],
+                action_mask=[*mask[:-2], *[False] * len(gap), *mask[-2:]],
+            )
+        )
+        columns.append(torch.stack([*(-2 + noise[:3] / 2), *noise[3:]]))
+    names = ("rollout_log_probs", "log_probs", "ref_log_probs", "advantages", "returns")
+    return batch_of(samples, **dict(zip(names, torch.cat(columns, dim=1).numpy(), strict=True)))
 
 
 def test_ppo_by_hand():
@@ -142,7 +149,7 @@ def test_gspo_by_hand():
 
 def test_gspo_drops_the_same_sequences_with_icepop_and_with_seq_mask_tis():
     """All tokens of a sequence have its one ratio, which is their geometric mean."""
-    batch = ExperienceRow.of([random_experience(n, n) for n in (3, 1, 2, 5)])
+    batch = ExperienceRow.of(random_batch((3, 1, 2, 5)))
     losses = [
         ActorObjective(loss_type="gspo", correction=correction, correction_low=0.8, correction_high=1.2)(
             Bigram(), batch, LossNorm(15, 4)
@@ -219,7 +226,7 @@ def test_gspo_corrects_with_the_ratio_of_the_sequence():
 
 def test_first_step_is_the_policy_gradient():
     """Before the first update the ratio is 1: no clipping, and the gradient is that of REINFORCE."""
-    model, batch = Bigram(), ExperienceRow.of([random_experience(n, n) for n in (3, 5)])
+    model, batch = Bigram(), ExperienceRow.of(random_batch((3, 5)))
     norm = LossNorm(batch.num_tokens, batch.num_sequences)
     old = model(batch.row, 0.7, False).log_probs
     loss, metrics = ActorObjective(temperature=0.7)(model, replace(batch, old_log_probs=old.detach()), norm)
@@ -263,16 +270,6 @@ def assert_same(found, expected):
         torch.testing.assert_close(gradient, other)
 
 
-def longer_gap(experience: Experience, gap: list[int]) -> Experience:
-    """The same actions with more feedback before the last one. What the policy reads right before an action
-    stays, so a Bigram gives every action the probability that it had."""
-    sample = experience.sample
-    at = sample.length - 2
-    token_ids = torch.cat([sample.token_ids[:at], torch.tensor(gap, dtype=torch.long), sample.token_ids[at:]])
-    mask = torch.cat([sample.action_mask[:at], torch.zeros(len(gap)).bool(), sample.action_mask[at:]])
-    return replace(experience, sample=replace(sample, token_ids=token_ids, action_mask=mask))
-
-
 @settings(deadline=None, max_examples=150)
 @given(
     objective=st.sampled_from(OBJECTIVES),
@@ -285,19 +282,18 @@ def test_the_loss_depends_on_actions_only(objective, layout, knows_old, seed, da
     """Not on rows, on the order of sequences, or on tokens that are no actions: shares and gradients add up
     to those of one row that holds the whole step."""
     counts = [n for row in layout for n in row]
-    experiences = [random_experience(n, seed + i) for i, n in enumerate(counts)]
+    gaps = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=3), min_size=len(counts)))
+    batch, moved = random_batch(counts, seed), random_batch(counts, seed, gaps)
     if not knows_old:
-        experiences = [replace(e, scores=replace(e.scores, log_probs=None)) for e in experiences]
-    whole = ExperienceRow.of(experiences)
+        batch, moved = (replace(b, log_probs=None) for b in (batch, moved))
+    whole = ExperienceRow.of(batch)
     norm = LossNorm(whole.num_tokens, whole.num_sequences)
     expected = run_on(objective, [whole], norm)
 
-    gaps = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=3), min_size=len(counts)))
     order = data.draw(st.permutations(range(len(counts))))
-    moved = [longer_gap(experiences[i], gaps[i]) for i in order]
     rows, start = [whole.empty()], 0
     for sizes in layout:
-        rows.append(ExperienceRow.of(moved[start : start + len(sizes)]))
+        rows.append(ExperienceRow.of(moved.select(order[start : start + len(sizes)])))
         start += len(sizes)
     assert_same(run_on(objective, rows, norm), expected)
 
@@ -308,7 +304,7 @@ def test_the_loss_depends_on_actions_only(objective, layout, knows_old, seed, da
 def test_in_a_step_of_one_update_old_log_probs_change_nothing(objective):
     """The policy before the update is the policy itself: rows without its log-probs have the same loss, the
     same gradient, and also say how far the sampler is."""
-    batch = ExperienceRow.of([random_experience(n, n) for n in (3, 0, 5)])
+    batch = ExperienceRow.of(random_batch((3, 0, 5)))
     norm = LossNorm(batch.num_tokens, batch.num_sequences)
     old = Bigram()(batch.row, objective.temperature, False).log_probs.detach()
     expected = run_on(objective, [replace(batch, old_log_probs=old)], norm)
@@ -330,7 +326,7 @@ def test_in_a_step_of_one_update_old_log_probs_change_nothing(objective):
 )
 def test_a_row_without_actions_costs_nothing_and_still_has_a_gradient(objective):
     model = Bigram()
-    batch = ExperienceRow.of([random_experience(2, 0)]).empty()
+    batch = ExperienceRow.of(random_batch([2])).empty()
     loss, metrics = objective(model, batch, LossNorm(0, 0))
     loss.backward()
     assert loss.item() == 0
@@ -382,7 +378,7 @@ def test_from_config_leaves_out_what_is_off():
 
 def test_sft_is_cross_entropy_on_the_marked_tokens():
     model = Bigram()
-    batch = ExperienceRow.of([random_experience(3, 0), random_experience(4, 1)]).row
+    batch = ExperienceRow.of(random_batch((3, 4))).row
     loss, metrics = SFTObjective()(model, batch, LossNorm(batch.num_tokens, 2))
     logits = model.head(model.embedding(batch.token_ids[:-1]))
     labels = batch.token_ids[1:].masked_fill(~batch.action_mask[1:], -100)
