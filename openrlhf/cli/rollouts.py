@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,11 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--limit", type=_count, default=8, metavar="N", help="samples to print (default: 8)")
     options = parser.parse_args(argv)
-    try:
-        with short_errors():
-            run(options)
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with short_errors():
+        run(options)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -60,7 +56,8 @@ def run(options: argparse.Namespace) -> None:
     rows = read_rows(steps[step], found[: options.limit])
     pieces = pieces_of(options.run, rows) if coloured and rows else None
     show(console, f"{options.name} {step}", rows, pieces)
-    print(f"\n{len(rows)} of {len(found)} samples; {options.name} {step} had {total}")
+    tail = f"\n{len(rows)} of {len(found)} samples; {options.name} {step} had {total}"
+    console.print(tail, highlight=False, soft_wrap=True)
 
 
 def steps_of(folder: Path, name: str) -> dict[int, Path]:

@@ -304,6 +304,20 @@ def test_the_run_does_not_wait_for_its_journal_until_the_queue_is_full(tmp_path,
     assert said.empty() and list(journal_steps(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
+def test_what_was_flushed_is_there(tmp_path):
+    journal = Journal(tmp_path)
+    journal.flush()
+    for step in (1, 2):
+        journal.write(2 * step - 1, [TWO_TURNS] * 500)
+        journal.write(2 * step, [TWO_TURNS])
+        journal.flush()
+        assert list(journal_steps(tmp_path)) == list(range(1, 2 * step + 1))
+    journal.close()
+    journal.write(5, [TWO_TURNS])
+    journal.flush()
+    assert list(journal_steps(tmp_path)) == [1, 2, 3, 4, 5]
+
+
 def test_a_full_disk_ends_the_journal_and_not_the_run(tmp_path, monkeypatch):
     """Whole steps stay, the half one goes, and it is said once, with path and reason."""
     full = threading.Event()
@@ -344,7 +358,7 @@ def test_any_other_error_is_raised_by_the_next_call(tmp_path):
     journal = Journal(tmp_path, decode=broken)
     journal.write(1, [TWO_TURNS])
     with pytest.raises(ZeroDivisionError, match="in the tokenizer"):
-        journal.close()
+        journal.flush()
     journal.close()
     assert not list(tmp_path.iterdir())
     journal = Journal(tmp_path, decode=broken)
@@ -352,6 +366,10 @@ def test_any_other_error_is_raised_by_the_next_call(tmp_path):
         for step in range(1000):
             journal.write(step, [TWO_TURNS])
     journal.close()
+    journal = Journal(tmp_path, decode=broken)
+    journal.write(1, [TWO_TURNS])
+    with pytest.raises(ZeroDivisionError):
+        journal.close()
 
 
 @pytest.mark.parametrize(
