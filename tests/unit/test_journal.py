@@ -326,7 +326,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_run(tmp_path, monkeypatch):
         if full.is_set():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(journal_module.os, "fsync", fsync)
+    monkeypatch.setattr("openrlhf.files.os.fsync", fsync)
     said = []
     journal = Journal(tmp_path, say=said.append)
     journal.write(1, [TWO_TURNS])

@@ -201,7 +201,10 @@ class Silent:
     def log_step(self, step: int, metrics: Metrics) -> None:
         assert all(math.isfinite(value) for value in metrics.values()), metrics
 
-    def log_rollouts(self, step: int, trajectories: Sequence[Trajectory], name: str = "step") -> None:
+    def log_rollouts(self, *args: object, **options: object) -> None:
+        pass
+
+    def flush(self) -> None:
         pass
 
     def message(self, text: str) -> None:
