@@ -1,9 +1,11 @@
 """Who sits where, as checks, `--print_plan` and Ray read it."""
 
 import re
+import textwrap
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -217,6 +219,12 @@ def test_a_plan_that_does_not_fit_is_a_problem_like_others(capsys: pytest.Captur
     assert (code, out) == (2, "")
     assert "error: --print_plan 2by8: expects NODESxGPUS, such as 2x8, or nothing\n" in err
     assert "error: --actor.adam.lr fast" in err
+
+
+def test_the_plan_of_the_page_is_what_is_printed(capsys: pytest.CaptureFixture) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    command, shown = re.findall(r"(--print_plan 2x8.*)\n```\n\n((?: {4}.*\n)+)", page)[0]
+    assert printed(capsys, command)[:2] == (0, textwrap.dedent(shown))
 
 
 # ---- residency

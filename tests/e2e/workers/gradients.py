@@ -12,7 +12,7 @@ from deepspeed.utils import safe_get_full_grad
 
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-from openrlhf.engine.distributed import init_distributed, leave_distributed, seed_everything
+from openrlhf.engine.distributed import ProcessMesh, init_distributed, leave_distributed, seed_everything
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
@@ -90,12 +90,13 @@ def experiences() -> list[Experience]:
     return made
 
 
-def gradients(spec: dict, build, parts, order, size: int) -> dict[str, torch.Tensor]:
+def gradients(spec: dict, mesh: ProcessMesh, build, parts, order, size: int) -> dict[str, torch.Tensor]:
     engine = DeepSpeedEngine(
         lambda: build(spec),
         optim=OptimConfig(max_norm=0.0),
         ds=DeepSpeedConfig(zero_stage=spec["stage"], param_dtype="fp32"),
         total_steps=1,
+        mesh=mesh,
     )
     found: dict[str, torch.Tensor] = {}
 
@@ -107,7 +108,7 @@ def gradients(spec: dict, build, parts, order, size: int) -> dict[str, torch.Ten
     engine.engine.step = lambda: (look(), take_step())
     samples = experiences()
     # Ranks get different numbers of samples, and so rows of different numbers of sequences.
-    mine = list(order) if dist.get_world_size() == 1 else (list(order[:6]), list(order[6:]))[dist.get_rank()]
+    mine = list(order) if mesh.data == 1 else (list(order[:6]), list(order[6:]))[mesh.data_rank]
     groups = [[samples[i] for i in mine[k : k + size]] for k in range(0, len(mine), size)]
     (rows, objective), *also = [([make(group) for group in groups], minimised) for minimised, make in parts]
     engine.train_step(rows, objective, *also)
@@ -117,11 +118,12 @@ def gradients(spec: dict, build, parts, order, size: int) -> dict[str, torch.Ten
 def main() -> None:
     spec = json.loads(sys.argv[1])
     init_distributed()
+    mesh = ProcessMesh.joined(tensor=spec.get("tensor", 1))
     report = {}
     wanted = {kind: OBJECTIVES[kind] for kind in spec.get("objectives", OBJECTIVES)}
     for (kind, what), (layout, (order, size)) in itertools.product(wanted.items(), LAYOUTS.items()):
         build, *parts = what
-        found = gradients(spec, build, parts, order, size)
+        found = gradients(spec, mesh, build, parts, order, size)
         path = f"{spec['out']}/{kind} {layout}.pt"
         if dist.get_rank() == 0:
             torch.save(found, path)
