@@ -23,6 +23,7 @@ from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.types import Trajectory, present
 
 REWARD = Path(__file__).with_name("digits_reward.py")
+AGENT = Path(__file__).parents[2] / "examples" / "python" / "agent_two_calls.py"
 COMMON = (
     "--data.apply_chat_template --data.label_key label --data.max_len 96 --rollout.max_new_tokens 12 "
     "--rollout.batch_size 8 --rollout.n_samples_per_prompt 4 --train.batch_size 16 "
@@ -128,6 +129,21 @@ def check_samplers_hold_the_trained_weights(folder: Path) -> None:
         log_probs = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0]
         # at temperature 0 the sampler reports the untempered distribution
         torch.testing.assert_close(log_probs, torch.tensor(t.rollout_log_probs), atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_an_agent_that_asks_twice(task: TaskFiles, tmp_path: Path) -> None:
+    """Sampler and trainer agree on the actions of both calls, and on nothing between them."""
+    metrics = train(
+        task,
+        tmp_path,
+        f"{COMMON} --train.agent_func_path {AGENT} --algo.kl.init_coef 0 --train.batch_size 32 "
+        "--actor.num_gpus_per_node 1 --train.colocate_all --actor.adam.lr 1e-3",
+    )
+    for step in (1, 2):
+        assert metrics[step]["mismatch/abs_diff_max"] < 1e-4
+        assert metrics[step]["rollout/failed_ratio"] == 0
+        assert 0 <= metrics[step]["rollout/corrected"] <= 1
 
 
 @pytest.mark.slow

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from fake_engine import Engine
 
-from openrlhf.config.ppo import PPOConfig, RolloutConfig
+from openrlhf.cli.rl_checks import check_files
+from openrlhf.config.ppo import PPOConfig, RolloutConfig, TrainConfig
 from openrlhf.rewards.user_file import ImportTimeout
 from openrlhf.rollout.agents import UserExecutor, check_agent_file
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.results import _warn_of_another_context
+from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Outcome, Prompt, Trajectory
 
 HEAD = "import asyncio\nfrom openrlhf.utils.agent import AgentExecutorBase, RewardError\n"
@@ -29,11 +31,13 @@ def agent_file(folder: Path, body: str) -> str:
     return str(path)
 
 
-def run(path: str, engine: Engine, num_samples: int = 1, **options) -> list[Trajectory]:
+def run(
+    path: str, engine: Engine, num_samples: int = 1, tokenizer: object = "tokenizer", **options
+) -> list[Trajectory]:
     config = PPOConfig(rollout=RolloutConfig(n_samples_per_prompt=num_samples, max_new_tokens=8))
 
     async def episodes() -> list[Trajectory]:
-        runner = EpisodeRunner(engine, "tokenizer", await UserExecutor.load(path), [2], **options)
+        runner = EpisodeRunner(engine, tokenizer, await UserExecutor.load(path), [2], **options)
         return (await runner.run_group(PROMPT, Sampling.for_training(config))).trajectories
 
     return asyncio.run(episodes())
@@ -277,3 +281,33 @@ def test_a_constructor_that_raises_names_its_line(tmp_path: Path) -> None:
     )
     with pytest.raises(RuntimeError, match=rf"^{path}: line 5: OSError: no sandbox$"):
         load(path)
+
+
+def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text("class AgentExecutor: pass")
+    config = PPOConfig(train=TrainConfig(agent_func_path=str(path)))
+    asked = []
+    check_files(config, lambda flag, check, *args, **options: asked.append((flag, check, args)), on_cpu=True)
+    flag, check, args = asked[-1]  # behind everything that is quicker
+    assert flag == "--train.agent_func_path"
+    with pytest.raises(ValueError, match=f"--train.agent_func_path {path}: AgentExecutor is no subclass"):
+        check(*args)
+
+
+def test_the_example_asks_twice() -> None:
+    tokenizer = tiny_tokenizer()
+    wrong, right = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("3", "2"))
+
+    class Speaking(Engine):
+        def output(self, index, token_ids, params):
+            output = super().output(index, token_ids, params)
+            output.text = tokenizer.decode(token_ids)
+            return output
+
+    path = Path(__file__).parents[2] / "examples" / "python" / "agent_two_calls.py"
+    engine = Speaking(wrong, right)
+    (t,) = run(str(path), engine, tokenizer=tokenizer)
+    assert (t.reward, t.extra_logs) == (1.0, {"first_right": 0.0, "corrected": 1.0})
+    assert t.action_ids.tolist() == wrong + right and len(t.turn_starts) == 2
+    assert tokenizer.decode(t.token_ids) == "1 + 1 =3\nCheck this. Answer: 2"

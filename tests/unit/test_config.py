@@ -685,6 +685,12 @@ CHECKS = [
         "--reward.model_name_or_path a/b --reward.model_weights 0",
         "--reward.model_weights 0.0: leaves nothing of the reward models; remove them",
     ),
+    (
+        PPO,
+        "--train.agent_func_path agent.txt",
+        "--train.agent_func_path agent.txt: must name a .py file with the class AgentExecutor",
+    ),
+    (PPO, "--train.agent_func_path agent.py", "--train.agent_func_path agent.py: does not exist"),
 ]
 
 
@@ -798,6 +804,11 @@ REMARKS = [
         PPO,
         "--reward.remote_url http://a/b --reward.timeout 9",
         "--reward.timeout 9.0: has no effect: reward.remote_url names no reward function",
+    ),
+    (
+        PPO,
+        "--train.agent_func_path reward.py",
+        "--reward.remote_url reward.py: has no effect: the agent of train.agent_func_path gives the rewards",
     ),
     (
         PPO,
