@@ -1,0 +1,428 @@
+"""Seconds of an RL step: GRPO on word problems with a verifier, as in `openrlhf demo`.
+
+ours   openrlhf ppo, its steps as they are in metrics.jsonl
+trl    TRL's GRPOTrainer, which samples with transformers
+floor  what a step cannot go below with these libraries: vLLM's AsyncLLM without anything else, with our engine
+       arguments, prompts and seeds; and a PyTorch loop over packed rows of the answers, with neither
+       DeepSpeed nor Ray
+
+Every run has processes of its own, one run at a time. A round is one run of every way with every number of
+threads, in an order that turns around, so load on the machine meets all of them; trust the ratios, not the
+seconds. A run's step is the median of its steps after the warm-up.
+
+The policy of `--model tiny` is the demo's, after its supervised phases: it ends its answers itself. `small`
+has about 30 million random weights, so nearly all of its answers are cut at --max_new_tokens. The learning
+rate is next to nothing, so every step of every way samples from the same policy; the answers must have the
+same length on average, or this ends with an error.
+
+    python benchmarks/rl_step.py --model tiny
+    python benchmarks/rl_step.py --model small --steps 4 --warmup 1 --rounds 2
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from openrlhf.cli import demo
+from openrlhf.config.commands import PPO
+from openrlhf.config.parse import parse
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.tasks.prepare import REWARD_FILE
+
+SIZES = {"small": {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv_heads": 5}}
+"""Arguments of `tiny_chat_model`."""
+LEARNING_RATE = 1e-12
+LENGTHS_AGREE = 0.15
+"""Relative difference that the mean lengths of two ways may have: both are means over random answers."""
+PHASES = ("generate", "score", "update", "sync")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all ways share."""
+
+    model: str
+    prompts: str
+    """A file with `input` and `label`."""
+    batch_size: int
+    num_samples: int
+    max_new_tokens: int
+    steps: int
+    warmup: int
+
+    @property
+    def flags(self) -> str:
+        """Of `openrlhf ppo`: those of the demo, and what differs."""
+        samples = self.batch_size * self.num_samples
+        return (
+            f"{demo.RL} --actor.model_name_or_path {self.model} --data.prompt_dataset {self.prompts} "
+            f"--reward.remote_url {REWARD_FILE} --rollout.batch_size {self.batch_size} "
+            f"--rollout.n_samples_per_prompt {self.num_samples} --rollout.max_new_tokens {self.max_new_tokens} "
+            f"--train.batch_size {samples} --train.max_steps {self.steps} --train.num_episodes {self.steps} "
+            f"--actor.adam.lr {LEARNING_RATE} --train.seed 0"
+        )
+
+    @property
+    def config(self) -> PPOConfig:
+        return parse(PPO, shlex.split(self.flags)).config
+
+    @property
+    def problems(self) -> list[dict[str, str]]:
+        with open(self.prompts) as file:
+            return [json.loads(line) for line in file]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one run of one way took."""
+
+    step: float
+    """Seconds."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of those that are known."""
+    samples: float
+    """Of a step."""
+    length: float
+    """Tokens of an answer, on average."""
+
+
+def main() -> None:
+    options = parse_options()
+    if options.way:
+        print(json.dumps(asdict(WAYS[options.way](Setting(**json.loads(options.setting))))))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        setting = prepare(options, options.folder or Path(folder))
+        describe(options, setting)
+        runs = measure(options, setting)
+    check(setting, runs)
+    report(options, runs)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="tiny", choices=["tiny", *SIZES])
+    parser.add_argument("--modes", nargs="+", default=list(WAYS), choices=WAYS, help="default: all")
+    parser.add_argument("--threads", nargs="+", type=int, default=[0, 1, 2], help="0: as each way chooses")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each way with each number of threads")
+    parser.add_argument("--steps", type=int, default=12, help="of each run")
+    parser.add_argument("--warmup", type=int, default=3, help="steps of a run that do not count")
+    parser.add_argument("--prompts", type=int, default=32, help="of a step")
+    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--max_new_tokens", type=int, default=48)
+    parser.add_argument("--folder", type=Path, help="where the tiny policy is kept, to be trained only once")
+    parser.add_argument("--sft_rows", type=int, default=20_000, help="that the tiny policy learns from")
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    parser.add_argument("--setting", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def prepare(options: argparse.Namespace, folder: Path) -> Setting:
+    from openrlhf.tasks.prepare import prepare as prepare_task
+    from openrlhf.tasks.tiny_model import tiny_chat_model
+
+    files = prepare_task(folder / "task", num_pretrain=options.sft_rows)
+    if options.model == "tiny":
+        model = folder / "sft"
+        if not model.exists():
+            train_policy(files, folder)
+    else:
+        model = tiny_chat_model(folder / options.model, **SIZES[options.model])
+    return Setting(
+        model=str(model.resolve()),
+        prompts=str(files.prompts.resolve()),
+        batch_size=options.prompts,
+        num_samples=options.samples,
+        max_new_tokens=options.max_new_tokens,
+        steps=options.steps,
+        warmup=options.warmup,
+    )
+
+
+def train_policy(files: Any, folder: Path) -> None:
+    """The supervised phases of the demo."""
+    for flags in (
+        f"--model.model_name_or_path {files.model} --model.pretrain_mode_enable --data.dataset {files.pretrain} "
+        f"--ckpt.output_dir {folder / 'base'} {demo.PRETRAIN} {demo.SFT_FLAGS}",
+        f"--model.model_name_or_path {folder / 'base'} --data.dataset {files.sft} --data.output_key output "
+        f"--data.apply_chat_template --ckpt.output_dir {folder / 'sft'} {demo.CHAT} {demo.SFT_FLAGS}",
+    ):
+        run_process(["-m", "openrlhf.cli.train_sft", *shlex.split(flags)], threads=1)
+
+
+def measure(options: argparse.Namespace, setting: Setting) -> dict[tuple[str, int], list[Run]]:
+    runs: dict[tuple[str, int], list[Run]] = {key: [] for key in product(options.modes, options.threads)}
+    order = list(runs)
+    for _ in range(options.rounds):
+        for way, threads in order:
+            command = [__file__, "--way", way, "--setting", json.dumps(asdict(setting))]
+            answer = run_process(command, threads).splitlines()[-1]
+            runs[way, threads].append(Run(**json.loads(answer)))
+            print(f"{way:6} {threads} threads: {runs[way, threads][-1].step:.3f} s", file=sys.stderr)
+        order.reverse()  # nobody is always the first
+    return runs
+
+
+def run_process(command: list[str], threads: int) -> str:
+    """What Python with these words prints; ends this process where it fails."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    with tempfile.TemporaryDirectory() as folder:  # what a run writes where it is
+        done = subprocess.run(
+            [sys.executable, *command], env=environment, capture_output=True, text=True, cwd=folder
+        )
+    if done.returncode:
+        sys.exit(f"{shlex.join(command)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+# Ours
+
+
+def ours(setting: Setting) -> Run:
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"{setting.flags} --logger.run_dir {folder}/run --ckpt.output_dir {folder}/policy"
+        subprocess.run(
+            [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *shlex.split(flags)],
+            check=True,
+            stdout=sys.stderr,
+        )
+        rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["step"] > setting.warmup]
+    middle = lambda name: statistics.median(row[name] for row in rows)
+    return Run(
+        step=middle("timing/step_total"),
+        phases={phase: middle(f"timing/{phase}") for phase in PHASES},
+        samples=middle("rollout/num_samples"),
+        length=statistics.mean(row["rollout/response_length_mean"] for row in rows),
+    )
+
+
+# TRL
+
+
+def trl(setting: Setting) -> Run:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    stopwatch = new_stopwatch()
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(setting.model, dtype="float32"),
+        reward_funcs=verifier,
+        args=GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            per_device_train_batch_size=setting.batch_size * setting.num_samples,
+            num_generations=setting.num_samples,
+            max_completion_length=setting.max_new_tokens,
+            max_steps=setting.steps,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            beta=0.0,
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_list(
+            [{"prompt": [{"role": "user", "content": p["input"]}], "label": p["label"]} for p in setting.problems]
+        ),
+        processing_class=AutoTokenizer.from_pretrained(setting.model),
+        callbacks=[stopwatch],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    logs = [row for row in trainer.state.log_history if "completions/mean_length" in row][setting.warmup :]
+    return Run(
+        step=statistics.median(stopwatch.seconds[setting.warmup :]),
+        samples=trainer.args.generation_batch_size,
+        length=statistics.mean(row["completions/mean_length"] for row in logs),
+    )
+
+
+def verifier(completions: list[list[dict]], label: list[str], **others) -> list[float]:
+    from openrlhf.tasks.word_problem_reward import reward_func
+
+    answers = [messages[0]["content"] for messages in completions]
+    return reward_func(answers, [""] * len(answers), label)["rewards"]
+
+
+def new_stopwatch() -> Any:
+    """A callback with the `seconds` of each step, from the end of the one before."""
+    from transformers import TrainerCallback
+
+    class Stopwatch(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.seconds: list[float] = []
+            self.last = time.perf_counter()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            now = time.perf_counter()
+            self.seconds.append(now - self.last)
+            self.last = now
+
+    return Stopwatch()
+
+
+# The floor
+
+
+def floor(setting: Setting) -> Run:
+    """Generation and update; the sum is the step."""
+    rng = random.Random(0)
+    batches = [rng.sample(setting.problems, setting.batch_size) for _ in range(setting.steps)]
+    generate, answers = asyncio.run(sampled(setting, batches))
+    update = trained(setting, answers)
+    phases = {
+        "generate": statistics.median(generate[setting.warmup :]),
+        "update": statistics.median(update[setting.warmup :]),
+    }
+    return Run(
+        step=sum(phases.values()),
+        phases=phases,
+        samples=len(answers[0]),
+        length=statistics.mean(len(answer) for batch in answers for _, answer in batch),
+    )
+
+
+Answers = list[tuple[list[int], list[int]]]
+"""Token ids of prompt and answer."""
+
+
+async def sampled(setting: Setting, batches: Sequence[list[dict]]) -> tuple[list[float], list[Answers]]:
+    """Seconds and answers of each batch."""
+    from rollout import BareEngine
+
+    from openrlhf.cluster.engine_pool import engine_options
+    from openrlhf.engine.vllm_engine import engine_environment
+    from openrlhf.models.loading import load_tokenizer, stop_token_ids
+    from openrlhf.rollout.seeds import seed_at
+
+    config = setting.config
+    options = engine_options(config, on_gpu=False, from_files=True)
+    os.environ.update(engine_environment(options))
+    tokenizer = load_tokenizer(setting.model, flag="--model")
+    stop = stop_token_ids(setting.model, tokenizer)
+    engine = BareEngine(options)
+    await engine.start()
+    seconds, answers = [], []
+    for step, batch in enumerate(batches):
+        prompts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": problem["input"]}], add_generation_prompt=True
+            )["input_ids"]
+            for problem in batch
+        ]
+        requests = [
+            (ids, seed_at(0, "train", step, prompt, i))
+            for prompt, ids in enumerate(prompts)
+            for i in range(setting.num_samples)
+        ]
+        start = time.perf_counter()
+        tokens = await engine.sample(requests, setting.max_new_tokens, config.rollout.temperature, stop)
+        seconds.append(time.perf_counter() - start)
+        answers.append([(ids, answer) for (ids, _), answer in zip(requests, tokens, strict=True)])
+    engine.shutdown()
+    return seconds, answers
+
+
+def trained(setting: Setting, batches: Sequence[Answers]) -> list[float]:
+    """Seconds of an optimizer step on each batch: policy gradient, clipping, AdamW."""
+    import torch
+    from supervised import adamw, packed, sample_of, token_log_probs, update
+    from transformers import AutoModelForCausalLM
+
+    from openrlhf.algos.balance import pack_to_budget
+    from openrlhf.types import PackedRow
+
+    model = packed(AutoModelForCausalLM.from_pretrained(setting.model, dtype="float32")).train()
+    optimizer, budget = adamw(model), setting.config.train.max_tokens_per_gpu
+
+    def step(answers: Answers) -> None:
+        samples = [sample_of(*answer) for answer in answers]
+        count = sum(sample.num_actions for sample in samples)
+        for group in pack_to_budget([sample.length for sample in samples], budget):
+            row = PackedRow.of([samples[i] for i in group])
+            advantages = torch.linspace(-1, 1, len(row.token_ids))
+            (-(token_log_probs(model, row) * advantages).sum() / count).backward()
+        update(model, optimizer)
+
+    return [timed(lambda batch=batch: step(batch)) for batch in batches]
+
+
+def timed(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+WAYS: dict[str, Callable[[Setting], Run]] = {"ours": ours, "trl": trl, "floor": floor}
+
+
+# Report
+
+
+def describe(options: argparse.Namespace, setting: Setting) -> None:
+    from transformers import AutoModelForCausalLM
+
+    weights = AutoModelForCausalLM.from_pretrained(setting.model).num_parameters() / 1e6
+    load = Path("/proc/loadavg").read_text().split()[0] if Path("/proc/loadavg").exists() else "?"
+    print(
+        f"{options.model}: {weights:.1f}M weights, {os.cpu_count()} cores, load {load}\n"
+        f"{options.prompts} prompts x {options.samples} samples, at most {options.max_new_tokens} new tokens; "
+        f"{options.rounds} rounds, the median of {options.steps - options.warmup} steps each\n",
+        flush=True,
+    )
+
+
+def check(setting: Setting, runs: dict[tuple[str, int], list[Run]]) -> None:
+    """Exits where the ways do not do the same work."""
+    count = setting.batch_size * setting.num_samples
+    lengths = {key: statistics.mean(run.length for run in done) for key, done in runs.items()}
+    expected = statistics.median(lengths.values())
+    for key, done in runs.items():
+        name = f"{key[0]} with {key[1]} threads"
+        if wrong := {run.samples for run in done} - {count}:
+            sys.exit(f"{name}: steps of {wrong} samples, not of {count}")
+        if abs(lengths[key] / expected - 1) > LENGTHS_AGREE:
+            sys.exit(f"{name}: {lengths[key]:.1f} tokens an answer, the others have {expected:.1f}")
+
+
+def report(options: argparse.Namespace, runs: dict[tuple[str, int], list[Run]]) -> None:
+    """Medians of the rounds; ratios are of runs of the same round."""
+    rival = next(iter(runs))
+    columns = "".join(f"{name:>10}" for name in (*PHASES, "step"))
+    print(f"{'seconds':8}{'threads':>8}{columns}{'tokens':>8}   this / {rival[0]} {rival[1]} (min - max)")
+    for (way, threads), done in runs.items():
+        middle = lambda read, done=done: statistics.median(map(read, done))
+        phases = [f"{middle(lambda r, p=p: r.phases[p]):.3f}" if p in done[0].phases else "" for p in PHASES]
+        ratios = [run.step / other.step for run, other in zip(done, runs[rival], strict=True)]
+        figures = "".join(f"{x:>10}" for x in (*phases, f"{middle(lambda r: r.step):.3f}"))
+        print(
+            f"{way:8}{threads or '-':>8}{figures}{middle(lambda r: r.length):8.1f}"
+            f"{statistics.median(ratios):10.3f} ({min(ratios):.3f} - {max(ratios):.3f})"
+        )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()
