@@ -77,25 +77,46 @@ def test_token_rewards():
 
 
 def test_discounted_returns():
-    rewards = torch.tensor([[1.0, 0.0, 4.0], [2.0, 6.0, 0.0]])
-    # 1 + 0.5 (0 + 0.5 * 4) = 2, 0 + 0.5 * 4 = 2, 4; then 2 + 0.5 * 6 = 5, 6, padding
-    assert discounted_returns(rewards, 0.5).tolist() == [[2, 2, 4], [5, 6, 0]]
-    assert discounted_returns(torch.zeros(2, 0), 0.5).shape == (2, 0)
+    rewards, counts = torch.tensor([1.0, 0.0, 4.0, 2.0, 6.0]), torch.tensor([3, 0, 2])
+    # 1 + 0.5 (0 + 0.5 * 4) = 2, 0 + 0.5 * 4 = 2, 4; no action; then 2 + 0.5 * 6 = 5, 6
+    assert discounted_returns(rewards, counts, 0.5).tolist() == [2, 2, 4, 5, 6]
+    assert discounted_returns(torch.zeros(0), torch.tensor([0, 0]), 0.5).shape == (0,)
 
 
 def test_gae():
-    rewards = torch.tensor([[0.0, 0.0, 8.0], [0.0, 4.0, 0.0]])
-    values = torch.tensor([[1.0, 2.0, 4.0], [2.0, 2.0, 0.0]])
-    advantages, returns = gae(rewards, values, gamma=0.5, lambd=0.5)
-    # row 0: deltas 0.5*2 - 1 = 0, 0.5*4 - 2 = 0, 8 - 4 = 4; A = 4, 0 + 0.25*4 = 1, 0 + 0.25*1 = 0.25
-    # row 1: deltas 0.5*2 - 2 = -1, 4 - 2 = 2; A = 2, -1 + 0.25*2 = -0.5; the padding stays 0
-    assert advantages.tolist() == [[0.25, 1, 4], [-0.5, 2, 0]]
-    assert returns.tolist() == [[1.25, 3, 8], [1.5, 4, 0]]
+    rewards, counts = torch.tensor([0.0, 0.0, 8.0, 0.0, 4.0]), torch.tensor([3, 2])
+    values = torch.tensor([1.0, 2.0, 4.0, 2.0, 2.0])
+    advantages, returns = gae(rewards, values, counts, gamma=0.5, lambd=0.5)
+    # first: deltas 0.5*2 - 1 = 0, 0.5*4 - 2 = 0, 8 - 4 = 4; A = 4, 0 + 0.25*4 = 1, 0 + 0.25*1 = 0.25
+    # second: deltas 0.5*2 - 2 = -1, 4 - 2 = 2; A = 2, -1 + 0.25*2 = -0.5
+    assert advantages.tolist() == [0.25, 1, 4, -0.5, 2]
+    assert returns.tolist() == [1.25, 3, 8, 1.5, 4]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    gamma=st.sampled_from([0.0, 0.5, 1.0]),
+    lambd=st.sampled_from([0.0, 0.5, 1.0]),
+    seed=st.integers(0, 100),
+)
+def test_sequences_do_not_mix(sizes, gamma, lambd, seed):
+    """Beside others a sequence has the returns and the advantages that it has alone."""
+    random = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, sum(sizes), generator=random)
+    counts = torch.tensor(sizes)
+    advantages, returns = gae(rewards, values, counts, gamma, lambd)
+    discounted = discounted_returns(rewards, counts, gamma)
+    alone = zip(*(x.split(sizes) for x in (rewards, values, advantages, returns, discounted)), strict=True)
+    for r, v, *found in alone:
+        own = torch.tensor([len(r)])
+        expected = (*gae(r, v, own, gamma, lambd), discounted_returns(r, own, gamma))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_gae_with_lambda_1_is_returns_minus_values():
     torch.manual_seed(0)
-    rewards, values = torch.randn(3, 6), torch.randn(3, 6)
-    advantages, returns = gae(rewards, values, gamma=0.9, lambd=1.0)
-    assert torch.allclose(returns, discounted_returns(rewards, 0.9), atol=1e-6)
+    rewards, values, counts = torch.randn(18), torch.randn(18), torch.tensor([6, 4, 8])
+    advantages, returns = gae(rewards, values, counts, gamma=0.9, lambd=1.0)
+    assert torch.allclose(returns, discounted_returns(rewards, counts, 0.9), atol=1e-6)
     assert torch.allclose(advantages, returns - values)
