@@ -510,8 +510,8 @@ class UnpairedRow(RowWithMore):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """A solution whose steps are judged, for process reward models. Its actions are the placeholders at the
-    ends of steps; a prediction is read at the placeholder itself."""
+    """A solution with a label for each step, for process reward models. Its actions are the placeholders at
+    the ends of steps; a prediction is read at the placeholder itself."""
 
     sample: Sample
     labels: Tensor  # (A,) int64 token ids, or float32 probabilities of the first reward token

@@ -5,12 +5,9 @@ smaller than was asked for, because failed samples are not in it, and its sample
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
-
-from openrlhf.algos import traits
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -39,19 +36,6 @@ COMPARISONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dr_grpo": center,
 }
 """(rewards (B,), group_ids (B,)) -> (B,), of the estimators that compare the samples of a prompt."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimator(traits.Estimator):
-    """Everything that differs between estimators. Code asks this row, never the name."""
-
-    shape_rewards: Callable[[Tensor, Tensor], Tensor] | None
-
-
-ESTIMATORS = {
-    name: Estimator(**asdict(row), shape_rewards=COMPARISONS[name] if row.needs_group else None)
-    for name, row in traits.ESTIMATORS.items()
-}
 
 
 def without_peers(group_ids: Tensor) -> Tensor:

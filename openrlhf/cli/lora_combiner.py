@@ -22,10 +22,12 @@ def run(config: LoraCombinerConfig) -> None:
     from openrlhf.models.loading import load_config, load_tokenizer
     from openrlhf.models.lora import load_statistics
     from openrlhf.models.scorer import padding_token_id
+    from openrlhf.observe.progress import waiting
 
     load_config(config.model_path, "--model_path")
     trained_on = _check_adapter(config)
-    model = _merge(config, trained_on)
+    with waiting("loading and merging the model", key=config.model_path):
+        model = _merge(config, trained_on)
     tokenizer_path, flag = _tokenizer_home(config)
     tokenizer = load_tokenizer(tokenizer_path, flag=flag)
     if config.is_rm:

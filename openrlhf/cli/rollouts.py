@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,11 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--limit", type=_count, default=8, metavar="N", help="samples to print (default: 8)")
     options = parser.parse_args(argv)
-    try:
-        with short_errors():
-            run(options)
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with short_errors():
+        run(options)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -60,7 +56,8 @@ def run(options: argparse.Namespace) -> None:
     rows = read_rows(steps[step], found[: options.limit])
     pieces = pieces_of(options.run, rows) if coloured and rows else None
     show(console, f"{options.name} {step}", rows, pieces)
-    print(f"\n{len(rows)} of {len(found)} samples; {options.name} {step} had {total}")
+    tail = f"\n{len(rows)} of {len(found)} samples; {options.name} {step} had {total}"
+    console.print(tail, highlight=False, soft_wrap=True)
 
 
 def steps_of(folder: Path, name: str) -> dict[int, Path]:
@@ -78,8 +75,6 @@ def steps_of(folder: Path, name: str) -> dict[int, Path]:
 
 def choose(steps: dict[int, Path], step: int, options: argparse.Namespace) -> tuple[list[int], int]:
     """Which rows were asked for, in order; and how many samples the step had."""
-    import pyarrow.compute as pc
-
     from openrlhf.observe.journal import num_samples, read_table
 
     values = "rollout_log_probs" if options.sort == "length" else options.sort or "reward"
@@ -92,11 +87,12 @@ def choose(steps: dict[int, Path], step: int, options: argparse.Namespace) -> tu
         for i, outcome in enumerate(outcomes)
         if options.prompt in (None, prompts[i]) and not (options.failed and outcome == "ok")
     ]
-    if options.sort:
-        column = table[values]
-        lengths = pc.list_value_length(column) if options.sort == "length" else column
-        sizes = [-math.inf if size is None or math.isnan(size) else size for size in lengths.to_pylist()]
-        found.sort(key=lambda i: sizes[i], reverse=True)
+    if options.sort == "length":
+        lengths = [len(log_probs) for log_probs in table[values]]
+        found.sort(key=lambda i: -lengths[i])
+    elif options.sort:
+        numbers = [math.nan if number is None else number for number in table[values].to_pylist()]
+        found.sort(key=lambda i: (math.isnan(numbers[i]), -numbers[i]))
     return found, num_samples(table)
 
 

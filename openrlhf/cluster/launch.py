@@ -47,8 +47,7 @@ def start_ray() -> None:
         return
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if not sys.stderr.isatty():
-        colours = ray.exceptions.colorama.Fore  # of traces, which Ray writes in colour into files too
-        colours.CYAN = colours.RESET = ""
+        _leave_out_colours()
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # a job's variables are here, so they win
     if address := cluster_address():
         _join(address)
@@ -146,6 +145,12 @@ def _use_own_token() -> None:
     if not tokens.has_token(ignore_auth_mode=True):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         tokens.reset_cache()
+
+
+def _leave_out_colours() -> None:
+    """Ray colours its traces in files too."""
+    colours = ray.exceptions.colorama.Fore
+    colours.CYAN = colours.RESET = ""
 
 
 def _last_started() -> str | None:

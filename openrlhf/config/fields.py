@@ -50,7 +50,7 @@ class Field:
         """The docstring under the field, and what each of its choices stands for."""
         owners = (owner for owner in self.owner.__mro__ if is_dataclass(owner))
         docs = (_docstrings(owner.__module__).get(owner.__name__, {}).get(self.name) for owner in owners)
-        return " ".join(filter(None, (next(filter(None, docs), ""), _summary(self.type))))
+        return f"{next(filter(None, docs), '')} {_summary(self.type)}".strip()
 
     @property
     def values(self) -> str:

@@ -108,8 +108,13 @@ class Journal:
         self._put(_Job(path, tuple(trajectories), trained))
         return path
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Wait until everything is written."""
+        self._jobs.join()
+        self._raise_error()
+
+    def close(self) -> None:
+        """`flush`, and end."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -130,16 +135,18 @@ class Journal:
     def _work(self) -> None:
         """To the end, whatever happens, so that nobody waits for room in the queue."""
         while job := self._jobs.get():
-            if self._is_off:
-                continue
             try:
-                self._write(job)
+                if not self._is_off:
+                    self._write(job)
             except OSError as error:
                 self._is_off = True
                 reason = error.strerror or error
                 self._say(f"no more rollouts are journalled: {job.path}: {reason}. The run goes on.")
             except BaseException as error:
                 self._is_off, self._error = True, error
+            finally:
+                self._jobs.task_done()
+        self._jobs.task_done()
 
     def _write(self, job: "_Job") -> None:
         """One row group after the other, so that little is in memory twice."""

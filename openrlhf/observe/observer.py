@@ -86,6 +86,11 @@ class Observer:
         ]
         self.trackers.table(step, f"{name}_samples", ["prompt", "response", "reward", "truncated"], rows)
 
+    def flush(self) -> None:
+        """Wait until the rollouts are on disk. Before a checkpoint is complete: a run that resumes from it
+        writes none of them again."""
+        self.journal.flush()
+
     def _tell_failures(self, trajectories: Sequence[Trajectory], path: Path | None) -> None:
         """The commonest error, on one line, with a sample that has it."""
         failed = [t for t in trajectories if not t.ok]

@@ -92,7 +92,7 @@ DURATIONS_KEPT = 200
 
 
 class Progress:
-    """`phase` and `advance` may be called from any thread."""
+    """`phase`, `advance` and `message` may be called from any thread."""
 
     def __init__(
         self,
@@ -160,7 +160,8 @@ class Progress:
             seconds, self._seconds = self._seconds | {"step_total": total}, defaultdict(float)
         timing = {f"timing/{name}": value for name, value in seconds.items()}
         if self._show:
-            self._untold.add(step, metrics, timing)
+            with self._lock:
+                self._untold.add(step, metrics, timing)
             if self._is_line_due(metrics):
                 self._tell_steps()
             if self._bars:
@@ -194,7 +195,8 @@ class Progress:
 
     def _tell_steps(self) -> None:
         """One line of the steps that have none."""
-        untold, self._untold = self._untold, UntoldSteps()
+        with self._lock:
+            untold, self._untold = self._untold, UntoldSteps()
         if not untold.count:
             return
         of_total = f"/{self._clock.total}" if self._clock.total else ""
@@ -396,8 +398,8 @@ def waiting(
         return
     name = f"{title} {key}".strip()
     last = _durations().get(name)
-    phase = Phase(name=clean_text(title), total=None)
-    phase.figures = {} if last is None else {"last time": format_duration(last)}
+    before = "" if last is None else f" (last time {format_duration(last)})"
+    phase = Phase(name=clean_text(title) + before, total=None)
     ended = threading.Event()
     arguments = (phase, stream or sys.stderr, ended, patience or WAIT_PATIENCE)
     thread = threading.Thread(target=_tell_wait, args=arguments, name="waiting", daemon=True)

@@ -21,7 +21,15 @@ from typing import Any, Literal, TextIO
 from jinja2 import Environment, StrictUndefined, Template
 
 from openrlhf.files import write_atomically
-from openrlhf.observe.journal import Decode, journal_steps, read_rows, read_table, response_of, spread
+from openrlhf.observe.journal import (
+    Decode,
+    journal_steps,
+    num_samples,
+    read_rows,
+    read_table,
+    response_of,
+    spread,
+)
 from openrlhf.observe.progress import clean_text, format_duration, format_number, pass_name
 from openrlhf.observe.run_folder import RunFolder, read_jsonl
 from openrlhf.observe.trackers import read_metrics
@@ -373,18 +381,22 @@ def _ends(files: dict[int, Path]) -> set[int]:
 
 def _samples_of_step(step: int, path: Path) -> dict[str, Any]:
     """Its best and its worst answer, and one that failed."""
-    table = read_table(path, ["outcome", "reward"]).to_pydict()
-    finite = [(r, i) for i, r in enumerate(table["reward"]) if r is not None and math.isfinite(r)]
+    table = read_table(path, ["outcome", "reward"])
+    outcomes, rewards = Counter(table["outcome"].to_pylist()), table["reward"].to_pylist()
+    finite = [(r, i) for i, r in enumerate(rewards) if r is not None and math.isfinite(r)]
     shown: dict[int, str] = {}
     if finite:
         shown[min(finite, key=lambda pair: (-pair[0], pair[1]))[1]] = "best"
         shown.setdefault(min(finite, key=lambda pair: (pair[0], -pair[1]))[1], "worst")
-    if None in table["reward"]:
-        shown[table["reward"].index(None)] = "failed"
+    if None in rewards:
+        shown[rewards.index(None)] = "failed"
+    counts = ", ".join(f"{name} {count:,}" for name, count in outcomes.most_common())
+    if num_samples(table) > len(table):
+        counts += f" of {num_samples(table):,} samples"
     rows = zip(shown.values(), read_rows(path, list(shown)), strict=True)
     return {
         "step": f"{step:,}",
-        "outcomes": ", ".join(f"{name} {count:,}" for name, count in Counter(table["outcome"]).most_common()),
+        "outcomes": counts,
         "samples": [_sample(kind, row) for kind, row in rows],
     }
 

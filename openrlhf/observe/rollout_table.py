@@ -155,7 +155,9 @@ def _joined(parts: Sequence[np.ndarray], value_type: pa.DataType) -> pa.Array:
     return pa.array(np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False), value_type)
 
 
-def _cut(values: pa.Array, sizes: Sequence[int], missing: np.ndarray | None = None) -> pa.ListArray:
+def _cut(
+    values: pa.Array, sizes: Sequence[int] | np.ndarray, missing: np.ndarray | None = None
+) -> pa.ListArray:
     offsets = np.cumsum([0, *sizes], dtype=np.int32)
     return pa.ListArray.from_arrays(offsets, values, mask=None if missing is None else pa.array(missing))
 
@@ -166,7 +168,7 @@ def _trained(is_ok: Sequence[bool], batch: Batch, visits: Visits) -> dict[str, p
     sizes = np.zeros(len(missing), np.int64)
     sizes[~missing] = batch.num_actions
     columns = {
-        name: _cut(_joined([values], _FLOATS.value_type), sizes, missing)
+        name: _cut(_joined([values], pa.float32()), sizes, missing)
         for name in OF_ACTIONS
         if (values := getattr(batch, name)) is not None
     }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algos.advantages import (
-    ESTIMATORS,
+    COMPARISONS,
     discounted_returns,
     explained_variance,
     gae,
@@ -56,10 +56,10 @@ def assign_credit(
     `teacher_coef` is the weight of log p_teacher - log p as a reward, where there is a teacher: on-policy
     distillation, minus a sample of KL(policy || teacher). https://arxiv.org/abs/2306.13649
     """
-    estimator = ESTIMATORS[algo.advantage.estimator]
+    estimator, compare = algo.advantage.traits, COMPARISONS.get(algo.advantage.estimator)
     counts, episodes = torch.from_numpy(batch.num_actions), Episodes.of_parts(trajectories)
     rewards = _penalised_rewards(episodes, reward, max_new_tokens)
-    shaped = estimator.shape_rewards(rewards, episodes.group_ids) if estimator.shape_rewards else rewards
+    shaped = compare(rewards, episodes.group_ids) if compare else rewards
     clipped = clip(shaped, *reward.clip_range)[episodes.of]
     log_probs, ref_log_probs = _tensor(scores.log_probs), _tensor(scores.ref_log_probs)
     values = _tensor(scores.values)
@@ -157,7 +157,7 @@ def _advantages(
     per_action: Tensor, values: Tensor | None, counts: Tensor, algo: AlgoConfig
 ) -> tuple[Tensor, Tensor]:
     """(A,) -> advantages and returns, both (A,)."""
-    estimator, advantage = ESTIMATORS[algo.advantage.estimator], algo.advantage
+    advantage, estimator = algo.advantage, algo.advantage.traits
     if estimator.needs_critic:
         return gae(per_action, present(values), counts, advantage.gamma, advantage.lambd)
     returns = discounted_returns(per_action, counts, advantage.gamma if estimator.discounts else 1.0)

@@ -203,6 +203,7 @@ class PPOTrainer:
                 self.policy.save_checkpoint(tag, self.state()).result()
             if self.config.ckpt.save_hf:
                 self.policy.export(f"{self.config.ckpt.folder}/{tag}{COPY}").result()
+            self.observer.flush()  # a resumed run does not make these steps again
             self.checkpoints.completed(tag, metric)
 
     def state(self) -> dict:

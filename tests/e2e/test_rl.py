@@ -89,7 +89,7 @@ def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement
     )
     metrics = train(task, tmp_path, flags)
     rollouts = tmp_path / "run" / "rollouts"
-    sampled = read_journal(rollouts / "step_000001.jsonl"), read_journal(rollouts / "step_000002.jsonl")
+    sampled = read_journal(rollouts / "step_000001.parquet"), read_journal(rollouts / "step_000002.jsonl")
 
     # Sampler and trainer agree, before the first update and after an update and a sync.
     assert metrics[1]["mismatch/abs_diff_max"] < 1e-4
@@ -119,7 +119,7 @@ def check_samplers_hold_the_trained_weights(folder: Path) -> None:
     """Greedy answers and their log-probs after the last sync are those of the exported model."""
     model = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32)
     assert AutoTokenizer.from_pretrained(folder / "policy").chat_template
-    for t in read_journal(folder / "run" / "rollouts" / "eval_000002.jsonl"):
+    for t in read_journal(folder / "run" / "rollouts" / "eval_000002.parquet"):
         start = t.action_mask.index(True)
         with torch.no_grad():
             logits = model(torch.tensor([t.token_ids])).logits[0, start - 1 : -1]
@@ -262,7 +262,7 @@ def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(
     fate, decode = runpy.run_path(str(reward))["fate"], AutoTokenizer.from_pretrained(task.model).decode
     fates: Counter[str] = Counter()
     for step in (1, 2):
-        sampled = read_journal(tmp_path / "run" / "rollouts" / f"step_{step:06d}.jsonl")
+        sampled = read_journal(tmp_path / "run" / "rollouts" / f"step_{step:06d}.parquet")
         assert len(sampled) == 512
         queries = [t.prompt.text + decode(t.token_ids[t.action_mask.index(True) :]) for t in sampled]
         expected = [fate(query) for query in queries]
@@ -302,10 +302,10 @@ def test_a_run_on_problems_of_reasoning_gym_and_what_it_leaves(task: TaskFiles, 
     for source in ("chain_sum", "leg_counting"):
         assert 0 <= metrics[2][f"eval/{source}_score_mean"] <= 1
         assert metrics[2][f"eval/{source}_num_samples"] == 4
-    sampled = read_journal(tmp_path / "run" / "rollouts" / "step_000001.jsonl")
+    sampled = read_journal(tmp_path / "run" / "rollouts" / "step_000001.parquet")
     assert all(t.ok and t.prompt.source == "chain_sum" for t in sampled)
 
-    evaluated = read_journal(tmp_path / "run" / "rollouts" / "eval_000002.jsonl")
+    evaluated = read_journal(tmp_path / "run" / "rollouts" / "eval_000002.parquet")
     check_what_ended_responses([*sampled, *evaluated], ("e", "1 "), AutoTokenizer.from_pretrained(task.model))
 
     folder = tmp_path / "run"

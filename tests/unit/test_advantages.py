@@ -78,17 +78,17 @@ def test_token_rewards():
 
 def test_discounted_returns():
     rewards, counts = torch.tensor([1.0, 0.0, 4.0, 2.0, 6.0]), torch.tensor([3, 0, 2])
-    # 1 + 0.5 (0 + 0.5 * 4) = 2, 0 + 0.5 * 4 = 2, 4; no action; then 2 + 0.5 * 6 = 5, 6
+    # 1 + 0.5 (0 + 0.5 * 4) = 2, 0 + 0.5 * 4 = 2, 4; a sequence without actions; then 2 + 0.5 * 6 = 5, 6
     assert discounted_returns(rewards, counts, 0.5).tolist() == [2, 2, 4, 5, 6]
     assert discounted_returns(torch.zeros(0), torch.tensor([0, 0]), 0.5).shape == (0,)
 
 
 def test_gae():
-    rewards, counts = torch.tensor([0.0, 0.0, 8.0, 0.0, 4.0]), torch.tensor([3, 2])
+    rewards = torch.tensor([0.0, 0.0, 8.0, 0.0, 4.0])
     values = torch.tensor([1.0, 2.0, 4.0, 2.0, 2.0])
-    advantages, returns = gae(rewards, values, counts, gamma=0.5, lambd=0.5)
-    # first: deltas 0.5*2 - 1 = 0, 0.5*4 - 2 = 0, 8 - 4 = 4; A = 4, 0 + 0.25*4 = 1, 0 + 0.25*1 = 0.25
-    # second: deltas 0.5*2 - 2 = -1, 4 - 2 = 2; A = 2, -1 + 0.25*2 = -0.5
+    advantages, returns = gae(rewards, values, torch.tensor([3, 2, 0]), gamma=0.5, lambd=0.5)
+    # the first: deltas 0.5*2 - 1 = 0, 0.5*4 - 2 = 0, 8 - 4 = 4; A = 4, 0 + 0.25*4 = 1, 0 + 0.25*1 = 0.25
+    # the second: deltas 0.5*2 - 2 = -1, 4 - 2 = 2; A = 2, -1 + 0.25*2 = -0.5
     assert advantages.tolist() == [0.25, 1, 4, -0.5, 2]
     assert returns.tolist() == [1.25, 3, 8, 1.5, 4]
 
@@ -116,7 +116,25 @@ def test_sequences_do_not_mix(sizes, gamma, lambd, seed):
 
 def test_gae_with_lambda_1_is_returns_minus_values():
     torch.manual_seed(0)
-    rewards, values, counts = torch.randn(18), torch.randn(18), torch.tensor([6, 4, 8])
+    rewards, values, counts = torch.randn(18), torch.randn(18), torch.tensor([6, 1, 0, 11])
     advantages, returns = gae(rewards, values, counts, gamma=0.9, lambd=1.0)
     assert torch.allclose(returns, discounted_returns(rewards, counts, 0.9), atol=1e-6)
     assert torch.allclose(advantages, returns - values)
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(0, 99))
+def test_sequences_end_to_end_are_each_as_if_it_were_alone(sizes, seed):
+    """To the last bit, and as a loop over its actions says."""
+    random = torch.Generator().manual_seed(seed)
+    rewards, values = (torch.randn(sum(sizes), generator=random) for _ in range(2))
+    advantages, returns = gae(rewards, values, torch.tensor(sizes), 0.9, 0.7)
+    start = 0
+    for size in sizes:
+        own = slice(start, start := start + size)
+        alone = gae(rewards[own], values[own], torch.tensor([size]), 0.9, 0.7)
+        assert torch.equal(advantages[own], alone[0]) and torch.equal(returns[own], alone[1])
+        advantage = next_value = 0.0
+        for i in reversed(range(own.start, own.stop)):
+            advantage = float(rewards[i] + 0.9 * next_value - values[i]) + 0.9 * 0.7 * advantage
+            next_value = float(values[i])
+            assert float(advantages[i]) == pytest.approx(advantage, abs=1e-5)

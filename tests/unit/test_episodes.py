@@ -1,18 +1,18 @@
-"""Episodes with a stand-in for the engine: vLLM's own records, tokens by hand."""
+"""Episodes with a stand-in for the engine, tokens by hand."""
 
 import asyncio
 from dataclasses import replace
 
 import pytest
-from vllm import SamplingParams
-from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+from fake_engine import Engine
+from vllm.outputs import WeightVersionSpan
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf.config.ppo import EvalConfig, PPOConfig, PromptDataConfig, RolloutConfig, TrainConfig
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.types import Outcome, Prompt
+from openrlhf.types import Outcome, Prompt, Trajectory
 from openrlhf.utils.agent import AgentExecutorBase, Reward, RewardError, SingleTurnAgentExecutor
 
 PROMPT = Prompt(prompt_id=5, text="1 + 1 =", label="2", episode=3)
@@ -20,28 +20,6 @@ TOKENIZER = tiny_tokenizer()
 PROMPT_IDS = TOKENIZER(PROMPT.text, add_special_tokens=False)["input_ids"]
 STOP = TOKENIZER.eos_token_id
 ANSWER = [*TOKENIZER("2", add_special_tokens=False)["input_ids"], STOP]
-
-
-class Engine:
-    """Answers every prompt with the same tokens and remembers what it was asked."""
-
-    def __init__(self, finish_reason: str = "stop", token_ids: list[int] = ANSWER, spans=None) -> None:
-        self.finish_reason, self.token_ids, self.spans = finish_reason, token_ids, spans
-        self.asked: list[tuple[list[int], SamplingParams]] = []
-
-    async def generate(self, prompt_token_ids: list[int], sampling_params: SamplingParams) -> RequestOutput:
-        self.asked.append((prompt_token_ids, sampling_params))
-        log_probs = [{t: Logprob(-0.5 * (i + 1))} for i, t in enumerate(self.token_ids)]
-        output = CompletionOutput(
-            index=0,
-            text="",
-            token_ids=self.token_ids,
-            cumulative_logprob=None,
-            logprobs=log_probs,
-            finish_reason=self.finish_reason,
-            weight_versions=self.spans,
-        )
-        return RequestOutput("id", None, prompt_token_ids, None, [output], finished=True)
 
 
 async def judge(query: str, prompt: str, label: str) -> Reward:
@@ -70,19 +48,29 @@ def sampling(**changes) -> Sampling:
     return Sampling(**(values | changes))
 
 
-def run_group(engine: Engine, reward=judge, prompt: Prompt = PROMPT, **changes):
-    runner = EpisodeRunner(engine, TOKENIZER, SingleTurnAgentExecutor(reward, is_chat=True), [STOP])
-    return asyncio.run(runner.run_group(prompt, sampling(**changes)))
+def run_group(engine: Engine, reward=judge, options: dict | None = None, **changes) -> list[Trajectory]:
+    executor = SingleTurnAgentExecutor(reward, is_chat=True)
+    return run_executor(executor, engine, options, **changes)
+
+
+def run_executor(
+    executor: AgentExecutorBase, engine: Engine, options: dict | None = None, **changes
+) -> list[Trajectory]:
+    runner = EpisodeRunner(engine, TOKENIZER, executor, [STOP], **(options or {}))
+    group = asyncio.run(runner.run_group(PROMPT, sampling(**changes)))
+    assert group.prompt is PROMPT
+    return group.trajectories
 
 
 def test_every_field():
     spans = [WeightVersionSpan("4", start=0, end=1), WeightVersionSpan("5", start=1, end=2)]
-    first, *others = run_group(Engine(spans=spans))
+    first, *others = run_group(Engine(ANSWER, spans=spans))
     assert first.prompt is PROMPT
-    assert first.token_ids == PROMPT_IDS + ANSWER
-    assert first.action_mask == [False] * len(PROMPT_IDS) + [True, True]
-    assert first.rollout_log_probs == [-0.5, -1.0]
-    assert first.weight_versions == [4, 5]
+    assert first.token_ids.tolist() == PROMPT_IDS + ANSWER
+    assert first.action_mask.tolist() == [False] * len(PROMPT_IDS) + [True, True]
+    assert first.rollout_log_probs.tolist() == [-0.5, -1.0]
+    assert first.weight_versions.tolist() == [[4, 1], [5, 1]]
+    assert (first.turn_starts.tolist(), first.part) == ([len(PROMPT_IDS)], 0)
     assert (first.reward, first.score) == (1.0, 0.5)
     assert first.extra_logs == {"characters": float(len("2" + TOKENIZER.eos_token))}
     assert (first.outcome, first.error, first.finish_reason) == (Outcome.OK, "", "stop")
@@ -91,16 +79,16 @@ def test_every_field():
 
 
 def test_seeds_are_addresses():
-    engine = Engine()
+    engine = Engine(ANSWER)
     trajectories = run_group(engine)
     seeds = [seed_at(42, "train", PROMPT.episode, PROMPT.prompt_id, i) for i in range(3)]
     assert [t.seed for t in trajectories] == seeds
     assert [params.seed for _, params in engine.asked] == seeds
-    assert [t.seed for t in run_group(Engine(), purpose="eval")] != seeds
+    assert [t.seed for t in run_group(Engine(ANSWER), purpose="eval")] != seeds
 
 
 def test_what_the_engine_is_asked():
-    engine = Engine()
+    engine = Engine(ANSWER)
     run_group(engine, num_samples=1)
     ((prompt_ids, params),) = engine.asked
     assert prompt_ids == PROMPT_IDS
@@ -111,7 +99,7 @@ def test_what_the_engine_is_asked():
 
 def test_texts_that_end_an_answer():
     """vLLM finds them in the text; the tokens stay what was sampled."""
-    engine = Engine()
+    engine = Engine(ANSWER)
     run_group(engine, num_samples=1, stop=("User:", "\n\n"))
     ((_, params),) = engine.asked
     assert params.stop == ["User:", "\n\n"] and params.include_stop_str_in_output
@@ -125,47 +113,35 @@ def test_texts_that_end_an_answer():
 )
 def test_the_room_for_an_answer(max_new_tokens, max_len, expected):
     """min(max_new_tokens, what the prompt leaves of max_len)"""
-    engine = Engine()
+    engine = Engine(ANSWER)
     run_group(engine, max_new_tokens=max_new_tokens, max_len=max_len)
     assert [params.max_tokens for _, params in engine.asked] == [expected] * 3
 
 
 def test_a_prompt_without_room():
     with pytest.raises(ValueError, match=f"{len(PROMPT_IDS)} tokens leaves no room in --data.max_len"):
-        run_group(Engine(), max_len=len(PROMPT_IDS))
+        run_group(Engine(ANSWER), max_len=len(PROMPT_IDS))
 
 
 def test_an_answer_that_was_cut():
-    (t,) = run_group(Engine("length", ANSWER[:1]), num_samples=1)
+    (t,) = run_group(Engine(ANSWER[:1], finish_reason="length"), num_samples=1)
     assert t.truncated and t.ok and t.finish_reason == "length"
     assert t.reward == 0.0  # the judge saw no end
 
 
 def test_an_aborted_answer_is_never_judged():
-    (t,) = run_group(Engine("abort", ANSWER[:1]), reward=no_judge, num_samples=1)
+    (t,) = run_group(Engine(ANSWER[:1], finish_reason="abort"), reward=no_judge, num_samples=1)
     assert (t.outcome, t.reward, t.score) == (Outcome.ABORTED, None, None)
-    assert t.token_ids == PROMPT_IDS + ANSWER[:1]
+    assert t.token_ids.tolist() == PROMPT_IDS + ANSWER[:1]
     assert not t.ok
 
 
 def test_a_failed_reward_keeps_the_tokens():
-    (t,) = run_group(Engine(), reward=no_judge, num_samples=1)
+    (t,) = run_group(Engine(ANSWER), reward=no_judge, num_samples=1)
     assert (t.outcome, t.error) == (Outcome.REWARD_ERROR, "the judge is out")
     assert (t.reward, t.score) == (None, None)
-    assert t.token_ids == PROMPT_IDS + ANSWER
-    assert t.rollout_log_probs == [-0.5, -1.0] and t.weight_versions == [0, 0]
-
-
-def test_an_executor_that_fails_without_telling():
-    class Lost(AgentExecutorBase):
-        async def execute(
-            self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None
-        ):
-            raise RewardError("lost the episode")
-
-    runner = EpisodeRunner(Engine(), TOKENIZER, Lost(), [STOP])
-    t = asyncio.run(runner.run(PROMPT, 0, sampling()))
-    assert (t.outcome, t.error, t.token_ids) == (Outcome.REWARD_ERROR, "lost the episode", [])
+    assert t.token_ids.tolist() == PROMPT_IDS + ANSWER
+    assert t.rollout_log_probs.tolist() == [-0.5, -1.0] and t.weight_versions.tolist() == [[0, 2]]
 
 
 def test_any_other_exception_propagates():
@@ -173,31 +149,86 @@ def test_any_other_exception_propagates():
         raise KeyError("a bug of ours")
 
     with pytest.raises(KeyError, match="a bug of ours"):
-        run_group(Engine(), reward=broken)
+        run_group(Engine(ANSWER), reward=broken)
 
 
-def test_feedback_between_actions_is_no_action():
-    class TwoTurns(AgentExecutorBase):
-        async def execute(
-            self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None
-        ):
-            return {
-                "prompt": prompt,
-                "label": label,
-                "observation_tokens": [1, 2, 3, 4, 5, 6],
-                "action_ranges": [(1, 3), (5, 6)],
-                "rollout_log_probs": [0.0, -1.0, -2.0, 0.0, 0.0, -3.0],
-                "weight_versions": [1, 1, 2],
-                "reward": 1.0,
-                "scores": 1.0,
-                "finish_reason": "stop",
-                "truncated": False,
-            }
+class Waiting(Engine):
+    """Takes long for as many requests as it is told."""
 
-    t = asyncio.run(EpisodeRunner(Engine(), TOKENIZER, TwoTurns(), [STOP]).run(PROMPT, 0, sampling()))
-    assert t.action_mask == [False, True, True, False, False, True]
-    assert t.rollout_log_probs == [-1.0, -2.0, -3.0]
-    assert t.extra_logs == {}
+    def __init__(self, slow: int) -> None:
+        super().__init__(ANSWER)
+        self.slow = slow
+
+    async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
+        output = await super().generate(prompt_token_ids, sampling_params)
+        await asyncio.sleep(60 if len(self.asked) <= self.slow else 0)
+        return output
+
+
+def test_an_episode_that_takes_too_long() -> None:
+    (t,) = run_group(Waiting(1), options={"timeout": 0.05}, num_samples=1)
+    assert t.outcome is Outcome.TIMED_OUT and t.reward is None and t.num_actions == 0
+    assert t.error == "SingleTurnAgentExecutor took longer than --rollout.episode_timeout 0.05 s"
+
+
+def test_a_slow_reward_counts_and_leaves_the_tokens() -> None:
+    async def slow(query: str, prompt: str, label: str) -> Reward:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    (t,) = run_group(Engine(ANSWER), slow, {"timeout": 0.05}, num_samples=1)
+    assert t.outcome is Outcome.TIMED_OUT and t.action_ids.tolist() == ANSWER
+
+
+def test_a_time_out_of_ours_is_not_the_episodes() -> None:
+    async def broken(query: str, prompt: str, label: str) -> Reward:
+        raise TimeoutError("a bug of ours")
+
+    with pytest.raises(TimeoutError, match="a bug of ours"):
+        run_group(Engine(ANSWER), broken, {"timeout": 60})
+
+
+def test_failed_episodes_run_again_with_other_seeds() -> None:
+    """The i-th further try has the address of the episode and its number."""
+    engine = Waiting(2)
+    (t,) = run_group(engine, options={"timeout": 0.05, "retries": 3}, num_samples=1)
+    address = (42, "train", PROMPT.episode, PROMPT.prompt_id, 0)
+    seeds = [seed_at(*address), seed_at(*address, "attempt", 1), seed_at(*address, "attempt", 2)]
+    assert [params.seed for _, params in engine.asked] == seeds
+    assert t.ok and t.seed == seeds[-1] and t.action_ids.tolist() == ANSWER
+
+
+def test_the_last_try_stands() -> None:
+    engine = Engine(ANSWER[:1], finish_reason="abort")
+    (t,) = run_group(engine, options={"retries": 2}, num_samples=1)
+    assert t.outcome is Outcome.ABORTED and len(engine.asked) == 3
+
+
+def test_a_reward_that_failed_is_not_tried_again() -> None:
+    engine = Engine(ANSWER)
+    (t,) = run_group(engine, no_judge, {"retries": 2}, num_samples=1)
+    assert t.outcome is Outcome.REWARD_ERROR and len(engine.asked) == 1
+
+
+def test_a_dead_engine_ends_the_run() -> None:
+    class Dead(Engine):
+        async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
+            raise EngineDeadError
+
+    with pytest.raises(EngineDeadError):
+        run_group(Dead(ANSWER), options={"retries": 2})
+
+
+def test_a_cancelled_episode_is_no_data() -> None:
+    async def cancelled() -> None:
+        runner = EpisodeRunner(Waiting(1), TOKENIZER, SingleTurnAgentExecutor(judge, is_chat=True), [STOP])
+        task = asyncio.create_task(runner.run(PROMPT, 0, sampling()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
 
 
 def test_sampling_of_a_configuration():

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrlhf.config.sections import LoggerConfig
 from openrlhf.observe import journal as journal_module
 from openrlhf.observe.journal import (
     Journal,
@@ -26,6 +27,8 @@ from openrlhf.observe.journal import (
     read_rows,
     read_table,
 )
+from openrlhf.observe.observer import Observer
+from openrlhf.observe.run_folder import RunFolder
 from openrlhf.types import Batch, Outcome, Prompt, Trajectory, runs
 
 TWO_TURNS = Trajectory(
@@ -63,6 +66,7 @@ def write(rollouts: Path, step, trajectories, *, decode=None, mode="full", **job
     journal = Journal(rollouts, decode=decode, mode=mode)
     path = journal.write(step, trajectories, **job)
     journal.close()
+    assert path is not None
     return path
 
 
@@ -132,7 +136,7 @@ def test_rows_are_found_in_any_row_group(tmp_path, monkeypatch):
     ts = [FAILED if i % 3 == 0 else rewarded(float(i), sample_index=i) for i in range(11)]
     finished = [t for t in ts if t.ok]
     batch = replace(
-        Batch.of(finished), advantages=np.repeat([t.reward for t in finished], 3).astype(np.float32)
+        Batch.of(finished), advantages=np.repeat([t.sample_index for t in finished], 3).astype(np.float32)
     )
     trained = Trained(batch=batch, schedule=[[list(range(len(finished)))]], first_update=0)
     path = write(tmp_path, 1, ts, trained=trained)
@@ -300,6 +304,20 @@ def test_the_run_does_not_wait_for_its_journal_until_the_queue_is_full(tmp_path,
     assert said.empty() and list(journal_steps(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
+def test_what_was_flushed_is_there(tmp_path):
+    journal = Journal(tmp_path)
+    journal.flush()
+    for step in (1, 2):
+        journal.write(2 * step - 1, [TWO_TURNS] * 500)
+        journal.write(2 * step, [TWO_TURNS])
+        journal.flush()
+        assert list(journal_steps(tmp_path)) == list(range(1, 2 * step + 1))
+    journal.close()
+    journal.write(5, [TWO_TURNS])
+    journal.flush()
+    assert list(journal_steps(tmp_path)) == [1, 2, 3, 4, 5]
+
+
 def test_a_full_disk_ends_the_journal_and_not_the_run(tmp_path, monkeypatch):
     """Whole steps stay, the half one goes, and it is said once, with path and reason."""
     full = threading.Event()
@@ -308,7 +326,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_run(tmp_path, monkeypatch):
         if full.is_set():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(journal_module.os, "fsync", fsync)
+    monkeypatch.setattr("openrlhf.files.os.fsync", fsync)
     said = []
     journal = Journal(tmp_path, say=said.append)
     journal.write(1, [TWO_TURNS])
@@ -340,7 +358,7 @@ def test_any_other_error_is_raised_by_the_next_call(tmp_path):
     journal = Journal(tmp_path, decode=broken)
     journal.write(1, [TWO_TURNS])
     with pytest.raises(ZeroDivisionError, match="in the tokenizer"):
-        journal.close()
+        journal.flush()
     journal.close()
     assert not list(tmp_path.iterdir())
     journal = Journal(tmp_path, decode=broken)
@@ -348,6 +366,33 @@ def test_any_other_error_is_raised_by_the_next_call(tmp_path):
         for step in range(1000):
             journal.write(step, [TWO_TURNS])
     journal.close()
+    journal = Journal(tmp_path, decode=broken)
+    journal.write(1, [TWO_TURNS])
+    with pytest.raises(ZeroDivisionError):
+        journal.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "samples", "filtered"), [("full", 100, 60), ("sample", 32, 16), ("off", None, None)]
+)
+def test_an_observer_keeps_what_it_is_told_to_keep(tmp_path, capsys, mode, samples, filtered):
+    """All of it is there once the observer is closed; what it says of failures names a file only if there is
+    one."""
+    folder = RunFolder.create(tmp_path, config_yaml="{}", argv=["test"], resume=False)
+    observer = Observer(folder, LoggerConfig(), decode=DECODE, rollouts=mode)
+    ts = [TWO_TURNS] * 60 + [FAILED] * 40
+    batch = Batch.of(ts[:60])
+    observer.log_rollouts(1, ts, trained=Trained(batch=batch, schedule=[[[*range(60)]]], first_update=6))
+    observer.log_rollouts(1, ts[:60], name="filtered")
+    observer.close()
+    assert ("| step_000001.parquet" in capsys.readouterr().out) == (samples is not None)
+    files = {name: journal_steps(folder.rollouts_path, name) for name in ("step", "filtered")}
+    if samples is None:
+        assert not any(files.values())
+        return
+    table = read_table(files["step"][1])
+    assert len(table) == samples and len(read_table(files["filtered"][1])) == filtered
+    assert {*map(str, table["optimizer_steps"].to_pylist())} == {"[7]", "None"}
 
 
 def write_for_ever(folder: Path) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayTaskError, colorama
 
 from openrlhf.cli.train_ppo_ray import rank_counts
 from openrlhf.cluster import folder, launch
@@ -243,3 +243,14 @@ def test_processes_work_in_the_folder_of_their_run(tmp_path, monkeypatch):
     monkeypatch.setenv(folder.VARIABLE, str(tmp_path / "of another machine"))
     folder.enter()
     assert Path.cwd() == tmp_path
+
+
+def test_a_trace_of_ray_has_no_colours_in_a_file(monkeypatch):
+    trace = RayTaskError(
+        "update", "Traceback (most recent call last):\nKeyError: 1", KeyError(1), "ray::update"
+    )
+    monkeypatch.setattr(colorama.Fore, "CYAN", "\x1b[36m")
+    monkeypatch.setattr(colorama.Fore, "RESET", "\x1b[39m")
+    assert str(trace).startswith("\x1b[36mray::update()\x1b[39m (pid=")
+    launch._leave_out_colours()
+    assert str(trace).startswith("ray::update() (pid=")

@@ -186,6 +186,25 @@ def test_an_evaluation_and_a_message_do_not_wait():
     ]
 
 
+def test_messages_of_other_threads_lose_no_step():
+    stream, ended = io.StringIO(), threading.Event()
+    with Progress(stream=stream) as progress:
+        progress.start(3000)
+
+        def talk():
+            while not ended.is_set():
+                progress.message("written")
+
+        threads = [threading.Thread(target=talk) for _ in range(3)]
+        [t.start() for t in threads]
+        for step in range(1, 3001):
+            progress.step(step, {"sft/loss": 1.0, f"x/{step % 50}": 2.0})
+        ended.set()
+        [t.join() for t in threads]
+    told = re.findall(r"step \d+/3000(?: \((\d+) steps\))?  loss 1  ", stream.getvalue())
+    assert sum(int(steps or 1) for steps in told) == 3000
+
+
 def test_a_silent_step_says_that_it_is_under_way():
     stream = io.StringIO()
     with Progress(stream=stream, plain_seconds=0.1) as progress:
@@ -423,7 +442,8 @@ def test_a_wait_says_that_it_lasts_and_the_next_time_how_long_it_took(durations)
     assert 0.2 <= seconds < 2
     with waiting(f"loading {HOSTILE}", key="tiny", stream=second):
         time.sleep(0.1)
-    assert lines_of(second)[0].endswith(f"last time {format_duration(seconds)}")
+    before = re.escape(f"(last time {format_duration(seconds)})")
+    assert re.fullmatch(rf"loading \[2J.* {before} \d+ms", lines_of(second)[0])
     with waiting(f"loading {HOSTILE}", key="large", stream=other):
         time.sleep(0.1)
     assert "last time" not in other.getvalue() and not CONTROL.search(other.getvalue().replace("\n", ""))

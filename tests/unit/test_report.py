@@ -125,6 +125,14 @@ def test_a_report_shows_the_run(tmp_path):
     assert "The same in every step: eval/gsm8k_pass1 0.625" in page.text
 
 
+def test_a_report_says_that_it_shows_a_few_of_many_samples(tmp_path):
+    folder = make_run(tmp_path)
+    journal = Journal(folder.rollouts_path, mode="sample")
+    journal.write(1, [trajectory(0.5)] * 100 + [FAILED])
+    journal.close()
+    assert "ok 16, env_error 1 of 101 samples" in Page(write_report(folder.path).read_text()).text
+
+
 def test_a_curve_is_where_its_numbers_are(tmp_path):
     folder = make_run(tmp_path, num_steps=3, metrics=lambda step: {"loss": {1: 0.0, 2: 1.0, 3: 0.5}[step]})
     page = Page(write_report(folder.path).read_text())

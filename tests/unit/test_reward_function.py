@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from openrlhf.rewards import process
 from openrlhf.rewards.function import RewardFunction, check_reward_file
+from openrlhf.rewards.user_file import ImportTimeout
 from openrlhf.rewards.values import read_rewards
 from openrlhf.trainer.diagnostics import rollout_metrics
 from openrlhf.types import Outcome, Prompt, Trajectory
@@ -223,6 +225,17 @@ def test_a_file_that_takes_long_to_import_is_remarked_upon(tmp_path):
     assert remark.startswith(f"--reward.remote_url {path}: its import takes more than 0.3 s")
     time.sleep(0.6)
     assert not alive.exists()  # its process has ended
+
+
+def test_an_import_that_does_not_end_ends_the_run(tmp_path, monkeypatch):
+    """It is no RewardError, which would be a sample's own."""
+    monkeypatch.setattr(process, "IMPORT_DEADLINE", 0.3)
+    path = tmp_path / "reward.py"
+    path.write_text("import time\ntime.sleep(60)\n")
+    function = RewardFunction(str(path), timeout=30)
+    with pytest.raises(ImportTimeout, match=rf"^{path}: its import in the engine took more than 0.3 s"):
+        call(function, "")
+    function.close()
 
 
 @pytest.mark.parametrize(

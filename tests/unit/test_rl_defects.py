@@ -26,10 +26,9 @@ from records import batch_of, by_sequence, trajectory
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from openrlhf.algos.advantages import ESTIMATORS
 from openrlhf.algos.correction import CORRECTIONS
 from openrlhf.algos.kl import KLController
-from openrlhf.algos.traits import AGGREGATIONS, POLICY_LOSSES
+from openrlhf.algos.traits import AGGREGATIONS, ESTIMATORS, POLICY_LOSSES
 from openrlhf.cli.rl_data import RLData, build_prompt_datasets
 from openrlhf.cli.train_ppo_ray import build_trainer
 from openrlhf.cluster import group, worker
@@ -202,7 +201,10 @@ class Silent:
     def log_step(self, step: int, metrics: Metrics) -> None:
         assert all(math.isfinite(value) for value in metrics.values()), metrics
 
-    def log_rollouts(self, step: int, trajectories: Sequence[Trajectory], **options) -> None:
+    def log_rollouts(self, *args: object, **options: object) -> None:
+        pass
+
+    def flush(self) -> None:
         pass
 
     def message(self, text: str) -> None:
