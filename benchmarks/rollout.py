@@ -1,6 +1,6 @@
 """Sampled tokens per second of a rollout, two ways on the same model, prompts and seeds.
 
-ours   EnginePool.generate: from prompts to trajectories with rewards in the controller, through the Ray
+ours   EnginePool: from prompts to trajectories with rewards in the controller, through the Ray
        actor, the agent and the reward process that train_ppo_ray uses
 bare   vLLM's AsyncLLM in a Ray actor, with the same engine arguments and token ids as input: one request
        for each sample, all at once, log-probs of sampled tokens; it returns the tokens
@@ -126,12 +126,16 @@ def build_prompts(config: PPOConfig, count: int) -> list[Prompt]:
 
 
 def ours(config: PPOConfig, bundles: Bundles, on_gpu: bool, prompts: list[Prompt]) -> Way:
-    group = EnginePool(config, bundles, on_gpu, from_files=True)
-    group.start().result()
-    return lambda: [
-        [token for token, is_action in zip(t.token_ids, t.action_mask, strict=True) if is_action]
-        for t in group.generate(prompts).result()
-    ]
+    pool = EnginePool(config, bundles, on_gpu, from_files=True)
+    pool.start().result()
+
+    def sample() -> list[list[int]]:
+        """In the order of the prompts, however they finish."""
+        pool.submit(prompts, "train")
+        groups = sorted((pool.next_group("train") for _ in prompts), key=lambda g: g.prompt.prompt_id)
+        return [t.action_ids.tolist() for group in groups for t in group.trajectories]
+
+    return sample
 
 
 def bare(config: PPOConfig, bundles: Bundles, on_gpu: bool, prompts: list[Prompt]) -> Way:

@@ -3,14 +3,15 @@
 import re
 from pathlib import Path
 
-import torch
+import numpy as np
+from records import trajectory
 
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, RewardConfig
 from openrlhf.trainer.collect import Verdict
 from openrlhf.trainer.credit import assign_credit
 from openrlhf.trainer.diagnostics import rollout_metrics
 from openrlhf.trainer.evaluate import evaluation_metrics
-from openrlhf.types import Outcome, Prompt, Sample, Scores, Trajectory
+from openrlhf.types import Batch, Outcome, Scores, Trajectory
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text().partition("## What looks unhealthy")[0]
@@ -21,30 +22,21 @@ ENGINE = {"grad_norm", "lr", "num_tokens"}
 """What DeepSpeedEngine.train_step adds; with `critic/` in front for the critic."""
 
 
-def trajectory(outcome: Outcome = Outcome.OK, sample_index: int = 0, length: int = 2) -> Trajectory:
+def sample(outcome: Outcome = Outcome.OK, sample_index: int = 0, length: int = 2) -> Trajectory:
     score = float(sample_index) if outcome is Outcome.OK else None
-    return Trajectory(
-        prompt=Prompt(prompt_id=0, text="", source="math"),
-        sample_index=sample_index,
-        token_ids=[1] * (1 + length),
-        action_mask=[False] + [True] * length,
-        rollout_log_probs=[-1.0] * length,
-        weight_versions=[0] * length,
-        reward=score,
-        score=score,
-        outcome=outcome,
-    )
+    options = {"source": "math", "sample_index": sample_index, "outcome": outcome}
+    return trajectory(score, [1] * length, **options)
 
 
 def emitted() -> set[str]:
     """By a rollout with every outcome, and with every model there is."""
-    finished = [trajectory(sample_index=i, length=2 + i) for i in range(8)]
-    everything = finished + [trajectory(outcome) for outcome in Outcome if outcome is not Outcome.OK]
-    ones = [torch.ones(t.num_actions) for t in finished]
-    scores = [Scores(log_probs=-x, ref_log_probs=-x, teacher_log_probs=-x, values=x) for x in ones]
+    finished = [sample(sample_index=i, length=2 + i) for i in range(8)]
+    everything = finished + [sample(outcome) for outcome in Outcome if outcome is not Outcome.OK]
+    batch = Batch.of(finished)
+    ones = np.ones(batch.num_actions.sum(), np.float32)
     credit = assign_credit(
-        [Sample.of(t) for t in finished],
-        scores,
+        batch,
+        Scores(log_probs=-ones, ref_log_probs=-ones, teacher_log_probs=-ones, values=ones),
         finished,
         algo=AlgoConfig(advantage=AdvantageConfig(estimator="gae")),
         reward=RewardConfig(),

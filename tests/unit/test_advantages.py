@@ -93,6 +93,27 @@ def test_gae():
     assert returns.tolist() == [1.25, 3, 8, 1.5, 4]
 
 
+@settings(deadline=None, max_examples=50)
+@given(
+    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    gamma=st.sampled_from([0.0, 0.5, 1.0]),
+    lambd=st.sampled_from([0.0, 0.5, 1.0]),
+    seed=st.integers(0, 100),
+)
+def test_sequences_do_not_mix(sizes, gamma, lambd, seed):
+    """Beside others a sequence has the returns and the advantages that it has alone."""
+    random = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, sum(sizes), generator=random)
+    counts = torch.tensor(sizes)
+    advantages, returns = gae(rewards, values, counts, gamma, lambd)
+    discounted = discounted_returns(rewards, counts, gamma)
+    alone = zip(*(x.split(sizes) for x in (rewards, values, advantages, returns, discounted)), strict=True)
+    for r, v, *found in alone:
+        own = torch.tensor([len(r)])
+        expected = (*gae(r, v, own, gamma, lambd), discounted_returns(r, own, gamma))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_gae_with_lambda_1_is_returns_minus_values():
     torch.manual_seed(0)
     rewards, values, counts = torch.randn(18), torch.randn(18), torch.tensor([6, 1, 0, 11])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from records import trajectory
 from tokenizers import processors
 from tokenizers_of_users import llama_2_style
 
@@ -27,7 +28,6 @@ from openrlhf.rewards.models import RewardReader
 from openrlhf.serve.scoring import TextScorer
 from openrlhf.serve.server import text_of
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
-from openrlhf.types import Outcome, Prompt, Trajectory
 from openrlhf.utils import prompt_token_ids
 from openrlhf.utils.agent import Reward, SingleTurnAgentExecutor
 from openrlhf.utils.text import first_token_ids
@@ -212,21 +212,13 @@ def test_a_reward_model_of_another_vocabulary_reads_its_own_first_token():
     policy = llama_2_style()
     policy.add_tokens(["<new>"])
     token_ids = prompt_token_ids(policy, "2 + 2", is_chat=False)
-    trajectory = Trajectory(
-        prompt=Prompt(prompt_id=0, text="2 + 2"),
-        sample_index=0,
+    sample = trajectory(
+        0.0,
+        text="2 + 2",
         token_ids=[*token_ids, policy.eos_token_id],
         action_mask=[False] * len(token_ids) + [True],
-        rollout_log_probs=[0.0],
-        weight_versions=[0],
-        reward=0.0,
-        score=0.0,
-        outcome=Outcome.OK,
-        finish_reason="stop",
-        truncated=False,
-        seed=0,
     )
-    read = RewardReader(policy, TINY, stop_token_ids=[policy.eos_token_id], max_len=None)(trajectory)
+    read = RewardReader(policy, TINY, stop_token_ids=[policy.eos_token_id], max_len=None)(sample)
     assert read.token_ids.tolist() == [*as_transformers(TINY, "2 + 2"), TINY.eos_token_id]
 
 

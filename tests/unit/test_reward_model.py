@@ -1,11 +1,11 @@
 """What reward models read of a trajectory, and what their scores make of it."""
 
 import pickle
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
+import records
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -38,14 +38,11 @@ def sampled(
 ) -> Trajectory:
     """A finished trajectory of these texts."""
     prompt_ids, ids = ids_of(tokenizer, prompt), ids_of(tokenizer, answer)
-    return Trajectory(
+    return records.trajectory(
+        0.0,
         prompt=Prompt(prompt_id=0, text=prompt, messages=messages),
-        sample_index=0,
         token_ids=prompt_ids + ids,
         action_mask=[False] * len(prompt_ids) + [True] * len(ids),
-        rollout_log_probs=[0.0] * len(ids),
-        weight_versions=[0] * len(ids),
-        reward=0.0,
         truncated=truncated,
     )
 
@@ -76,9 +73,9 @@ def test_the_sampled_tokens_are_read_where_vocabulary_and_template_are_the_same(
     for messages in (None, MESSAGES):
         finished = sampled(tokenizer, ANSWER + "<|end|>", messages=messages)
         sample = reader(tokenizer, tiny_tokenizer())(finished)
-        assert sample.token_ids.tolist() == finished.token_ids
+        assert sample.token_ids.tolist() == finished.token_ids.tolist()
     other_end = reader(tokenizer, tiny_tokenizer())(sampled(tokenizer, ANSWER))
-    assert other_end.token_ids.tolist() == finished.token_ids  # as the model was trained
+    assert other_end.token_ids.tolist() == finished.token_ids.tolist()  # as the model was trained
 
 
 @pytest.mark.parametrize("own", ["the policy's", "letters", "letters in a chat"])
@@ -88,10 +85,10 @@ def test_a_response_that_ran_out_of_tokens_has_no_end(own):
     cut = sampled(policy, ANSWER, messages=MESSAGES, truncated=True)
     if own == "the policy's":
         sample = reader(policy, tiny_tokenizer())(cut)
-        assert sample.token_ids.tolist() == cut.token_ids
+        assert sample.token_ids.tolist() == cut.token_ids.tolist()
         assert sample.action_mask.nonzero().tolist() == [[sample.length - 1]]
         short = reader(policy, tiny_tokenizer(), max_len=6)(cut)
-        assert short.token_ids.tolist() == cut.token_ids[:6]
+        assert short.token_ids.tolist() == cut.token_ids[:6].tolist()
     elif own == "letters":
         assert read_text(policy, letters(), cut) == PROMPT + ANSWER
     else:
@@ -127,7 +124,8 @@ def test_a_policy_that_writes_a_space_first_is_read_without_it():
     prompt = "[INST] How many? [/INST]"
     t = sampled(policy, "", prompt, messages=MESSAGES[1:])
     token_ids = [*ids_of(policy, f"{prompt} {ANSWER}"), policy.eos_token_id]
-    t = replace(t, token_ids=token_ids, action_mask=[i >= len(t.token_ids) for i in range(len(token_ids))])
+    mask = [i >= len(t.token_ids) for i in range(len(token_ids))]
+    t = records.trajectory(prompt=t.prompt, token_ids=token_ids, action_mask=mask)
     assert read_text(policy, letters(PEOPLE), t) == "USER: How many?\nASSISTANT: 3 apples[EOS]"
     assert read_text(policy, letters(), t) == f"{prompt} {ANSWER}[EOS]"
 
@@ -179,23 +177,13 @@ def test_prompts_of_older_checkpoints_are_read():
 
 
 def trajectory(reward: float | None, score: float | None = None) -> Trajectory:
-    return Trajectory(
-        prompt=Prompt(prompt_id=0, text=PROMPT),
-        sample_index=0,
-        token_ids=[1, 2],
-        action_mask=[False, True],
-        rollout_log_probs=[-1.0],
-        weight_versions=[0],
-        reward=reward,
-        score=reward if score is None else score,
-        outcome=Outcome.REWARD_ERROR if reward is None else Outcome.OK,
-        extra_logs={"steps": 2.0},
-    )
+    options = {"text": PROMPT, "extra_logs": {"steps": 2.0}}
+    return records.trajectory(reward, score=reward if score is None else score, **options)
 
 
 def test_scores_are_weighted_and_added():
     both = [trajectory(0.0), trajectory(None), trajectory(0.0)]
-    scores = [torch.tensor([1.0, 4.0]), torch.tensor([-1.0, 2.0])]
+    scores = [np.array([1.0, 4.0]), np.array([-1.0, 2.0])]
     first, failed, last = add_model_rewards(
         both, scores, names=["helpful", "harmless"], weights=[1.0, 0.5], has_function=False
     )
@@ -207,7 +195,7 @@ def test_scores_are_weighted_and_added():
 
 def test_a_reward_function_keeps_the_last_word_on_the_score():
     (t,) = add_model_rewards(
-        [trajectory(1.0, score=0.25)], [torch.tensor([2.0])], names=["rm"], weights=[0.5], has_function=True
+        [trajectory(1.0, score=0.25)], [np.array([2.0])], names=["rm"], weights=[0.5], has_function=True
     )
     assert (t.reward, t.score) == (2, 0.25)
 
@@ -216,7 +204,7 @@ def test_a_reward_function_keeps_the_last_word_on_the_score():
 def test_a_score_that_is_not_finite_is_a_failed_reward(value):
     (t,) = add_model_rewards(
         [trajectory(1.0)],
-        [torch.tensor([0.0, value])],
+        [np.array([0.0, value])],
         names=["a", "b"],
         weights=[1.0, 1.0],
         has_function=True,

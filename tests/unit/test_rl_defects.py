@@ -55,7 +55,7 @@ from openrlhf.config.ppo import (
     RolloutConfig,
     TrainConfig,
 )
-from openrlhf.config.sections import ScorerDeepSpeedConfig, logger_for
+from openrlhf.config.sections import ScorerDeepSpeedConfig
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
 from openrlhf.engine.distributed import ProcessMesh
@@ -672,7 +672,7 @@ def test_a_coefficient_of_zero_loads_no_reference_and_trains_without_one():
     (row, *_) = engines_of(run.policy)[0].steps[0]
     assert run.trainer.reference is None and row.ref_log_probs is None
     objective = run.policy.workers[0].worker.objective(0.0)
-    log_probs = present(row.old_log_probs)
+    log_probs = row.rollout_log_probs  # any: the ratio is 1
     loss, metrics = objective(
         lambda row, temperature, with_entropy: SimpleNamespace(log_probs=log_probs, entropy=None),
         row,
@@ -843,7 +843,7 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
     config = replace(
         config,
         ckpt=replace(config.ckpt, load_enable=True),
-        logger=replace(logger_for("ppo", "test"), run_dir=str(tmp_path / "run")),
+        logger=replace(config.logger, run_dir=str(tmp_path / "run")),
     )
     run, origin = Run(config, 4, lambda episode, prompt: (0.0, 1.0)), Origin.of("ppo", config, {})
     prompts = PromptDataset([Prompt(prompt_id=i, text="") for i in range(4)])

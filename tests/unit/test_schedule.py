@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from records import group_of
 
 from openrlhf.config.ppo import AlgoConfig, CriticConfig, PPOConfig, RolloutConfig, TrainConfig
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler
@@ -15,7 +16,7 @@ from openrlhf.trainer.schedule import (
     prompts_of_steps,
     training_schedule,
 )
-from openrlhf.types import Prompt, Trajectory
+from openrlhf.types import Group, Prompt, Purpose
 
 LENGTHS = st.lists(st.integers(2, 50), min_size=1, max_size=40)
 
@@ -97,30 +98,28 @@ def runs(draw) -> tuple[PPOConfig, int]:
     return config, draw(st.integers(1, 40))
 
 
+class Solved:
+    """A rollout in which nothing is filtered out."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self.under_way: list[Prompt] = []
+
+    def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
+        self.under_way += prompts
+
+    def next_group(self, purpose: Purpose, timeout: float | None = None) -> Group:
+        return group_of(self.under_way.pop(), [0.5] * self.num_samples)
+
+
 def updates_of(config: PPOConfig, num_prompts: int) -> list[int]:
     """Optimizer steps of each RL step, counted while the batches of a run are dealt. Nothing is filtered
     out."""
     samples = config.rollout.n_samples_per_prompt
 
-    def generate(prompts: Sequence[Prompt]) -> list[Trajectory]:
-        return [
-            Trajectory(
-                prompt=prompt,
-                sample_index=i,
-                token_ids=[1, 2],
-                action_mask=[False, True],
-                rollout_log_probs=[-1.0],
-                weight_versions=[0],
-                reward=0.5,
-                score=0.5,
-            )
-            for prompt in prompts
-            for i in range(samples)
-        ]
-
     dataset = PromptDataset([Prompt(prompt_id=i, text="") for i in range(num_prompts)])
     sampler = PromptSampler(dataset, seed=0, num_episodes=config.train.num_episodes)
-    collector, made = Collector(config, sampler, generate), []
+    collector, made = Collector(config, sampler, Solved(samples), lambda group: None), []
     while len(made) != config.train.max_steps and (batch := collector.next_batch(len(made) + 1).trajectories):
         count = num_batches(len(batch), config.train.batch_size)
         epochs, lengths = config.train.max_epochs, [2] * len(batch)

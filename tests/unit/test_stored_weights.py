@@ -61,10 +61,9 @@ def test_a_model_that_tells_no_tokens_apart():
 def test_the_probe_is_made_of_ordinary_tokens():
     tokenizer = tiny_tokenizer()
     probe = probe_of(tokenizer, 128)
-    assert probe.length == 128 and probe.num_actions == 127 and not probe.action_mask[0]
-    ids = probe.token_ids.tolist()
-    assert not set(ids) & {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    assert len(set(ids)) > 80
-    assert probe_of(tokenizer, 128).token_ids.tolist() == ids
+    assert len(probe) == 128
+    assert not set(probe) & {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    assert len(set(probe)) > 80
+    assert probe_of(tokenizer, 128) == probe
     tokenizer.bos_token = "<|endoftext|>"
-    assert probe_of(tokenizer, 5).token_ids.tolist() == [tokenizer.bos_token_id, *ids[:4]]
+    assert probe_of(tokenizer, 5) == [tokenizer.bos_token_id, *probe[:4]]

@@ -6,10 +6,10 @@ import sys
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import trajectory
 from tokenizers_of_users import llama_2_style, word_pieces
 
 from openrlhf.datasets.inference import Question
@@ -18,7 +18,6 @@ from openrlhf.models.streaming import PiecewiseText
 from openrlhf.observe.journal import response_of
 from openrlhf.rollout.batch_inference import Recorder, requests_for
 from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.types import Prompt, Trajectory, runs
 from openrlhf.utils import decode
 from openrlhf.utils.agent import Reward, SingleTurnAgentExecutor
 
@@ -147,13 +146,9 @@ def test_a_chat_shows_what_the_model_wrote() -> None:
 
 def test_the_journal_holds_what_the_policy_wrote() -> None:
     prompt, response = split(LLAMA)
-    t = Trajectory(
-        prompt=Prompt(prompt_id=0, text=PROMPT),
-        sample_index=0,
-        token_ids=np.array(prompt + response, np.int32),
-        action_mask=np.arange(len(prompt + response)) >= len(prompt),
-        rollout_log_probs=np.zeros(len(response), np.float32),
-        weight_versions=runs([0] * len(response)),
-        reward=0.0,
+    t = trajectory(
+        text=PROMPT,
+        token_ids=prompt + response,
+        action_mask=[False] * len(prompt) + [True] * len(response),
     )
     assert response_of(t, partial(decode, LLAMA)) == RESPONSE

@@ -93,7 +93,7 @@ def test_a_group_travels_as_one_array_for_each_field():
 
 def test_what_arrives_is_not_copied():
     arrived, buffers = sent(group(5))
-    received = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+    received = [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
     for name in ("token_ids", "action_mask", "rollout_log_probs", "weight_versions", "turn_starts"):
         arrays = [getattr(t, name) for t in arrived.trajectories if getattr(t, name).size]
         assert arrays and all(any(np.shares_memory(a, whole) for whole in received) for a in arrays)

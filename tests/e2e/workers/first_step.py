@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from openrlhf.cli.reference import without_adapters
@@ -15,17 +16,7 @@ from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.dpo import DPOObjective
-from openrlhf.types import (
-    Credit,
-    Experience,
-    ExperienceRow,
-    Metrics,
-    PackedRow,
-    Pair,
-    PairRow,
-    Sample,
-    Scores,
-)
+from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Pair, PairRow, Sample
 
 
 def samples(count: int) -> list[Sample]:
@@ -66,15 +57,18 @@ def first_steps(spec: dict, case: dict) -> dict[str, Metrics]:
     pairs = PairRow.of([Pair(chosen=a, rejected=b) for a, b in zip(made[::2], made[1::2], strict=True)])
     dpo = engine.train_step([pairs], DPOObjective(beta=0.5, reference=reference))
     old = engine.forward([PackedRow.of(made)], lambda model, row: model(row).log_probs)[0]
-    experiences = [
-        Experience(
-            sample=Sample(token_ids=s.token_ids, action_mask=s.action_mask, rollout_log_probs=log_probs),
-            scores=Scores(log_probs=log_probs),
-            credit=Credit(advantages=torch.ones(s.num_actions), returns=torch.zeros(s.num_actions)),
-        )
-        for s, log_probs in zip(made, old.split([s.num_actions for s in made]), strict=True)
-    ]
-    return {"dpo": dpo, "ppo": engine.train_step([ExperienceRow.of(experiences)], ActorObjective())}
+    ones = np.ones(len(old), np.float32)
+    batch = Batch(
+        token_ids=np.concatenate([s.token_ids for s in made]),
+        action_mask=np.concatenate([s.action_mask for s in made]),
+        lengths=np.array([s.length for s in made]),
+        num_actions=np.array([s.num_actions for s in made]),
+        rollout_log_probs=old.numpy(),
+        log_probs=old.numpy(),
+        advantages=ones,
+        returns=0 * ones,
+    )
+    return {"dpo": dpo, "ppo": engine.train_step([ExperienceRow.of(batch)], ActorObjective())}
 
 
 def main() -> None:

@@ -4,8 +4,10 @@ stage."""
 import itertools
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
@@ -20,7 +22,7 @@ from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.critic import CriticObjective
 from openrlhf.objectives.ptx import PTXObjective
 from openrlhf.objectives.sft import SFTObjective
-from openrlhf.types import Credit, Experience, ExperienceRow, PackedRow, Sample, Scores
+from openrlhf.types import Batch, ExperienceRow, PackedRow
 
 LENGTHS = (5, 9, 17, 30, 8, 12, 3, 22, 11, 2)
 
@@ -39,15 +41,11 @@ def critic(spec: dict) -> ValueModel:
     )
 
 
-def texts(group: list[Experience]) -> PackedRow:
-    return PackedRow.of([e.sample for e in group])
-
-
 PPO = ActorObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, correction="tis", temperature=0.7)
 OBJECTIVES = {
-    "sft": (policy, (SFTObjective(), texts)),
+    "sft": (policy, (SFTObjective(), PackedRow.of_batch)),
     "ppo": (policy, (PPO, ExperienceRow.of)),
-    "ppo-ptx": (policy, (PPO, ExperienceRow.of), (PTXObjective(coef=0.5), texts)),
+    "ppo-ptx": (policy, (PPO, ExperienceRow.of), (PTXObjective(coef=0.5), PackedRow.of_batch)),
     "gspo": (policy, (ActorObjective(loss_type="gspo"), ExperienceRow.of)),
     "cispo": (
         policy,
@@ -67,27 +65,30 @@ LAYOUTS = {
 }
 
 
-def experiences() -> list[Experience]:
+def experiences() -> Batch:
     random = torch.Generator().manual_seed(1)
-    made = []
+    made: dict[str, list[torch.Tensor]] = defaultdict(list)
     for length in LENGTHS:
         mask = torch.rand(length, generator=random) < 0.6
         mask[0], mask[1] = False, True
         n = int(mask.sum())
         noise = lambda n=n: 0.1 * torch.randn(n, generator=random)
         log_probs = -4 + noise()
-        made.append(
-            Experience(
-                sample=Sample(
-                    token_ids=torch.randint(3, 300, (length,), generator=random),
-                    action_mask=mask,
-                    rollout_log_probs=log_probs + noise(),
-                ),
-                scores=Scores(log_probs=log_probs, ref_log_probs=log_probs + noise(), values=noise()),
-                credit=Credit(advantages=torch.randn(n, generator=random), returns=noise()),
-            )
-        )
-    return made
+        columns = {
+            "action_mask": mask,
+            "token_ids": torch.randint(3, 300, (length,), generator=random),
+            "rollout_log_probs": log_probs + noise(),
+            "log_probs": log_probs,
+            "ref_log_probs": log_probs + noise(),
+            "values": noise(),
+            "advantages": torch.randn(n, generator=random),
+            "returns": noise(),
+        }
+        for name, column in columns.items():
+            made[name].append(column)
+    num_actions = np.array([int(mask.sum()) for mask in made["action_mask"]])
+    joined = {name: torch.cat(columns).numpy() for name, columns in made.items()}
+    return Batch(lengths=np.array(LENGTHS), num_actions=num_actions, **joined)
 
 
 def gradients(spec: dict, mesh: ProcessMesh, build, parts, order, size: int) -> dict[str, torch.Tensor]:
@@ -106,10 +107,10 @@ def gradients(spec: dict, mesh: ProcessMesh, build, parts, order, size: int) -> 
 
     take_step = engine.engine.step
     engine.engine.step = lambda: (look(), take_step())
-    samples = experiences()
+    batch = experiences()
     # Ranks get different numbers of samples, and so rows of different numbers of sequences.
     mine = list(order) if mesh.data == 1 else (list(order[:6]), list(order[6:]))[mesh.data_rank]
-    groups = [[samples[i] for i in mine[k : k + size]] for k in range(0, len(mine), size)]
+    groups = [batch.select(mine[k : k + size]) for k in range(0, len(mine), size)]
     (rows, objective), *also = [([make(group) for group in groups], minimised) for minimised, make in parts]
     engine.train_step(rows, objective, *also)
     return found

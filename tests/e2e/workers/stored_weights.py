@@ -22,7 +22,7 @@ from openrlhf.engine.weight_sync import WeightSender
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.types import PackedRow
+from openrlhf.types import PackedRow, Sample
 
 FIRST_SETUP = UnquantizedFusedMoEMethod._setup_kernel.__closure__[0].cell_contents
 """vLLM's own, which engine/vllm_transfer.py wraps."""
@@ -103,10 +103,12 @@ def fault(name: str, model_class: type | None):
 def verdict(trainer: Trainer, client: InProcess, dtype: str) -> str:
     """Empty, or why the engine is not taken."""
     probe = probe_of(AutoTokenizer.from_pretrained(trainer.policy.model.name_or_path), 128)
+    ids = torch.tensor(probe)
+    row = PackedRow.of([Sample(token_ids=ids, action_mask=torch.arange(len(ids)) > 0)])
     with torch.no_grad():
-        ours = trainer.policy(PackedRow.of([probe])).log_probs
+        ours = trainer.policy(row).log_probs
     try:
-        check_stored(ours, [client.probe(probe.token_ids.tolist())], dtype)
+        check_stored(ours, [client.probe(probe)], dtype)
     except RuntimeError as error:
         return str(error)
     return ""
