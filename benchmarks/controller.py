@@ -6,6 +6,7 @@ CPU time for each stage, and the peak of its memory.
     credit    rewards, KL and group baselines to advantages (GRPO with a reference)
     update    each rank's share of the batch with credit as bytes
     metrics   what the samples say about the run
+    journal   every sample with its credit in Parquet, without texts; in a thread of its own: not in the sums
 
 Beside each stage its floor, measured in the same round: the same content moved as often, as bare flat arrays;
 for credit its shortest arithmetic on flat tensors. Exits with an error where what was dealt is not what comes
@@ -24,6 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ import torch
 
 from openrlhf.algos.balance import partition
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
+from openrlhf.observe.journal import Journal, Trained
 from openrlhf.trainer.credit import assign_credit
 from openrlhf.trainer.diagnostics import rollout_metrics
 from openrlhf.trainer.schedule import training_schedule
@@ -149,6 +152,10 @@ def ours(groups: Sequence[Group]) -> Clock:
             num_dealt = sum(len(load(dump(batch.select(share))).token_ids) for share in step)
         with now.stage("metrics"):
             rollout_metrics(trajectories, version=4)
+    with TemporaryDirectory() as folder, now.stage("journal"):
+        journal = Journal(Path(folder))
+        journal.write(1, trajectories, trained=Trained(batch=batch, schedule=[step], first_update=0))
+        journal.close()
     if num_dealt != len(batch.token_ids):
         sys.exit(f"{num_dealt} of {len(batch.token_ids)} tokens were dealt")
     if not np.array_equal(present(batch.log_probs), batch.rollout_log_probs):
@@ -245,7 +252,10 @@ def report(rounds: Sequence[tuple[Clock, Clock]], num_tokens: int) -> None:
     for name in rounds[0][0].seconds:
         columns = [statistics.median(clocks[i].seconds.get(name, 0.0) for clocks in rounds) for i in (0, 1)]
         print(f"{name:<10}" + "".join(f"{seconds / num_tokens * 1e9:>8.1f}" for seconds in columns))
-    totals = [[sum(clock.seconds.values()) for clock in clocks] for clocks in rounds]
+    totals = [
+        [sum(s for name, s in clock.seconds.items() if name != "journal") for clock in clocks]
+        for clocks in rounds
+    ]
     for name, i in (("ours", 0), ("floor", 1)):
         total = statistics.median(total[i] for total in totals) / num_tokens * 1e9
         peak = statistics.median(clocks[i].peak for clocks in rounds) / num_tokens

@@ -12,7 +12,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_every_benchmark_is_here() -> None:
-    assert {path.name for path in BENCHMARKS.glob("*.py")} == {"rollout.py", "supervised.py"}
+    names = {"controller.py", "rl_step.py", "rollout.py", "supervised.py"}
+    assert {path.name for path in BENCHMARKS.glob("*.py")} == names
 
 
 SMALLEST = ["--rows", "4", "--batch_size", "2", "--rounds", "1"]
@@ -31,6 +32,14 @@ def test_supervised(options: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert re.search(r"^SFT: 4 samples, \d+ tokens, 1 rounds$", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^bare +\d+ ", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_controller() -> None:
+    sizes = ["--samples", "16", "--tokens", "32", "--rounds", "1"]
+    command = [sys.executable, str(BENCHMARKS / "controller.py"), *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert re.search(r"^ours / floor: \d", done.stdout, re.MULTILINE), done.stdout
 
 
 @pytest.mark.usefixtures("running_ray")
