@@ -159,6 +159,11 @@ class Trajectory:
         return self.outcome is Outcome.OK
 
     @property
+    def is_first(self) -> bool:
+        """Of its episode, which it stands for where episodes are counted."""
+        return self.part == 0
+
+    @property
     def group(self) -> tuple[int, int]:
         """Equal for the samples of one prompt in one pass over the prompts."""
         return self.prompt.episode, self.prompt.prompt_id

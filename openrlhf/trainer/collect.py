@@ -231,7 +231,7 @@ class Collector:
         """The mean is exact before it is rounded once: equal scores at a bound are at the bound."""
         if not self._filters:
             return Verdict.KEPT
-        scores = [present(t.score) for t in group.trajectories if t.ok and t.part == 0]
+        scores = [present(t.score) for t in group.trajectories if t.ok and t.is_first]
         if not scores:
             return Verdict.FAILED
         low, high = self._config.algo.dynamic_filtering_range
@@ -269,14 +269,15 @@ class Collector:
 
 
 def check_failures(trajectories: Sequence[Trajectory], max_failed_ratio: float, step: int) -> None:
-    """RuntimeError where more of them failed than the ratio allows, or all."""
-    failed = [t for t in trajectories if not t.ok]
-    if failed and (len(failed) > max_failed_ratio * len(trajectories) or len(failed) == len(trajectories)):
+    """RuntimeError where more of the samples failed than the ratio allows, or all."""
+    samples = [t for t in trajectories if t.is_first]
+    failed = [t for t in samples if not t.ok]
+    if failed and (len(failed) > max_failed_ratio * len(samples) or len(failed) == len(samples)):
         example, count = commonest_failure(failed)
         allowed = f", more than --reward.max_failed_ratio {max_failed_ratio:g} allows"
-        if len(failed) <= max_failed_ratio * len(trajectories):
+        if len(failed) <= max_failed_ratio * len(samples):
             allowed = f"; --reward.max_failed_ratio {max_failed_ratio:g} allows that, but nothing is left"
         raise RuntimeError(
-            f"step {step}: {len(failed)} of {len(trajectories)} samples failed{allowed}. "
+            f"step {step}: {len(failed)} of {len(samples)} samples failed{allowed}. "
             f"{count} of them with:\n{example.error}"
         )

@@ -13,21 +13,22 @@ from openrlhf.types import Metrics, Trajectory, present
 def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics:
     """`rollout/...` of at least one sample. `version`: of the weights that the samples are about to update.
 
-    Failed samples are counted and enter nothing else. What nothing was measured for is left out: means where
+    Failed samples are counted and enter nothing else. Of a sample of several parts, rewards count once, and
+    lengths are those of each part. What nothing was measured for is left out: means where
     all samples failed, a correlation where one side does not vary. `extra_logs` are reported by their names,
     except those that the run uses itself.
     """
-    finished = [t for t in trajectories if t.ok]
+    finished, samples = [t for t in trajectories if t.ok], [t for t in trajectories if t.is_first]
     metrics = {
-        "rollout/num_samples": float(len(trajectories)),
-        "rollout/failed_ratio": sum(not t.ok for t in trajectories) / len(trajectories),
+        "rollout/num_samples": float(len(samples)),
+        "rollout/failed_ratio": sum(not t.ok for t in samples) / len(samples),
     }
-    for outcome, count in Counter(t.outcome for t in trajectories if not t.ok).items():
+    for outcome, count in Counter(t.outcome for t in samples if not t.ok).items():
         metrics[f"rollout/{outcome.value}_count"] = float(count)
     if not finished:
         return metrics
     return (
-        _extra_means(finished)
+        _extra_means([t for t in finished if t.is_first])
         | _reward_and_length(finished)
         | _staleness(finished, version)
         | _duplicates(finished)
@@ -37,12 +38,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics
 
 
 def _reward_and_length(finished: Sequence[Trajectory]) -> Metrics:
-    rewards = [present(t.reward) for t in finished]
+    samples = [t for t in finished if t.is_first]
+    rewards = [present(t.reward) for t in samples]
     lengths = [float(t.num_actions) for t in finished]
     metrics = {
         "rollout/reward_mean": fmean(rewards),
         "rollout/reward_std": pstdev(rewards),
-        "rollout/score_mean": fmean(present(t.score) for t in finished),
+        "rollout/score_mean": fmean(present(t.score) for t in samples),
         "rollout/response_length_mean": fmean(lengths),
         "rollout/response_length_std": pstdev(lengths),
         "rollout/response_length_max": max(lengths),
@@ -50,7 +52,8 @@ def _reward_and_length(finished: Sequence[Trajectory]) -> Metrics:
         "rollout/truncated_rate": fmean(t.truncated for t in finished),
     }
     if metrics["rollout/reward_std"] > 0 and metrics["rollout/response_length_std"] > 0:
-        metrics["rollout/length_reward_correlation"] = _correlation(lengths, rewards)
+        each = [present(t.reward) for t in finished]
+        metrics["rollout/length_reward_correlation"] = _correlation(lengths, each)
     return metrics
 
 

@@ -24,20 +24,21 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     one of others, and prompts that fail are seldom like those that do not. A source of which everything
     failed has no figures.
     """
+    samples = [t for t in trajectories if t.is_first]
     groups: dict[str, dict[int, Group]] = defaultdict(lambda: defaultdict(list))
-    for t in trajectories:
+    for t in samples:
         if t.ok:
             groups[t.prompt.source][t.prompt.prompt_id].append(t)
     sources = {source: list(prompts.values()) for source, prompts in groups.items()}
     finished = [t for prompts in sources.values() for group in prompts for t in group]
-    num_samples = 1 + max(t.sample_index for t in trajectories)
+    num_samples = 1 + max(t.sample_index for t in samples)
     metrics: Metrics = {}
     for source, prompts in sources.items():
         metrics |= _score_metrics(f"eval/{source}_", prompts, ks_of(num_samples))
     for source, prompts in sources.items():
         metrics |= _answer_metrics(f"eval/{source}_", [t for group in prompts for t in group])
     metrics |= _answer_metrics("eval/", finished)
-    return metrics | {"eval/failed_ratio": sum(not t.ok for t in trajectories) / len(trajectories)}
+    return metrics | {"eval/failed_ratio": sum(not t.ok for t in samples) / len(samples)}
 
 
 def ks_of(num_samples: int) -> list[int]:

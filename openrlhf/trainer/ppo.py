@@ -264,5 +264,5 @@ def restore(tag: str, policy: TrainableGroup, critic: TrainableGroup | None) -> 
 
 
 def num_samples(trajectories: Sequence[Trajectory]) -> int:
-    """Episodes, whose first parts are counted."""
-    return sum(t.part == 0 for t in trajectories)
+    """Episodes, whatever the number of their parts."""
+    return sum(t.is_first for t in trajectories)
