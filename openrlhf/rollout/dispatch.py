@@ -4,7 +4,7 @@ answer a prompt later."""
 import queue
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -129,7 +129,10 @@ class Dispatcher:
         if self._is_awake and not is_sampling:
             self._memory.rest()
             self._is_awake = False
-        if self._unscored and not self._is_scoring and (self._scores_at_once or not is_sampling):
+        if self._score is None:
+            self._hand_out(self._unscored)
+            self._unscored = []
+        elif self._unscored and not self._is_scoring and (self._scores_at_once or not is_sampling):
             self._start_scoring()
 
     def _least_busy(self) -> _Load | None:
@@ -152,10 +155,7 @@ class Dispatcher:
     def _sampled(self, request: _Request, load: _Load, group: Group) -> None:
         load.num_samples -= self._size(request)
         load.requests.remove(request)
-        if self._score is None:
-            self._finished[request.purpose].put(group)
-        else:
-            self._unscored.append((request, group))
+        self._unscored.append((request, group))
 
     def _start_scoring(self) -> None:
         assert self._score is not None
@@ -166,7 +166,11 @@ class Dispatcher:
 
     def _scored(self, requests: Sequence[_Request], future: Future[list[Group]]) -> None:
         self._is_scoring = False
-        for request, group in zip(requests, future.result(), strict=True):
+        self._hand_out(zip(requests, future.result(), strict=True))
+
+    def _hand_out(self, groups: Iterable[tuple[_Request, Group]]) -> None:
+        """After samplers that have nothing left to do have freed their memory: it may be needed next."""
+        for request, group in groups:
             self._finished[request.purpose].put(group)
 
     def _waited(self, purpose: Purpose) -> str:

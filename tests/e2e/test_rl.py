@@ -90,21 +90,21 @@ def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement
     )
     metrics = train(task, tmp_path, flags)
     rollouts = tmp_path / "run" / "rollouts"
-    sampled = read_journal(rollouts / "step_000001.parquet"), read_journal(rollouts / "step_000002.jsonl")
+    sampled = read_journal(rollouts / "step_000001.parquet"), read_journal(rollouts / "step_000002.parquet")
 
     # Sampler and trainer agree, before the first update and after an update and a sync.
     assert metrics[1]["mismatch/abs_diff_max"] < 1e-4
     assert metrics[2]["mismatch/abs_diff_max"] < 1e-4
     assert metrics[1]["kl/mean"] == pytest.approx(0, abs=1e-6)  # the policy still is the reference
     assert metrics[2]["kl/mean"] != pytest.approx(0, abs=1e-6)
-    assert [{v for t in step for v in t.weight_versions} for step in sampled] == [{0}, {1}]
+    assert [{int(v) for t in step for v, _ in t.weight_versions} for step in sampled] == [{0}, {1}]
     assert all(t.ok and t.num_actions <= 12 for step in sampled for t in step)
 
     # Seeds have addresses: every arrangement samples the same tokens, and learns the same from them.
     reference = first_run.setdefault("sampled", sampled)
-    assert [t.token_ids for t in sampled[0]] == [t.token_ids for t in reference[0]]
+    assert tokens_of(sampled[0]) == tokens_of(reference[0])
     assert [t.reward for t in sampled[0]] == [t.reward for t in reference[0]]
-    assert [t.token_ids for t in sampled[1]] == [t.token_ids for t in reference[1]]
+    assert tokens_of(sampled[1]) == tokens_of(reference[1])
     expected = first_run.setdefault("metrics", metrics)
     for step in (1, 2):
         for name in ("grad_norm", "policy/loss", "rollout/reward_mean", "kl/mean", "lr"):
@@ -116,15 +116,19 @@ def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement
     check_samplers_hold_the_trained_weights(tmp_path)
 
 
+def tokens_of(trajectories: list[Trajectory]) -> list[list[int]]:
+    return [t.token_ids.tolist() for t in trajectories]
+
+
 def check_samplers_hold_the_trained_weights(folder: Path) -> None:
     """Greedy answers and their log-probs after the last sync are those of the exported model."""
     model = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32)
     assert AutoTokenizer.from_pretrained(folder / "policy").chat_template
     for t in read_journal(folder / "run" / "rollouts" / "eval_000002.parquet"):
-        start = t.action_mask.index(True)
+        token_ids = torch.tensor(t.token_ids.tolist())
         with torch.no_grad():
-            logits = model(torch.tensor([t.token_ids])).logits[0, start - 1 : -1]
-        answer = torch.tensor(t.token_ids[start:])
+            logits = model(token_ids[None]).logits[0, t.prompt_length - 1 : -1]
+        answer = token_ids[t.prompt_length :]
         assert logits.argmax(-1).tolist() == answer.tolist()
         log_probs = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0]
         # at temperature 0 the sampler reports the untempered distribution
@@ -280,7 +284,7 @@ def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(
     for step in (1, 2):
         sampled = read_journal(tmp_path / "run" / "rollouts" / f"step_{step:06d}.parquet")
         assert len(sampled) == 512
-        queries = [t.prompt.text + decode(t.token_ids[t.action_mask.index(True) :]) for t in sampled]
+        queries = [t.prompt.text + decode(t.token_ids[t.prompt_length :]) for t in sampled]
         expected = [fate(query) for query in queries]
         assert [t.ok for t in sampled] == [end == "fine" for end in expected]
         for t, query, end in zip(sampled, queries, expected, strict=True):
@@ -336,7 +340,7 @@ def check_what_ended_responses(trajectories: list[Trajectory], stop: tuple[str, 
     """The token that completes one of the texts is the last one, and nothing else is cut."""
     ends: Counter[str] = Counter()
     for t in trajectories:
-        response = t.token_ids[t.action_mask.index(True) :]
+        response = t.token_ids[t.prompt_length :].tolist()
         assert len(response) == t.num_actions
         text, before = tokenizer.decode(response), tokenizer.decode(response[:-1])
         assert not any(word in before for word in stop)

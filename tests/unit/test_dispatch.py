@@ -218,8 +218,8 @@ def test_an_error_of_a_sampler_reaches_whoever_asks_however_often(dispatcher_of:
     dispatcher.submit(prompts(0, 1), "train")
     dispatcher.submit(prompts(2), "eval")
     sampler.finish(0)
-    sampler.fail(1, ConnectionError("the engine died"))
     assert received(dispatcher, 1) == [0]
+    sampler.fail(1, ConnectionError("the engine died"))
     for purpose in ("train", "train", "eval"):
         with pytest.raises(ConnectionError, match="the engine died"):
             dispatcher.next_group(purpose, 10)
@@ -289,8 +289,29 @@ def test_samplers_have_the_memory_while_they_work(dispatcher_of: Build):
         dispatcher.submit(prompts(0, 1), "train")
         sampler.finish(0, 1)
         received(dispatcher, 2)
-        wait_until(lambda: calls[-1] == "rest")
     assert calls == ["wake", "run 0", "run 1", "rest"] * 2
+
+
+def test_the_last_group_comes_when_the_memory_is_free():
+    """Whoever has it may need the memory next."""
+
+    class Slow(Memory):
+        free = threading.Event()
+
+        def rest(self) -> None:
+            assert self.free.wait(10)
+
+    sampler, memory = Sampler(), Slow([])
+    dispatcher = Dispatcher([sampler], {"train": 2}, memory=memory)
+    dispatcher.submit(prompts(0, 1), "train")
+    sampler.finish(1)
+    assert received(dispatcher, 1) == [1]  # the sampler still works
+    sampler.finish(0)
+    with pytest.raises(TimeoutError, match="1 prompts of train"):
+        dispatcher.next_group("train", 0.05)
+    memory.free.set()
+    assert received(dispatcher, 1) == [0]
+    dispatcher.close()
 
 
 def test_reward_models_that_need_the_memory_wait_until_it_is_free(dispatcher_of: Build):
