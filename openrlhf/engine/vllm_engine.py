@@ -50,7 +50,7 @@ class EngineOptions:
     load_weights: bool = True
     """Off: the weights are random until a weight sync."""
     max_num_seqs: int | None = None
-    """Sequences in one step of the engine. None: as vLLM chooses."""
+    """Sequences in one step of the engine. None: as vLLM chooses for offline batches, at least 256."""
 
     @classmethod
     def of(
@@ -129,6 +129,7 @@ class VLLMEngine:
         from vllm.config import WeightTransferConfig
         from vllm.config.model import ModelDType
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         dtypes: dict[str, ModelDType] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -162,7 +163,9 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",
                 worker_extension_cls="openrlhf.engine.vllm_transfer.WorkerExtension",
                 weight_transfer_config=WeightTransferConfig(backend=f"openrlhf_{options.transfer_backend}"),
-            )
+            ),
+            # vLLM's batch sizes for throughput. Its choice for engines that nobody names is 128 sequences.
+            usage_context=UsageContext.LLM_CLASS,
         )
         await self._bounded(self.llm.update_weight_version("0"))  # vLLM's own name for it is no number
 
