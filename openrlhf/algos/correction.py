@@ -67,7 +67,7 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor) -> Metrics:
         "mismatch/abs_diff_mean": float(mean(distance)),
         "mismatch/abs_diff_p99": _percentile(distance, 99),
         "mismatch/abs_diff_max": float(distance.max()) if len(distance) else 0.0,
-        "mismatch/ess": _effective_share(log_ratio.exp()),
+        "mismatch/ess": _effective_share(log_ratio.double().exp()),
     }
 
 
@@ -79,7 +79,4 @@ def _percentile(x: Tensor, percent: int) -> float:
 
 def _effective_share(weights: Tensor) -> float:
     """Effective sample size as a share of the samples, 1 of nothing."""
-    if not len(weights):
-        return 1.0
-    total, squares = weights.sum(dtype=torch.float64), weights.square().sum(dtype=torch.float64)
-    return min(1.0, float(total**2 / (len(weights) * squares)))
+    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())) if len(weights) else 1.0

@@ -141,6 +141,7 @@ OURS = {
         "rollout.episode_timeout",
         "rollout.retries",
         "rollout.stop",
+        "rollout.timeout",
         "rollout.top_k",
         "teacher.kd_coef",
         "teacher.model_name_or_path",

@@ -3,7 +3,6 @@
 import re
 import textwrap
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,10 +244,11 @@ def test_a_step_wakes_what_its_phases_need(monkeypatch: pytest.MonkeyPatch) -> N
     engines = Residency([Sleeper(log)], sleep=True)
     engines.rest()
     for _ in range(2):
-        with engines.syncing():
-            log.append("sync")
-        with engines.generating():
-            log.append("generate")
+        engines.wake_for_sync()
+        log.append("sync")
+        engines.wake()
+        log.append("generate")
+        engines.rest()
         with optimizer_present(Sleeper(log), True):
             log.append("update")
     step = [("wake", "weights"), "sync", ("wake", "kv_cache"), "generate", "sleep"]
@@ -258,9 +258,11 @@ def test_a_step_wakes_what_its_phases_need(monkeypatch: pytest.MonkeyPatch) -> N
 def test_without_sleep_everyone_stays() -> None:
     log: list = []
     engines = Residency([Sleeper(log)], sleep=False)
-    with ExitStack() as phases:
-        for phase in (engines.syncing(), engines.generating(), optimizer_present(Sleeper(log), False)):
-            phases.enter_context(phase)
+    engines.wake_for_sync()
+    engines.wake()
+    engines.rest()
+    with optimizer_present(Sleeper(log), False):
+        pass
     assert log == []
 
 

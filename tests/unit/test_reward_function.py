@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from records import trajectory
 
 from openrlhf.rewards import process
 from openrlhf.rewards.function import RewardFunction, check_reward_file
 from openrlhf.rewards.user_file import ImportTimeout
 from openrlhf.rewards.values import read_rewards
 from openrlhf.trainer.diagnostics import rollout_metrics
-from openrlhf.types import Outcome, Prompt, Trajectory
 from openrlhf.utils.agent import Reward, RewardError
 
 
@@ -305,19 +305,8 @@ def test_extra_logs_of_every_form_become_metrics_over_samples(tmp_path):
     rewards = asyncio.run(ask())
     function.close()
     trajectories = [
-        Trajectory(
-            prompt=Prompt(prompt_id=i, text=""),
-            sample_index=0,
-            token_ids=[1, 2],
-            action_mask=[False, True],
-            rollout_log_probs=[-1.0],
-            weight_versions=[0],
-            reward=reward.reward,
-            score=reward.score,
-            outcome=Outcome.OK,
-            extra_logs=reward.extra_logs,
-        )
-        for i, reward in enumerate(rewards)
+        trajectory(r.reward, prompt_id=i, score=r.score, extra_logs=r.extra_logs)
+        for i, r in enumerate(rewards)
     ]
     assert [t.reward for t in trajectories] == [0, 1, 2, 3]
     assert [t.extra_logs["truths"] for t in trajectories] == [0, 0, 1, 1]

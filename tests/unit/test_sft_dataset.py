@@ -106,7 +106,6 @@ def test_golden_tokens_of_an_input_template(tokenizer):
     )
     assert sample.token_ids.dtype == torch.int64
     assert sample.action_mask.dtype == torch.bool
-    assert sample.rollout_log_probs is None
 
 
 def test_golden_tokens_of_a_chat_template(tokenizer):
