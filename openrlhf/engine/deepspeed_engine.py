@@ -21,7 +21,7 @@ from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.deepspeed_config import inference_config, training_config
 from openrlhf.engine.distributed import ProcessMesh, current_device
-from openrlhf.engine.interfaces import Objective, RowT
+from openrlhf.engine.interfaces import Objective, Row, RowT
 from openrlhf.engine.lr_schedule import lr_schedule
 from openrlhf.engine.moving_average import MovingAverage
 from openrlhf.engine.random_state import load_random_state, save_random_state, saved_ranks
@@ -339,9 +339,9 @@ class FrozenModel:
         settle_reading(self.model, module)
 
     @torch.no_grad()
-    def __call__(self, row, *args, **kwargs):
-        """What the model answers about one row. All ranks must ask together."""
-        return self.model(row, *args, **kwargs)
+    def __call__(self, row: Row) -> Any:
+        """What the model answers about one row, by its kind (see models/). All ranks must ask together."""
+        return self.model(row)
 
     @property
     def module(self) -> RowModel:
