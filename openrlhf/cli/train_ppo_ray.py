@@ -18,9 +18,13 @@ from openrlhf.config.parse import Explicit, parse
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 
 if TYPE_CHECKING:
+    from openrlhf.cluster.group import PolicyGroup
     from openrlhf.cluster.layout import Layout, Nodes
     from openrlhf.cluster.placement import Bundles
+    from openrlhf.cluster.roles import Roles
     from openrlhf.trainer.checkpoints import CheckpointFolder
+    from openrlhf.trainer.origin import Origin
+    from openrlhf.trainer.ppo import PPOTrainer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -116,7 +120,7 @@ def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = 
     return {key: most for key in keys if key not in explicit and cast(int, values[key]) > most}
 
 
-def checkpoints_of(config: PPOConfig, data: RLData):
+def checkpoints_of(config: PPOConfig, data: RLData) -> "CheckpointFolder":
     """Those of the policy, and of the critic where there is one; with what this run's are of."""
     from openrlhf.trainer.checkpoints import CheckpointFolder
 
@@ -126,7 +130,7 @@ def checkpoints_of(config: PPOConfig, data: RLData):
     return CheckpointFolder(f"{ckpt.folder}/_actor", ckpt, others, origin)
 
 
-def _origin(config: PPOConfig, data: RLData):
+def _origin(config: PPOConfig, data: RLData) -> "Origin":
     from pathlib import Path
 
     from openrlhf.datasets.cache import file_digest
@@ -152,7 +156,14 @@ def _origin(config: PPOConfig, data: RLData):
     return origin_of(config, PPO, models, more)
 
 
-def build_trainer(config: PPOConfig, argv, roles, data: RLData, checkpoints, tag):
+def build_trainer(
+    config: PPOConfig,
+    argv: Sequence[str],
+    roles: "Roles",
+    data: RLData,
+    checkpoints: "CheckpointFolder",
+    tag: str | None,
+) -> "PPOTrainer[PolicyGroup]":
     """The controller with everything it speaks to, at the step it resumes from."""
     from openrlhf.algos.kl import KLController
     from openrlhf.config.parse import to_yaml
