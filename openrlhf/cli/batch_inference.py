@@ -12,6 +12,10 @@ from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.parse import parse
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from openrlhf.models.generation import Decoding
+    from openrlhf.observe.progress import Progress
     from openrlhf.rollout.batch_inference import Recorder
 
 Work = Callable[[Sequence[Any], "Recorder"], None]
@@ -114,7 +118,9 @@ def check(config: BatchInferenceConfig) -> None:
         )
 
 
-def build_work(config: BatchInferenceConfig, tokenizer) -> tuple[list[Any], dict[str, Any]]:
+def build_work(
+    config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[list[Any], dict[str, Any]]:
     """What is to be done, each with its `key`; and what the rows will have been made from."""
     from openrlhf.datasets.inference import build_answers, build_questions, fingerprint, iteration
     from openrlhf.datasets.sources import load_rows
@@ -168,7 +174,7 @@ def origin(config: BatchInferenceConfig, rows: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _vllm(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
+def _vllm(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Work]:
     import asyncio
 
     from openrlhf.device import DEVICE_TYPE
@@ -199,7 +205,7 @@ def _vllm(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
 
 
 @contextmanager
-def _transformers(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
+def _transformers(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Work]:
     from openrlhf.engine.distributed import current_device
     from openrlhf.models.loading import load_generator
     from openrlhf.rollout.batch_inference import answer_with_transformers
@@ -223,7 +229,7 @@ def _transformers(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
 
 
 @contextmanager
-def _scorer(config: BatchInferenceConfig, tokenizer) -> Iterator[Work]:
+def _scorer(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Work]:
     from openrlhf.engine.distributed import current_device
     from openrlhf.models.scorer import load_scorer
     from openrlhf.models.self_check import settle_reading
@@ -254,7 +260,7 @@ LOADERS = {"generate_vllm": _vllm, "generate": _transformers, "rm": _scorer}
 """task -> context in which a model is ready to work."""
 
 
-def _statistics(config: BatchInferenceConfig, model_config) -> tuple[float, float]:
+def _statistics(config: BatchInferenceConfig, model_config: "PreTrainedConfig") -> tuple[float, float]:
     """What is subtracted from scores, and what they are divided by. csft takes z-scores at the end."""
     if not config.reward.normalize_enable or config.post_processor == "csft":
         return 0.0, 1.0
@@ -263,7 +269,9 @@ def _statistics(config: BatchInferenceConfig, model_config) -> tuple[float, floa
     return score_statistics(model_config, config.model.model_name_or_path)
 
 
-def _finish(config: BatchInferenceConfig, progress, num_wanted: int, num_tokens: int, elapsed: float) -> None:
+def _finish(
+    config: BatchInferenceConfig, progress: "Progress", num_wanted: int, num_tokens: int, elapsed: float
+) -> None:
     """Bring the ranks' rows together, post-process, and say what there is."""
     from openrlhf.datasets.result_file import merge, write_rows
     from openrlhf.observe.progress import format_duration, format_number
@@ -298,7 +306,7 @@ def _post_process(config: BatchInferenceConfig, rows: list[dict]) -> tuple[list[
     return pairs, f" ({dropped} inputs dropped: all their rewards are equal)" if dropped else ""
 
 
-def _decoding(config: BatchInferenceConfig, tokenizer):
+def _decoding(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> "Decoding":
     from openrlhf.models.generation import Decoding
     from openrlhf.models.loading import stop_token_ids
 

@@ -9,7 +9,7 @@ import argparse
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def run(folder: Path, seed: int, steps: int) -> None:
 
 
 @contextmanager
-def _phase(title: str, seconds: dict[str, float]):
+def _phase(title: str, seconds: dict[str, float]) -> Iterator[None]:
     print(f"\n== {title}", flush=True)
     started = time.monotonic()
     yield
@@ -127,7 +127,7 @@ def _show_result(folder: Path, steps: int) -> None:
     def text(ids: list[int], /, *, after: Sequence[int] = ()) -> str:
         return clean_text(decode(tokenizer, ids, after=after, skip_special_tokens=True))
 
-    def mean(trajectories: list[Trajectory], read) -> float:
+    def mean(trajectories: list[Trajectory], read: Callable[[Trajectory], float]) -> float:
         return sum(map(read, trajectories)) / len(trajectories)
 
     figures = Table(title=f"{len(before)} held-out problems, sampled at temperature 1")

@@ -3,11 +3,18 @@
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.commands import CHAT
 from openrlhf.config.inference import ChatConfig
 from openrlhf.config.parse import parse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from openrlhf.datasets.conversation import Conversation
+    from openrlhf.engine.vllm_stream import VLLMStream
+    from openrlhf.models.streaming import TransformersStream
 
 MODEL_FLAG = "--model.model_name_or_path"
 
@@ -67,7 +74,7 @@ def check(config: ChatConfig) -> None:
         )
 
 
-def _conversation(config: ChatConfig, tokenizer):
+def _conversation(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "Conversation":
     from pathlib import Path
 
     from openrlhf.datasets.conversation import Conversation
@@ -81,7 +88,7 @@ def _conversation(config: ChatConfig, tokenizer):
     )
 
 
-def _load(config: ChatConfig, tokenizer):
+def _load(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "TransformersStream | VLLMStream":
     """What streams answers."""
     from openrlhf.device import DEVICE_TYPE
 
@@ -129,7 +136,13 @@ def _read() -> str | None:
         return None if message == "exit" else message
 
 
-def _answer(config: ChatConfig, tokenizer, model, conversation, message: str) -> None:
+def _answer(
+    config: ChatConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    model: "TransformersStream | VLLMStream",
+    conversation: "Conversation",
+    message: str,
+) -> None:
     """Prints the answer as it comes. Ctrl-C ends it; what was shown is part of the conversation."""
     from openrlhf.models.generation import Decoding
     from openrlhf.models.loading import stop_token_ids

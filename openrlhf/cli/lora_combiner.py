@@ -3,10 +3,14 @@
 import re
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from openrlhf.config.commands import LORA_COMBINER
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.config.parse import parse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,7 +62,7 @@ def _check_adapter(config: LoraCombinerConfig) -> str:
     return str(adapter.base_model_name_or_path)
 
 
-def _merge(config: LoraCombinerConfig, trained_on: str):
+def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
     from peft import PeftModel, load_peft_weights
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

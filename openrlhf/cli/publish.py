@@ -1,9 +1,10 @@
 """What every training command does with the model it saved."""
 
+from openrlhf.cli.start import Config
 from openrlhf.config.parse import Command
 
 
-def publish(config, command: Command, *, base_model: str, datasets: str) -> None:
+def publish(config: Config, command: Command, *, base_model: str, datasets: str) -> None:
     """The last words about a saved model: its card, and with `ckpt.push_to_hub` the upload."""
     from pathlib import Path
 

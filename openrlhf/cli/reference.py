@@ -3,8 +3,21 @@
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from openrlhf.config.supervised import DPOConfig, KTOConfig, RefConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from openrlhf.cli.task import Run
+    from openrlhf.datasets.batches import TokenisedDataset
+    from openrlhf.models.backbone import RowModel
+    from openrlhf.objectives.reference import Reference
+    from openrlhf.types import PackedRow
+
+    ComparingRun = Run[DPOConfig] | Run[KTOConfig]
 
 REF_FLAG = "--ref.model_name_or_path"
 
@@ -24,7 +37,7 @@ def reference_path(config: DPOConfig | KTOConfig) -> dict[str, str]:
     return {REF_FLAG: config.ref.model_name_or_path or config.model.model_name_or_path}
 
 
-def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
+def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> "Reference | None":
     """row -> (A,) log-probs of the reference. None with `ref.precompute_enable`: then the datasets of `run`
     are given what `read(model, row)` says of each item."""
     from openrlhf.cli.task import load_language_model
@@ -53,14 +66,16 @@ def reference_of(run, ref: RefConfig, *, read: Callable) -> Callable | None:
     # Before its first step the policy is its own reference.
     model = cache(lambda: run.engine if is_policy else load())
 
-    def compute(dataset):
+    def compute(dataset: "TokenisedDataset") -> "np.ndarray":
         return answers_of(model(), run.in_order(dataset), read, len(dataset), run.mesh)
 
     run.attach(lambda dataset: _remembered(run, path, dataset, partial(compute, dataset)))
     return None
 
 
-def _remembered(run, path: str, dataset, compute: Callable):
+def _remembered(
+    run: "ComparingRun", path: str, dataset: "TokenisedDataset", compute: "Callable[[], np.ndarray]"
+) -> "np.ndarray":
     """From the data cache, where model, precision and tokens are the same."""
     from openrlhf.datasets.cache import arrays_digest, digest
     from openrlhf.engine.precompute import kept
@@ -76,13 +91,13 @@ def _remembered(run, path: str, dataset, compute: Callable):
     return kept(folder / "reference" / f"{key}.npy", compute)
 
 
-def without_adapters(policy) -> Callable:
+def without_adapters(policy: "RowModel") -> "Reference":
     """row -> (A,) log-probs of the model below the adapters: no second copy is needed."""
     import torch
 
     from openrlhf.models.lora import disabled_adapters
 
-    def log_probs(row):
+    def log_probs(row: "PackedRow") -> "Tensor":
         with torch.no_grad(), disabled_adapters(policy.model):
             return policy(row).log_probs
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection
+from typing import Any
 
 from openrlhf.cli.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
@@ -14,7 +15,7 @@ def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
 
     problems, wrong = [], set(refused)
 
-    def ask(flag: str, check: Callable[..., object], /, *args, **options) -> None:
+    def ask(flag: str, check: Callable[..., object], /, *args: Any, **options: Any) -> None:
         if flag in wrong:
             return
         try:

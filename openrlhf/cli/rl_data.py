@@ -1,23 +1,28 @@
 """What an RL run learns from: prompts, those of its evaluation, and texts beside them."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from openrlhf.config.ppo import CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from openrlhf.datasets.sampler import PromptDataset
+    from openrlhf.datasets.sources import Rows
     from openrlhf.datasets.store import SampleStore
+    from openrlhf.types import Prompt
 
 PRETRAIN_FLAG = "--data.pretrain_dataset"
 
 
 class RLData(NamedTuple):
     prompts: "PromptDataset"
-    eval_prompts: list
+    eval_prompts: "list[Prompt]"
     """Empty without evaluation."""
     texts: "SampleStore | None"
     """None without data.pretrain_dataset."""
-    tokenizer: Any
+    tokenizer: "PreTrainedTokenizerBase"
 
 
 def build_data(config: PPOConfig) -> RLData:
@@ -26,8 +31,10 @@ def build_data(config: PPOConfig) -> RLData:
     return RLData(prompts, eval_prompts, texts, tokenizer)
 
 
-def build_prompt_datasets(config: PPOConfig):
-    """(training prompts, list of evaluation prompts, tokenizer)"""
+def build_prompt_datasets(
+    config: PPOConfig,
+) -> "tuple[PromptDataset, list[Prompt], PreTrainedTokenizerBase]":
+    """(training prompts, evaluation prompts, tokenizer)"""
     from openrlhf.config.checks import split_spec
     from openrlhf.datasets.prompts import source_names
     from openrlhf.models.loading import policy_tokenizer
@@ -35,14 +42,21 @@ def build_prompt_datasets(config: PPOConfig):
     data, evaluation = config.data, config.eval
     tokenizer = policy_tokenizer(config)
     check_vocabularies(config, tokenizer)
-    flags = {"flag": "--data.prompt_dataset", "split": data.prompt_split, "probs": data.prompt_probs}
-    rows = _prompt_rows(config, data.prompt_dataset, **flags, max_samples=data.max_samples)
+    rows = _prompt_rows(
+        config,
+        data.prompt_dataset,
+        flag="--data.prompt_dataset",
+        split=data.prompt_split,
+        probs=data.prompt_probs,
+        max_samples=data.max_samples,
+    )
     prompts = _prompts(config, tokenizer, rows)
     eval_prompts, num_rows = [], 0
     sets = split_spec(evaluation.dataset or "")
     for item, source in zip(sets, source_names(sets), strict=True):
-        flags = {"flag": "--eval.dataset", "split": evaluation.split}
-        rows = _prompt_rows(config, item, **flags, max_samples=evaluation.max_samples)
+        rows = _prompt_rows(
+            config, item, flag="--eval.dataset", split=evaluation.split, max_samples=evaluation.max_samples
+        )
         held_out = _prompts(config, tokenizer, rows, source=source, first_id=num_rows)
         eval_prompts += held_out
         num_rows += len(held_out) + held_out.dropped.total()
@@ -50,14 +64,37 @@ def build_prompt_datasets(config: PPOConfig):
     return prompts, eval_prompts, tokenizer
 
 
-def _prompt_rows(config: PPOConfig, spec: str, **options):
+def _prompt_rows(
+    config: PPOConfig,
+    spec: str,
+    *,
+    flag: str,
+    split: str,
+    max_samples: int | None,
+    probs: str | None = None,
+) -> "Rows":
     from openrlhf.datasets.sources import load_rows
 
-    columns, bad_rows = prompt_columns(config), config.data.broken_rows
-    return load_rows(spec, required_columns=columns, seed=config.train.seed, bad_rows=bad_rows, **options)
+    return load_rows(
+        spec,
+        flag=flag,
+        required_columns=prompt_columns(config),
+        probs=probs,
+        split=split,
+        max_samples=max_samples,
+        seed=config.train.seed,
+        bad_rows=config.data.broken_rows,
+    )
 
 
-def _prompts(config: PPOConfig, tokenizer, rows, **options) -> "PromptDataset":
+def _prompts(
+    config: PPOConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: "Rows",
+    *,
+    source: str = "default",
+    first_id: int = 0,
+) -> "PromptDataset":
     from openrlhf.datasets.prompts import build_prompts
 
     data = config.data
@@ -70,11 +107,14 @@ def _prompts(config: PPOConfig, tokenizer, rows, **options) -> "PromptDataset":
         input_template=data.input_template,
         max_len=data.max_len,
         bad_rows=data.bad_rows,
-        **options,
+        source=source,
+        first_id=first_id,
     )
 
 
-def build_pretrain_texts(config: PPOConfig, tokenizer, num_prompts: int):
+def build_pretrain_texts(
+    config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", num_prompts: int
+) -> "SampleStore | None":
     """As many texts as the run's optimizer steps take, in the order in which they take them, which a longer
     run begins with too. None without data.pretrain_dataset."""
     from openrlhf.datasets.order import epoch_order
@@ -120,7 +160,9 @@ def pretrain_column(config: PPOConfig) -> dict[str, str]:
     return {"--data.input_key": config.data.input_key} if own is None else {"--data.pretrain_key": own}
 
 
-def check_reward_templates(config: PPOConfig, tokenizer, prompts) -> None:
+def check_reward_templates(
+    config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", prompts: "Sequence[Prompt]"
+) -> None:
     """Raise ValueError where a reward model's own chat template cannot show the prompts."""
     from openrlhf.models.loading import load_tokenizer
     from openrlhf.rewards.models import check_conversations, has_own_template
@@ -131,7 +173,7 @@ def check_reward_templates(config: PPOConfig, tokenizer, prompts) -> None:
             check_conversations(prompts, own, path)
 
 
-def check_vocabularies(config: PPOConfig, tokenizer) -> None:
+def check_vocabularies(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Raise ValueError where a model cannot read what the policy writes, or not as long a text."""
     from openrlhf.models.loading import (
         check_room,

@@ -2,10 +2,14 @@
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from openrlhf.config.commands import SERVE_RM
 from openrlhf.config.parse import parse
 from openrlhf.config.serve_rm import ServeRMConfig
+
+if TYPE_CHECKING:
+    from openrlhf.serve.scoring import TextScorer
 
 MODEL_FLAG = "--reward.model_name_or_path"
 
@@ -52,7 +56,7 @@ def check(config: ServeRMConfig) -> None:
         )
 
 
-def load(config: ServeRMConfig):
+def load(config: ServeRMConfig) -> "TextScorer":
     """The model as a function of texts."""
     from openrlhf.device import DEVICE_TYPE
     from openrlhf.models.loading import load_tokenizer

@@ -3,17 +3,23 @@ for itself and settles what it resumes from."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from openrlhf.config.parse import Command
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import SupervisedConfig
 
 if TYPE_CHECKING:
     from openrlhf.trainer.checkpoints import CheckpointFolder
     from openrlhf.trainer.origin import Origin
+    from openrlhf.trainer.ppo import PPOTrainer
+    from openrlhf.trainer.supervised import SupervisedTrainer
+
+Config = PPOConfig | SupervisedConfig
 
 
 def origin_of(
-    config: Any, command: Command, models: Mapping[str, Sequence[str]], more: Mapping[str, str]
+    config: Config, command: Command, models: Mapping[str, Sequence[str]], more: Mapping[str, str]
 ) -> "Origin":
     """`models`: flag -> the paths that it names; `more`: what else is compared, see Origin.contents."""
     from openrlhf.models.loading import model_fingerprint
@@ -26,7 +32,7 @@ def origin_of(
     return Origin.of(command.name, config, {**prints, **more})
 
 
-def begin(config: Any, checkpoints: "CheckpointFolder", held: ExitStack) -> str | None:
+def begin(config: Config, checkpoints: "CheckpointFolder", held: ExitStack) -> str | None:
     """Take the run's folders until `held` ends, say what there is to resume from, and return its tag. On the
     one rank that speaks for a run. ValueError where a living run has a folder, or where the checkpoint is of
     another run."""
@@ -41,7 +47,7 @@ def begin(config: Any, checkpoints: "CheckpointFolder", held: ExitStack) -> str 
     return tag
 
 
-def make_room(config: Any, checkpoints: "CheckpointFolder", tag: str | None) -> None:
+def make_room(config: Config, checkpoints: "CheckpointFolder", tag: str | None) -> None:
     """Just before a run from the beginning trains: checkpoints of another run move aside where it will write
     its own."""
     if tag is None and config.ckpt.save_steps > 0:
@@ -49,7 +55,7 @@ def make_room(config: Any, checkpoints: "CheckpointFolder", tag: str | None) -> 
             print(line, flush=True)
 
 
-def position(trainer: Any) -> str:
+def position(trainer: "PPOTrainer | SupervisedTrainer") -> str:
     """In which step a run that ends here is, and how to go on."""
     step, total = trainer.step, trainer.total_steps
     where = f"in step {step + 1} of {total}" if step < total else f"after step {step}, the last one"

@@ -14,7 +14,16 @@ from openrlhf.config.parse import Command, parse, to_yaml
 from openrlhf.config.supervised import SupervisedConfig
 
 if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from openrlhf.datasets.batches import Dataset, TokenisedDataset, Windows
     from openrlhf.engine.distributed import ProcessMesh
+    from openrlhf.engine.interfaces import Objective, Row
+    from openrlhf.models.backbone import RowModel
+    from openrlhf.observe.observer import Observer
+    from openrlhf.trainer.checkpoints import CheckpointFolder
+    from openrlhf.trainer.origin import Origin
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
@@ -57,28 +66,30 @@ class Task(ABC, Generic[ConfigT]):
         function and arguments are part of the key in the data cache."""
 
     @abstractmethod
-    def collate(self, items: list) -> Any:
+    def collate(self, items: list) -> "Row":
         """Items as one packed row."""
 
-    def load_model(self, tokenizer) -> Any:
+    def load_model(self, tokenizer: "PreTrainedTokenizerBase") -> "RowModel":
         """The module to train, not yet on its device. Called where the engine wants it."""
         from openrlhf.models.policy import PolicyModel
 
         return PolicyModel(self.load_causal_lm())
 
-    def load_causal_lm(self) -> Any:
+    def load_causal_lm(self) -> "PreTrainedModel":
         path, in_4bit = self.config.model.model_name_or_path, self.config.ds.load_in_4bit
         return load_language_model(self.config, path, MODEL_FLAG, in_4bit=in_4bit)
 
     @abstractmethod
-    def objective(self, run: "Run") -> Callable:
+    def objective(self, run: "Run[ConfigT]") -> "Objective":
         """What is minimised."""
 
-    def prepare(self, run: "Run", objective) -> Callable | None:
+    def prepare(
+        self, run: "Run[ConfigT]", objective: "Objective"
+    ) -> "Callable[[Sequence[Any]], Objective] | None":
         """For an objective that needs a figure of the whole batch first: rows -> the objective for them."""
         return None
 
-    def finish(self, run: "Run") -> None:
+    def finish(self, run: "Run[ConfigT]") -> None:
         """After the last step, before the model is saved."""
 
 
@@ -90,7 +101,6 @@ class Run(Generic[ConfigT]):
         from openrlhf.observe.progress import waiting
 
         with waiting("loading libraries, meeting the other ranks"):
-            from openrlhf.datasets.batches import Windows
             from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
             from openrlhf.engine.distributed import ProcessMesh, init_distributed, seed_everything
             from openrlhf.trainer.supervised import total_steps
@@ -104,7 +114,7 @@ class Run(Generic[ConfigT]):
         seed_everything(config.train.seed, config.train.full_determinism_enable)
         self.tokenizer = load_tokenizer_of(config)
         self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
-        self.windows: Windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
+        self.windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
         self.total_steps = total_steps(config.train, len(self.windows))
         self.checkpoints = self._checkpoints()
         self.tag = self._begin(held)
@@ -120,30 +130,36 @@ class Run(Generic[ConfigT]):
                 mesh=self.mesh,
             )
 
-    def _build_model(self):
+    def _build_model(self) -> "RowModel":
         from openrlhf.models.lora import prepare_for_training
 
         module = self.task.load_model(self.tokenizer)
         prepare_for_training(module.model, self.config.ds)
         return module
 
-    def lay_out(self, dataset, *, batch_size: int, shuffle: bool):
+    def lay_out(self, dataset: "Dataset", *, batch_size: int, shuffle: bool) -> "Windows[Row]":
         """The optimizer steps of an epoch, as this rank sees them."""
         return lay_out(self.task, dataset, batch_size=batch_size, shuffle=shuffle, mesh=self.mesh)
 
-    def in_order(self, dataset):
+    def in_order(self, dataset: "Dataset") -> "Windows[Row]":
         """Batches that visit every item once."""
         return self.lay_out(dataset, batch_size=self.config.train.batch_size, shuffle=False)
 
-    def attach(self, answers: Callable) -> None:
-        """Give both datasets the reference log-probs `answers(dataset)`."""
-        self.train_set = self.train_set.with_reference(answers(self.train_set))
+    def attach(self, answers: "Callable[[TokenisedDataset], np.ndarray]") -> None:
+        """Give both datasets, of items with two samples, the reference log-probs `answers(dataset)`."""
+        from openrlhf.datasets.labelled import TwoSamples
+
+        def attached(dataset: "TokenisedDataset") -> "TokenisedDataset":
+            assert isinstance(dataset, TwoSamples)
+            return dataset.with_reference(answers(dataset))
+
+        self.train_set = attached(self.train_set)
         if self.eval_set is not None:
-            self.eval_set = self.eval_set.with_reference(answers(self.eval_set))
+            self.eval_set = attached(self.eval_set)
         self.windows = self.lay_out(self.train_set, batch_size=self.config.train.batch_size, shuffle=True)
 
-    def whole(self, dataset) -> list:
-        """This rank's rows of a dataset that is one batch."""
+    def whole(self, dataset: "Dataset") -> list[Any]:
+        """This rank's rows of a dataset that is one batch, of the kind that the task collates."""
         (rows,) = self.lay_out(dataset, batch_size=len(dataset), shuffle=False).epoch(0)
         return rows
 
@@ -195,7 +211,7 @@ class Run(Generic[ConfigT]):
                 datasets=config.data.dataset,
             )
 
-    def _checkpoints(self):
+    def _checkpoints(self) -> "CheckpointFolder":
         from openrlhf.trainer.checkpoints import CheckpointFolder
 
         ckpt = self.config.ckpt
@@ -207,7 +223,7 @@ class Run(Generic[ConfigT]):
             return begin(self.config, self.checkpoints, held)
         return self.checkpoints.choose()[0]
 
-    def _origin(self):
+    def _origin(self) -> "Origin":
         from openrlhf.datasets.cache import arrays_digest
 
         config, checksum = self.config, arrays_digest(self.train_set.arrays())[:16]
@@ -223,7 +239,7 @@ class Run(Generic[ConfigT]):
         if self.mesh.is_first:
             self.tokenizer.save_pretrained(folder)
 
-    def _observer(self, resume_step: int | None):
+    def _observer(self, resume_step: int | None) -> "Observer":
         from openrlhf.observe.observer import Observer
         from openrlhf.observe.run_folder import RunFolder
 
@@ -270,7 +286,7 @@ def check_files(task: Task) -> None:
     task.check_models()  # imports transformers, which takes longer than all of the above
 
 
-def load_tokenizer_of(config: SupervisedConfig):
+def load_tokenizer_of(config: SupervisedConfig) -> "PreTrainedTokenizerBase":
     """The tokenizer of the model to train."""
     from openrlhf.models.loading import load_tokenizer
 
@@ -282,7 +298,9 @@ def load_tokenizer_of(config: SupervisedConfig):
     )
 
 
-def lay_out(task: Task, dataset, *, batch_size: int, shuffle: bool, mesh: "ProcessMesh | None" = None):
+def lay_out(
+    task: Task, dataset: "Dataset", *, batch_size: int, shuffle: bool, mesh: "ProcessMesh | None" = None
+) -> "Windows[Row]":
     """The optimizer steps of an epoch, as this rank of `mesh` sees them; None: as one rank alone."""
     from openrlhf.datasets.batches import Windows
 
@@ -300,7 +318,9 @@ def lay_out(task: Task, dataset, *, batch_size: int, shuffle: bool, mesh: "Proce
     )
 
 
-def build_datasets(task: Task, tokenizer) -> tuple[Any, Any | None]:
+def build_datasets(
+    task: Task, tokenizer: "PreTrainedTokenizerBase"
+) -> "tuple[TokenisedDataset, TokenisedDataset | None]":
     """The training set, and the evaluation set or None."""
     evaluation = task.config.eval
     train_set = build_train_set(task, tokenizer)
@@ -316,7 +336,7 @@ def build_datasets(task: Task, tokenizer) -> tuple[Any, Any | None]:
     )
 
 
-def build_train_set(task: Task, tokenizer) -> Any:
+def build_train_set(task: Task, tokenizer: "PreTrainedTokenizerBase") -> "TokenisedDataset":
     data = task.config.data
     return build_dataset(
         task,
@@ -331,14 +351,14 @@ def build_train_set(task: Task, tokenizer) -> Any:
 
 def build_dataset(
     task: Task,
-    tokenizer,
+    tokenizer: "PreTrainedTokenizerBase",
     spec: str,
     *,
     flag: str,
     split: str,
     probs: str | None = None,
     max_samples: int | None = None,
-) -> Any:
+) -> "TokenisedDataset":
     """From the data cache where the same was built before. ValueError where a model cannot read it."""
     mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
     dataset = tokenise(task, tokenizer, spec, flag, mix)
@@ -363,7 +383,9 @@ def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
             )
 
 
-def tokenise(task: Task, tokenizer, spec: str, flag: str, mix: Mapping[str, Any]) -> Any:
+def tokenise(
+    task: Task, tokenizer: "PreTrainedTokenizerBase", spec: str, flag: str, mix: Mapping[str, Any]
+) -> "TokenisedDataset":
     """The rows of `spec` as what the task learns from, kept in the data cache. mix: which of them, and in
     which order, as `load_rows` wants it."""
     from openrlhf.datasets.cache import cached, tokenizer_digest
@@ -389,7 +411,9 @@ def tokenise(task: Task, tokenizer, spec: str, flag: str, mix: Mapping[str, Any]
     return cached(dataset_type, key_parts, build, cache_dir=data.cache_dir, source=spec)
 
 
-def balanced(objective: Callable, prepare: Callable | None, coef: float) -> tuple[Callable, Callable | None]:
+def balanced(
+    objective: "Objective", prepare: "Callable[[Sequence[Any]], Objective] | None", coef: float
+) -> "tuple[Objective, Callable[[Sequence[Any]], Objective] | None]":
     """Both with the balance loss of experts."""
     from openrlhf.objectives.balanced import BalancedObjective
 
@@ -397,7 +421,9 @@ def balanced(objective: Callable, prepare: Callable | None, coef: float) -> tupl
     return add(objective), None if prepare is None else lambda rows: add(prepare(rows))
 
 
-def load_language_model(config: SupervisedConfig, path: str, flag: str, *, in_4bit: bool = False):
+def load_language_model(
+    config: SupervisedConfig, path: str, flag: str, *, in_4bit: bool = False
+) -> "PreTrainedModel":
     """A causal language model, with the precision and kernels of `ds.*`."""
     from openrlhf.models.loading import load_causal_lm
 

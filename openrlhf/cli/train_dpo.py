@@ -2,12 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from openrlhf.cli import task
 from openrlhf.cli.reference import check_reference, reference_of, reference_path
 from openrlhf.cli.train_rm import pair_builder, pair_columns
 from openrlhf.config.commands import DPO
 from openrlhf.config.supervised import DPOConfig
+
+if TYPE_CHECKING:
+    from openrlhf.objectives.dpo import DPOObjective
+    from openrlhf.types import PairRow
 
 
 class DPOTask(task.Task[DPOConfig]):
@@ -27,12 +32,12 @@ class DPOTask(task.Task[DPOConfig]):
     def builder(self) -> partial:
         return pair_builder(self.config, score_last_token=False)
 
-    def collate(self, items: list):
+    def collate(self, items: list) -> "PairRow":
         from openrlhf.types import PairRow
 
         return PairRow.of(items)
 
-    def objective(self, run):
+    def objective(self, run: task.Run[DPOConfig]) -> "DPOObjective":
         from openrlhf.objectives.dpo import DPOObjective, pair_log_probs
 
         model = self.config.model

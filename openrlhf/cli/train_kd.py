@@ -1,11 +1,18 @@
 """Knowledge distillation: `python -m openrlhf.cli.train_kd`, or the same under torchrun or deepspeed."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from openrlhf.cli import task
 from openrlhf.cli.train_sft import ResponsesTask
 from openrlhf.config.commands import KD
 from openrlhf.config.supervised import KDConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from openrlhf.models.student import StudentModel
+    from openrlhf.objectives.kd import DistillationObjective
 
 TEACHER_FLAG = "--teacher.model_name_or_path"
 
@@ -25,12 +32,12 @@ class DistillationTask(ResponsesTask[KDConfig]):
         own, other = task.load_tokenizer_of(self.config), load_tokenizer(path, flag=TEACHER_FLAG)
         check_same_vocabulary(own, other, TEACHER_FLAG, path)
 
-    def load_model(self, tokenizer):
+    def load_model(self, tokenizer: "PreTrainedTokenizerBase") -> "StudentModel":
         from openrlhf.models.student import StudentModel
 
         return StudentModel(self.load_causal_lm())
 
-    def objective(self, run):
+    def objective(self, run: task.Run[KDConfig]) -> "DistillationObjective":
         from openrlhf.engine.deepspeed_engine import FrozenModel
         from openrlhf.models.student import TeacherModel, linear_head
         from openrlhf.objectives.kd import DistillationObjective

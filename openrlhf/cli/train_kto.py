@@ -1,12 +1,18 @@
 """KTO: `python -m openrlhf.cli.train_kto`, or the same under torchrun or deepspeed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from openrlhf.cli import task
 from openrlhf.cli.reference import check_reference, reference_of, reference_path
 from openrlhf.config.commands import KTO
 from openrlhf.config.supervised import KTOConfig
+
+if TYPE_CHECKING:
+    from openrlhf.engine.interfaces import Objective
+    from openrlhf.objectives.kto import KTOObjective
+    from openrlhf.types import UnpairedRow
 
 
 class KTOTask(task.Task[KTOConfig]):
@@ -44,12 +50,12 @@ class KTOTask(task.Task[KTOConfig]):
             bad_rows=data.bad_rows,
         )
 
-    def collate(self, items: list):
+    def collate(self, items: list) -> "UnpairedRow":
         from openrlhf.types import UnpairedRow
 
         return UnpairedRow.of(items)
 
-    def objective(self, run):
+    def objective(self, run: task.Run[KTOConfig]) -> "KTOObjective":
         from openrlhf.objectives.kto import KTOObjective, unpaired_log_probs
 
         model = self.config.model
@@ -60,16 +66,19 @@ class KTOTask(task.Task[KTOConfig]):
             reference=reference_of(run, self.config.ref, read=unpaired_log_probs),
         )
 
-    def prepare(self, run, objective):
+    def prepare(
+        self, run: task.Run[KTOConfig], objective: "Objective"
+    ) -> "Callable[[Sequence[UnpairedRow]], KTOObjective]":
         """The KL estimate and the share of desirable answers are those of the whole batch, over all its rows
         and ranks: they do not depend on the micro-batch size."""
         from dataclasses import replace
 
-        from openrlhf.objectives.kto import MismatchedLogRatio
+        from openrlhf.objectives.kto import KTOObjective, MismatchedLogRatio
 
+        assert isinstance(objective, KTOObjective)  # its own
         log_ratio = MismatchedLogRatio(reference=objective.reference)
 
-        def with_figures(rows):
+        def with_figures(rows: "Sequence[UnpairedRow]") -> KTOObjective:
             figures = run.engine.evaluate(rows, log_ratio)
             kl, share = max(0.0, figures["log_ratio"]), figures["desirable_share"]
             return replace(objective, kl=kl, desirable_share=share)

@@ -18,8 +18,10 @@ from openrlhf.config.parse import Explicit, parse
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 
 if TYPE_CHECKING:
+    from openrlhf.cluster.group import PolicyGroup
     from openrlhf.cluster.layout import Layout, Nodes
     from openrlhf.cluster.placement import Bundles
+    from openrlhf.cluster.roles import Roles
     from openrlhf.trainer.checkpoints import CheckpointFolder
     from openrlhf.trainer.origin import Origin
     from openrlhf.trainer.ppo import PPOTrainer
@@ -157,11 +159,11 @@ def _origin(config: PPOConfig, data: RLData) -> "Origin":
 def build_trainer(
     config: PPOConfig,
     argv: Sequence[str],
-    roles: Any,
+    roles: "Roles",
     data: RLData,
     checkpoints: "CheckpointFolder",
     tag: str | None,
-) -> "PPOTrainer":
+) -> "PPOTrainer[PolicyGroup]":
     """The controller with everything it speaks to, at the step it resumes from."""
     from openrlhf.algos.kl import KLController
     from openrlhf.config.parse import to_yaml

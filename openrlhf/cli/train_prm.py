@@ -2,10 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from openrlhf.cli import task
 from openrlhf.config.commands import PRM
 from openrlhf.config.supervised import PRMConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from openrlhf.models.process_reward import ProcessRewardModel
+    from openrlhf.objectives.prm import ProcessObjective
+    from openrlhf.types import StepsRow
 
 
 class ProcessRewardTask(task.Task[PRMConfig]):
@@ -32,17 +40,17 @@ class ProcessRewardTask(task.Task[PRMConfig]):
             bad_rows=data.bad_rows,
         )
 
-    def collate(self, items: list):
+    def collate(self, items: list) -> "StepsRow":
         from openrlhf.types import StepsRow
 
         return StepsRow.of(items)
 
-    def load_model(self, tokenizer):
+    def load_model(self, tokenizer: "PreTrainedTokenizerBase") -> "ProcessRewardModel":
         from openrlhf.models.process_reward import ProcessRewardModel
 
         return ProcessRewardModel(self.load_causal_lm())
 
-    def objective(self, run):
+    def objective(self, run: task.Run[PRMConfig]) -> "ProcessObjective":
         from openrlhf.datasets.steps import single_token_id
         from openrlhf.objectives.prm import ProcessObjective
 

@@ -3,10 +3,18 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from openrlhf.cli import task
 from openrlhf.config.commands import RM
 from openrlhf.config.supervised import DPOConfig, RMConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from openrlhf.models.scorer import ScoreModel
+    from openrlhf.objectives.rm import RewardObjective
+    from openrlhf.types import PairRow
 
 STATISTICS_SHARE = 0.01
 """Of the training pairs, to tell mean and deviation of the scores where there is no evaluation set."""
@@ -24,12 +32,12 @@ class RewardModelTask(task.Task[RMConfig]):
         margin_key = "margin" if model.margin_loss_enable and model.loss_type == "sigmoid" else None
         return pair_builder(self.config, score_last_token=True, margin_key=margin_key)
 
-    def collate(self, items: list):
+    def collate(self, items: list) -> "PairRow":
         from openrlhf.types import PairRow
 
         return PairRow.of(items)
 
-    def load_model(self, tokenizer):
+    def load_model(self, tokenizer: "PreTrainedTokenizerBase") -> "ScoreModel":
         from openrlhf.models.scorer import load_scorer
 
         config = self.config
@@ -45,12 +53,12 @@ class RewardModelTask(task.Task[RMConfig]):
             in_4bit=config.ds.load_in_4bit,
         )
 
-    def objective(self, run):
+    def objective(self, run: task.Run[RMConfig]) -> "RewardObjective":
         from openrlhf.objectives.rm import RewardObjective
 
         return RewardObjective()
 
-    def finish(self, run) -> None:
+    def finish(self, run: task.Run[RMConfig]) -> None:
         """Write mean and deviation of the scores into the model's configuration: RL normalises by them."""
         from openrlhf.datasets.batches import FirstItems
         from openrlhf.objectives.rm import ScoreMoments

@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from openrlhf.cli import task
 from openrlhf.config.commands import SFT
 from openrlhf.config.supervised import KDConfig, SFTConfig
+
+if TYPE_CHECKING:
+    from openrlhf.objectives.sft import SFTObjective
+    from openrlhf.types import PackedRow
 
 ConfigT = TypeVar("ConfigT", SFTConfig, KDConfig)
 
@@ -35,7 +39,7 @@ class ResponsesTask(task.Task[ConfigT]):
             bad_rows=data.bad_rows,
         )
 
-    def collate(self, items: list):
+    def collate(self, items: list) -> "PackedRow":
         from openrlhf.types import PackedRow
 
         return PackedRow.of(items)
@@ -45,7 +49,7 @@ class SFTTask(ResponsesTask[SFTConfig]):
     command = SFT
     module = "openrlhf.cli.train_sft"
 
-    def objective(self, run):
+    def objective(self, run: task.Run[SFTConfig]) -> "SFTObjective":
         from openrlhf.objectives.sft import SFTObjective
 
         return SFTObjective()

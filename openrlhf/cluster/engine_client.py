@@ -32,7 +32,7 @@ class RayEngineClient:
     def start_weight_update(self) -> None:
         self._all(lambda engine: engine.start_weight_update.remote())
 
-    def update_weights(self, update_info: dict) -> None:
+    def update_weights(self, update_info: dict | list[dict]) -> None:
         self._all(lambda engine: engine.update_weights.remote(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:

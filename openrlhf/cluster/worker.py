@@ -3,7 +3,7 @@ them."""
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -107,7 +107,7 @@ class ModelWorker(Worker, Generic[ModelT]):
         release_cached_memory()
         return batch.put_together(groups, answers)
 
-    def read(self, model, row: PackedRow) -> Tensor:
+    def read(self, model: Callable, row: PackedRow) -> Tensor:
         return model(row, temperature=self.config.rollout.temperature).log_probs
 
     def build_model(self, path: str, flag: str) -> RowModel:
@@ -205,11 +205,11 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
 
     def _engine(
         self,
-        build_model,
+        build_model: Callable[[], RowModel],
         optim: ActorConfig | CriticConfig,
         total_steps: int,
         gradient_checkpointing: bool,
-        **options,
+        ema_beta: float | None = None,
     ) -> DeepSpeedEngine:
         return DeepSpeedEngine(
             build_model,
@@ -218,8 +218,8 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
             total_steps=total_steps,
             gradient_checkpointing=gradient_checkpointing,
             reentrant=self.config.actor.gradient_checkpointing_reentrant,
+            ema_beta=ema_beta,
             mesh=self.mesh,
-            **options,
         )
 
     def _optimizer_present(self) -> AbstractContextManager[None]:
@@ -335,7 +335,7 @@ class CriticWorker(TrainedWorker):
         """A reward model keeps its head; a plain language model gets a new one."""
         return ValueModel(_build_scorer(self.config, path, flag).model)
 
-    def read(self, model, row: PackedRow) -> Tensor:
+    def read(self, model: Callable, row: PackedRow) -> Tensor:
         return model(row)
 
     def objective(self, kl_coef: float) -> Objective[ExperienceRow]:

@@ -2,8 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar
+
+import numpy as np
 
 from openrlhf.algos.balance import estimated_cost, pack_to_budget, partition
 from openrlhf.datasets.order import epoch_order
@@ -29,6 +31,19 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int, /) -> Any: ...
+
+
+class TokenisedDataset(Dataset, Protocol):
+    """As it comes from rows or from the cache."""
+
+    @property
+    def sequence_lengths(self) -> Sequence[int]:
+        """Tokens of each sequence, of which an item may have several."""
+        ...
+
+    def arrays(self) -> Mapping[str, np.ndarray]:
+        """All that it holds."""
+        ...
 
 
 class Windows(Generic[RowT]):

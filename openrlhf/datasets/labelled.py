@@ -1,5 +1,6 @@
 """Tokenised samples with arrays that say more about them."""
 
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -57,7 +58,7 @@ class LabelledSamples:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TwoSamples(LabelledSamples):
+class TwoSamples(LabelledSamples, ABC):
     """Items of two samples each: item i has samples 2i and 2i + 1."""
 
     ref_log_probs: np.ndarray | None = None
@@ -69,6 +70,9 @@ class TwoSamples(LabelledSamples):
 
     def __len__(self) -> int:
         return len(self.samples) // 2
+
+    @abstractmethod
+    def __getitem__(self, i: int, /) -> Any: ...
 
     @cached_property
     def lengths(self) -> Sequence[int]:

@@ -339,9 +339,9 @@ class FrozenModel:
         settle_reading(self.model, module)
 
     @torch.no_grad()
-    def __call__(self, row: Row, *args: Any, **kwargs: Any) -> Any:
-        """What the model answers about one row. All ranks must ask together."""
-        return self.model(row, *args, **kwargs)
+    def __call__(self, row: Row) -> Any:
+        """What the model answers about one row, by its kind (see models/). All ranks must ask together."""
+        return self.model(row)
 
     @property
     def module(self) -> RowModel:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, Self, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from openrlhf.types import Batch, Group, LossNorm, Metrics, Prompt, Purpose, Schedule
@@ -29,7 +30,7 @@ class Row(Protocol):
         """Sequences with at least one action."""
         ...
 
-    def to(self, device) -> Self: ...
+    def to(self, device: torch.device) -> Self: ...
 
     def empty(self) -> Self:
         """A row of the same kind without actions."""
@@ -107,8 +108,12 @@ class TrainableGroup(ModelGroup, Protocol):
     def export(self, folder: str) -> Pending[None]: ...
 
 
-class Rollout(Protocol):
-    """All the samplers together. Nothing waits but `next_group` and what is pending."""
+PolicyT = TypeVar("PolicyT", bound=TrainableGroup, contravariant=True)
+
+
+class Rollout(Protocol[PolicyT]):
+    """All the samplers together. Nothing waits but `next_group` and what is pending. How weights travel is
+    between it and the policies that it takes them from, PolicyT."""
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
         """Ask for the samples of `prompts`, with the sampling parameters of training or of evaluation."""
@@ -119,6 +124,6 @@ class Rollout(Protocol):
         RuntimeError where none is under way; TimeoutError, which says what is, after `timeout` seconds."""
         ...
 
-    def sync(self, policy: TrainableGroup, version: int) -> Pending[Metrics]:
+    def sync(self, policy: PolicyT, version: int) -> Pending[Metrics]:
         """Make every sampler use the policy's current weights, and check that it does."""
         ...

@@ -10,13 +10,17 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.generation import Decoding
+
+if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
 
 CPU_KV_CACHE_GB = 0.25
 """KV cache of an engine without a GPU, unless `--vllm.kv_cache_gb` says otherwise. vLLM's own unit is a whole
@@ -103,7 +107,7 @@ def engine_environment(options: EngineOptions) -> dict[str, str]:
     }
 
 
-def sampling_params(decoding: Decoding, seed: int, *, stream: bool = False) -> Any:
+def sampling_params(decoding: Decoding, seed: int, *, stream: bool = False) -> "SamplingParams":
     """vLLM's words for it. stream: tokens come as they are sampled."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -170,9 +174,12 @@ class VLLMEngine:
         await self._bounded(self.llm.update_weight_version("0"))  # vLLM's own name for it is no number
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling_params, multi_modal_data: dict | None = None
-    ):
-        """One request; returns vLLM's RequestOutput. Raises vLLM's errors."""
+        self,
+        prompt_token_ids: list[int],
+        sampling_params: "SamplingParams",
+        multi_modal_data: dict | None = None,
+    ) -> "RequestOutput":
+        """One request. Raises vLLM's errors."""
         from vllm.inputs import TokensPrompt
 
         prompt = TokensPrompt(prompt_token_ids=prompt_token_ids)
@@ -181,9 +188,12 @@ class VLLMEngine:
         output = None
         async for latest in self.llm.generate(prompt, sampling_params, request_id=uuid.uuid4().hex):
             output = latest
+        assert output is not None  # vLLM answers or raises
         return output
 
-    async def stream(self, prompt_token_ids: list[int], sampling_params) -> AsyncIterator[list[int]]:
+    async def stream(
+        self, prompt_token_ids: list[int], sampling_params: "SamplingParams"
+    ) -> AsyncIterator[list[int]]:
         """The tokens of one answer as they come; `sampling_params` must ask for that."""
         from vllm.inputs import TokensPrompt
 
@@ -196,10 +206,10 @@ class VLLMEngine:
         from vllm.sampling_params import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        output: Any = await self.generate(token_ids, params)
+        of_positions: Any = (await self.generate(token_ids, params)).prompt_logprobs
         return [
             of_position[token].logprob
-            for token, of_position in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+            for token, of_position in zip(token_ids[1:], of_positions[1:], strict=True)
         ]
 
     async def init_weight_transfer_engine(self, init_info: dict) -> None:
@@ -215,7 +225,7 @@ class VLLMEngine:
         await self._bounded(self.llm.pause_generation(mode="keep", clear_cache=True))
         await self._bounded(self.llm.start_weight_update())
 
-    async def update_weights(self, update_info: dict) -> None:
+    async def update_weights(self, update_info: dict | list[dict]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._bounded(self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))

@@ -7,7 +7,7 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -37,8 +37,8 @@ class VLLMStream:
         if kind != "ready":
             raise RuntimeError(f"the vLLM engine did not start: {value}")
 
-    def stream(self, prompt: list[int], seed: int, decoding: Decoding) -> Iterator[int]:
-        """The tokens of the answer. Closing the iterator stops it."""
+    def stream(self, prompt: list[int], seed: int, decoding: Decoding) -> Generator[int, None, None]:
+        """The tokens of the answer. Closing the generator stops it."""
         self._connection.send((prompt, seed, decoding))
         kind, value = self._heard.get()
         try:

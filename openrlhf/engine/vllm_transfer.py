@@ -4,11 +4,12 @@ Importing this module registers our transfer backends: `openrlhf_gloo` for machi
 `nccl` and `ipc` with a checksum of what they load.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -22,6 +23,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from openrlhf.engine.weight_sync import PLACES, Checksum, TensorMeta, broadcast, gloo_group, plan_buckets
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
 class WorkerExtension:
@@ -56,7 +60,7 @@ class CheckedLoading(WeightTransferEngine):
         self.checksum = Checksum()
         load, checksum = type(self.model).load_weights, self.checksum
 
-        def checked_load(weights):
+        def checked_load(weights: Iterable[tuple[str, Tensor]]) -> Any:
             return load(self.model, _counted(weights, checksum))
 
         self.model.load_weights = checked_load
@@ -97,6 +101,7 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        assert self.group is not None  # the trainer opens the transfer first
         tensors = [TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in update_info.tensors]
         for bucket in plan_buckets(tensors):
             buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
@@ -127,13 +132,13 @@ class CheckedIPC(CheckedLoading, IPCWeightTransferEngine):
     pass
 
 
-def _counted(weights, checksum: Checksum):
+def _counted(weights: Iterable[tuple[str, Tensor]], checksum: Checksum) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights:
         checksum.add(name, tensor)
         yield name, tensor
 
 
-def _fingerprints(model) -> dict[str, int]:
+def _fingerprints(model: nn.Module) -> dict[str, int]:
     """A checksum of the first elements of each parameter that has any: enough to see whether it was written,
     and cheap on a large model."""
     found = {}
@@ -151,10 +156,11 @@ def _repack_experts_on_reload() -> None:
 
     first_setup = UnquantizedFusedMoEMethod._setup_kernel
 
-    def setup(self, layer, w13: Tensor, w2: Tensor) -> None:
+    def setup(self: UnquantizedFusedMoEMethod, layer: "RoutedExperts", w13: Tensor, w2: Tensor) -> None:
         is_reload = self.moe_kernel is not None
         first_setup(self, layer, w13, w2)
         if is_reload:
+            assert self.moe_kernel is not None  # the setup has made one
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     UnquantizedFusedMoEMethod._setup_kernel = setup

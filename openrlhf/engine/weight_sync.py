@@ -16,11 +16,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer.base import WeightSource as VLLMWeightSource
 
 BUCKET_BYTES = 64 << 20
 ALIGNMENT = 64
@@ -53,7 +56,7 @@ class EngineClient(Protocol):
 
     def start_weight_update(self) -> None: ...
 
-    def update_weights(self, update_info: dict) -> None: ...
+    def update_weights(self, update_info: dict | list[dict]) -> None: ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
@@ -83,11 +86,18 @@ class Checksum:
         self.value = (self.value + weighted) % (1 << 61)
 
 
+class Sendable(Protocol):
+    """A model in training, on every rank: DeepSpeedEngine says what these do."""
+
+    def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]: ...
+
+    def weight_metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]: ...
+
+
 class WeightSource:
     """A model's weights as the transfer backends want them: metadata, and iteration that every rank joins."""
 
-    def __init__(self, engine) -> None:
-        """`engine` offers `weights()` and `weight_metadata()`: see DeepSpeedEngine."""
+    def __init__(self, engine: Sendable) -> None:
         self.engine = engine
         self.checksum = Checksum()
 
@@ -102,12 +112,29 @@ class WeightSource:
             yield name, tensor
 
 
+class Transfer(Protocol):
+    def send_weights(self) -> None:
+        """The whole round, engines paused and resumed. Every rank calls it."""
+        ...
+
+
+class Rendezvous(NamedTuple):
+    """Where a trainer's rank meets the engines' workers."""
+
+    address: str
+    port: int
+    world_size: int
+    """The trainer's rank 0 and all workers."""
+    rank: int
+    """Of the trainer."""
+
+
 class WeightSender:
     """One trainer rank's end. Every rank calls `send`; rank 0 talks to the engines."""
 
     def __init__(
         self,
-        engine,
+        engine: Sendable,
         client: EngineClient,
         *,
         backend: str,
@@ -118,8 +145,8 @@ class WeightSender:
     ) -> None:
         """`num_workers`: vLLM workers over all engines. `address`, `port`: where rank 0 can be reached."""
         self.source, self.client, self.rank = WeightSource(engine), client, rank
-        open_transfer = {"gloo": _open_gloo, "nccl": _open_nccl, "ipc": _open_ipc}[backend]
-        self.transfer = open_transfer(self.source, client, address, port, num_workers + 1, rank)
+        meeting = Rendezvous(address, port, num_workers + 1, rank)
+        self.transfer: Transfer = OPEN_TRANSFER[backend](self.source, client, meeting)
 
     def send(self, version: int) -> None:
         """Raises RuntimeError where an engine loaded something else than what was sent."""
@@ -138,11 +165,12 @@ class WeightSender:
 class GlooTransfer:
     """Broadcasts packed buckets over a private process group, beside DeepSpeed's own."""
 
-    def __init__(self, source: WeightSource, client: EngineClient, group) -> None:
+    def __init__(self, source: WeightSource, client: EngineClient, group: dist.ProcessGroup | None) -> None:
+        """`group`: None on ranks other than 0."""
         self.source, self.client, self.group = source, client, group
 
     def send_weights(self) -> None:
-        if self.group is None:  # not rank 0: only join the gathers
+        if self.group is None:  # only join the gathers
             for _ in self.source:
                 pass
             return
@@ -196,7 +224,7 @@ def plan_buckets(tensors: list[TensorMeta], capacity: int = BUCKET_BYTES) -> lis
     return [Bucket(tuple(b)) for b in buckets if b]
 
 
-def gloo_group(address: str, port: int, rank: int, world_size: int):
+def gloo_group(address: str, port: int, rank: int, world_size: int) -> dist.ProcessGroup:
     """A process group that leaves the default one alone."""
     store = dist.TCPStore(
         address, port, world_size, is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT
@@ -208,7 +236,7 @@ def gloo_group(address: str, port: int, rank: int, world_size: int):
     return gloo(store, rank, world_size, options)
 
 
-def broadcast(group, tensor: Tensor) -> None:
+def broadcast(group: dist.ProcessGroup, tensor: Tensor) -> None:
     """From rank 0 of a private group."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
@@ -216,7 +244,8 @@ def broadcast(group, tensor: Tensor) -> None:
     group.broadcast([tensor], options).wait()
 
 
-def _open_gloo(source, client, address, port, world_size, rank):
+def _open_gloo(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
+    address, port, world_size, rank = meeting
     if rank != 0:
         return GlooTransfer(source, client, None)
     with ThreadPoolExecutor(1) as thread:  # the engines block until rank 0 joins
@@ -229,23 +258,26 @@ def _open_gloo(source, client, address, port, world_size, rank):
     return GlooTransfer(source, client, group)
 
 
-def _open_nccl(source, client, address, port, world_size, rank):
+def _open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    info = NCCLTrainerInitInfo(address, port, world_size, rank=rank)
+    info = NCCLTrainerInitInfo(meeting.address, meeting.port, meeting.world_size, rank=meeting.rank)
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=_vllm_source(source))
 
 
-def _open_ipc(source, client, address, port, world_size, rank):
+def _open_ipc(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-    info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=BUCKET_BYTES)
+    info = IPCTrainerInitInfo(rank=meeting.rank, packed=True, packed_buffer_size_bytes=BUCKET_BYTES)
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=_vllm_source(source))
 
 
-def _vllm_source(source: WeightSource):
+OPEN_TRANSFER = {"gloo": _open_gloo, "nccl": _open_nccl, "ipc": _open_ipc}
+
+
+def _vllm_source(source: WeightSource) -> "VLLMWeightSource":
     """The same source as a subclass of vLLM's."""
     from vllm.distributed.weight_transfer.base import ParamMeta
     from vllm.distributed.weight_transfer.base import WeightSource as VLLMWeightSource
@@ -254,7 +286,7 @@ def _vllm_source(source: WeightSource):
         def metadata(self) -> list[ParamMeta]:
             return [ParamMeta(t.name, getattr(torch, t.dtype), t.shape) for t in source.tensors]
 
-        def __iter__(self):
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
             return iter(source)
 
     return Source()

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -17,8 +17,8 @@ class TransformersStream:
     def __init__(self, model: Any, pad_token_id: int) -> None:
         self.model, self.pad_token_id = model, pad_token_id
 
-    def stream(self, prompt: list[int], seed: int, decoding: Decoding) -> Iterator[int]:
-        """The tokens of the answer. Closing the iterator stops the computation."""
+    def stream(self, prompt: list[int], seed: int, decoding: Decoding) -> Generator[int, None, None]:
+        """The tokens of the answer. Closing the generator stops the computation."""
         tokens: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
         stopped = threading.Event()
 

@@ -3,8 +3,9 @@
 import asyncio
 import inspect
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.rewards.function import IMPORT_LIMIT, check_file
 from openrlhf.rewards.user_file import (
@@ -16,6 +17,12 @@ from openrlhf.rewards.user_file import (
     located,
 )
 from openrlhf.utils.agent import AgentExecutorBase, RewardError
+
+if TYPE_CHECKING:  # the import of a file is checked without what takes seconds
+    from transformers import PreTrainedTokenizerBase
+    from vllm.sampling_params import SamplingParams
+
+    from openrlhf.rollout.recorder import Engine
 
 FORM = (
     "Define `class AgentExecutor(AgentExecutorBase)` with\n`async def execute(self, prompt, label, "
@@ -66,7 +73,7 @@ def _unusable(executor: type) -> str:
 PARAMETERS = tuple(inspect.signature(AgentExecutorBase.execute).parameters)[1:]
 
 
-def _accepted(execute) -> tuple[str, ...]:
+def _accepted(execute: Callable) -> tuple[str, ...]:
     """What of PARAMETERS it can be called with, by name."""
     parameters = inspect.signature(execute).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -99,7 +106,14 @@ class UserExecutor(AgentExecutorBase):
             raise RuntimeError(located(error, path)) from error
 
     async def execute(
-        self, prompt: str, label: Any, sampling_params, max_length: int, hf_tokenizer, llm_engine, images=None
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: "SamplingParams",
+        max_length: int,
+        hf_tokenizer: "PreTrainedTokenizerBase",
+        llm_engine: "Engine",
+        images: Any = None,
     ) -> dict:
         given: dict[str, Any] = {
             "prompt": prompt,

@@ -3,16 +3,20 @@ data."""
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.rollout.agents import EnvironmentFailed, UserExecutor
-from openrlhf.rollout.recorder import RecordingEngine
+from openrlhf.rollout.recorder import Engine, RecordingEngine
 from openrlhf.rollout.results import read_result
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.rollout.trajectories import trajectories
 from openrlhf.types import Episode, Group, Outcome, Prompt
 from openrlhf.utils.agent import AgentExecutorBase, RewardError
+
+if TYPE_CHECKING:  # both take seconds, and vLLM reads its environment
+    from transformers import PreTrainedTokenizerBase
+    from vllm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +69,8 @@ class EpisodeRunner:
 
     def __init__(
         self,
-        engine,
-        tokenizer,
+        engine: Engine,
+        tokenizer: "PreTrainedTokenizerBase",
         executor: AgentExecutorBase,
         stop_token_ids: list[int],
         *,
@@ -138,7 +142,7 @@ class EpisodeRunner:
             engine,
         )
 
-    def _sampling_params(self, sampling: Sampling):
+    def _sampling_params(self, sampling: Sampling) -> "SamplingParams":
         from vllm.sampling_params import SamplingParams
 
         return SamplingParams(

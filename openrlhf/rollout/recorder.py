@@ -2,18 +2,38 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
 from openrlhf.rollout.seeds import seed_at
-from openrlhf.types import Turn
+from openrlhf.types import Turn, present
+
+if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+
+class Engine(Protocol):
+    """What an executor is given as `llm_engine`."""
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        sampling_params: "SamplingParams",
+        multi_modal_data: dict | None = None,
+    ) -> "RequestOutput":
+        """One request."""
+        ...
 
 
 class RecordingEngine:
     """One episode's view of an engine. Whatever an executor makes of the answers, `turns` is exact."""
 
-    def __init__(self, engine, seed_address: tuple[int | str, ...], stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, engine: Engine, seed_address: tuple[int | str, ...], stop_token_ids: Sequence[int]
+    ) -> None:
         """`seed_address`: of the first turn; the others have their number behind it."""
         self._engine, self._address, self._stop_token_ids = engine, seed_address, list(stop_token_ids)
         self._answers: list[list[Turn]] = []  # of each request
@@ -25,11 +45,16 @@ class RecordingEngine:
         return [turn for turns in self._answers for turn in turns]
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling_params, multi_modal_data: dict | None = None
-    ) -> Any:
-        """One request; returns vLLM's RequestOutput. `sampling_params` stay as they are: the request has a
-        copy with the seed of this turn, log-probs, and the stop tokens of training where it has none."""
-        params = self._of_request(sampling_params)
+        self,
+        prompt_token_ids: list[int],
+        sampling_params: "SamplingParams",
+        multi_modal_data: dict | None = None,
+    ) -> "RequestOutput":
+        """One request. `sampling_params` stay as they are: the request has a copy with the seed of this turn,
+        log-probs, and the stop tokens of training where it has none."""
+        turn = len(self._answers)
+        seed = seed_at(*self._address, *((turn,) if turn else ()))
+        params = self._of_request(sampling_params, seed)
         turns: list[Turn] = []
         self._answers.append(turns)
         try:
@@ -39,7 +64,7 @@ class RecordingEngine:
                 self._death = error
             raise
         prompt_ids = np.asarray(prompt_token_ids, np.int32)
-        turns += [_turn(prompt_ids, answer, params.seed + answer.index) for answer in output.outputs]
+        turns += [_turn(prompt_ids, answer, seed + answer.index) for answer in output.outputs]
         return output
 
     def check_alive(self) -> None:
@@ -47,13 +72,12 @@ class RecordingEngine:
         if self._death is not None:
             raise self._death
 
-    def _of_request(self, sampling_params):
+    def _of_request(self, sampling_params: "SamplingParams", seed: int) -> "SamplingParams":
         from vllm.sampling_params import RequestOutputKind
 
-        turn = len(self._answers)
         params = copy.copy(sampling_params)
         params.skip_clone = True  # vLLM need not copy it again
-        params.seed = seed_at(*self._address, *((turn,) if turn else ()))
+        params.seed = seed
         params.output_kind = RequestOutputKind.FINAL_ONLY
         params.stop_token_ids = params.stop_token_ids or self._stop_token_ids
         params.logprobs = params.logprobs or 0  # at least that of the sampled token
@@ -67,7 +91,7 @@ def _is_death(error: Exception) -> bool:
     return isinstance(error, EngineDeadError)
 
 
-def _turn(prompt_ids: np.ndarray, answer, seed: int) -> Turn:
+def _turn(prompt_ids: np.ndarray, answer: "CompletionOutput", seed: int) -> Turn:
     action_ids = np.asarray(answer.token_ids, np.int32)
     spans = [(int(span.version), span.end - span.start) for span in answer.weight_versions or ()]
     if not spans and len(action_ids):
@@ -75,14 +99,14 @@ def _turn(prompt_ids: np.ndarray, answer, seed: int) -> Turn:
     return Turn(
         prompt_ids=prompt_ids,
         action_ids=action_ids,
-        log_probs=_sampled_log_probs(answer.logprobs),
+        log_probs=_sampled_log_probs(cast("FlatLogprobs", answer.logprobs)),
         weight_versions=np.array(spans, np.int32).reshape(-1, 2),
-        finish_reason=answer.finish_reason,
+        finish_reason=present(answer.finish_reason),
         seed=seed,
     )
 
 
-def _sampled_log_probs(log_probs) -> np.ndarray:
-    """Of vLLM's FlatLogprobs, where the sampled token stands before the likely ones."""
+def _sampled_log_probs(log_probs: "FlatLogprobs") -> np.ndarray:
+    """The sampled token stands before the likely ones."""
     values = np.asarray(log_probs.logprobs, np.float32)
     return values if len(values) == len(log_probs) else values[log_probs.start_indices]

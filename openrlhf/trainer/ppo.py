@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
+from typing import Generic, TypeVar
 
 from openrlhf.algos.kl import KLController
 from openrlhf.config.ppo import PPOConfig
@@ -18,14 +19,16 @@ from openrlhf.trainer.evaluate import as_scores, evaluation_metrics
 from openrlhf.trainer.schedule import num_batches, training_schedule
 from openrlhf.types import Batch, Group, Metrics, Prompt, Schedule, Scores, Trajectory
 
+PolicyT = TypeVar("PolicyT", bound=TrainableGroup)
+
 
 @dataclass(kw_only=True)
-class PPOTrainer:
+class PPOTrainer(Generic[PolicyT]):
     """Decides what happens next. Holds no device, and knows neither Ray nor vLLM nor DeepSpeed."""
 
     config: PPOConfig
-    rollout: Rollout
-    policy: TrainableGroup
+    rollout: Rollout[PolicyT]
+    policy: PolicyT
     reference: ModelGroup | None
     """None where the KL coefficient needs no reference."""
     teacher: ModelGroup | None = None

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,10 +41,10 @@ LOG_PROB, REF_LOG_PROB, VALUE = -1.0, -1.5, 0.5
 
 
 class Done:
-    def __init__(self, value=None) -> None:
+    def __init__(self, value: Any = None) -> None:
         self.value = value
 
-    def result(self):
+    def result(self) -> Any:
         return self.value
 
 
