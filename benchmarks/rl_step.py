@@ -244,7 +244,10 @@ def trl(setting: Setting) -> Run:
             disable_tqdm=True,
         ),
         train_dataset=Dataset.from_list(
-            [{"prompt": [{"role": "user", "content": p["input"]}], "label": p["label"]} for p in setting.problems]
+            [
+                {"prompt": [{"role": "user", "content": p["input"]}], "label": p["label"]}
+                for p in setting.problems
+            ]
         ),
         processing_class=AutoTokenizer.from_pretrained(setting.model),
         callbacks=[stopwatch],

@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_every_benchmark_is_here() -> None:
-    assert {path.name for path in BENCHMARKS.glob("*.py")} == {"rollout.py", "supervised.py"}
+    assert {path.name for path in BENCHMARKS.glob("*.py")} == {"rl_step.py", "rollout.py", "supervised.py"}
 
 
 SMALLEST = ["--rows", "4", "--batch_size", "2", "--rounds", "1"]
@@ -31,6 +31,17 @@ def test_supervised(options: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert re.search(r"^SFT: 4 samples, \d+ tokens, 1 rounds$", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^bare +\d+ ", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("running_ray")
+def test_rl_step() -> None:
+    sizes = "--prompts 2 --samples 4 --steps 2 --warmup 1 --rounds 1 --threads 1 --max_new_tokens 8"
+    command = [sys.executable, str(BENCHMARKS / "rl_step.py"), "--model", "small", *sizes.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    for way in ("ours", "trl", "floor"):
+        assert re.search(rf"^{way} +1 .* [78]\.\d +\d", done.stdout, re.MULTILINE), done.stdout
 
 
 @pytest.mark.usefixtures("running_ray")

@@ -888,6 +888,8 @@ def test_the_sampler_has_the_precision_of_the_trainer(monkeypatch, name):
         "vllm.config.model": {"ModelDType": str},
         "vllm.engine": {},
         "vllm.engine.arg_utils": {"AsyncEngineArgs": Arguments},
+        "vllm.usage": {},
+        "vllm.usage.usage_lib": {"UsageContext": None},
         "vllm.v1": {},
         "vllm.v1.engine": {},
         "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=None)},
