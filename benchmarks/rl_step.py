@@ -2,9 +2,9 @@
 
 ours   openrlhf ppo, its steps as they are in metrics.jsonl
 trl    TRL's GRPOTrainer, which samples with transformers
-floor  what a step cannot go below with these libraries: vLLM's AsyncLLM without anything else, with our engine
-       arguments, prompts and seeds; and a PyTorch loop over packed rows of the answers, with neither
-       DeepSpeed nor Ray
+floor  what a step cannot go below with these libraries: vLLM's AsyncLLM without anything else, with our
+       engine arguments, prompts and seeds; and a PyTorch loop over packed rows of the answers, with
+       neither DeepSpeed nor Ray
 
 Every run has processes of its own, one run at a time. A round is one run of every way with every number of
 threads, in an order that turns around, so load on the machine meets all of them; trust the ratios, not the
@@ -41,6 +41,7 @@ from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.tasks.prepare import REWARD_FILE
+from openrlhf.types import present
 
 SIZES = {"small": {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv_heads": 5}}
 """Arguments of `tiny_chat_model`."""
@@ -70,9 +71,10 @@ class Setting:
         return (
             f"{demo.RL} --actor.model_name_or_path {self.model} --data.prompt_dataset {self.prompts} "
             f"--reward.remote_url {REWARD_FILE} --rollout.batch_size {self.batch_size} "
-            f"--rollout.n_samples_per_prompt {self.num_samples} --rollout.max_new_tokens {self.max_new_tokens} "
-            f"--train.batch_size {samples} --train.max_steps {self.steps} --train.num_episodes {self.steps} "
-            f"--actor.adam.lr {LEARNING_RATE} --train.seed 0"
+            f"--rollout.n_samples_per_prompt {self.num_samples} "
+            f"--rollout.max_new_tokens {self.max_new_tokens} --train.batch_size {samples} "
+            f"--train.max_steps {self.steps} --train.num_episodes {self.steps} --train.seed 0 "
+            f"--actor.adam.lr {LEARNING_RATE}"
         )
 
     @property
@@ -157,12 +159,12 @@ def prepare(options: argparse.Namespace, folder: Path) -> Setting:
 def train_policy(files: Any, folder: Path) -> None:
     """The supervised phases of the demo."""
     for flags in (
-        f"--model.model_name_or_path {files.model} --model.pretrain_mode_enable --data.dataset {files.pretrain} "
-        f"--ckpt.output_dir {folder / 'base'} {demo.PRETRAIN} {demo.SFT_FLAGS}",
+        f"--model.model_name_or_path {files.model} --model.pretrain_mode_enable "
+        f"--data.dataset {files.pretrain} --ckpt.output_dir {folder / 'base'} {demo.PRETRAIN}",
         f"--model.model_name_or_path {folder / 'base'} --data.dataset {files.sft} --data.output_key output "
-        f"--data.apply_chat_template --ckpt.output_dir {folder / 'sft'} {demo.CHAT} {demo.SFT_FLAGS}",
+        f"--data.apply_chat_template --ckpt.output_dir {folder / 'sft'} {demo.CHAT}",
     ):
-        run_process(["-m", "openrlhf.cli.train_sft", *shlex.split(flags)], threads=1)
+        run_process(["-m", "openrlhf.cli.train_sft", *shlex.split(f"{flags} {demo.SFT_FLAGS}")], threads=1)
 
 
 def measure(options: argparse.Namespace, setting: Setting) -> dict[tuple[str, int], list[Run]]:
@@ -223,26 +225,27 @@ def trl(setting: Setting) -> Run:
     from trl import GRPOConfig, GRPOTrainer
 
     stopwatch = new_stopwatch()
+    arguments = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=setting.batch_size * setting.num_samples,
+        num_generations=setting.num_samples,
+        max_completion_length=setting.max_new_tokens,
+        max_steps=setting.steps,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(setting.model, dtype="float32"),
         reward_funcs=verifier,
-        args=GRPOConfig(
-            output_dir=tempfile.mkdtemp(),
-            per_device_train_batch_size=setting.batch_size * setting.num_samples,
-            num_generations=setting.num_samples,
-            max_completion_length=setting.max_new_tokens,
-            max_steps=setting.steps,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            beta=0.0,
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
+        args=arguments,
         train_dataset=Dataset.from_list(
             [
                 {"prompt": [{"role": "user", "content": p["input"]}], "label": p["label"]}
@@ -257,12 +260,12 @@ def trl(setting: Setting) -> Run:
     logs = [row for row in trainer.state.log_history if "completions/mean_length" in row][setting.warmup :]
     return Run(
         step=statistics.median(stopwatch.seconds[setting.warmup :]),
-        samples=trainer.args.generation_batch_size,
+        samples=present(arguments.generation_batch_size),
         length=statistics.mean(row["completions/mean_length"] for row in logs),
     )
 
 
-def verifier(completions: list[list[dict]], label: list[str], **others) -> list[float]:
+def verifier(completions: list[list[dict]], label: list[str], **others) -> list[float | None]:
     from openrlhf.tasks.word_problem_reward import reward_func
 
     answers = [messages[0]["content"] for messages in completions]
@@ -323,7 +326,7 @@ async def sampled(setting: Setting, batches: Sequence[list[dict]]) -> tuple[list
     config = setting.config
     options = engine_options(config, on_gpu=False, from_files=True)
     os.environ.update(engine_environment(options))
-    tokenizer = load_tokenizer(setting.model, flag="--model")
+    tokenizer: Any = load_tokenizer(setting.model, flag="--model")
     stop = stop_token_ids(setting.model, tokenizer)
     engine = BareEngine(options)
     await engine.start()
@@ -391,8 +394,8 @@ def describe(options: argparse.Namespace, setting: Setting) -> None:
     load = Path("/proc/loadavg").read_text().split()[0] if Path("/proc/loadavg").exists() else "?"
     print(
         f"{options.model}: {weights:.1f}M weights, {os.cpu_count()} cores, load {load}\n"
-        f"{options.prompts} prompts x {options.samples} samples, at most {options.max_new_tokens} new tokens; "
-        f"{options.rounds} rounds, the median of {options.steps - options.warmup} steps each\n",
+        f"{options.prompts} prompts x {options.samples} samples, at most {options.max_new_tokens} new "
+        f"tokens; {options.rounds} rounds, the median of {options.steps - options.warmup} steps each\n",
         flush=True,
     )
 

@@ -33,7 +33,8 @@ class Admission:
     """How many prompts may be sampled, and in which order their groups are trained on.
 
     Synchronous training asks for prompts when nothing is under way. With `max_staleness` above 0 sampling
-    goes on while the models train: a group may be that many steps older than the one that trains on it.
+    goes on while the models train: in the order "submitted" a group is at most that many steps older than the
+    one that trains on it. In the order "arrival" one that takes long may be older.
     """
 
     batch_size: int
@@ -109,11 +110,16 @@ class Collector:
     """
 
     def __init__(
-        self, config: PPOConfig, prompts: PromptSampler, rollout: Rollout, on_group: Callable[[Group], None]
+        self,
+        config: PPOConfig,
+        prompts: PromptSampler,
+        rollout: Rollout,
+        on_group: Callable[[Group], None],
+        admission: Admission | None = None,
     ) -> None:
-        """`on_group`: called with each finished group."""
+        """`on_group`: called with each finished group. `admission`: None for that of `config`."""
         self._config, self._prompts, self._rollout, self._on_group = config, prompts, rollout, on_group
-        self._admission = Admission.from_config(config)
+        self._admission = admission or Admission.from_config(config)
         self._under_way: deque[GroupKey] = deque()
         self._finished: dict[GroupKey, Group] = {}
         self._kept: deque[Group] = deque()
@@ -249,7 +255,7 @@ class Collector:
             metrics |= {
                 f"rollout/{verdict}_ratio": now.verdicts[verdict] / num_prompts for verdict in Verdict
             }
-            if scores := [present(t.score) for t in now.sampled if t.ok]:
+            if scores := [present(t.score) for t in now.sampled if t.ok and t.is_first]:
                 metrics["rollout/sampled_score_mean"] = fmean(scores)
         return metrics
 

@@ -94,7 +94,7 @@ class PPOTrainer(Generic[PolicyT]):
             return self.collector.next_batch(self.step + 1)
 
     def on_group(self, group: Group) -> None:
-        self.observer.advance(len(group.trajectories))
+        self.observer.advance(num_samples(group.trajectories))
 
     @property
     def is_eval_due(self) -> bool:

@@ -42,6 +42,17 @@ def test_controller() -> None:
     assert re.search(r"^ours / floor: \d", done.stdout, re.MULTILINE), done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("running_ray")
+def test_rl_step() -> None:
+    sizes = "--prompts 2 --samples 4 --steps 2 --warmup 1 --rounds 1 --threads 1 --max_new_tokens 8"
+    command = [sys.executable, str(BENCHMARKS / "rl_step.py"), "--model", "small", *sizes.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    for way in ("ours", "trl", "floor"):
+        assert re.search(rf"^{way} +1 .* [78]\.\d +\d", done.stdout, re.MULTILINE), done.stdout
+
+
 @pytest.mark.usefixtures("running_ray")
 def test_rollout(tmp_path: Path) -> None:
     sizes = ["--prompts", "2", "--samples", "2", "--max_new_tokens", "8", "--repeats", "1"]

@@ -539,7 +539,8 @@ def test_room_for_prompts(options, kept, under_way, asked, room):
 
 
 def ahead(world: World, **changes) -> World:
-    world.collector._admission = replace(Admission.from_config(world.config), **changes)
+    admission = replace(Admission.from_config(world.config), **changes)
+    world.collector = Collector(world.config, world.prompts, world, world.on_group, admission)
     return world
 
 
