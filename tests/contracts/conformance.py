@@ -1,6 +1,5 @@
-"""Who satisfies which protocol. Nothing here runs: `make lint` has pyrefly read it, and each function returns
-one thing as another. The handles of Ray's actors are `Any` in cluster/, because Ray does not type their
-methods: what is called through one is checked by the tests that start it."""
+"""Which class satisfies which protocol. Nothing here runs: `make lint` has pyrefly read it, and each function
+returns one thing as another."""
 
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -10,7 +9,7 @@ import numpy as np
 
 from openrlhf.cluster import engine_pool, residency
 from openrlhf.cluster.engine_client import RayEngineClient
-from openrlhf.cluster.engine_pool import EnginePool
+from openrlhf.cluster.engine_pool import EngineActor, EnginePool
 from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
 from openrlhf.cluster.pending import Gathered
 from openrlhf.datasets import batches
@@ -46,8 +45,9 @@ from openrlhf.objectives.sft import SFTObjective
 from openrlhf.observe.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
 from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
-from openrlhf.rollout import dispatch, recorder
+from openrlhf.rollout import dispatch
 from openrlhf.rollout.agents import UserExecutor
+from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.trainer import supervised
 from openrlhf.types import (
     ExperienceRow,
@@ -58,7 +58,7 @@ from openrlhf.types import (
     StepsRow,
     UnpairedRow,
 )
-from openrlhf.utils.agent import AgentExecutorBase, Reward, SingleTurnAgentExecutor
+from openrlhf.utils.agent import AgentExecutorBase, Engine, Reward, SingleTurnAgentExecutor
 
 ResultT = TypeVar("ResultT")
 RowT = TypeVar("RowT", bound=Row)
@@ -160,10 +160,8 @@ def scored(models: RewardGroup) -> Callable[[list[Group]], list[Group]]:
     return models.score
 
 
-def episode_engine(
-    engine: VLLMEngine | engine_pool.EngineActor | recorder.RecordingEngine,
-) -> recorder.Engine:
-    return engine
+def engine(sampler: VLLMEngine | EngineActor | RecordingEngine) -> Engine:
+    return sampler
 
 
 def executor(agent: SingleTurnAgentExecutor | UserExecutor) -> AgentExecutorBase:
