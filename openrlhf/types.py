@@ -558,6 +558,7 @@ class ExperienceRow(RowWithMore):
 
 
 ValueT = TypeVar("ValueT")
+RecordT = TypeVar("RecordT", bound=PackedRow | RowWithMore)
 
 
 def present(value: ValueT | None) -> ValueT:
@@ -570,7 +571,7 @@ def _tensor(array: np.ndarray | None) -> Tensor | None:
     return None if array is None else torch.from_numpy(array)
 
 
-def _to(record, device):
+def _to(record: RecordT, device: torch.device | str) -> RecordT:
     """The record with its tensors, also those of packed rows in it, on `device`."""
     moved = {
         f.name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value.to(device)

@@ -3,13 +3,13 @@
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
 from openrlhf.cluster import folder
 from openrlhf.cluster.engine_client import RayEngineClient
-from openrlhf.cluster.pending import Gathered, first
+from openrlhf.cluster.pending import Gathered, Handle, first
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.residency import Residency
 from openrlhf.config.ppo import PPOConfig
@@ -28,8 +28,6 @@ from openrlhf.utils.agent import SingleTurnAgentExecutor
 if TYPE_CHECKING:  # an engine's process needs no trainer, whose libraries take seconds to import
     from openrlhf.cluster.group import PolicyGroup, RewardGroup
 
-EngineHandle = Any
-"""Of an `EngineActor`: Ray does not type the methods of an actor's handle."""
 MAX_CALLS = 4096
 """Calls that an engine actor runs at a time."""
 
@@ -160,7 +158,7 @@ class EnginePool:
         self.is_checked = False
         """The engines have shown that they compute with the weights that they were sent."""
 
-    def _create(self, index: int) -> EngineHandle:
+    def _create(self, index: int) -> Handle:
         placed, devices = self.bundles.engine_options(index, self.options.tensor_parallel_size)
         environment = engine_environment(self.options) | devices
         actor = ray.remote(EngineActor).options(
@@ -213,7 +211,7 @@ class EnginePool:
 
 
 class _Sampler:
-    def __init__(self, engine: EngineHandle) -> None:
+    def __init__(self, engine: Handle) -> None:
         self.engine = engine
 
     def run_group(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openrlhf.algos.balance import partition
 from openrlhf.cluster.engine_client import RayEngineClient
-from openrlhf.cluster.pending import Gathered, first
+from openrlhf.cluster.pending import Gathered, Handle, first
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.worker import (
     CriticWorker,
@@ -37,7 +37,7 @@ class ModelRanks(Generic[WorkerT]):
     def __init__(self, worker_class: type[WorkerT], config: PPOConfig, bundles: Bundles) -> None:
         """Creates the ranks' processes; `start` loads the model."""
         self.config, self.bundles, self.mesh = config, bundles, bundles.mesh
-        self.workers: list[Any] = [  # actor handles, whose methods Ray does not type
+        self.workers: list[Handle] = [
             ray.remote(worker_class).options(**bundles.options(rank)).remote(config, rank, self.mesh)
             for rank in range(self.mesh.size)
         ]

@@ -7,6 +7,9 @@ import ray
 
 ResultT = TypeVar("ResultT")
 
+Handle = Any
+"""Of an actor, whose methods Ray does not type: the tests that start it check what is called."""
+
 
 class Gathered(Generic[ResultT]):
     """Calls under way on many workers, as one result."""

@@ -9,11 +9,12 @@ models/self_check.py.
 
 import importlib.util
 import logging
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -40,7 +41,7 @@ class Packing(NamedTuple):
     cumulative: Tensor  # (B + 1,) int32, on the row's device
 
 
-def resolve_attention(name: str, model_config) -> str:
+def resolve_attention(name: str, model_config: PreTrainedConfig) -> str:
     """The transformers name for `--ds.attn_implementation`. Refuses names that no packed row is read with."""
     if name in ("auto", PACKED) or lacks_its_kernel(name):
         return PACKED
@@ -84,7 +85,7 @@ def packing_kwargs(implementation: str, lengths: tuple[int, ...], device: torch.
 
 
 def packed_attention(
-    module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -96,7 +97,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     packing: Packing | None = None,
-    **unused,
+    **unused: Any,
 ) -> tuple[Tensor, None]:
     """(1, heads, N, d) -> (1, N, heads, d).
 
@@ -122,7 +123,9 @@ def packed_attention(
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
-def _one_sequence(q: Tensor, k: Tensor, v: Tensor, scaling, dropout, window: int | None) -> Tensor:
+def _one_sequence(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None
+) -> Tensor:
     mask = None if window is None or q.shape[2] <= window else _causal(q, window)
     grouped = k.shape[1] != q.shape[1]
     return F.scaled_dot_product_attention(
@@ -130,7 +133,16 @@ def _one_sequence(q: Tensor, k: Tensor, v: Tensor, scaling, dropout, window: int
     )
 
 
-def _with_scores(q: Tensor, k: Tensor, v: Tensor, scaling, dropout, window, softcap, sinks) -> Tensor:
+def _with_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Scores are computed one by one, for architectures that change them. Quadratic memory in the length of
     a sequence."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -152,7 +164,9 @@ def _causal(q: Tensor, window: int | None) -> Tensor:
     return (distance >= 0) & (distance < (window or len(i)))
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling, window: int | None) -> Tensor:
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (N, heads, d)
@@ -173,7 +187,11 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling, window: 
 
 
 def _window_of_layer(
-    *args, local_size: int | None = None, use_vmap: bool = False, config=None, **kwargs
+    *args: Any,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    config: PreTrainedConfig | None = None,
+    **kwargs: Any,
 ) -> Tensor | None:
     """All that packed attention must know of a layer's mask: how far it sees, as a tensor of one element,
     because that is what models hand on. None: every earlier token of its sequence."""

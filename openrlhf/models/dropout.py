@@ -51,10 +51,10 @@ def _checkpointed(module: nn.Module) -> list[Any]:
     return [layer for layer in layers if layer.gradient_checkpointing]
 
 
-def _as_in_evaluation(layer: nn.Module, checkpoint: Callable, forward: Callable, *args):
+def _as_in_evaluation(layer: nn.Module, checkpoint: Callable, forward: Callable, *args: Any) -> Any:
     """`checkpoint(forward, *args)`, in the first pass and in the second without the layer's own dropout."""
 
-    def run(*args):
+    def run(*args: Any) -> Any:
         layer.training = False
         try:
             return forward(*args)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from openrlhf.models.backbone import RowModel, backbone_of
@@ -30,13 +30,13 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
     top_k = model.config.get_text_config().num_experts_per_tok
     with_grad = torch.is_grad_enabled()
 
-    def ask(backbone, args, kwargs):
+    def ask(backbone: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, kwargs | {"output_router_logits": True}
 
-    def collect(backbone, args, output) -> None:
+    def collect(backbone: nn.Module, args: tuple, output: Any) -> None:
         passes.append(output.router_logits)
 
-    def record(module, args, output) -> None:
+    def record(module: nn.Module, args: tuple, output: Any) -> None:
         if torch.is_grad_enabled() == with_grad:
             num_tokens = len(args[0].token_ids)  # behind them are passes that only keep ranks in step
             logits = tuple(torch.cat(layer)[:num_tokens] for layer in zip(*passes, strict=True))

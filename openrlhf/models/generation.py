@@ -148,7 +148,7 @@ class _Asked(StoppingCriteria):
     def __init__(self, stop: Callable[[], bool]) -> None:
         self.stop = stop
 
-    def __call__(self, input_ids, scores, **kwargs) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Any:
         return torch.full((input_ids.shape[0],), self.stop(), device=input_ids.device, dtype=torch.bool)
 
 

@@ -11,6 +11,7 @@ from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -69,7 +70,7 @@ def load_generator(path: str, *, flag: str, dtype: str, attention: str, max_len:
 
 
 def load_for_rows(
-    auto_class: Any, path: str, attention: str, max_len: int | None, **options
+    auto_class: Any, path: str, attention: str, max_len: int | None, **options: Any
 ) -> tuple[Any, dict]:
     """The model, and what transformers says about loading it. It has the attention for packed rows where its
     architecture takes one; whether a row may be packed is found out by models/self_check.py."""
@@ -185,7 +186,7 @@ def check_model(path: str, flag: str) -> None:
     load_config(path, flag)
 
 
-def check_room(model_config, num_tokens: int, *, flags: str, path: str) -> None:
+def check_room(model_config: PreTrainedConfig, num_tokens: int, *, flags: str, path: str) -> None:
     """Raise ValueError where sequences of `num_tokens`, which `flags` ask for, are longer than the model
     reads."""
     room = room_of(model_config)
@@ -193,7 +194,7 @@ def check_room(model_config, num_tokens: int, *, flags: str, path: str) -> None:
         raise ValueError(f"{flags} {num_tokens}: {path} reads at most {room} tokens.\nMake it smaller.")
 
 
-def room_of(model_config) -> int | None:
+def room_of(model_config: PreTrainedConfig) -> int | None:
     """Tokens of the longest sequence that the model has learned to read, None where its configuration names
     no limit. RoPE that its configuration stretches reads as much as that says: of `linear` and `dynamic` the
     factor times the positions, of `yarn` times the original ones. Gemma 3 counts that in its positions."""

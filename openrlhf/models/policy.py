@@ -4,7 +4,7 @@ actions."""
 from typing import NamedTuple, overload
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from openrlhf.algos.logprobs import linear_log_probs
 from openrlhf.models.backbone import RowModel, hidden_states
@@ -50,12 +50,24 @@ class LogProbHead(nn.Linear):
 
     @overload
     def forward(
-        self, input: Tensor, targets: Tensor, *, scale=1.0, softcap=None, with_entropy=False
+        self,
+        input: Tensor,
+        targets: Tensor,
+        *,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        with_entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]: ...
 
     def forward(
-        self, input: Tensor, targets: Tensor | None = None, *, scale=1.0, softcap=None, with_entropy=False
-    ):
+        self,
+        input: Tensor,
+        targets: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        with_entropy: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """`targets` (A,): log-probs and entropy (A,) of softmax(scale * head(input)). Without: logits."""
         if targets is None:
             return super().forward(input)
@@ -76,7 +88,7 @@ def head_of(model: PreTrainedModel) -> nn.Module:
     return head
 
 
-def head_options(config) -> tuple[float, float | None]:
+def head_options(config: PreTrainedConfig) -> tuple[float, float | None]:
     """What the architecture does to its logits after the head: (factor, cap). Cohere multiplies, Granite
     divides, Gemma caps by tanh."""
     text_config = config.get_text_config()

@@ -28,7 +28,7 @@ _FIXED = "fixed"
 """Any name that transformers does not update."""
 
 
-def _fix(module: nn.Module, prefix: str, kind: str, max_len: int | None, **layer) -> None:
+def _fix(module: nn.Module, prefix: str, kind: str, max_len: int | None, **layer: Any) -> None:
     if max_len is not None:
         old = getattr(module, f"{prefix}inv_freq")
         new, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, old.device, seq_len=max_len, **layer)

@@ -5,7 +5,12 @@ from pathlib import Path
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from openrlhf.models.backbone import RowModel, hidden_states
 from openrlhf.models.loading import DTYPES, load_config, load_for_rows, nf4
@@ -124,7 +129,7 @@ def _no_head(path: str, flag: str, name: str) -> ValueError:
     )
 
 
-def score_statistics(config, path: str) -> tuple[float, float]:
+def score_statistics(config: PreTrainedConfig, path: str) -> tuple[float, float]:
     """Mean and standard deviation of the scores, as `train_rm` wrote them into the model's config.json."""
     mean, std = getattr(config, "mean", None), getattr(config, "std", None)
     if mean is None or std is None:
@@ -140,7 +145,7 @@ def score_statistics(config, path: str) -> tuple[float, float]:
     return float(mean), float(std)
 
 
-def head_name(config) -> str:
+def head_name(config: PreTrainedConfig) -> str:
     return getattr(config, "value_head_prefix", None) or CLASSIFIER_HEAD
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 from rich.console import Console
@@ -16,6 +16,9 @@ from rich.text import Text
 from openrlhf.observe.progress import clean_text, tracked
 from openrlhf.types import Pair, Sample, Steps, UnpairedExample
 from openrlhf.utils.text import decode, first_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Item = Sample | Pair | UnpairedExample | Steps
 
@@ -43,7 +46,7 @@ class Side:
     num_learned: int
 
 
-def sides_of(item: Item, tokenizer) -> list[Side]:
+def sides_of(item: Item, tokenizer: "PreTrainedTokenizerBase") -> list[Side]:
     if isinstance(item, Pair):
         margin = f", better by {item.margin:g}" if item.margin else ""
         return [
@@ -64,7 +67,9 @@ def sides_of(item: Item, tokenizer) -> list[Side]:
     return [_side("", item, tokenizer)]
 
 
-def _side(title: str, sample: Sample, tokenizer, labels: Sequence[str] | None = None) -> Side:
+def _side(
+    title: str, sample: Sample, tokenizer: "PreTrainedTokenizerBase", labels: Sequence[str] | None = None
+) -> Side:
     return Side(
         title=title,
         stretches=list(stretches_of(sample, tokenizer, labels)),
@@ -73,7 +78,9 @@ def _side(title: str, sample: Sample, tokenizer, labels: Sequence[str] | None = 
     )
 
 
-def stretches_of(sample: Sample, tokenizer, labels: Sequence[str] | None = None) -> Iterator[Stretch]:
+def stretches_of(
+    sample: Sample, tokenizer: "PreTrainedTokenizerBase", labels: Sequence[str] | None = None
+) -> Iterator[Stretch]:
     """labels: one for each learned token, which is then a stretch of its own. The texts together are what the
     tokenizer makes of the whole."""
     token_ids, mask = sample.token_ids.tolist(), sample.action_mask.tolist()
@@ -121,14 +128,14 @@ class Preview:
         self._stream = stream
         self._console = Console(file=stream, force_terminal=True) if coloured else None
 
-    def first_tokens(self, tokenizer, *, is_chat: bool) -> None:
+    def first_tokens(self, tokenizer: "PreTrainedTokenizerBase", *, is_chat: bool) -> None:
         """What the tokenizer puts in front of a text, where it puts something."""
         if first := decode(tokenizer, first_token_ids(tokenizer)):
             plain = f"every text begins with {first}, as the tokenizer has it"
             chat = f"the tokenizer puts {first} in front of plain text; of a chat the template decides"
             self.line(f"{chat if is_chat else plain}\n")
 
-    def item(self, number: int, item: Item, tokenizer) -> None:
+    def item(self, number: int, item: Item, tokenizer: "PreTrainedTokenizerBase") -> None:
         sides = sides_of(item, tokenizer)
         name = f"{UNITS[type(item)]} {number}"
         if self._console is None:

@@ -16,13 +16,11 @@ from openrlhf.rewards.user_file import (
     import_problem,
     located,
 )
-from openrlhf.utils.agent import AgentExecutorBase, RewardError
+from openrlhf.utils.agent import AgentExecutorBase, Engine, RewardError
 
 if TYPE_CHECKING:  # the import of a file is checked without what takes seconds
     from transformers import PreTrainedTokenizerBase
     from vllm.sampling_params import SamplingParams
-
-    from openrlhf.rollout.recorder import Engine
 
 FORM = (
     "Define `class AgentExecutor(AgentExecutorBase)` with\n`async def execute(self, prompt, label, "
@@ -112,7 +110,7 @@ class UserExecutor(AgentExecutorBase):
         sampling_params: "SamplingParams",
         max_length: int,
         hf_tokenizer: "PreTrainedTokenizerBase",
-        llm_engine: "Engine",
+        llm_engine: Engine,
         images: Any = None,
     ) -> dict:
         given: dict[str, Any] = {

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.rollout.agents import EnvironmentFailed, UserExecutor
-from openrlhf.rollout.recorder import Engine, RecordingEngine
+from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.rollout.results import read_result
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.rollout.trajectories import trajectories
 from openrlhf.types import Episode, Group, Outcome, Prompt
-from openrlhf.utils.agent import AgentExecutorBase, RewardError
+from openrlhf.utils.agent import AgentExecutorBase, Engine, RewardError
 
 if TYPE_CHECKING:  # both take seconds, and vLLM reads its environment
     from transformers import PreTrainedTokenizerBase

@@ -2,30 +2,18 @@
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.types import Turn, present
+from openrlhf.utils.agent import Engine
 
 if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
-
-
-class Engine(Protocol):
-    """What an executor is given as `llm_engine`."""
-
-    async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling_params: "SamplingParams",
-        multi_modal_data: dict | None = None,
-    ) -> "RequestOutput":
-        """One request."""
-        ...
 
 
 class RecordingEngine:

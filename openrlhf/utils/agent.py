@@ -7,9 +7,14 @@ tokens, and says what the episode is worth.
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.utils.text import decode, prompt_token_ids
+
+if TYPE_CHECKING:  # users' files are checked without what takes seconds, and vLLM reads its environment
+    from transformers import PreTrainedTokenizerBase
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,13 +29,33 @@ class RewardError(Exception):
     """A reward could not be computed. The episode is counted as failed and is not trained on."""
 
 
+class Engine(Protocol):
+    """Token in, token out."""
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        sampling_params: "SamplingParams",
+        multi_modal_data: dict | None = None,
+    ) -> "RequestOutput":
+        """One request."""
+        ...
+
+
 class AgentExecutorBase(ABC):
     """One object for each engine process. `execute` runs for many samples at a time, so it keeps no state of
     one."""
 
     @abstractmethod
     async def execute(
-        self, prompt: str, label: Any, sampling_params, max_length: int, hf_tokenizer, llm_engine, images=None
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: "SamplingParams",
+        max_length: int,
+        hf_tokenizer: "PreTrainedTokenizerBase",
+        llm_engine: Engine,
+        images: Any = None,
     ) -> dict:
         """One episode. `await llm_engine.generate(prompt_token_ids, sampling_params)` returns vLLM's
         RequestOutput, as often as it is asked; `sampling_params` is this episode's own, `max_length` bounds
@@ -58,7 +83,14 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         self.reward, self.is_chat = reward, is_chat
 
     async def execute(
-        self, prompt: str, label: Any, sampling_params, max_length: int, hf_tokenizer, llm_engine, images=None
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: "SamplingParams",
+        max_length: int,
+        hf_tokenizer: "PreTrainedTokenizerBase",
+        llm_engine: Engine,
+        images: Any = None,
     ) -> dict:
         prompt_ids = prompt_token_ids(hf_tokenizer, prompt, is_chat=self.is_chat)
         room = max_length - len(prompt_ids)

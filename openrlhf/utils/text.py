@@ -1,16 +1,20 @@
 """Tokens as the text that they are, and prompts as tokens."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
-def prompt_token_ids(tokenizer, prompt: str, *, is_chat: bool) -> list[int]:
+def prompt_token_ids(tokenizer: "PreTrainedTokenizerBase", prompt: str, *, is_chat: bool) -> list[int]:
     """A prompt as a policy reads it. Plain text begins with what the tokenizer puts in front of a text, as
     with transformers. `is_chat`: a chat template wrote it, special tokens and all, and nothing is added."""
     token_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     return token_ids if is_chat else with_first(token_ids, first_token_ids(tokenizer))
 
 
-def first_token_ids(tokenizer) -> list[int]:
+def first_token_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """What the tokenizer puts in front of a text: most often the beginning-of-sequence token, or nothing."""
     alone = tokenizer(_ANY_TEXT, add_special_tokens=False)["input_ids"]
     whole = tokenizer(_ANY_TEXT)["input_ids"]
@@ -27,7 +31,11 @@ def with_first(token_ids: list[int], first: list[int]) -> list[int]:
 
 
 def decode(
-    tokenizer, token_ids: Sequence[int], *, after: Sequence[int] = (), skip_special_tokens: bool = False
+    tokenizer: "PreTrainedTokenizerBase",
+    token_ids: Sequence[int],
+    *,
+    after: Sequence[int] = (),
+    skip_special_tokens: bool = False,
 ) -> str:
     """What `token_ids` add to the text of the tokens `after` which they stand: decode(all) minus
     decode(after), without any cleaning of spaces.
@@ -37,9 +45,10 @@ def decode(
     """
 
     def text(ids: Sequence[int]) -> str:
-        return tokenizer.decode(
+        decoded = tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+        return cast(str, decoded)  # a list only where it gets several texts
 
     before, whole = text(after), text([*after, *token_ids])
     for known in (before, before.rstrip(_REPLACEMENT)):
@@ -48,7 +57,9 @@ def decode(
     return text(token_ids)  # they make bytes of `after` invalid, as a decoder with byte tokens sees it
 
 
-def decode_each(tokenizer, token_ids: Sequence[int], *, after: Sequence[int] = ()) -> list[str]:
+def decode_each(
+    tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int], *, after: Sequence[int] = ()
+) -> list[str]:
     """What each token adds; together they are `decode(token_ids, after=after)`. A character of several tokens
     stands at the last of them."""
     whole, texts = [*after, *token_ids], []
