@@ -1,5 +1,6 @@
 """A process's device, and the group of processes it belongs to."""
 
+import ctypes
 import datetime
 import os
 import random
@@ -13,6 +14,10 @@ import torch.distributed as dist
 from openrlhf.device import DEVICE_TYPE
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
+MALLOPT = {-3: 1 << 30, -1: 2**31 - 1}
+"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, bytes: smaller blocks come from the heap, and a free heap of less is
+kept."""
 
 
 def current_device() -> torch.device:
@@ -33,6 +38,7 @@ def init_distributed(timeout_minutes: int = 60) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     else:  # its shared-memory collectives would be compiled on first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        _keep_freed_memory()
     backend, timeout = BACKENDS[DEVICE_TYPE], datetime.timedelta(minutes=timeout_minutes)
     if os.environ["WORLD_SIZE"] == "1" and not dist.is_initialized():
         # Alone a process needs no port, which another one could have taken.
@@ -68,6 +74,15 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("", 0))
         return s.getsockname()[1]
+
+
+def _keep_freed_memory() -> None:
+    """Each pass allocates what the one before has freed. Left to itself glibc gives large blocks back to the
+    system, which then clears every page again. The user's own MALLOC_* stand."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
+        for option, value in MALLOPT.items():
+            libc.mallopt(option, value)
 
 
 def _group_of_one() -> dict[str, str]:
