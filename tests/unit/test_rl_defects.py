@@ -85,7 +85,6 @@ from openrlhf.types import (
     Schedule,
     Scores,
     Trajectory,
-    present,
 )
 
 NUM_SAMPLES = 2
@@ -672,7 +671,8 @@ def test_a_coefficient_of_zero_loads_no_reference_and_trains_without_one():
     (row, *_) = engines_of(run.policy)[0].steps[0]
     assert run.trainer.reference is None and row.ref_log_probs is None
     objective = run.policy.workers[0].worker.objective(0.0)
-    log_probs = row.rollout_log_probs  # any: the ratio is 1
+    assert row.old_log_probs is None  # a step of one update
+    log_probs = row.rollout_log_probs
     loss, metrics = objective(
         lambda row, temperature, with_entropy: SimpleNamespace(log_probs=log_probs, entropy=None),
         row,
