@@ -85,6 +85,7 @@ from openrlhf.types import (
     Schedule,
     Scores,
     Trajectory,
+    present,
 )
 
 NUM_SAMPLES = 2
