@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import accumulate
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -323,6 +323,15 @@ class Scores:
 class Credit:
     advantages: np.ndarray  # (A,) float32
     returns: np.ndarray  # (A,) float32
+
+
+class Updated(NamedTuple):
+    """What an update tells."""
+
+    metrics: Metrics
+    """Means over its optimizer steps."""
+    log_probs: np.ndarray | None
+    """(A,) under the policy before the update, of a batch that came without them. None for a critic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

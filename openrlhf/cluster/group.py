@@ -16,6 +16,7 @@ from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.worker import (
     CriticWorker,
     FrozenWorker,
+    Learned,
     PolicyWorker,
     RewardWorker,
     TrainedWorker,
@@ -24,7 +25,7 @@ from openrlhf.cluster.worker import (
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.rewards.models import add_model_rewards, short_names
 from openrlhf.trainer.schedule import mean_metrics
-from openrlhf.types import Batch, Group, Metrics, Schedule, Trajectory
+from openrlhf.types import Batch, Group, Schedule, Trajectory, Updated
 
 WorkerT = TypeVar("WorkerT", bound=Worker)
 AnswerT = TypeVar("AnswerT")
@@ -132,17 +133,23 @@ class TrainedGroup(ModelRanks[TrainedT]):
         address, port = self.meeting_point()
         return Gathered(self.run("start", [(address, port, total_steps, *more)] * self.mesh.data), first)
 
-    def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Gathered[Metrics]:
-        """The optimizer steps of `schedule`; metrics are means over them."""
+    def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Gathered[Updated]:
         self.num_updates += 1
-        arguments = []
+        shares, arguments = [], []
         for rank in range(self.data_parallel_size):
             windows = [step[rank] for step in schedule]
             share = sorted({i for window in windows for i in window})
             position = {i: k for k, i in enumerate(share)}
             own = [[position[i] for i in window] for window in windows]
+            shares.append(share)
             arguments.append((batch.select(share), own, kl_coef))
-        return Gathered(self.run("update", arguments), lambda results: mean_metrics(results[0]))
+
+        def combine(results: list[Learned]) -> Updated:
+            steps, parts = zip(*self.of_leaders(results), strict=True)
+            log_probs = None if parts[0] is None else batch.put_together(shares, parts)
+            return Updated(mean_metrics(steps[0]), log_probs)
+
+        return Gathered(self.run("update", arguments), combine)
 
     def save_checkpoint(self, tag: str, state: dict) -> Gathered[None]:
         state = state | {"num_updates": self.num_updates}

@@ -176,10 +176,14 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
     @abstractmethod
     def objective(self, kl_coef: float) -> Objective[ExperienceRow]: ...
 
-    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> list[Metrics]:
+    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> "Learned":
         """One optimizer step for each window; a window lists the sequences of `batch` that this rank learns
         from in it."""
-        objective = self.objective(kl_coef)
+        return self.take_steps(batch, windows, self.objective(kl_coef)), None
+
+    def take_steps(
+        self, batch: Batch, windows: Sequence[Sequence[int]], objective: Objective[ExperienceRow]
+    ) -> list[Metrics]:
         with self._optimizer_present():
             return [
                 self.model.train_step(self._rows(batch, window), objective, *self.more_of_a_step())
@@ -230,13 +234,21 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
         return f"{self.config.ckpt.folder}/_{self.name}"
 
     def _rows(self, batch: Batch, window: Sequence[int]) -> list[ExperienceRow]:
+        return [ExperienceRow.of(batch.select(group)) for group in self.groups(batch, window)]
+
+    def groups(self, batch: Batch, window: Sequence[int]) -> list[list[int]]:
+        """The sequences of each row."""
         train = self.config.train
         groups = row_groups(
             batch.lengths[list(window)].tolist(),
             max_tokens=train.max_tokens_per_gpu if train.dynamic_batch_enable else None,
             max_sequences=train.micro_batch_size,
         )
-        return [ExperienceRow.of(batch.select([window[i] for i in group])) for group in groups]
+        return [[window[i] for i in group] for group in groups]
+
+
+Learned = tuple[list[Metrics], np.ndarray | None]
+"""What a rank tells of an update: the metrics of each step, and as in `types.Updated` the old log-probs."""
 
 
 class PolicyWorker(TrainedWorker):
@@ -259,10 +271,18 @@ class PolicyWorker(TrainedWorker):
         self._find_place_in_texts()
         rest_optimizer(self.model, self.config.ds.enable_sleep)
 
-    def objective(self, kl_coef: float) -> Objective[ExperienceRow]:
-        config = self.config
-        objective = ActorObjective.from_config(config, kl_coef)
-        return balanced(objective, config.actor.aux_loss_coef, "policy")
+    def objective(self, kl_coef: float, seen: list[Tensor] | None = None) -> Objective[ExperienceRow]:
+        objective = ActorObjective.from_config(self.config, kl_coef, seen)
+        return balanced(objective, self.config.actor.aux_loss_coef, "policy")
+
+    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
+        """Without log-probs in `batch` there is one window: what its forward passes see is told."""
+        seen: list[Tensor] = []
+        steps = self.take_steps(batch, windows, self.objective(kl_coef, seen))
+        if batch.log_probs is not None:
+            return steps, None
+        groups = self.groups(batch, *windows)
+        return steps, batch.put_together(groups, [row.numpy() for row in seen[: len(groups)]])
 
     def more_of_a_step(self) -> list[tuple[Sequence[PackedRow], Objective]]:
         if self.text_windows is None:
@@ -342,10 +362,11 @@ class CriticWorker(TrainedWorker):
         objective = CriticObjective(value_clip=self.config.critic.value_clip)
         return balanced(objective, self.config.critic_aux_loss_coef, "critic")
 
-    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> list[Metrics]:
+    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
         """As for the policy; every metric's name starts with `critic/`."""
-        steps = super().update(batch, windows, kl_coef)
-        return [{f"critic/{name.removeprefix('critic/')}": m for name, m in step.items()} for step in steps]
+        steps, _ = super().update(batch, windows, kl_coef)
+        named = [{f"critic/{name.removeprefix('critic/')}": m for name, m in step.items()} for step in steps]
+        return named, None
 
 
 def balanced(objective: Objective[ExperienceRow], coef: float, section: str) -> Objective[ExperienceRow]:

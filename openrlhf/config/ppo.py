@@ -623,7 +623,8 @@ class PPOConfig:
     @property
     def updates_per_step(self) -> int:
         """Optimizer steps in one RL step."""
-        return self.samples_per_step // self.train.batch_size * self.train.max_epochs
+        batches = max(1, round(self.samples_per_step / self.train.batch_size))
+        return batches * self.train.max_epochs
 
     @property
     def skips_old_log_probs(self) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.types import Batch, Group, LossNorm, Metrics, Prompt, Purpose, Schedule
+from openrlhf.types import Batch, Group, LossNorm, Metrics, Prompt, Purpose, Schedule, Updated
 
 ResultT = TypeVar("ResultT", covariant=True)
 
@@ -97,8 +97,9 @@ class TrainableGroup(ModelGroup, Protocol):
         """Calls of `update` so far, also before a resume: the address of each call's shuffle."""
         ...
 
-    def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Pending[Metrics]:
-        """The optimizer steps of `schedule` over a batch with credit; metrics are means over the steps."""
+    def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Pending[Updated]:
+        """The optimizer steps of `schedule` over a batch with credit; just one where the batch has no
+        log-probs."""
         ...
 
     def save_checkpoint(self, tag: str, state: dict) -> Pending[None]: ...

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from openrlhf.algos.correction import CORRECTIONS
@@ -48,9 +47,11 @@ class ActorObjective:
     entropy_coef: float | None = None
     """None does not compute the entropy, 0 only reports it. It is that of the tempered distribution."""
     temperature: float = 1.0
+    seen: list[Tensor] | None = None
+    """Where old log-probs go, (A,) of each row that comes without them."""
 
     @classmethod
-    def from_config(cls, config: PPOConfig, kl_coef: float) -> Self:
+    def from_config(cls, config: PPOConfig, kl_coef: float, seen: list[Tensor] | None = None) -> Self:
         """`kl_coef` is the coefficient as the controller has it now."""
         actor, algo = config.actor, config.algo
         clip_low, clip_high = actor.clip_range
@@ -70,6 +71,7 @@ class ActorObjective:
             kl_estimator=algo.kl.estimator,
             entropy_coef=actor.entropy_coef,
             temperature=config.rollout.temperature,
+            seen=seen,
         )
 
     def __call__(
@@ -94,8 +96,8 @@ class ActorObjective:
             "policy/clip_low_fraction": token_mean(at_low.float(), norm),
             "policy/clip_high_fraction": token_mean(at_high.float(), norm),
         }
-        if batch.old_log_probs is None:
-            metrics |= _distances(old, batch, norm, self.kl_estimator)
+        if batch.old_log_probs is None and self.seen is not None:
+            self.seen.append(old.cpu())
         if self.correction is not None:
             mismatch = log_ratio(old, batch.rollout_log_probs, counts)
             bounds = self.correction_low, self.correction_high, self.correction_of_sequences
@@ -117,21 +119,3 @@ class ActorObjective:
         if self.entropy_coef:
             loss = loss - self.entropy_coef * share(present(scores.entropy))
         return loss, {name: value.detach() for name, value in metrics.items()}
-
-
-@torch.no_grad()
-def _distances(
-    log_probs: Tensor, batch: ExperienceRow, norm: LossNorm, kl_estimator: KLEstimator
-) -> dict[str, Tensor]:
-    """This row's shares of what is known of a whole rollout where log-probs are computed before the update:
-    how far the policy is from the sampler and from the reference."""
-    log_ratio = (log_probs - batch.rollout_log_probs).clamp(-20, 20)
-    metrics = {
-        "mismatch/kl": token_mean(log_ratio.exp() - 1 - log_ratio, norm),
-        "mismatch/abs_diff_mean": token_mean(log_ratio.abs(), norm),
-    }
-    if batch.ref_log_probs is not None:
-        kl = approx_kl(log_probs, batch.ref_log_probs, kl_estimator)
-        metrics["kl/mean"] = token_mean(kl, norm)
-        metrics["kl/log_ratio_mean"] = token_mean(log_probs - batch.ref_log_probs, norm)
-    return metrics

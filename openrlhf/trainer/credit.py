@@ -75,24 +75,32 @@ def assign_credit(
     if estimator.whiten:
         advantages = whiten(advantages, scale=not algo.advantage.no_std_norm)
 
+    credit = Credit(advantages=advantages.numpy(), returns=returns.numpy())
     metrics = _reward_metrics(rewards, episodes.group_ids) | {
         "reward/return_mean": float(per_action.sum()) / len(counts),
         "advantage/mean": float(mean(advantages)),
         "advantage/std": float(mean((advantages - mean(advantages)) ** 2).sqrt()),
         "kl/coef": kl_coef,
     }
-    if kl is not None:
-        metrics["kl/mean"] = float(mean(kl))
-        metrics["kl/log_ratio_mean"] = float(mean(present(log_probs) - present(ref_log_probs)))
     if to_teacher is not None:
         metrics["teacher/kl_mean"] = float(mean(to_teacher))
     if estimator.needs_critic:
         metrics["critic/explained_variance"] = explained_variance(present(values), returns)
-    if log_probs is not None:
-        metrics |= mismatch_metrics(log_probs, torch.from_numpy(batch.rollout_log_probs))
-    return CreditResult(
-        credit=Credit(advantages=advantages.numpy(), returns=returns.numpy()), metrics=metrics
-    )
+    if scores.log_probs is not None:
+        metrics |= log_prob_metrics(batch.credited(scores, credit), algo.kl.estimator)
+    return CreditResult(credit=credit, metrics=metrics)
+
+
+def log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
+    """How far the policy is from the sampler and, where there is one, from the reference. Of a batch with the
+    policy's log-probs before the update."""
+    log_probs = torch.from_numpy(present(batch.log_probs))
+    metrics = mismatch_metrics(log_probs, torch.from_numpy(batch.rollout_log_probs))
+    if batch.ref_log_probs is not None:
+        ref_log_probs = torch.from_numpy(batch.ref_log_probs)
+        metrics["kl/mean"] = float(mean(approx_kl(log_probs, ref_log_probs, estimator)))
+        metrics["kl/log_ratio_mean"] = float(mean(log_probs - ref_log_probs))
+    return metrics
 
 
 class Episodes(NamedTuple):

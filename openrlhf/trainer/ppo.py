@@ -13,11 +13,11 @@ from openrlhf.observe.journal import Trained
 from openrlhf.observe.observer import Observer
 from openrlhf.trainer.checkpoints import COPY, CheckpointFolder
 from openrlhf.trainer.collect import Collected, Collector, check_failures
-from openrlhf.trainer.credit import assign_credit
+from openrlhf.trainer.credit import assign_credit, log_prob_metrics
 from openrlhf.trainer.diagnostics import rollout_metrics
 from openrlhf.trainer.evaluate import as_scores, evaluation_metrics
 from openrlhf.trainer.schedule import num_batches, training_schedule
-from openrlhf.types import Batch, Group, Metrics, Prompt, Schedule, Scores, Trajectory
+from openrlhf.types import Batch, Group, Metrics, Prompt, Schedule, Scores, Trajectory, Updated
 
 PolicyT = TypeVar("PolicyT", bound=TrainableGroup)
 
@@ -126,13 +126,16 @@ class PPOTrainer(Generic[PolicyT]):
         schedules = self.schedules(batch, num_samples(trajectories))
         with self.observer.phase("update"):
             updated = self.update(batch, schedules)
+        metrics = rollout_metrics(trajectories, self.step) | result.metrics | updated.metrics
+        if updated.log_probs is not None:
+            batch = replace(batch, log_probs=updated.log_probs)
+            metrics |= log_prob_metrics(batch, self.config.algo.kl.estimator)
         schedule = schedules.get("policy", [])
         trained = Trained(batch=batch, schedule=schedule, first_update=self.optimizer_steps)
         self.optimizer_steps += len(schedule)
         self.observer.log_rollouts(self.step + 1, trajectories, trained=trained)
         if collected.filtered:
             self.observer.log_rollouts(self.step + 1, collected.filtered, name="filtered")
-        metrics = rollout_metrics(trajectories, self.step) | result.metrics | updated
         if self.policy_learns:
             self.kl = self.kl.update(metrics.get("kl/mean", 0.0), num_samples(finished))
         return metrics
@@ -179,14 +182,17 @@ class PPOTrainer(Generic[PolicyT]):
             for name, model in self.learners.items()
         }
 
-    def update(self, batch: Batch, schedules: Mapping[str, Schedule]) -> Metrics:
+    def update(self, batch: Batch, schedules: Mapping[str, Schedule]) -> Updated:
         """The learners learn, at the same time where they have devices of their own."""
-        learners = self.learners.items()
-        pending = [model.update(batch, schedules[name], self.kl.coef) for name, model in learners]
+        pending = [
+            model.update(batch, schedules[name], self.kl.coef) for name, model in self.learners.items()
+        ]
         metrics: Metrics = {}
+        log_probs = None
         for update in pending:
-            metrics |= update.result()
-        return metrics
+            of_model, log_probs = update.result()  # the policy is the last
+            metrics |= of_model
+        return Updated(metrics, log_probs)
 
     def evaluate(self) -> Metrics:
         num_samples = len(self.eval_prompts) * self.config.eval.n_samples_per_prompt

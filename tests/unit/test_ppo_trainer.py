@@ -26,14 +26,14 @@ from openrlhf.config.ppo import (
 )
 from openrlhf.config.sections import LoggerConfig
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler
-from openrlhf.observe.journal import journal_steps, read_journal
+from openrlhf.observe.journal import journal_steps, read_journal, read_table
 from openrlhf.observe.observer import Observer
 from openrlhf.observe.progress import Progress
 from openrlhf.observe.run_folder import RunFolder
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.trainer.checkpoints import CheckpointFolder
 from openrlhf.trainer.ppo import PPOTrainer, restore
-from openrlhf.types import Batch, Group, Outcome, Prompt, Purpose, Schedule, Trajectory
+from openrlhf.types import Batch, Group, Outcome, Prompt, Purpose, Schedule, Trajectory, Updated
 
 PROMPTS = [Prompt(prompt_id=i, text=f"prompt {i}") for i in range(8)]
 EVAL_PROMPTS = [Prompt(prompt_id=i, text=f"held out {i}", source="math") for i in range(2)]
@@ -110,7 +110,8 @@ class Trained(Model):
         self.calls.append(f"update {self.name} {len(batch)}")
         self.updates.append((batch, schedule, kl_coef))
         self.num_updates += 1
-        return Done({f"{self.name}/loss": 0.25})
+        log_probs = np.full(int(batch.num_actions.sum()), self.log_prob, np.float32)
+        return Done(Updated({f"{self.name}/loss": 0.25}, None if batch.log_probs is not None else log_probs))
 
     def save_checkpoint(self, tag: str, state: dict) -> Done:
         self.calls.append(f"save {self.name} {tag}")
@@ -241,6 +242,23 @@ def test_what_the_policy_learns_from(tmp_path):
     assert_close(winning.advantages, [1 - 0.15, 1 - 0.1, 1 - 0.05])
     assert_close(winning.log_probs, [LOG_PROB] * 3)
     assert_close(winning.ref_log_probs, [REF_LOG_PROB] * 3)
+
+
+def test_log_probs_that_the_update_computes_are_known_after_it(tmp_path):
+    """Where a step is one optimizer step without KL in its reward: nothing asks for them before."""
+    config = config_of(tmp_path)
+    config = replace(
+        config, algo=replace(config.algo, kl=KLConfig(init_coef=0.1, use_loss=True, estimator="k2"))
+    )
+    trainer = trainer_of(tmp_path, config, total_steps=1, eval_prompts=[])
+    fit(trainer)
+    assert trainer.policy.calls[2:] == ["reference 4", "update policy 4", "sync 1"]
+    metrics = metrics_of(tmp_path)[1]
+    assert metrics["kl/mean"] == pytest.approx((LOG_PROB - REF_LOG_PROB) ** 2 / 2)
+    assert metrics["kl/log_ratio_mean"] == pytest.approx(LOG_PROB - REF_LOG_PROB)
+    assert metrics["mismatch/ess"] == 1 and metrics["mismatch/abs_diff_max"] == 0
+    journal = read_table(journal_steps(tmp_path / "run" / "rollouts")[1])
+    assert {x for sample in journal["log_probs"].to_pylist() for x in sample} == {LOG_PROB}
 
 
 def test_without_a_reference(tmp_path):

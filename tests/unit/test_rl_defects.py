@@ -128,6 +128,9 @@ class Engine:
 
     def train_step(self, rows: Sequence[ExperienceRow], objective: Callable) -> Metrics:
         self.steps.append(list(rows))
+        for row in rows:  # what it answers in `forward` too
+            if row.old_log_probs is None and isinstance(objective, ActorObjective):
+                objective.seen.append(row.row.token_ids[row.row.action_mask].float())
         return {"policy/loss": 0.0}
 
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
@@ -452,8 +455,9 @@ def test_every_rank_has_a_row_and_no_row_is_too_long(lengths, num_ranks, dynamic
     batch = batch_of([sample_of(length, number) for number, length in enumerate(lengths)], log_probs=0.0)
     policy = group_of(PolicyGroup, config, num_ranks, slope=1.0)
     answers = policy.forward(batch).result()
-    policy.update(batch, schedule_of(batch, 1, num_ranks), 0.0).result()
+    updated = policy.update(replace(batch, log_probs=None), schedule_of(batch, 1, num_ranks), 0.0).result()
 
+    assert present(updated.log_probs).tolist() == batch.token_ids[batch.action_mask].tolist()
     assert answers.tolist() == batch.token_ids[batch.action_mask].tolist()
     scored = [rows for engine in engines_of(policy) for rows in engine.asked]
     learned = [[row.row for row in step] for engine in engines_of(policy) for step in engine.steps]
