@@ -53,6 +53,7 @@ def test_rl_step() -> None:
         assert re.search(rf"^{way} +1 .* [78]\.\d +\d", done.stdout, re.MULTILINE), done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("running_ray")
 def test_rollout(tmp_path: Path) -> None:
     sizes = ["--prompts", "2", "--samples", "2", "--max_new_tokens", "8", "--repeats", "1"]

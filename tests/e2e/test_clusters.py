@@ -135,6 +135,7 @@ def machine(tmp_path: Path, task: TaskFiles) -> Iterator[Machine]:
     machine.stop()
 
 
+@pytest.mark.slow
 def test_a_run_starts_ray_where_a_dead_cluster_left_its_file(machine: Machine) -> None:
     folder = Path(machine.environment["RAY_TMPDIR"]) / "ray"
     folder.mkdir()

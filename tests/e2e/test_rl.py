@@ -264,6 +264,7 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(
     task: TaskFiles, tmp_path: Path
 ) -> None:

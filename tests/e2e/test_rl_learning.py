@@ -88,7 +88,7 @@ def test_a_reward_model_raises_the_share_of_solved_problems(
     )
     after = accuracy(folder)
     assert metrics[4]["rollout/score_mean"] > metrics[1]["rollout/score_mean"] + 0.3
-    assert metrics[4]["rewards/models/" + reward_model.name + "_0"] == pytest.approx(
+    assert metrics[4]["rollout/reward_model/" + reward_model.name + "_0"] == pytest.approx(
         metrics[4]["rollout/score_mean"], abs=1e-4
     )
     assert after > before + 0.3, shlex.join([str(before), str(after)])
