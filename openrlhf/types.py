@@ -557,12 +557,12 @@ class ExperienceRow(RowWithMore):
         """Of a batch with credit."""
         return cls(
             row=PackedRow.of_batch(batch),
-            old_log_probs=_tensor(batch.log_probs),
+            old_log_probs=tensor_of(batch.log_probs),
             advantages=torch.from_numpy(present(batch.advantages)),
             returns=torch.from_numpy(present(batch.returns)),
             rollout_log_probs=torch.from_numpy(batch.rollout_log_probs),
-            ref_log_probs=_tensor(batch.ref_log_probs),
-            values=_tensor(batch.values),
+            ref_log_probs=tensor_of(batch.ref_log_probs),
+            values=tensor_of(batch.values),
         )
 
 
@@ -576,7 +576,8 @@ def present(value: ValueT | None) -> ValueT:
     return value
 
 
-def _tensor(array: np.ndarray | None) -> Tensor | None:
+def tensor_of(array: np.ndarray | None) -> Tensor | None:
+    """A view of the column, where there is one."""
     return None if array is None else torch.from_numpy(array)
 
 

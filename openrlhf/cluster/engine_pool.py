@@ -155,8 +155,6 @@ class EnginePool:
             scores_at_once=not (config.train.colocate_all and on_gpu),
         )
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
-        self.is_checked = False
-        """The engines have shown that they compute with the weights that they were sent."""
 
     def _create(self, index: int) -> Handle:
         placed, devices = self.bundles.engine_options(index, self.options.tensor_parallel_size)
@@ -190,18 +188,19 @@ class EnginePool:
         ray.wait(refs, num_returns=len(refs), timeout=CLOSE_TIMEOUT)
 
     def _sync(self, policy: "PolicyGroup", version: int) -> Metrics:
-        if self.connected_epoch != self.epoch:
+        is_new = self.connected_epoch != self.epoch
+        if is_new:
             client = RayEngineClient(self.members, self.options.tensor_parallel_size)
             policy.open_weight_sync(client, self.options.transfer_backend).result()
             self.connected_epoch = self.epoch
         self.residency.wake_for_sync()
         policy.send_weights(version).result()
-        if not self.is_checked:
+        if is_new:
             self._check_stored(policy)
-            self.is_checked = True
         return {}
 
     def _check_stored(self, policy: "PolicyGroup") -> None:
+        """The engines show that they compute with the weights that they were sent."""
         length = min(PROBE_TOKENS, self.config.data.max_len - 1)
         token_ids = probe_of(policy_tokenizer(self.config), length)
         self.residency.wake()

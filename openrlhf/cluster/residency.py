@@ -65,9 +65,8 @@ def optimizer_present(model: Offloadable, sleeps: bool) -> Iterator[None]:
 
 def rest_optimizer(model: Offloadable, sleeps: bool) -> None:
     """Until it is needed, engines have the memory of its state."""
-    from openrlhf.engine.distributed import (
-        release_cached_memory,
-    )  # loads deepspeed, which engines are without
+    # Loads deepspeed, which engines are without.
+    from openrlhf.engine.distributed import release_cached_memory
 
     if sleeps:
         model.offload()

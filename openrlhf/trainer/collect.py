@@ -119,7 +119,7 @@ class Collector:
     ) -> None:
         """`on_group`: called with each finished group. `admission`: None for that of `config`."""
         self._config, self._prompts, self._rollout, self._on_group = config, prompts, rollout, on_group
-        self._admission = admission or Admission.from_config(config)
+        self.admission = admission or Admission.from_config(config)
         self._under_way: deque[GroupKey] = deque()
         self._finished: dict[GroupKey, Group] = {}
         self._kept: deque[Group] = deque()
@@ -170,7 +170,7 @@ class Collector:
 
     def _is_incomplete(self, now: _Step) -> bool:
         """There is a group to wait for before the step can train."""
-        if self._under_way and not self._admission.max_staleness:
+        if self._under_way and not self.admission.max_staleness:
             return True  # the weights change after the step
         if len(self._kept) >= self._config.rollout.batch_size:
             return False
@@ -188,7 +188,7 @@ class Collector:
     def _next_prompts(self, now: _Step) -> list[Prompt]:
         """What to sample next. Empty where nothing is missing, or the batch is what there is."""
         under_way = len(self._under_way)
-        room = self._admission.room(kept=len(self._kept), under_way=under_way, asked=now.asked)
+        room = self.admission.room(kept=len(self._kept), under_way=under_way, asked=now.asked)
         if room <= 0:
             if not under_way and not self._prompts.is_exhausted:
                 raise RuntimeError(self._kept_too_little(now))
@@ -208,7 +208,7 @@ class Collector:
         group = self._rollout.next_group("train", self._config.rollout.timeout)
         self._on_group(group)
         key = group.prompt.episode, group.prompt.prompt_id
-        if self._admission.order == "arrival":
+        if self.admission.order == "arrival":
             self._under_way.remove(key)
             self._decide(group, now)
         else:
@@ -249,7 +249,7 @@ class Collector:
     def _metrics(self, now: _Step) -> Metrics:
         num_prompts = now.verdicts.total()
         metrics = {"rollout/num_prompts": float(num_prompts)}
-        if self._admission.may_exceed:
+        if self.admission.may_exceed:
             metrics["rollout/buffered_groups"] = float(len(self._kept))
         if self._filters and num_prompts:
             metrics |= {

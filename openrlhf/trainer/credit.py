@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from openrlhf.algos.kl import approx_kl
 from openrlhf.algos.reduce import mean, whiten
 from openrlhf.algos.rewards import clip, overlong_penalty, stop_properly_penalty
 from openrlhf.config.ppo import AlgoConfig, RewardConfig
-from openrlhf.types import Batch, Credit, Metrics, Scores, Trajectory, present
+from openrlhf.types import Batch, Credit, Metrics, Scores, Trajectory, present, tensor_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +60,11 @@ def assign_credit(
     rewards = _penalised_rewards(episodes, reward, max_new_tokens)
     shaped = compare(rewards, episodes.group_ids) if compare else rewards
     clipped = clip(shaped, *reward.clip_range)[episodes.of]
-    log_probs, ref_log_probs = _tensor(scores.log_probs), _tensor(scores.ref_log_probs)
-    values = _tensor(scores.values)
+    log_probs, ref_log_probs = tensor_of(scores.log_probs), tensor_of(scores.ref_log_probs)
+    values = tensor_of(scores.values)
     zeros = torch.zeros(int(counts.sum()))
     kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
-    to_teacher = _difference(log_probs, _tensor(scores.teacher_log_probs), torch.sub)
+    to_teacher = _difference(log_probs, tensor_of(scores.teacher_log_probs), torch.sub)
     per_action = token_rewards(
         clipped, zeros if kl is None else kl, counts, 0.0 if algo.kl.use_loss else kl_coef
     )
@@ -132,10 +131,6 @@ class Episodes(NamedTuple):
             num_actions=counts.new_zeros(len(last)).index_add(0, index, counts),
             truncated=torch.tensor([t.truncated for t in last]),
         )
-
-
-def _tensor(column: np.ndarray | None) -> Tensor | None:
-    return None if column is None else torch.from_numpy(column)
 
 
 def _penalised_rewards(episodes: Episodes, reward: RewardConfig, max_new_tokens: int) -> Tensor:

@@ -90,7 +90,8 @@ class PPOTrainer(Generic[PolicyT]):
             self.observer.log_step(self.step, self.evaluate())
 
     def collect(self) -> Collected:
-        with self.observer.phase("generate", total=self.config.samples_per_step):
+        total = None if self.collector.admission.may_exceed else self.config.samples_per_step
+        with self.observer.phase("generate", total):
             return self.collector.next_batch(self.step + 1)
 
     def on_group(self, group: Group) -> None:
@@ -105,9 +106,21 @@ class PPOTrainer(Generic[PolicyT]):
         return is_due(self.step, steps) or self.step == self.total_steps
 
     def train_on(self, collected: Collected) -> Metrics:
-        """Score what was sampled, assign credit, update."""
-        trajectories = collected.trajectories
-        self.check(collected)
+        """Learn from what was sampled. It is journalled, also where that fails."""
+        trained = None
+        try:
+            if num_samples(collected.sampled) >= self.config.samples_per_step:  # of a few a ratio says little
+                check_failures(collected.sampled, self.config.reward.max_failed_ratio, self.step + 1)
+            check_failures(collected.trajectories, 1.0, self.step + 1)
+            metrics, trained = self.learn_from(collected.trajectories)
+        finally:
+            self.observer.log_rollouts(self.step + 1, collected.trajectories, trained=trained)
+            if collected.filtered:
+                self.observer.log_rollouts(self.step + 1, collected.filtered, name="filtered")
+        return metrics
+
+    def learn_from(self, trajectories: Sequence[Trajectory]) -> tuple[Metrics, Trained]:
+        """Score, assign credit, update."""
         finished = [t for t in trajectories if t.ok]
         batch = Batch.of(finished)
         with self.observer.phase("score"):
@@ -133,22 +146,9 @@ class PPOTrainer(Generic[PolicyT]):
         schedule = schedules.get("policy", [])
         trained = Trained(batch=batch, schedule=schedule, first_update=self.optimizer_steps)
         self.optimizer_steps += len(schedule)
-        self.observer.log_rollouts(self.step + 1, trajectories, trained=trained)
-        if collected.filtered:
-            self.observer.log_rollouts(self.step + 1, collected.filtered, name="filtered")
         if self.policy_learns:
             self.kl = self.kl.update(metrics.get("kl/mean", 0.0), num_samples(finished))
-        return metrics
-
-    def check(self, collected: Collected) -> None:
-        """RuntimeError where too many samples failed; what there is goes to the journal first."""
-        try:
-            if num_samples(collected.sampled) >= self.config.samples_per_step:  # of a few a ratio says little
-                check_failures(collected.sampled, self.config.reward.max_failed_ratio, self.step + 1)
-            check_failures(collected.trajectories, 1.0, self.step + 1)
-        except RuntimeError:
-            self.observer.log_rollouts(self.step + 1, collected.trajectories)
-            raise
+        return metrics, trained
 
     def score(self, batch: Batch) -> Scores:
         """Compute log-probs and values with every model."""

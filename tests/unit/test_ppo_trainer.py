@@ -261,6 +261,20 @@ def test_log_probs_that_the_update_computes_are_known_after_it(tmp_path):
     assert {x for sample in journal["log_probs"].to_pylist() for x in sample} == {LOG_PROB}
 
 
+def test_a_step_whose_update_fails_can_be_looked_at(tmp_path):
+    trainer = trainer_of(tmp_path, config_of(tmp_path), eval_prompts=[])
+
+    def fails(*_: object) -> None:
+        raise FloatingPointError("grad_norm is nan")
+
+    trainer.policy.update = fails
+    with pytest.raises(FloatingPointError):
+        trainer.fit()
+    trainer.observer.close()
+    table = read_table(journal_steps(tmp_path / "run" / "rollouts")[1])
+    assert len(table) == 4 and table["advantages"].null_count == 4
+
+
 def test_without_a_reference(tmp_path):
     config = config_of(tmp_path)
     config = replace(config, algo=replace(config.algo, kl=KLConfig(init_coef=0.0)))
