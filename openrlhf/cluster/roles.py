@@ -46,9 +46,8 @@ def start_roles(
     num_prompts: int,
     texts: SampleStore | None,
 ) -> Roles:
-    """`places`: of each role, see `placement.place`. `num_prompts`: of an episode, from
-    which learning rate schedules get their length. `texts`: what the policy learns beside its rewards, None
-    for nothing."""
+    """`places`: of each role, see `placement.place`. `num_prompts`: of an episode, from which learning rate
+    schedules get their length. `texts`: what the policy learns beside its rewards, None for nothing."""
     reward = RewardGroup(config, places["reward"]) if "reward" in places else None
     rollout = EnginePool(config, places[ENGINES], on_gpu, reward=reward)
     roles = Roles(rollout=rollout, policy=PolicyGroup(config, places["actor"]), reward=reward)
