@@ -59,6 +59,10 @@ def token_rewards(rewards: Tensor, kl: Tensor, counts: Tensor, kl_coef: float) -
 
 def discounted_returns(rewards: Tensor, counts: Tensor, gamma: float) -> Tensor:
     """(A,) -> (A,): G_t = r_t + gamma * G_{t+1} within each sequence."""
+    acted = counts[counts > 0]
+    at_ends = rewards[acted.cumsum(0) - 1]
+    if gamma == 1 and rewards.count_nonzero() == at_ends.count_nonzero():  # only whole sequences are rewarded
+        return at_ends.repeat_interleave(acted)
     returns = torch.empty_like(rewards)
     by_length = counts.argsort(descending=True)
     last = counts.cumsum(0)[by_length] - 1  # the action that each sequence has come to, from its end

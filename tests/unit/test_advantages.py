@@ -83,6 +83,18 @@ def test_discounted_returns():
     assert discounted_returns(torch.zeros(0), torch.tensor([0, 0]), 0.5).shape == (0,)
 
 
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.0, 1.5, -2.0])), min_size=1, max_size=6))
+def test_rewards_of_whole_sequences_are_the_return_of_every_action(sequences):
+    counts, outcomes = (torch.tensor(x) for x in zip(*sequences, strict=True))
+    rewards = token_rewards(outcomes, torch.zeros(int(counts.sum())), counts, kl_coef=0.1)
+    wanted = [outcome for size, outcome in sequences for _ in range(size)]
+    assert discounted_returns(rewards, counts, 1.0).tolist() == wanted
+    elsewhere = rewards.clone()  # a reward in the middle takes the other way
+    elsewhere[:1] += 1
+    plain = torch.cat([r.flip(0).cumsum(0).flip(0) for r in elsewhere.split(counts.tolist())])
+    assert torch.equal(discounted_returns(elsewhere, counts, 1.0), plain)
+
+
 def test_gae():
     rewards = torch.tensor([0.0, 0.0, 8.0, 0.0, 4.0])
     values = torch.tensor([1.0, 2.0, 4.0, 2.0, 2.0])
