@@ -39,7 +39,7 @@ def apply_liger(model: PreTrainedModel) -> None:
     before, own = {m: m.__dict__.get("forward") for m in model.modules()}, dict(vars(file))
     _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
     _keep_own_functions(file, own)
-    name = type(model).__name__
+    name = f"{type(model).__name__} ({model.name_or_path})"
     if all(m.__dict__.get("forward") is forward for m, forward in before.items()):
         raise ValueError(f"--ds.use_liger_kernel: Liger has no kernels for {name}.\nRemove the flag.")
     if (activation := _wrong_activation(model)) is not None:
