@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -29,6 +30,9 @@ right, and quadratic in the length of the whole row."""
 
 AMPERE = (8, 0)
 """FlashAttention refuses GPUs of a lower compute capability."""
+
+SCORES_BYTES = 256 * 2**20
+"""What the float32 scores of one block of queries may take, where they are computed one by one."""
 
 MAX_HEAD_SIZE = 256
 """FlashAttention's, which also wants a multiple of 8, and queries, keys and values of one size."""
@@ -142,7 +146,7 @@ def packed_attention(
 def _one_sequence(
     q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None
 ) -> Tensor:
-    mask = None if window is None or q.shape[2] <= window else _causal(q, window)
+    mask = None if window is None or q.shape[2] <= window else _causal(q, k, 0, window)
     grouped = k.shape[1] != q.shape[1]
     if grouped and q.is_cuda:
         # Fewer heads of keys would leave only the kernel that holds the scores of all pairs of tokens.
@@ -163,13 +167,44 @@ def _with_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Scores are computed one by one, for architectures that change them. Quadratic memory in the length of
-    a sequence."""
+    """Scores are computed one by one, for architectures that change them: a block of queries at a time, whose
+    scores the backward pass computes again, so that memory stays linear in the length of a sequence."""
     k, v = _as_many_heads(q, k, v)
+    length = q.shape[2]
+    blocks = q.split(max(1, SCORES_BYTES // (4 * q.shape[1] * length)), 2)
+    if len(blocks) == 1:
+        return _scored(q, k, v, 0, scaling, dropout, window, softcap, sinks)
+    outputs, start = [], 0
+    for block in blocks:
+        end = start + block.shape[2]
+        first = 0 if window is None else max(0, start - window + 1)  # all that a query of the block sees
+        keys, values = k[:, :, first:end], v[:, :, first:end]
+        options = start - first, scaling, dropout, window, softcap, sinks
+        outputs.append(
+            checkpoint(
+                _scored, block, keys, values, *options, use_reentrant=False, preserve_rng_state=dropout > 0
+            )
+        )
+        start = end
+    return torch.cat(outputs, dim=2)
+
+
+def _scored(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: int,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Queries of neighbouring tokens, of which the first is at `place` among those of the keys."""
     scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.float().masked_fill(~_causal(q, window), float("-inf"))
+    scores = scores.float().masked_fill(~_causal(q, k, place, window), float("-inf"))
     if sinks is not None:
         sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)
@@ -181,11 +216,11 @@ def _as_many_heads(q: Tensor, *kv: Tensor) -> list[Tensor]:
     return [x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in kv]
 
 
-def _causal(q: Tensor, window: int | None) -> Tensor:
-    """(L, L) True where a token of the sequence sees another."""
-    i = torch.arange(q.shape[2], device=q.device)
-    distance = i[:, None] - i
-    return (distance >= 0) & (distance < (window or len(i)))
+def _causal(q: Tensor, k: Tensor, place: int, window: int | None) -> Tensor:
+    """(L, S) True where a query sees a key. The first query is at `place` among the keys."""
+    i, j = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
+    distance = place + i[:, None] - j
+    return (distance >= 0) & (distance < (window or k.shape[2]))
 
 
 def has_varlen_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:

@@ -9,6 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import tiny_config, tiny_model
+from test_logprobs import Work
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
@@ -21,6 +23,8 @@ from openrlhf.models.attention import (
     lacks_its_kernel,
     packed_attention,
 )
+from openrlhf.models.backbone import in_one_pass
+from openrlhf.types import PackedRow, Sample
 
 LENGTHS = (5, 1, 7, 2)
 N = sum(LENGTHS)
@@ -143,6 +147,59 @@ def test_the_whole_row_is_its_sequences(monkeypatch, size, value_size, kv_heads,
         found.append((output, *(x.grad for x in qkv)))
     for one_by_one, whole in zip(*found, strict=True):
         torch.testing.assert_close(whole, one_by_one, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options", [{"softcap": 1.5}, {"sliding_window": 3}, {"sliding_window": 3, "softcap": 2}]
+)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_scores_in_blocks(monkeypatch, options, rows: int) -> None:
+    """Of a sequence of 7; the two with fewer tokens have larger blocks."""
+    found = []
+    for limit in (attention.SCORES_BYTES, 4 * 4 * 7 * rows):
+        monkeypatch.setattr(attention, "SCORES_BYTES", limit)
+        torch.manual_seed(0)
+        qkv = inputs(dtype=torch.float64, requires_grad=True)
+        sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+        output, _ = packed_attention(nn.Module(), *qkv, None, s_aux=sinks, packing=packing(), **options)
+        (output * torch.randn(output.shape, dtype=output.dtype)).sum().backward()
+        found.append((output, sinks.grad, *(x.grad for x in qkv)))
+    for whole, in_blocks in zip(*found, strict=True):
+        torch.testing.assert_close(in_blocks, whole, atol=1e-6, rtol=1e-6)  # scores are float32
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_memory_of_scores_is_linear(monkeypatch, window: int | None) -> None:
+    """Bytes that are alive at once, forward and backward, for a sequence of one length and of four times as
+    much: with all scores it would be 16 times."""
+    monkeypatch.setattr(attention, "SCORES_BYTES", 2**16)
+    peaks = []
+    for length in (512, 2048):
+        qkv = [torch.randn(1, 2, length, 4, requires_grad=True) for _ in range(3)]
+        where = Packing((length,), torch.empty(0))
+        with Work() as work:
+            output, _ = packed_attention(
+                nn.Module(), *qkv, None, softcap=2.0, sliding_window=window, packing=where
+            )
+            output.sum().backward()
+        peaks.append(work.peak)
+    assert peaks[1] < 4 * peaks[0]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "deepseek_v3", "gemma3_text", "olmo2"])
+def test_architectures_obey_the_rules(monkeypatch, model_type: str) -> None:
+    """What whole models hand to the kernel, and that it computes the same there."""
+    model = tiny_model(tiny_config(model_type))
+    model.set_attn_implementation(attention.PACKED)
+    mask = torch.ones(N, dtype=torch.bool)
+    samples = [Sample(token_ids=torch.arange(3, 3 + n), action_mask=mask[:n]) for n in LENGTHS]
+    monkeypatch.setattr(varlen, "varlen_attn", by_the_rules)
+    found = []
+    for kernel in (False, True):
+        monkeypatch.setattr(attention, "has_varlen_kernel", lambda *_, kernel=kernel: kernel)
+        with torch.no_grad():
+            found.append(in_one_pass(model, PackedRow.of(samples)))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
