@@ -79,15 +79,19 @@ class _LinearDivergence(torch.autograd.Function):
         teacher = _first(ctx.teacher_head, size)
         grads = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         grad_divergence = grad_divergence * ctx.scale
-        for rows in chunks(len(hidden), ctx.chunk):
+
+        def add(rows: slice) -> None:  # a chunk's logits are gone before those of the next are made
             logits = student(hidden[rows])
             slope = student.slope(logits)
             s, t = logits.log_softmax(-1), teacher(teacher_hidden[rows]).log_softmax(-1)
             if ctx.kind == "forward_kl":
-                grad = s.exp() - t.exp()
+                grad = s.exp_().sub_(t.exp_())
             else:
                 grad = s.exp() * (s - t - _divergence(s, t, ctx.kind)[:, None])
             grads.add(rows, grad.mul_(grad_divergence[rows, None]), slope)
+
+        for rows in chunks(len(hidden), ctx.chunk):
+            add(rows)
         return *grads.result(), *[None] * 7
 
 
