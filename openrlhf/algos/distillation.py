@@ -88,7 +88,7 @@ class _LinearDivergence(torch.autograd.Function):
                 grad = s.exp_().sub_(t.exp_())
             else:
                 grad = s.exp() * (s - t - _divergence(s, t, ctx.kind)[:, None])
-            grads.add(rows, grad.mul_(grad_divergence[rows, None]), slope)
+            grads.add(rows, hidden, weight, grad.mul_(grad_divergence[rows, None]), slope)
 
         for rows in chunks(len(hidden), ctx.chunk):
             add(rows)

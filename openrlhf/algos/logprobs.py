@@ -121,7 +121,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 factor = (all_log_probs + entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(factor)
             grad = all_log_probs.exp_().mul_(factor).neg_()
             grad.scatter_add_(-1, targets[rows, None], grad_log_probs[rows, None])
-            grads.add(rows, grad, slope)
+            grads.add(rows, hidden, ctx.weight, grad, slope)
 
         for rows in chunks(len(hidden), ctx.chunk):
             add(rows)
@@ -144,7 +144,7 @@ class _LogProbsForward(torch.autograd.Function):
             log_z, exp, total = _log_sum_exp(logits)
             log_probs[rows] = of_chosen[:, 0] - log_z
             grad = exp.div_(-total[:, None]).scatter_add_(-1, chosen, torch.ones_like(of_chosen))
-            grads.add(rows, grad, slope)
+            grads.add(rows, hidden, weight, grad, slope)
 
         for rows in chunks(len(hidden), chunk):
             add(rows)
@@ -188,24 +188,25 @@ class HeadGradients:
     ) -> None:
         dtype = _accumulation_dtype(weight)
         needs_hidden, needs_weight, needs_bias = needed
-        self.inputs, self.head, self.head_bias = hidden, weight.detach(), bias
+        # Nothing of the head itself is kept: ZeRO-3 frees it between the passes.
+        self.head_dtype, self.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         self.hidden = torch.empty_like(hidden) if needs_hidden else None
-        self.weight = torch.zeros_like(self.head, dtype=dtype) if needs_weight else None
+        self.weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
         self.bias = None if bias is None or not needs_bias else torch.zeros_like(bias, dtype=dtype)
 
-    def add(self, rows: slice, grad: Tensor, slope: Tensor | None) -> None:
-        """grad: (C, V') of the scaled logits of the head's first V' tokens at `rows`, times the scale. It is
-        overwritten. slope: of the cap, from `HeadLogits`."""
+    def add(self, rows: slice, hidden: Tensor, weight: Tensor, grad: Tensor, slope: Tensor | None) -> None:
+        """grad: (C, V') of the scaled logits of the head's first V' tokens at `rows` of hidden, times the
+        scale. It is overwritten. slope: of the cap, from `HeadLogits`."""
         if slope is not None:
             grad.mul_(slope)
         size = grad.shape[1]
         if self.bias is not None:
             self.bias[:size] += grad.sum(0)
-        grad = grad.to(self.head.dtype)
+        grad = grad.to(self.head_dtype)
         if self.hidden is not None:
-            self.hidden[rows] = grad @ self.head[:size]
+            self.hidden[rows] = grad @ weight.detach()[:size]
         if self.weight is not None:
-            _add_product(self.weight[:size], grad.t(), self.inputs[rows])
+            _add_product(self.weight[:size], grad.t(), hidden[rows])
 
     def scale(self, factor: Tensor) -> None:
         """By one number; or only that of hidden, by one for each action (A, 1)."""
@@ -215,8 +216,8 @@ class HeadGradients:
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """In the types of what they are gradients of."""
-        weight = None if self.weight is None else self.weight.to(self.head.dtype)
-        bias = None if self.bias is None or self.head_bias is None else self.bias.to(self.head_bias.dtype)
+        weight = None if self.weight is None else self.weight.to(self.head_dtype)
+        bias = None if self.bias is None else self.bias.to(self.bias_dtype)
         return self.hidden, weight, bias
 
 

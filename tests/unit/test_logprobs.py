@@ -172,6 +172,20 @@ def test_weight_is_read_again_in_the_backward_pass():
     torch.testing.assert_close(hidden.grad, expected)
 
 
+def test_sum_keeps_nothing_of_the_head():
+    """ZeRO-3 frees its storage between the passes; whatever refers to it would keep it."""
+    hidden, weight, bias, targets = inputs()
+    expected = torch.autograd.grad(naive(hidden, weight, targets, bias=bias)[0].sum(), (hidden, weight))
+    total, freed = sum_of_log_probs(hidden, weight, targets, bias=bias), []
+    weakref.finalize(weight.untyped_storage(), lambda: freed.append(True))
+    full = weight.data.clone()
+    weight.data = torch.empty(0, dtype=weight.dtype)
+    assert freed
+    weight.data = full
+    total.backward()
+    torch.testing.assert_close((hidden.grad, weight.grad), expected)
+
+
 def test_never_holds_more_than_a_chunk_of_logits(monkeypatch):
     rows = []
     original = logprobs.HeadLogits.__call__
