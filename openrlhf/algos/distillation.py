@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from openrlhf.algos.logprobs import LOGITS_BYTES, HeadLogits, chunks
+from openrlhf.algos.logprobs import HeadGradients, HeadLogits, chunks, rows_of_chunk
 
 Divergence = Literal["forward_kl", "reverse_kl"]
 
@@ -39,7 +39,7 @@ def linear_divergence(
     time, in float32; the backward pass computes them again. A temperature goes into the scale of both heads.
     """
     size = min(len(head.weight), len(teacher_head.weight))
-    chunk = chunk or max(1, LOGITS_BYTES // (8 * size))
+    chunk = chunk or rows_of_chunk(head.weight[:size], copies=2)
     return _LinearDivergence.apply(
         hidden,
         head.weight,
@@ -61,7 +61,7 @@ class _LinearDivergence(torch.autograd.Function):
         teacher = _first(teacher_head, size)
         divergence = hidden.new_empty(len(hidden), dtype=student.dtype)
         for rows in chunks(len(hidden), chunk):
-            s, t = student(hidden[rows])[0].log_softmax(-1), teacher(teacher_hidden[rows])[0].log_softmax(-1)
+            s, t = student(hidden[rows]).log_softmax(-1), teacher(teacher_hidden[rows]).log_softmax(-1)
             divergence[rows] = _divergence(s, t, kind)
         ctx.save_for_backward(hidden, teacher_hidden)
         # Not saved tensors: ZeRO-3 empties a parameter between the passes and fills it with a new tensor.
@@ -77,33 +77,22 @@ class _LinearDivergence(torch.autograd.Function):
         weight, bias, size = ctx.weight, ctx.bias, ctx.size
         student = _first(LinearHead(weight, bias, ctx.scale, ctx.softcap), size)
         teacher = _first(ctx.teacher_head, size)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=student.dtype) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=student.dtype) if needs_bias else None
-        for rows in chunks(len(hidden), ctx.chunk):
-            logits, cap_slope = student(hidden[rows])
-            s, t = logits.log_softmax(-1), teacher(teacher_hidden[rows])[0].log_softmax(-1)
+        grads = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        grad_divergence = grad_divergence * ctx.scale
+
+        def add(rows: slice) -> None:  # a chunk's logits are gone before those of the next are made
+            logits = student(hidden[rows])
+            slope = student.slope(logits)
+            s, t = logits.log_softmax(-1), teacher(teacher_hidden[rows]).log_softmax(-1)
             if ctx.kind == "forward_kl":
-                grad = s.exp() - t.exp()
+                grad = s.exp_().sub_(t.exp_())
             else:
                 grad = s.exp() * (s - t - _divergence(s, t, ctx.kind)[:, None])
-            grad *= grad_divergence[rows, None] * ctx.scale
-            if cap_slope is not None:
-                grad *= cap_slope
-            if grad_bias is not None:
-                grad_bias[:size] += grad.sum(0)
-            grad = grad.to(weight.dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = grad @ weight[:size]
-            if grad_weight is not None:
-                grad_weight[:size] += grad.t() @ hidden[rows]
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            *[None] * 7,
-        )
+            grads.add(rows, hidden, weight, grad.mul_(grad_divergence[rows, None]), slope)
+
+        for rows in chunks(len(hidden), ctx.chunk):
+            add(rows)
+        return *grads.result(), *[None] * 7
 
 
 def _first(head: LinearHead, size: int) -> HeadLogits:

@@ -5,8 +5,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LOGITS_BYTES = 256 * 2**20
-"""What the float32 logits of one chunk may take. The peak is about that; with entropy or a softcap, about
-three times that."""
+"""What the float32 logits of one chunk may take on a CPU. The peak is about that; a softcap and the gradient
+of an entropy add as much each."""
+
+SHARE_OF_GPU = 1 / 64
+"""Of a GPU's memory that they may take there. Every chunk of C rows also reads and writes the gradient of
+the head, 8 bytes for each of its weights, beside 8 C operations of its four products. An H100 does 240
+operations while it moves a byte: of the products' time that is 11% with the 2,200 rows of 150,000 tokens that
+fit, and would be 55% with the 440 of a CPU."""
 
 
 def linear_log_probs(
@@ -30,11 +36,48 @@ def linear_log_probs(
     results are empty, and their gradients are zeros, so that collectives over gradients still find their
     partners.
     """
-    chunk = chunk or max(1, LOGITS_BYTES // (4 * len(weight)))
+    chunk = chunk or rows_of_chunk(weight)
+    if not with_entropy and _only_hidden_learns(hidden, weight, bias):
+        return _LogProbsForward.apply(hidden, weight, bias, targets, scale, softcap, chunk, False), None
     log_probs, entropy = _LinearLogProbs.apply(
         hidden, weight, bias, targets, scale, softcap, with_entropy, chunk
     )
     return log_probs, entropy
+
+
+def sum_of_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    scale: float = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """The sum of `linear_log_probs`, (). Its gradients are made in the forward pass, of the logits that are
+    there, so a step has three products of the head's size instead of four."""
+    chunk = chunk or rows_of_chunk(weight)
+    if not torch.is_grad_enabled():
+        return _LinearLogProbs.apply(hidden, weight, bias, targets, scale, softcap, False, chunk)[0].sum()
+    return _LogProbsForward.apply(hidden, weight, bias, targets, scale, softcap, chunk, True)
+
+
+def rows_of_chunk(weight: Tensor, copies: int = 1) -> int:
+    """Rows of float32 logits of a head (V, H) that exist at a time, where there are `copies` of each."""
+    available = LOGITS_BYTES
+    if weight.is_cuda:
+        memory = torch.cuda.get_device_properties(weight.device).total_memory
+        available = max(available, int(memory * SHARE_OF_GPU))
+    return max(1, available // (4 * copies * len(weight)))
+
+
+def _only_hidden_learns(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    head_learns = weight.requires_grad or (bias is not None and bias.requires_grad)
+    return torch.is_grad_enabled() and hidden.requires_grad and not head_learns
+
+
+# A chunk is dealt with inside one call, so that its logits are gone before those of the next are made.
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -43,17 +86,12 @@ class _LinearLogProbs(torch.autograd.Function):
         log_z = hidden.new_empty(len(hidden), dtype=_accumulation_dtype(hidden))
         log_probs = torch.empty_like(log_z)
         entropy = torch.empty_like(log_z) if with_entropy else None
-        compute_logits = HeadLogits(weight, bias, scale, softcap)
+        head = HeadLogits(weight, bias, scale, softcap)
         for rows in chunks(len(hidden), chunk):
-            logits, _ = compute_logits(hidden[rows])
-            chosen, largest = logits.gather(-1, targets[rows, None])[:, 0], logits.amax(-1)
-            # logits.logsumexp(-1) in place: without a second tensor of this size
-            exp = logits.sub_(largest[:, None]).exp_()
-            total = exp.sum(-1)
-            log_z[rows] = largest + total.log()
-            log_probs[rows] = chosen - log_z[rows]
-            if entropy is not None:
-                entropy[rows] = torch.special.entr(exp.div_(total[:, None])).sum(-1)
+            scores = _score(head(hidden[rows]), targets[rows], with_entropy)
+            for whole, of_rows in zip((log_z, log_probs, entropy), scores, strict=True):
+                if whole is not None and of_rows is not None:
+                    whole[rows] = of_rows
 
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, targets, log_z, entropy)
@@ -67,41 +105,120 @@ class _LinearLogProbs(torch.autograd.Function):
     # pyrefly: ignore[bad-override]  torch does not type this decorator
     def backward(ctx, grad_log_probs, grad_entropy):
         hidden, targets, log_z, entropy = ctx.saved_tensors
-        weight, bias, dtype = ctx.weight, ctx.bias, log_z.dtype
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
+        grads = HeadGradients(hidden, ctx.weight, ctx.bias, ctx.needs_input_grad[:3])
         grad_log_probs = torch.zeros_like(log_z) if grad_log_probs is None else grad_log_probs * ctx.scale
         if grad_entropy is not None:
             grad_entropy = grad_entropy * ctx.scale
+        head = HeadLogits(ctx.weight, ctx.bias, ctx.scale, ctx.softcap)
 
-        compute_logits = HeadLogits(weight, bias, ctx.scale, ctx.softcap)
-        for rows in chunks(len(hidden), ctx.chunk):
-            logits, cap_slope = compute_logits(hidden[rows])
+        def add(rows: slice) -> None:
+            logits = head(hidden[rows])
+            slope = head.slope(logits)
             all_log_probs = logits.sub_(log_z[rows, None])
             # d log p(y) / dz = onehot(y) - p,   dH / dz = -p * (log p + H)
-            slope = grad_log_probs[rows, None]
+            factor = grad_log_probs[rows, None]
             if grad_entropy is not None:
-                slope = slope + grad_entropy[rows, None] * (all_log_probs + entropy[rows, None])
-            grad = all_log_probs.exp_().mul_(-slope)
+                factor = (all_log_probs + entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(factor)
+            grad = all_log_probs.exp_().mul_(factor).neg_()
             grad.scatter_add_(-1, targets[rows, None], grad_log_probs[rows, None])
-            if cap_slope is not None:
-                grad.mul_(cap_slope)
+            grads.add(rows, hidden, ctx.weight, grad, slope)
 
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            grad = grad.to(weight.dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = grad @ weight
-            if grad_weight is not None:
-                _add_product(grad_weight, grad.t(), hidden[rows])
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            *[None] * 5,
-        )
+        for rows in chunks(len(hidden), ctx.chunk):
+            add(rows)
+        return *grads.result(), *[None] * 5
+
+
+class _LogProbsForward(torch.autograd.Function):
+    """Log-probs, or their sum, whose gradients are made in the forward pass. That needs a gradient that is
+    one number for all actions (the sum), or a head that does not learn."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, scale, softcap, chunk, summed):
+        log_probs = hidden.new_empty(len(hidden), dtype=_accumulation_dtype(hidden))
+        grads = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        head = HeadLogits(weight, bias, scale, softcap)
+
+        def add(rows: slice) -> None:
+            logits, chosen = head(hidden[rows]), targets[rows, None]
+            slope, of_chosen = head.slope(logits), logits.gather(-1, chosen)
+            log_z, exp, total = _log_sum_exp(logits)
+            log_probs[rows] = of_chosen[:, 0] - log_z
+            grad = exp.div_(-total[:, None]).scatter_add_(-1, chosen, torch.ones_like(of_chosen))
+            grads.add(rows, hidden, weight, grad, slope)
+
+        for rows in chunks(len(hidden), chunk):
+            add(rows)
+        ctx.grads, ctx.scale, ctx.summed = grads, scale, summed
+        return log_probs.sum() if summed else log_probs
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]  torch does not type this decorator
+    def backward(ctx, grad):
+        grads, ctx.grads = ctx.grads, None  # used up: they are scaled where they lie
+        grads.scale((grad if ctx.summed else grad[:, None]) * ctx.scale)
+        return *grads.result(), *[None] * 5
+
+
+def _score(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(C, V), (C,) -> logsumexp, log-probs and entropy, each (C,). The logits are overwritten."""
+    chosen = logits.gather(-1, targets[:, None])[:, 0]
+    log_z, exp, total = _log_sum_exp(logits)
+    if not with_entropy:
+        return log_z, chosen - log_z, None
+    probs = exp.div_(total[:, None])
+    return log_z, chosen - log_z, torch.special.entr(probs, out=probs).sum(-1)
+
+
+def _log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(C, V) -> logsumexp (C,), exp(logits - c) (C, V) in the place of the logits, and its sums (C,). Without
+    a second tensor of this size."""
+    largest = logits.amax(-1)
+    exp = logits.sub_(largest[:, None]).exp_()
+    total = exp.sum(-1)
+    return largest + total.log(), exp, total
+
+
+class HeadGradients:
+    """Gradients of hidden (A, H), weight (V, H) and bias (V,), those of the head summed up over chunks in at
+    least float32."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, bool, bool]
+    ) -> None:
+        dtype = _accumulation_dtype(weight)
+        needs_hidden, needs_weight, needs_bias = needed
+        # Nothing of the head itself is kept: ZeRO-3 frees it between the passes.
+        self.head_dtype, self.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        self.hidden = torch.empty_like(hidden) if needs_hidden else None
+        self.weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
+        self.bias = None if bias is None or not needs_bias else torch.zeros_like(bias, dtype=dtype)
+
+    def add(self, rows: slice, hidden: Tensor, weight: Tensor, grad: Tensor, slope: Tensor | None) -> None:
+        """grad: (C, V') of the scaled logits of the head's first V' tokens at `rows` of hidden, times the
+        scale. It is overwritten. slope: of the cap, from `HeadLogits`."""
+        if slope is not None:
+            grad.mul_(slope)
+        size = grad.shape[1]
+        if self.bias is not None:
+            self.bias[:size] += grad.sum(0)
+        grad = grad.to(self.head_dtype)
+        if self.hidden is not None:
+            self.hidden[rows] = grad @ weight.detach()[:size]
+        if self.weight is not None:
+            _add_product(self.weight[:size], grad.t(), hidden[rows])
+
+    def scale(self, factor: Tensor) -> None:
+        """By one number; or only that of hidden, by one for each action (A, 1)."""
+        for grad in (self.hidden, self.weight, self.bias):
+            if grad is not None:
+                grad.mul_(factor)
+
+    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """In the types of what they are gradients of."""
+        weight = None if self.weight is None else self.weight.to(self.head_dtype)
+        bias = None if self.bias is None else self.bias.to(self.bias_dtype)
+        return self.hidden, weight, bias
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -115,7 +232,7 @@ class _LinearLogits(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias):
         ctx.save_for_backward(hidden)
         ctx.weight, ctx.bias = weight, bias  # as in _LinearLogProbs
-        return HeadLogits(weight, bias, 1.0, None)(hidden)[0]
+        return HeadLogits(weight, bias, 1.0, None)(hidden)
 
     @staticmethod
     @once_differentiable
@@ -133,7 +250,7 @@ class _LinearLogits(torch.autograd.Function):
 
 
 class HeadLogits:
-    """hidden (C, H) -> scaled logits (C, V) in at least float32 and, with a softcap, the slope of the cap."""
+    """hidden (C, H) -> scale * cap(hidden @ weight.T + bias), (C, V) in at least float32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> None:
         self.dtype = _accumulation_dtype(weight)
@@ -142,7 +259,7 @@ class HeadLogits:
         self.weight = weight.detach() if self.has_kernel else weight.detach().to(self.dtype)
         self.bias, self.scale, self.softcap = bias, scale, softcap
 
-    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, hidden: Tensor) -> Tensor:
         if self.has_kernel:
             logits = torch.mm(hidden, self.weight.t(), out_dtype=self.dtype)
         else:
@@ -150,17 +267,24 @@ class HeadLogits:
         if self.bias is not None:
             logits += self.bias
         if self.softcap is None:
-            return logits if self.scale == 1 else logits.mul_(self.scale), None
-        capped = logits.div_(self.softcap).tanh_()
-        return capped * (self.softcap * self.scale), 1 - capped**2
+            return logits if self.scale == 1 else logits.mul_(self.scale)
+        return logits.div_(self.softcap).tanh_().mul_(self.softcap * self.scale)
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """Of the cap, (C, V), where there is one: d cap(x) / dx = 1 - tanh(x / softcap)^2"""
+        if self.softcap is None:
+            return None
+        return (logits / (self.softcap * self.scale)).square_().neg_().add_(1)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, without the product on the way where the types allow it."""
+    """total += a @ b, without the product on the way where there is a kernel for these types."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    else:
+    elif a.device.type == "cpu":
         total += a @ b
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 def _accumulation_dtype(x: Tensor) -> torch.dtype:

@@ -434,5 +434,6 @@ def load_language_model(
         attention=config.ds.attn_implementation,
         max_len=config.data.max_len,
         experts=config.ds.experts_implementation,
+        liger=config.ds.use_liger_kernel,
         in_4bit=in_4bit,
     )

@@ -50,6 +50,7 @@ class RewardModelTask(task.Task[RMConfig]):
             head_prefix=config.ds.value_head_prefix,
             tokenizer=tokenizer,
             experts=config.ds.experts_implementation,
+            liger=config.ds.use_liger_kernel,
             in_4bit=config.ds.load_in_4bit,
         )
 

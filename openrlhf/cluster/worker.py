@@ -120,6 +120,7 @@ class ModelWorker(Worker, Generic[ModelT]):
                 attention=ds.attn_implementation,
                 max_len=self.config.data.max_len,
                 experts=ds.experts_implementation,
+                liger=ds.use_liger_kernel,
             )
         )
 
@@ -387,6 +388,7 @@ def _build_scorer(config: PPOConfig, path: str, flag: str, trained: bool = False
         max_len=config.data.max_len,
         head_prefix=ds.value_head_prefix,
         experts=ds.experts_implementation,
+        liger=ds.use_liger_kernel,
         trained=trained,
     )
 

@@ -271,6 +271,7 @@ def precision(config: Any) -> Iterator[Problem]:
         )
     yield from row_attention(ds.attn_implementation)
     yield from flash_attention(ds)
+    yield from _liger(ds)
 
 
 def row_attention(name: str) -> Iterator[Problem]:
@@ -294,6 +295,16 @@ def flash_attention(ds: Any) -> Iterator[Problem]:
         )
     elif ds.param_dtype == "fp32":
         yield Problem(key=key, text="flash attention has no float32; use auto, or ds.param_dtype bf16")
+
+
+def _liger(ds: Any) -> Iterator[Problem]:
+    key = "ds.use_liger_kernel"
+    if not ds.use_liger_kernel:
+        return
+    if importlib.util.find_spec("liger_kernel") is None:
+        yield Problem(key=key, text='needs the package liger-kernel: pip install "openrlhf[liger]"')
+    elif ds.experts_implementation is not None:
+        yield Problem(key="ds.experts_implementation", text=f"{key} brings a kernel for experts; remove one")
 
 
 def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:

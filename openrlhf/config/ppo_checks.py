@@ -83,7 +83,6 @@ PPO_NOT_YET: Mapping[str, str] = {
     "vllm.sync_with_ray": "weight sync with ray.util.collective is",
     "ds.lora.rank": "LoRA is",
     "ds.load_in_4bit": "4-bit training is",
-    "ds.use_liger_kernel": "the Liger kernel is",
     "ds.ring_attn_size": "ring attention is",
     "ds.tensor_parallel_size": "tensor parallel training is",
     "ds.deepcompile": "DeepCompile is",

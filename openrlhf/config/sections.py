@@ -125,7 +125,9 @@ class DeepSpeedConfig:
     experts_implementation: ExpertsImplementation | None = None
     """Kernel for the experts of MoE models. None: as transformers chooses."""
     use_liger_kernel: bool = False
-    """Liger kernels."""
+    """Liger's kernels for norms, rotary positions and gated MLPs. The model is checked: where it would
+    compute something else than with transformers' own, the run is refused. Needs a GPU and
+    `pip install "openrlhf[liger]"`."""
     load_in_4bit: bool = False
     """QLoRA: the linear layers of the model to train are frozen in NF4, with adapters (lora.rank) in
     param_dtype. References and teachers are not quantised. Needs `pip install "openrlhf[qlora]"`."""

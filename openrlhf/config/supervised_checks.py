@@ -114,7 +114,6 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
 
 
 SUPERVISED_NOT_YET: Mapping[str, str] = {
-    "ds.use_liger_kernel": "the Liger kernel is",
     "ds.ring_attn_size": "ring attention is",
     "ds.tensor_parallel_size": "tensor parallel training is",
     "ds.deepcompile": "DeepCompile is",

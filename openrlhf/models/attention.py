@@ -1,9 +1,9 @@
 """Attention over packed rows (padding-free). A registered implementation isolates sequences on every device.
 
 transformers looks attention up by name; ours is `PACKED`. It reads where the sequences lie from
-the `packing` keyword that the model is called with, so no mask over the row is ever built. On CPU and in
-float32 each sequence is one call of scaled_dot_product_attention; on CUDA in half precision the whole row is
-one call of torch's varlen kernel. Whether a model hands all of this on to its attention is found out by
+the `packing` keyword that the model is called with, so no mask over the row is ever built. Where torch has a
+varlen kernel for it (`has_varlen_kernel`) the whole row is one call, elsewhere each sequence is one call of
+scaled_dot_product_attention. Whether a model hands all of this on to its attention is found out by
 models/self_check.py.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -26,6 +27,15 @@ PACKED = "openrlhf_packed"
 FROM_POSITIONS = ("sdpa", "eager")
 """transformers' own implementations that isolate sequences by a block mask built from restarting positions:
 right, and quadratic in the length of the whole row."""
+
+AMPERE = (8, 0)
+"""FlashAttention refuses GPUs of a lower compute capability."""
+
+SCORES_BYTES = 256 * 2**20
+"""What the float32 scores of one block of queries may take, where they are computed one by one."""
+
+MAX_HEAD_SIZE = 256
+"""FlashAttention's, which also wants a multiple of 8, and queries, keys and values of one size."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +70,21 @@ def lacks_its_kernel(name: str) -> bool:
     """Whether it is a flash attention that this machine cannot run: `auto` takes its place. That its package
     is not installed was said when the flags were checked."""
     package = FLASH_PACKAGES.get(name)
-    if package is None or (importlib.util.find_spec(package) and torch.cuda.is_available()):
+    if package is None:
         return False
-    if importlib.util.find_spec(package):
-        logger.warning("--ds.attn_implementation %s: there is no CUDA device, auto takes its place", name)
-    return True
+    if importlib.util.find_spec(package) is None:
+        return True
+    if reason := _why_no_flash():
+        logger.warning("--ds.attn_implementation %s: %s, auto takes its place", name, reason)
+    return bool(reason)
+
+
+def _why_no_flash() -> str:
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if torch.cuda.get_device_capability() < AMPERE:
+        return f"{torch.cuda.get_device_name()} is older than Ampere"
+    return ""
 
 
 def packing_kwargs(implementation: str, lengths: tuple[int, ...], device: torch.device) -> dict:
@@ -112,7 +132,7 @@ def packed_attention(
         raise CannotPack(f"{type(module).__name__} makes a mask of its own over the row")
     window = sliding_window if attention_mask is None else int(attention_mask)
     plain = softcap is None and s_aux is None
-    if plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+    if plain and has_varlen_kernel(query, value, dropout):
         return _varlen(query, key, value, packing, scaling, window), None
     # split, not slices: the backward of a slice touches the whole row once for every sequence
     rows = zip(*(x.split(packing.lengths, 2) for x in (query, key, value)), strict=True)
@@ -126,8 +146,12 @@ def packed_attention(
 def _one_sequence(
     q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None
 ) -> Tensor:
-    mask = None if window is None or q.shape[2] <= window else _causal(q, window)
+    mask = None if window is None or q.shape[2] <= window else _causal(q, k, 0, window)
     grouped = k.shape[1] != q.shape[1]
+    if grouped and q.is_cuda:
+        # Fewer heads of keys would leave only the kernel that holds the scores of all pairs of tokens.
+        k, v = _as_many_heads(q, k, v)
+        grouped = False
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout, enable_gqa=grouped
     )
@@ -143,13 +167,44 @@ def _with_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Scores are computed one by one, for architectures that change them. Quadratic memory in the length of
-    a sequence."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    """Scores are computed one by one, for architectures that change them: a block of queries at a time, whose
+    scores the backward pass computes again, so that memory stays linear in the length of a sequence."""
+    k, v = _as_many_heads(q, k, v)
+    length = q.shape[2]
+    blocks = q.split(max(1, SCORES_BYTES // (4 * q.shape[1] * length)), 2)
+    if len(blocks) == 1:
+        return _scored(q, k, v, 0, scaling, dropout, window, softcap, sinks)
+    outputs, start = [], 0
+    for block in blocks:
+        end = start + block.shape[2]
+        first = 0 if window is None else max(0, start - window + 1)  # all that a query of the block sees
+        keys, values = k[:, :, first:end], v[:, :, first:end]
+        options = start - first, scaling, dropout, window, softcap, sinks
+        outputs.append(
+            checkpoint(
+                _scored, block, keys, values, *options, use_reentrant=False, preserve_rng_state=dropout > 0
+            )
+        )
+        start = end
+    return torch.cat(outputs, dim=2)
+
+
+def _scored(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: int,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Queries of neighbouring tokens, of which the first is at `place` among those of the keys."""
     scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.float().masked_fill(~_causal(q, window), float("-inf"))
+    scores = scores.float().masked_fill(~_causal(q, k, place, window), float("-inf"))
     if sinks is not None:
         sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)
@@ -157,11 +212,27 @@ def _with_scores(
     return F.dropout(weights, dropout) @ v
 
 
-def _causal(q: Tensor, window: int | None) -> Tensor:
-    """(L, L) True where a token of the sequence sees another."""
-    i = torch.arange(q.shape[2], device=q.device)
-    distance = i[:, None] - i
-    return (distance >= 0) & (distance < (window or len(i)))
+def _as_many_heads(q: Tensor, *kv: Tensor) -> list[Tensor]:
+    return [x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in kv]
+
+
+def _causal(q: Tensor, k: Tensor, place: int, window: int | None) -> Tensor:
+    """(L, S) True where a query sees a key. The first query is at `place` among the keys."""
+    i, j = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
+    distance = place + i[:, None] - j
+    return (distance >= 0) & (distance < (window or k.shape[2]))
+
+
+def has_varlen_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether torch's varlen attention, which is FlashAttention 2 on CUDA and has no dropout, computes
+    this."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_SIZE
+        and dropout == 0
+        and torch.cuda.get_device_capability(query.device) >= AMPERE
+    )
 
 
 def _varlen(
@@ -169,8 +240,10 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (N, heads, d)
-    causal_window = (-1 if window is None else window - 1, 0)
+    size, value_size = q.shape[-1], v.shape[-1]
+    kernel_size = -(-max(size, value_size) // 8) * 8
+    # Zeros behind queries and keys add nothing to their products; those behind values are cut off again.
+    q, k, v = (_of_size(x[0].transpose(0, 1), kernel_size) for x in (q, k, v))  # (N, heads, d)
     output = varlen_attn(
         q,
         k,
@@ -179,11 +252,16 @@ def _varlen(
         packing.cumulative,
         max(packing.lengths),
         max(packing.lengths),
-        scale=scaling,
-        window_size=causal_window,
+        scale=size**-0.5 if scaling is None else scaling,
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=k.shape[1] != q.shape[1],
     )
-    return cast(Tensor, output)[None]  # a tuple only where the log-sum-exp is asked for too
+    # A tuple only where the log-sum-exp is asked for too.
+    return cast(Tensor, output)[None, ..., :value_size]
+
+
+def _of_size(x: Tensor, size: int) -> Tensor:
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 def _window_of_layer(

@@ -19,6 +19,8 @@ class Reading:
     """`--ds.attn_implementation`, as the user gave it."""
     packed: bool = True
     """A row in one pass. Else one pass for each of its sequences: always right, and slower."""
+    liger: bool = False
+    """With Liger's kernels, `--ds.use_liger_kernel`."""
 
 
 class RowModel(nn.Module):

@@ -1,5 +1,6 @@
 """From a name or path to a model and its tokenizer."""
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,10 @@ from openrlhf.datasets.cache import digest, file_digest, sampled_digest
 from openrlhf.models.attention import PACKED, lacks_its_kernel, resolve_attention
 from openrlhf.models.backbone import reading_of
 from openrlhf.models.checkpoint_layout import forget_unused_conversions
+from openrlhf.models.liger import apply_liger
 from openrlhf.models.rope import fix_frequencies
+
+logger = logging.getLogger(__name__)
 
 DTYPES: Mapping[str | None, Any] = {
     "bf16": torch.bfloat16,
@@ -42,9 +46,10 @@ def load_causal_lm(
     max_len: int | None = None,
     experts: str | None = None,
     in_4bit: bool = False,
+    liger: bool = False,
 ) -> PreTrainedModel:
     """The model in `dtype` (bf16, fp16 or fp32) for packed rows; with `in_4bit` its linear layers but the
-    head in NF4, for models that only carry adapters.
+    head in NF4, for models that only carry adapters; with `liger` see `apply_liger`.
 
     max_len: tokens of the longest sequence of the run, see `fix_frequencies`.
     """
@@ -52,9 +57,8 @@ def load_causal_lm(
     options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
     if in_4bit:
         options["quantization_config"] = nf4(dtype)
-    return load_for_rows(
-        AutoModelForCausalLM, path, attention, max_len, config=config, dtype=DTYPES[dtype], **options
-    )[0]
+    options |= {"config": config, "dtype": DTYPES[dtype]}
+    return load_for_rows(AutoModelForCausalLM, path, attention, max_len, liger, **options)[0]
 
 
 def load_generator(path: str, *, flag: str, dtype: str, attention: str, max_len: int) -> PreTrainedModel:
@@ -70,7 +74,7 @@ def load_generator(path: str, *, flag: str, dtype: str, attention: str, max_len:
 
 
 def load_for_rows(
-    auto_class: Any, path: str, attention: str, max_len: int | None, **options: Any
+    auto_class: Any, path: str, attention: str, max_len: int | None, liger: bool, **options: Any
 ) -> tuple[Any, dict]:
     """The model, and what transformers says about loading it. It has the attention for packed rows where its
     architecture takes one; whether a row may be packed is found out by models/self_check.py."""
@@ -81,9 +85,19 @@ def load_for_rows(
     )
     reading = reading_of(model)
     reading.flag, reading.packed = attention, takes_it
+    if model.dtype == torch.bfloat16 and _emulates_bf16():
+        device = torch.cuda.get_device_name()
+        logger.warning("a %s only emulates bf16, slowly; --ds.param_dtype fp16 is its own type", device)
     fix_frequencies(model, max_len)
     forget_unused_conversions(model)
+    if liger:
+        apply_liger(model)
+        reading.liger = True
     return model, info
+
+
+def _emulates_bf16() -> bool:
+    return torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _takes_attention(auto_class: Any, config: Any) -> bool:

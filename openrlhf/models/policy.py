@@ -6,13 +6,13 @@ from typing import NamedTuple, overload
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from openrlhf.algos.logprobs import linear_log_probs
+from openrlhf.algos.logprobs import linear_log_probs, sum_of_log_probs
 from openrlhf.models.backbone import RowModel, hidden_states
 from openrlhf.types import PackedRow
 
 
 class TokenScores(NamedTuple):
-    log_probs: Tensor  # (A,) float32
+    log_probs: Tensor  # (A,) float32; where their sum was asked for, ()
     entropy: Tensor | None  # (A,) float32, None where it was not asked for
 
 
@@ -26,8 +26,11 @@ class PolicyModel(RowModel):
         # Only the class changes, so parameter names, ties and ZeRO-3's hooks on the module stay as they are.
         head_of(model).__class__ = LogProbHead
 
-    def forward(self, row: PackedRow, temperature: float = 1.0, with_entropy: bool = False) -> TokenScores:
-        """`temperature` divides the logits, as it does in sampling."""
+    def forward(
+        self, row: PackedRow, temperature: float = 1.0, with_entropy: bool = False, summed: bool = False
+    ) -> TokenScores:
+        """`temperature` divides the logits, as it does in sampling. With `summed`, which has no entropy, the
+        gradients of the head are made in the forward pass, see `sum_of_log_probs`."""
         hidden = hidden_states(self.model, row)
         actions = row.action_mask.nonzero()[:, 0]
         scale, softcap = self.head_options
@@ -37,6 +40,7 @@ class PolicyModel(RowModel):
             scale=scale / temperature,
             softcap=softcap,
             with_entropy=with_entropy,
+            summed=summed,
         )
         return TokenScores(log_probs, entropy)
 
@@ -57,6 +61,7 @@ class LogProbHead(nn.Linear):
         scale: float = 1.0,
         softcap: float | None = None,
         with_entropy: bool = False,
+        summed: bool = False,
     ) -> tuple[Tensor, Tensor | None]: ...
 
     def forward(
@@ -67,18 +72,17 @@ class LogProbHead(nn.Linear):
         scale: float = 1.0,
         softcap: float | None = None,
         with_entropy: bool = False,
+        summed: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """`targets` (A,): log-probs and entropy (A,) of softmax(scale * head(input)). Without: logits."""
+        """`targets` (A,): log-probs, or their sum, and entropy (A,) of softmax(scale * head(input)). Without:
+        logits."""
         if targets is None:
             return super().forward(input)
+        arguments = input, self.weight, targets
+        if summed:
+            return sum_of_log_probs(*arguments, scale=scale, bias=self.bias, softcap=softcap), None
         return linear_log_probs(
-            input,
-            self.weight,
-            targets,
-            scale=scale,
-            bias=self.bias,
-            softcap=softcap,
-            with_entropy=with_entropy,
+            *arguments, scale=scale, bias=self.bias, softcap=softcap, with_entropy=with_entropy
         )
 
 

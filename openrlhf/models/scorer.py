@@ -69,6 +69,7 @@ def load_scorer(
     tokenizer: PreTrainedTokenizerBase | None = None,
     experts: str | None = None,
     in_4bit: bool = False,
+    liger: bool = False,
     trained: bool = False,
 ) -> ScoreModel:
     """A reward model, or a language model with a new scalar head; with `trained` that is a ValueError.
@@ -76,7 +77,7 @@ def load_scorer(
     `head_prefix` names the head in the files that this model will be saved to; a `value_head_prefix` in the
     model's config.json wins. `tokenizer` of a model that will be saved: tokenizer and model are made to agree
     on a padding token that is not the end of a sequence. `max_len`: tokens of the longest sequence of the
-    run, see `fix_frequencies`. `dtype`: see `DTYPES`.
+    run, see `fix_frequencies`. `dtype`: see `DTYPES`. `liger`: see `apply_liger`.
     """
     config = load_config(path, flag)
     name = getattr(config, "value_head_prefix", None) or head_prefix
@@ -89,6 +90,7 @@ def load_scorer(
         path,
         attention,
         max_len,
+        liger,
         config=config,
         dtype=DTYPES[dtype],
         key_mapping={rf"^{name}\.": f"{CLASSIFIER_HEAD}."} if name != CLASSIFIER_HEAD else None,

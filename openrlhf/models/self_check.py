@@ -8,6 +8,7 @@ rows of two short sequences A and B:
     leaks       A is exchanged: nothing may change in B. A token of B is: nothing may change before it.
     the same    hidden states of A and B in the row are those of transformers' own forward of each alone.
     the head    log-probs made of hidden states are those of the model's own logits.
+    Liger       hidden states with its kernels are those with transformers' own.
 
 A leak is measured against what that one exchanged token does to the rest of B. Rows of the same shape round
 alike, so this asks little of the precision, and nothing of the size of the weights. The model itself is
@@ -31,6 +32,7 @@ from openrlhf.datasets.cache import digest
 from openrlhf.files import cache_folder, write_atomically
 from openrlhf.models.attention import PACKED, CannotPack
 from openrlhf.models.backbone import Reading, RowModel, alone, in_one_pass, reading_of
+from openrlhf.models.liger import transformers_kernels
 from openrlhf.models.policy import head_of, head_options
 from openrlhf.types import PackedRow, Sample
 
@@ -99,7 +101,7 @@ def _find_out(run: Callable, model: PreTrainedModel) -> dict[str, str]:
             "Use --ds.attn_implementation auto."
         )
         return {"reason": reason, "error": error}
-    problem = why_not_at_all(run, model)
+    problem = why_not_at_all(run, model) or (why_not_liger(run, model) if reading.liger else "")
     return {"reason": reason, "error": f"{name} cannot be trained: {problem}." if problem else ""}
 
 
@@ -148,6 +150,22 @@ def why_not_at_all(run: Callable, model: PreTrainedModel) -> str:
         return (
             f"its logits are more than a linear layer of its last hidden states (log-probs differ by "
             f"{error:.2g} nats)"
+        )
+    return ""
+
+
+def why_not_liger(run: Callable, model: PreTrainedModel) -> str:
+    """How Liger's kernels change what the model computes; "" where they only round otherwise."""
+    b = _probe(model).b
+    with transformers_attention(model):
+        found = run(lambda: alone(model, b))
+        with transformers_kernels(model):
+            expected = run(lambda: alone(model, b))
+    error = _error(found, expected)
+    if not error <= MAX_ERROR[model.dtype]:
+        return (
+            f"with --ds.use_liger_kernel its hidden states differ by {error:.2g} of their size from those "
+            "with transformers' own kernels; remove the flag"
         )
     return ""
 
@@ -280,6 +298,7 @@ def _cache_entry(model: PreTrainedModel) -> Path:
         "attention": [reading_of(model).flag, reading_of(model).packed, model.config._attn_implementation],
         "run": [str(model.dtype), next(model.parameters()).device.type],
         "versions": [version("torch"), version("transformers"), digest(code)],
+        "liger": version("liger-kernel") if reading_of(model).liger else None,
     }
     return cache_folder() / "packing" / f"{digest(parts)}.json"
 

@@ -16,6 +16,6 @@ class SFTObjective:
 
     def __call__(self, model: Callable, batch: PackedRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""
-        scores = model(batch, temperature=1.0, with_entropy=False)
+        scores = model(batch, temperature=1.0, summed=True)
         loss = token_mean(negative_log_likelihood(scores.log_probs), norm)
         return loss, {"sft/loss": loss.detach()}

@@ -1,14 +1,18 @@
-"""What only a CUDA device shows: flash attention over packed rows, half-precision heads, weights by IPC."""
+"""What only a CUDA device shows: attention over packed rows, half-precision heads, weights by IPC."""
 
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from openrlhf.algos.logprobs import linear_log_probs
+from openrlhf.algos.logprobs import linear_log_probs, rows_of_chunk, sum_of_log_probs
+from openrlhf.models.attention import PACKED, packed_attention, packing_kwargs
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
+from openrlhf.models.self_check import settle_reading
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.tasks.prepare import prepare
 from openrlhf.types import PackedRow, Sample
@@ -37,20 +41,140 @@ def test_flash_attention_keeps_sequences_apart(tmp_path: Path) -> None:
     torch.testing.assert_close(packed, alone, atol=2e-2, rtol=0)
 
 
-def test_log_probs_of_a_half_precision_head() -> None:
+HEADS = [
+    pytest.param(4, 4, 64, 64, id="as many heads"),
+    pytest.param(8, 2, 128, 128, id="grouped"),
+    pytest.param(4, 1, 192, 128, id="values of another size"),
+    pytest.param(4, 2, 36, 36, id="no multiple of 8"),
+    pytest.param(4, 2, 256, 256, id="the largest of the kernel"),
+    pytest.param(2, 1, 320, 320, id="larger than the kernel has"),
+]
+ROW = (5, 130, 1, 64, 2, 333)
+OF_VALUES = {torch.float32: 2**-20, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+"""What a kernel may err by, of the largest value that it adds up: in half precision it rounds probabilities
+and results, by 2^-9 (bf16) or 2^-12 (fp16); in float32 it adds up to 333 products, each rounded by 2^-24."""
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scaling: float) -> Tensor:
+    """Every score of a row, in float64. Like `packed_attention`."""
+    sequence = torch.repeat_interleave(torch.arange(len(ROW)), torch.tensor(ROW)).to(q.device)
+    i = torch.arange(len(sequence), device=q.device)
+    distance = i[:, None] - i
+    seen = (sequence[:, None] == sequence) & (distance >= 0) & (distance < (window or len(i)))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3) * scaling).masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "value_size"), HEADS)
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_attention_against_float64(heads, kv_heads, size, value_size, window, dtype) -> None:
+    """Output and all gradients, of whichever kernel takes them."""
     torch.manual_seed(0)
-    hidden = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(1000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    targets = torch.randint(0, 1000, (300,), device="cuda")
-    log_probs, entropy = linear_log_probs(hidden, weight, targets, with_entropy=True, chunk=64)
-    (log_probs.mean() + entropy.mean()).backward()
-    wide_hidden, wide_weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
-    reference = (wide_hidden @ wide_weight.T).log_softmax(-1)
-    wanted = reference.gather(-1, targets[:, None])[:, 0], -(reference.exp() * reference).sum(-1)
-    (wanted[0].mean() + wanted[1].mean()).backward()
-    torch.testing.assert_close(log_probs, wanted[0], atol=2e-2, rtol=1e-2)
-    torch.testing.assert_close(hidden.grad.float(), wide_hidden.grad, atol=2e-3, rtol=5e-2)
-    torch.testing.assert_close(weight.grad.float(), wide_weight.grad, atol=2e-3, rtol=5e-2)
+    shapes = (heads, size), (kv_heads, size), (kv_heads, value_size)
+    qkv = [torch.randn(1, h, sum(ROW), d, device="cuda", dtype=dtype, requires_grad=True) for h, d in shapes]
+    wide = [x.detach().double().requires_grad_() for x in qkv]
+    packing = packing_kwargs(PACKED, ROW, torch.device("cuda"))["packing"]
+    output, _ = packed_attention(nn.Module(), *qkv, None, sliding_window=window, packing=packing)
+    expected = exact_attention(*wide, window, size**-0.5)
+    assert (output.shape, output.dtype) == ((1, sum(ROW), heads, value_size), dtype)
+    weights = torch.randn(expected.shape, device="cuda", dtype=dtype)
+    output.backward(weights)
+    expected.backward(weights.double())
+    for found, exact in ((output, expected), *((x.grad, y.grad) for x, y in zip(qkv, wide, strict=True))):
+        # A gradient is a sum over the group's heads of what was rounded after another sum.
+        limit = 8 * OF_VALUES[dtype] * float(exact.abs().max())
+        assert float((found.double() - exact).abs().max()) < limit
+
+
+def test_capped_scores_and_sinks_against_float64() -> None:
+    """Gemma 2's and gpt-oss's attention, which no kernel has."""
+    torch.manual_seed(0)
+    qkv = [torch.randn(1, 4, 7, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    packing = packing_kwargs(PACKED, (7,), torch.device("cuda"))["packing"]
+    sinks = torch.randn(4, device="cuda", dtype=torch.bfloat16)
+    output, _ = packed_attention(nn.Module(), *qkv, None, softcap=2.0, s_aux=sinks, packing=packing)
+    q, k, v = (x.double() for x in qkv)
+    scores = 2 * torch.tanh(q @ k.transpose(2, 3) / 8 / 2)
+    scores = scores.masked_fill(~torch.ones(7, 7, device="cuda").tril().bool(), float("-inf"))
+    scores = torch.cat([scores, sinks.double().view(1, 4, 1, 1).expand(1, 4, 7, 1)], dim=-1)
+    expected = (scores.softmax(-1)[..., :-1] @ v).transpose(1, 2)
+    torch.testing.assert_close(output.double(), expected, atol=8 * 2**-7, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("summed", [False, True])
+def test_head_against_float64(dtype, softcap, summed) -> None:
+    """Log-probs, entropy and gradients of a head, in chunks: float32 also where the weight is not."""
+    torch.manual_seed(0)
+    num_actions, size, vocabulary = 300, 64, 1000
+    hidden = torch.randn(num_actions, size, device="cuda", dtype=dtype, requires_grad=True)
+    weight = (torch.randn(vocabulary, size, device="cuda") / 8).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocabulary, (num_actions,), device="cuda")
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    logits = wide[0] @ wide[1].T
+    exact = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).log_softmax(-1)
+    log_probs, entropy = exact.gather(-1, targets[:, None])[:, 0], -(exact.exp() * exact).sum(-1)
+    if summed:
+        found = (sum_of_log_probs(hidden, weight, targets, softcap=softcap, chunk=64),)
+        expected = (log_probs.sum(),)
+    else:
+        found = linear_log_probs(hidden, weight, targets, softcap=softcap, with_entropy=True, chunk=64)
+        expected = log_probs, entropy
+    # A logit is a sum of 64 products below 4 * 4 / 8, of which a float32 errs by 2^-24 each.
+    limit = 64 * 2 * 2**-24 * (num_actions if summed else 1) + 1e-5
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=limit, rtol=1e-5)
+    sum(x.mean() for x in found).backward()
+    sum(y.mean() for y in expected).backward()
+    for x, y in zip((hidden, weight), wide, strict=True):
+        limit = 4 * torch.finfo(dtype).eps * float(y.grad.abs().max())  # factors and results are rounded
+        assert float((x.grad.double() - y.grad).abs().max()) < max(limit, 1e-6)
+
+
+def test_memory_and_time_of_a_large_head() -> None:
+    """151,936 tokens, 4,096 rows of 2,048: nothing of the size of all logits (2.3 GiB) is ever alive beside a
+    chunk, the gradient of the head in float32 and in its own type, and what the chunk is rounded to."""
+    A, H, V = 4096, 2048, 151_936
+    hidden = torch.randn(A, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(V, H, device="cuda") / 64).bfloat16().requires_grad_()
+    targets = torch.randint(0, V, (A,), device="cuda")
+    chunk = rows_of_chunk(weight) * V * 4
+    arguments = hidden, weight, targets
+    for compute in (lambda: linear_log_probs(*arguments)[0].sum(), lambda: sum_of_log_probs(*arguments)):
+        compute().backward()
+        hidden.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        compute().backward()
+        end.record()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        print(f"{start.elapsed_time(end):.1f} ms, {peak / 2**30:.2f} GiB, chunk {chunk / 2**30:.2f} GiB")
+        assert peak < 1.6 * chunk + V * H * (4 + 2) + 3 * A * H * 4
+        hidden.grad = weight.grad = None
+
+
+@pytest.mark.skipif(not find_spec("liger_kernel"), reason="needs liger-kernel")
+def test_liger_kernels_only_round_otherwise(tmp_path: Path) -> None:
+    task = prepare(tmp_path, num_pretrain=8, num_sft=8, num_prompts=8, num_eval=8)
+    found = []
+    for liger in (False, True):
+        options = {"flag": "--model", "dtype": "fp32", "attention": "auto", "liger": liger}
+        model = PolicyModel(load_causal_lm(str(task.model), **options)).cuda()
+        settle_reading(model, model)  # refuses kernels that compute something else
+        mask = torch.arange(64) > 0
+        row = PackedRow.of([Sample(token_ids=torch.arange(3, 67), action_mask=mask)]).to("cuda")
+        log_probs = model(row).log_probs
+        log_probs.sum().backward()
+        found.append((log_probs, next(model.parameters()).grad))
+    for own, of_liger in zip(*found, strict=True):
+        torch.testing.assert_close(of_liger, own, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -1033,6 +1033,20 @@ def test_packages_are_looked_for_before_anything_starts(command, say, monkeypatc
     assert not problems_of(lines)
 
 
+@pytest.mark.parametrize("command", [SFT, RM, PPO])
+def test_liger_kernels(command, say, monkeypatch):
+    installed = set()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+    found = problems_of(say(command, "--use_liger_kernel")[1])
+    assert found == ['--ds.use_liger_kernel: needs the package liger-kernel: pip install "openrlhf[liger]"']
+    installed.add("liger_kernel")
+    assert say(command, "--use_liger_kernel")[0].ds.use_liger_kernel
+    found = problems_of(say(command, "--use_liger_kernel --ds.experts_implementation grouped_mm")[1])
+    assert found == [
+        "--ds.experts_implementation grouped_mm: ds.use_liger_kernel brings a kernel for experts; remove one"
+    ]
+
+
 def test_every_reason_is_tested():
     """Each row of the tables of unread flags occurs above."""
     messages = " ".join(message for _, _, message in CHECKS + REMARKS)

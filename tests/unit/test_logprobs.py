@@ -1,8 +1,12 @@
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from openrlhf.algos import logprobs
-from openrlhf.algos.logprobs import linear_log_probs, linear_logits
+from openrlhf.algos.logprobs import linear_log_probs, linear_logits, rows_of_chunk, sum_of_log_probs
 
 A, H, V = 11, 5, 17
 
@@ -83,13 +87,65 @@ def test_bfloat16_weights_have_float32_logits():
         torch.testing.assert_close(x.grad, expected, atol=0.05, rtol=0.02)
 
 
-def test_frozen_weight():
-    hidden, weight, _, targets = inputs()
-    weight.requires_grad_(False)
-    linear_log_probs(hidden, weight, targets)[0].sum().backward()
-    (expected,) = torch.autograd.grad(naive(hidden, weight, targets)[0].sum(), hidden)
-    torch.testing.assert_close(hidden.grad, expected)
+OPTIONS = [{}, {"scale": 1 / 0.7}, {"softcap": 2.0, "scale": 2.0}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_frozen_head(options):
+    """An action's gradient is its own share of the loss, whenever it is made."""
+    hidden, weight, bias, targets = inputs()
+    weight.requires_grad_(False), bias.requires_grad_(False)
+    mix = torch.arange(1.0, A + 1, dtype=torch.float64)
+    log_probs, _ = linear_log_probs(hidden, weight, targets, bias=bias, chunk=4, **options)
+    (log_probs * mix).sum().backward()
+    exact, _ = naive(hidden, weight, targets, bias=bias, **options)
+    torch.testing.assert_close(log_probs, exact)
+    torch.testing.assert_close(hidden.grad, torch.autograd.grad((exact * mix).sum(), hidden)[0])
     assert weight.grad is None
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1, 2)])
+def test_sum_and_its_gradients(options, has_bias, frozen):
+    results = []
+    for compute in (
+        lambda *x, **y: naive(*x, **y)[0].sum(),
+        lambda *x, **y: sum_of_log_probs(*x, chunk=4, **y),
+    ):
+        *learned, targets = inputs()
+        for i in frozen:
+            learned[i].requires_grad_(False)
+        hidden, weight, bias = learned
+        total = compute(hidden, weight, targets, bias=bias if has_bias else None, **options)
+        if total.requires_grad:
+            (-total / 7).backward()
+        results.append([total, *(x.grad for x in learned)])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+
+
+def test_sum_without_gradients():
+    hidden, weight, _, targets = inputs()
+    with torch.no_grad():
+        total = sum_of_log_probs(hidden, weight, targets)
+    torch.testing.assert_close(total, naive(hidden, weight, targets)[0].sum().detach())
+
+
+def test_sum_of_no_log_probs():
+    hidden, weight, _, targets = inputs(num_actions=0)
+    sum_of_log_probs(hidden, weight, targets).backward()
+    assert hidden.grad.shape == (0, H)
+    assert torch.equal(weight.grad, torch.zeros(V, H, dtype=weight.dtype))
+
+
+def test_gradients_made_in_the_forward_pass_are_used_once():
+    """They are scaled where they lie, so a second backward pass would be wrong."""
+    hidden, weight, _, targets = inputs()
+    total = sum_of_log_probs(hidden, weight, targets)
+    total.backward(retain_graph=True)
+    with pytest.raises(AttributeError):
+        total.backward()
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -116,6 +172,20 @@ def test_weight_is_read_again_in_the_backward_pass():
     torch.testing.assert_close(hidden.grad, expected)
 
 
+def test_sum_keeps_nothing_of_the_head():
+    """ZeRO-3 frees its storage between the passes; whatever refers to it would keep it."""
+    hidden, weight, bias, targets = inputs()
+    expected = torch.autograd.grad(naive(hidden, weight, targets, bias=bias)[0].sum(), (hidden, weight))
+    total, freed = sum_of_log_probs(hidden, weight, targets, bias=bias), []
+    weakref.finalize(weight.untyped_storage(), lambda: freed.append(True))
+    full = weight.data.clone()
+    weight.data = torch.empty(0, dtype=weight.dtype)
+    assert freed
+    weight.data = full
+    total.backward()
+    torch.testing.assert_close((hidden.grad, weight.grad), expected)
+
+
 def test_never_holds_more_than_a_chunk_of_logits(monkeypatch):
     rows = []
     original = logprobs.HeadLogits.__call__
@@ -129,6 +199,115 @@ def test_never_holds_more_than_a_chunk_of_logits(monkeypatch):
     hidden, weight, _, targets = inputs()
     linear_log_probs(hidden, weight, targets)[0].sum().backward()
     assert rows == [4, 4, 3] * 2
+    sum_of_log_probs(hidden, weight, targets).backward()
+    assert rows == [4, 4, 3] * 3
+
+
+def test_chunks_on_a_gpu_take_a_share_of_its_memory(monkeypatch):
+    head = type("Head", (), {"is_cuda": True, "device": "cuda:0", "__len__": lambda self: 151_936})()
+    for gigabytes, rows in ((80, 80 * 2**30 // 64 // 4 // 151_936), (8, 2**28 // 4 // 151_936)):
+        memory = SimpleNamespace(total_memory=gigabytes * 2**30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, memory=memory: memory)
+        assert rows_of_chunk(head) == rows
+        assert rows_of_chunk(head, copies=2) == rows // 2
+
+
+class Work(TorchDispatchMode):
+    """Bytes that are alive at once, beside those that were there, and how many products a head makes."""
+
+    def __init__(self, head_size: int = 0) -> None:
+        super().__init__()
+        self.head_size, self.products = head_size, 0
+        self.alive, self.peak, self.known = 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            a, b = [x for x in args if isinstance(x, torch.Tensor)][-2:]
+            self.products += a.shape[0] * a.shape[1] * b.shape[1] / self.head_size if self.head_size else 0
+        own = {id(x.untyped_storage()) for x in args if isinstance(x, torch.Tensor)}
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, torch.Tensor) and id(x.untyped_storage()) not in self.known | own:
+                self.count(x.untyped_storage())
+        return result
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        size, key = storage.nbytes(), id(storage)
+        self.known.add(key)
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+
+        def freed() -> None:
+            self.alive -= size
+            self.known.discard(key)
+
+        weakref.finalize(storage, freed)
+
+
+@pytest.mark.parametrize(
+    ("softcap", "with_entropy", "copies"),
+    [(None, False, 1), (2.0, False, 2), (None, True, 2), (2.0, True, 3)],
+)
+def test_memory_is_that_of_a_chunk(softcap, with_entropy, copies):
+    """Of logits, beside hidden states and the gradients, which are a twentieth of a chunk here."""
+    actions, vocabulary, size, chunk = 256, 2000, 2, 64
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, size, requires_grad=True) for n in (actions, vocabulary))
+    targets = torch.randint(0, vocabulary, (actions,))
+    with Work() as work:
+        log_probs, entropy = linear_log_probs(
+            hidden, weight, targets, softcap=softcap, with_entropy=with_entropy, chunk=chunk
+        )
+        (log_probs.sum() + (entropy.sum() if with_entropy else 0)).backward()
+    assert copies <= work.peak / (4 * chunk * vocabulary) < copies + 0.2
+    if not with_entropy:
+        with Work() as work:
+            sum_of_log_probs(hidden, weight, targets, softcap=softcap, chunk=chunk).backward()
+        assert copies <= work.peak / (4 * chunk * vocabulary) < copies + 0.2
+
+
+def test_products_of_the_head():
+    """Forward, recomputed logits, and the gradients of both factors; one less where the gradients are made
+    of the logits that are there."""
+    found = {}
+    for name, frozen in (("log_probs", False), ("log_probs", True), ("sum", False)):
+        hidden, weight, _, targets = inputs()
+        weight.requires_grad_(not frozen)
+        with Work(A * H * V) as work:
+            if name == "sum":
+                sum_of_log_probs(hidden, weight, targets, chunk=4).backward()
+            else:
+                linear_log_probs(hidden, weight, targets, chunk=4)[0].sum().backward()
+        found[name, frozen] = round(work.products, 9)
+    assert found == {("log_probs", False): 4, ("log_probs", True): 2, ("sum", False): 3}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_operators_of_a_gpu(dtype):
+    """On the meta device, where the rules of torch's CUDA operators hold: logits and the gradient of the head
+    are float32, and no half-precision product of the head's size is made on the way."""
+    hidden = torch.empty(A, 16, dtype=dtype, device="meta", requires_grad=True)
+    weight = torch.empty(V, 16, dtype=dtype, device="meta", requires_grad=True)
+    targets = torch.empty(A, dtype=torch.int64, device="meta")
+    ops = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+                ops.append((func._overloadname, tuple(result.shape), result.dtype))
+            return result
+
+    with Record():
+        log_probs, entropy = linear_log_probs(hidden, weight, targets, with_entropy=True, softcap=2.0)
+        (log_probs.sum() + entropy.sum()).backward()
+        sum_of_log_probs(hidden, weight, targets).backward()
+        linear_logits(hidden, weight).sum().backward()
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    assert weight.grad.dtype == hidden.grad.dtype == dtype
+    logits = ("dtype", (A, V), torch.float32)
+    of_hidden, of_weight = ("default", (A, 16), dtype), ("dtype_out", (V, 16), torch.float32)
+    assert ops[:-2] == [logits, logits, of_hidden, of_weight, logits, of_hidden, of_weight, logits]
 
 
 def test_keeps_nothing_of_the_size_of_the_logits():

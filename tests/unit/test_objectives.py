@@ -34,13 +34,15 @@ class Bigram(nn.Module):
         self.embedding = nn.Embedding(VOCAB, 3, dtype=torch.float64)
         self.head = nn.Linear(3, VOCAB, bias=False, dtype=torch.float64)
 
-    def forward(self, row: PackedRow, temperature: float, with_entropy: bool) -> TokenScores:
+    def forward(
+        self, row: PackedRow, temperature: float, with_entropy: bool = False, summed: bool = False
+    ) -> TokenScores:
         actions = row.action_mask.nonzero()[:, 0]
         hidden = self.embedding(row.token_ids[actions - 1])
-        scores = linear_log_probs(
+        log_probs, entropy = linear_log_probs(
             hidden, self.head.weight, row.token_ids[actions], scale=1 / temperature, with_entropy=with_entropy
         )
-        return TokenScores(*scores)
+        return TokenScores(log_probs.sum() if summed else log_probs, entropy)
 
 
 def fixed(log_probs, entropy=None):

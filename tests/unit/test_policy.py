@@ -8,6 +8,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
+from openrlhf.models import loading
 from openrlhf.models.attention import PACKED, resolve_attention
 from openrlhf.models.loading import load_causal_lm, load_generator
 from openrlhf.models.policy import PolicyModel
@@ -272,3 +273,11 @@ def test_unknown_attention():
 def test_a_model_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match=rf"--model {tmp_path}: no model configuration .*\nGive a folder"):
         load_causal_lm(str(tmp_path), flag="--model", dtype="fp32", attention="auto")
+
+
+def test_bf16_that_a_gpu_only_emulates_is_remarked_upon(folders, monkeypatch, caplog):
+    monkeypatch.setattr(loading, "_emulates_bf16", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    for dtype, said in (("fp16", False), ("bf16", True)):
+        load_causal_lm(str(folders["qwen3, tied"]), flag="--model", dtype=dtype, attention="auto")
+        assert ("a Tesla T4 only emulates bf16, slowly; --ds.param_dtype fp16" in caplog.text) is said

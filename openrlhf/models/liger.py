@@ -1,0 +1,94 @@
+"""Liger's kernels inside a model: norms, rotary positions and gated MLPs, each one kernel instead of several.
+
+https://github.com/linkedin/Liger-Kernel. The head and the losses stay ours: Liger's fused cross-entropy has
+no log-probs of single tokens. Liger exchanges methods of modules and functions of the architecture's file, so
+transformers' own can be put back while models/self_check.py compares the two.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+ACTIVATIONS = {
+    "SwiGLU": F.silu,
+    "GEGLU": lambda x: F.gelu(x, approximate="tanh"),
+}
+"""What Liger's MLPs compute, by a part of the name that their modules take on."""
+
+_own_functions: dict[str, dict[str, Any]] = {}
+"""What Liger has exchanged in files of transformers, for all models of the process: file -> name -> own."""
+
+
+def apply_liger(model: PreTrainedModel) -> None:
+    """Exchange the kernels of `model`. ValueError where Liger has none for its architecture, or would compute
+    something else."""
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "--ds.use_liger_kernel: Liger's kernels run on GPUs, and this process has none.\nRemove the flag."
+        )
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    file = _file_of(model)
+    before, own = {m: m.__dict__.get("forward") for m in model.modules()}, dict(vars(file))
+    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+    _keep_own_functions(file, own)
+    name = f"{type(model).__name__} ({model.name_or_path})"
+    if all(m.__dict__.get("forward") is forward for m, forward in before.items()):
+        raise ValueError(f"--ds.use_liger_kernel: Liger has no kernels for {name}.\nRemove the flag.")
+    if (activation := _wrong_activation(model)) is not None:
+        raise ValueError(
+            f"--ds.use_liger_kernel: {name} has the activation {activation}, for which Liger's kernel would "
+            "compute another one.\nRemove the flag."
+        )
+
+
+def _keep_own_functions(file: ModuleType, own: dict[str, Any]) -> None:
+    """Liger's classes would become part of every later model of the process: they go at once. Functions stay,
+    because modules look them up when they are called."""
+    for name, value in own.items():
+        if getattr(file, name) is value:
+            continue
+        if isinstance(value, type):
+            setattr(file, name, value)
+        else:
+            _own_functions.setdefault(file.__name__, {}).setdefault(name, value)
+
+
+def _wrong_activation(model: PreTrainedModel) -> str | None:
+    x = torch.linspace(-3, 3, 13)
+    for module in model.modules():
+        for part, computed in ACTIVATIONS.items():
+            own = getattr(module, "act_fn", None)
+            if part in module._get_name() and own is not None and not torch.allclose(own(x), computed(x)):
+                return type(own).__name__
+    return None
+
+
+@contextmanager
+def transformers_kernels(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model computes with transformers' own kernels."""
+    file = _file_of(model)
+    liger = {m: m.__dict__.pop("forward") for m in model.modules() if _is_liger(m.__dict__.get("forward"))}
+    functions = {name: getattr(file, name) for name in _own_functions.get(file.__name__, {})}
+    vars(file).update(_own_functions.get(file.__name__, {}))
+    try:
+        yield
+    finally:
+        vars(file).update(functions)
+        for module, forward in liger.items():
+            module.__dict__["forward"] = forward
+
+
+def _is_liger(method: Any) -> bool:
+    return getattr(method, "__module__", "").partition(".")[0] == "liger_kernel"
+
+
+def _file_of(model: nn.Module) -> ModuleType:
+    return sys.modules[type(model).__module__]
