@@ -5,7 +5,7 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 KERNELS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 NUMERIC = tests/unit $(addprefix tests/e2e/test_,invariance.py muon.py lora_training.py ema_training.py)
 
-.PHONY: demo test test-all test-kernels fast lint env
+.PHONY: demo test test-all test-kernels gpu fast lint env
 
 demo: env  ## Train a tiny model on this machine: SFT, then RL with a verifier
 	.venv/bin/openrlhf demo
@@ -20,6 +20,9 @@ test-kernels: env  ## The numeric tests under the instruction sets of other CPUs
 	set -e; for kernels in $(KERNELS); do \
 	    echo "$$kernels"; env $$kernels .venv/bin/pytest $(PARALLEL) -m "not slow" $(NUMERIC); \
 	done
+
+gpu: env  ## The first hour on a GPU: every part checked and measured, stage by stage
+	.venv/bin/python benchmarks/gpu.py
 
 fast: env  ## The tests that start nothing: a few minutes
 	.venv/bin/pytest $(PARALLEL) -m "not e2e and not slow"
