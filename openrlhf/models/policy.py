@@ -29,11 +29,10 @@ class PolicyModel(RowModel):
     def forward(self, row: PackedRow, temperature: float = 1.0, with_entropy: bool = False) -> TokenScores:
         """`temperature` divides the logits, as it does in sampling."""
         hidden = hidden_states(self.model, row)
-        actions = row.action_mask.nonzero()[:, 0]
         scale, softcap = self.head_options
         log_probs, entropy = head_of(self.model)(
-            hidden[actions - 1],
-            row.token_ids[actions],
+            hidden[row.actions - 1],
+            row.token_ids[row.actions],
             scale=scale / temperature,
             softcap=softcap,
             with_entropy=with_entropy,
