@@ -20,7 +20,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.deepspeed_config import inference_config, training_config
-from openrlhf.engine.distributed import ProcessMesh, current_device
+from openrlhf.engine.distributed import ProcessMesh, current_device, use_own_cores
 from openrlhf.engine.interfaces import Objective, Row, RowT
 from openrlhf.engine.lr_schedule import lr_schedule
 from openrlhf.engine.moving_average import MovingAverage
@@ -77,6 +77,8 @@ class DeepSpeedEngine:
         self.clips_itself = self.stage == 0 and ds.param_dtype == "fp32"
         self.max_norm = optim.max_norm
         self.scales_loss = ds.param_dtype == "fp16"
+        if ds.adam_offload or ema_beta is not None:
+            use_own_cores()
         config = training_config(
             ds, max_norm=0.0 if self.clips_itself else optim.max_norm, muon=optim.optim == "muon"
         )
@@ -102,7 +104,7 @@ class DeepSpeedEngine:
         self.average = None
         if ema_beta is not None:
             parameters = self.module.model.named_parameters()
-            self.average = MovingAverage(parameters, beta=ema_beta, mesh=self.mesh, sharded=self.stage == 3)
+            self.average = MovingAverage(parameters, beta=ema_beta, mesh=self.mesh)
 
     @property
     def module(self) -> RowModel:
