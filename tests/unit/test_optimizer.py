@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 
 from openrlhf.cluster import worker
-from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
+from openrlhf.config.sections import AdamConfig, OptimConfig
 from openrlhf.engine import distributed
 from openrlhf.engine.deepspeed_engine import _optimizer
 from openrlhf.models.backbone import RowModel
@@ -38,7 +38,7 @@ def test_what_decays(name, sharded):
         for parameter in module.parameters():
             parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
     optim = OptimConfig(adam=AdamConfig(weight_decay=0.1))
-    decayed, others = _optimizer(module, optim, DeepSpeedConfig()).param_groups
+    decayed, others = _optimizer(module, optim).param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     names = {id(p): name for name, p in module.named_parameters()}
     assert len(decayed["params"]) + len(others["params"]) == len(names)
