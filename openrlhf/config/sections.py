@@ -109,7 +109,7 @@ class DeepSpeedConfig:
     param_dtype."""
     overlap_comm: bool = False
     """Reduce gradients while the backward pass runs, which stage 3 always does. Stage 2 reduces them in every
-    micro-batch, so it gains most where links between GPUs are slow. Needs more memory."""
+    micro-batch, and with this it waits after each for the GPU: for slow links. Needs more memory."""
     deepcompile: bool = False
     """DeepSpeed's DeepCompile."""
     tensor_parallel_size: Count = 1

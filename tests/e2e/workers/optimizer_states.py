@@ -215,8 +215,9 @@ def waits(spec: dict, case: dict) -> dict:
 
     entered: list[bool] = []
     engine.engine.step = stepping
+    get_accelerator().synchronize = lambda *device: loop.seen.append("synchronize")
     engine.train_step(rows(3), enter)
-    del engine.engine.step
+    del engine.engine.step, get_accelerator().synchronize
     return {"loop": loop.seen, "step": step.seen}
 
 
