@@ -396,7 +396,7 @@ def _build_scorer(config: PPOConfig, path: str, flag: str, trained: bool = False
 def gpus_of_node() -> int:
     """Of the node that this process runs on, whoever uses them."""
     here = ray.get_runtime_context().get_node_id()
-    return next(int(node["Resources"]["GPU"]) for node in ray.nodes() if node["NodeID"] == here)
+    return next(int(node["Resources"].get("GPU", 1)) for node in ray.nodes() if node["NodeID"] == here)
 
 
 def row_groups(lengths: Sequence[int], *, max_tokens: int | None, max_sequences: int) -> list[list[int]]:

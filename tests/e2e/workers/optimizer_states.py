@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
+from openrlhf.engine import optimizer_state
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
 from openrlhf.engine.distributed import init_distributed, leave_distributed, seed_everything
 from openrlhf.models.loading import load_causal_lm
@@ -232,6 +233,7 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     init_distributed()
     OpBuilder.load = no_compiler
+    optimizer_state.PIECE = 100_000  # several to a tensor
     get_accelerator().is_fp16_supported = lambda: True  # which is asked before anything is built
     report = {"cases": PARTS[spec["part"]](spec)}
     (Path(spec["out"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
