@@ -1,11 +1,14 @@
 """A micro-batch queues its work on the GPU and never waits for it. Tensors without data stand for those of a
 GPU: whoever asks one for a value raises."""
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from architectures import tiny_config, tiny_model
 from records import batch_of, trajectory
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -159,6 +162,18 @@ def test_no_objective_waits_for_the_gpu(folder: str, name: str) -> None:
     assert case.row.to("meta").num_tokens == case.row.num_tokens  # which a balance loss asks for
 
 
+def test_nor_does_a_mixture_of_experts_in_half_precision(tmp_path: Path) -> None:
+    """With the kernel that transformers chooses; the eager one asks which experts were hit."""
+    config = copy.deepcopy(tiny_config("qwen3_moe"))
+    tiny_model(config).save_pretrained(tmp_path)
+    options = {"flag": "--model", "dtype": "bf16", "attention": "auto"}
+    model = PolicyModel(load_causal_lm(str(tmp_path), **options)).to("meta")
+    with CopiesThatWait():
+        loss, _ = SFTObjective()(model, PACKED.to("meta"), NORM)
+        loss.backward()
+    assert loss.is_meta
+
+
 def test_what_waits_is_found(folder: str) -> None:
     ids = PACKED.to("meta").token_ids
     for ask in (
@@ -169,10 +184,10 @@ def test_what_waits_is_found(folder: str) -> None:
     ):
         with pytest.raises((RuntimeError, NotImplementedError)):
             ask()
-    for copy in (
+    for move in (
         lambda: torch.tensor([1, 2], device="meta"),
         lambda: torch.where(ids > 3, ids, 0),
         lambda: torch.ones(2).to("meta"),
     ):
         with CopiesThatWait(), pytest.raises(AssertionError, match="waits for the GPU"):
-            copy()
+            move()
