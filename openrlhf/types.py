@@ -370,15 +370,18 @@ class PackedRow:
     token_ids: Tensor  # (N,) int64
     position_ids: Tensor  # (N,) int64
     action_mask: Tensor  # (N,) bool
+    actions: Tensor  # (A,) int64, where `action_mask` is True: known before the row is on a device
     lengths: tuple[int, ...]  # B entries
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Self:
         """`samples` must not be empty."""
+        action_mask = torch.cat([s.action_mask for s in samples])
         return cls(
             token_ids=torch.cat([s.token_ids for s in samples]),
             position_ids=torch.cat([torch.arange(s.length) for s in samples]),
-            action_mask=torch.cat([s.action_mask for s in samples]),
+            action_mask=action_mask,
+            actions=action_mask.nonzero()[:, 0],
             lengths=tuple(s.length for s in samples),
         )
 
@@ -391,6 +394,7 @@ class PackedRow:
             token_ids=torch.from_numpy(batch.token_ids.astype(np.int64)),
             position_ids=torch.cat([torch.arange(length) for length in batch.lengths]),
             action_mask=torch.from_numpy(batch.action_mask),
+            actions=torch.from_numpy(batch.action_mask.nonzero()[0]),
             lengths=tuple(batch.lengths.tolist()),
         )
 
@@ -398,7 +402,13 @@ class PackedRow:
     def empty(cls) -> Self:
         """Dummy row without loss: keeps collectives matched on ranks that have no row of their own."""
         two = torch.zeros(2, dtype=torch.int64)
-        return cls(token_ids=two, position_ids=torch.arange(2), action_mask=two.bool(), lengths=(2,))
+        return cls(
+            token_ids=two,
+            position_ids=torch.arange(2),
+            action_mask=two.bool(),
+            actions=two[:0],
+            lengths=(2,),
+        )
 
     @property
     def num_actions(self) -> Tensor:
@@ -407,7 +417,7 @@ class PackedRow:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.action_mask.sum())
+        return len(self.actions)
 
     @property
     def num_sequences(self) -> int:

@@ -9,7 +9,6 @@ dropping must not raise the step size.
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from openrlhf.algos.reduce import mean, segment_mean, spread
@@ -30,7 +29,7 @@ def icepop(
 ) -> Tensor:
     """Actions whose ratio is outside [low, high] are dropped. https://arxiv.org/abs/2510.18855"""
     ratio = log_ratio.exp()
-    return torch.where((low <= ratio) & (ratio <= high), ratio, 0)
+    return ratio.masked_fill(~((low <= ratio) & (ratio <= high)), 0)
 
 
 def seq_mask_tis(
@@ -41,7 +40,7 @@ def seq_mask_tis(
     lowest, highest = of_sequences or (low, high)
     geometric_mean = segment_mean(log_ratio, counts).exp()
     kept = (lowest <= geometric_mean) & (geometric_mean <= highest)
-    return torch.where(spread(kept, counts, len(log_ratio)), tis(log_ratio, counts, low, high), 0)
+    return tis(log_ratio, counts, low, high).masked_fill(~spread(kept, counts, len(log_ratio)), 0)
 
 
 CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float, float, Bounds | None], Tensor]] = {

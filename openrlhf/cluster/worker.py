@@ -79,6 +79,8 @@ class Worker:
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
         }
+        if DEVICE_TYPE == "cuda":
+            os.environ["LOCAL_WORLD_SIZE"] = str(gpus_of_node())
         init_distributed()
         self.mesh = ProcessMesh.joined(sequence=self.mesh.sequence, tensor=self.mesh.tensor)
         seed_everything(self.config.train.seed, self.config.train.full_determinism_enable)
@@ -283,7 +285,7 @@ class PolicyWorker(TrainedWorker):
         if batch.log_probs is not None:
             return steps, None
         groups = self.groups(batch, *windows)
-        return steps, batch.put_together(groups, [row.numpy() for row in seen[: len(groups)]])
+        return steps, batch.put_together(groups, [row.cpu().numpy() for row in seen[: len(groups)]])
 
     def more_of_a_step(self) -> list[tuple[Sequence[PackedRow], Objective]]:
         if self.text_windows is None:
@@ -391,6 +393,12 @@ def _build_scorer(config: PPOConfig, path: str, flag: str, trained: bool = False
         liger=ds.use_liger_kernel,
         trained=trained,
     )
+
+
+def gpus_of_node() -> int:
+    """Of the node that this process runs on, whoever uses them."""
+    here = ray.get_runtime_context().get_node_id()
+    return next(int(node["Resources"].get("GPU", 1)) for node in ray.nodes() if node["NodeID"] == here)
 
 
 def row_groups(lengths: Sequence[int], *, max_tokens: int | None, max_sequences: int) -> list[list[int]]:

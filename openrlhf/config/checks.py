@@ -269,9 +269,24 @@ def precision(config: Any) -> Iterator[Problem]:
         yield Problem(
             key="ds.adam_offload", text="needs sharded optimizer states; use --ds.zero_stage 1, 2 or 3"
         )
+    yield from _accumulation(ds)
     yield from row_attention(ds.attn_implementation)
     yield from flash_attention(ds)
     yield from _liger(ds)
+
+
+def _accumulation(ds: Any) -> Iterator[Problem]:
+    key, accumulated, own = "ds.grad_accum_dtype", ds.grad_accum_dtype, ds.param_dtype
+    if accumulated in (None, own):
+        return
+    if accumulated != "fp32":
+        kinds = "fp32" if own == "fp32" else f"{own} or fp32"
+        yield Problem(key=key, text=f"gradients of ds.param_dtype {own} add up in {kinds}; use that")
+    elif ds.zero_stage == 0:
+        yield Problem(
+            key=key,
+            text=f"at ds.zero_stage 0 they add up in ds.param_dtype {own}; use --ds.zero_stage 2 or 3",
+        )
 
 
 def row_attention(name: str) -> Iterator[Problem]:

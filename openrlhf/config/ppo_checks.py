@@ -521,6 +521,21 @@ def _made(config: PPOConfig) -> str:
     return f"a step makes {prompts} prompts x {samples} = {prompts * samples} samples"
 
 
+def _sleep(config: PPOConfig) -> Iterator[Problem]:
+    key, ds = "ds.enable_sleep", config.ds
+    if not ds.enable_sleep:
+        return
+    if ds.zero_stage == 0:
+        yield Problem(key=key, text="moves sharded optimizer states; use --ds.zero_stage 1, 2 or 3")
+    types = ds.param_dtype, ds.grad_accum_dtype
+    if ds.zero_stage == 1 and types == ("bf16", "fp32") and not ds.adam_offload:  # DeepSpeed's BF16_Optimizer
+        yield Problem(
+            key=key,
+            text="cannot move the whole gradients that ds.grad_accum_dtype fp32 keeps at ds.zero_stage 1; "
+            "use --ds.zero_stage 2, where each GPU has a part of them",
+        )
+
+
 def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     values = values_of(config)
     for role, (_, host) in config.placements.items():
@@ -557,10 +572,7 @@ def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
             "_best_ofK or _passK",
             fatal=False,
         )
-    if config.ds.enable_sleep and config.ds.zero_stage == 0:
-        yield Problem(
-            key="ds.enable_sleep", text="moves sharded optimizer states; use --ds.zero_stage 1, 2 or 3"
-        )
+    yield from _sleep(config)
     if config.eval.dataset is not None and config.eval.steps < 1:
         yield Problem(
             key="eval.dataset", text="is never used: eval.steps is -1; set --eval.steps N", fatal=False

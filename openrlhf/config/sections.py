@@ -102,11 +102,14 @@ class DeepSpeedConfig:
     zpg: Count = 1
     """ZeRO++ secondary partition: number of ranks among which stage 3 gathers weights. 1: off."""
     adam_offload: bool = False
-    """Keep optimizer states in CPU memory. Then ds.enable_sleep has nothing left to move."""
+    """Keep optimizer states in CPU memory, and update the weights there, on as many threads as each rank has
+    cores. Then ds.enable_sleep has nothing left to move."""
     grad_accum_dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    """Type in which gradients accumulate. None: as DeepSpeed chooses."""
+    """Type in which the gradients of a step's micro-batches add up. None: fp32 at stages 2 and 3, and else
+    param_dtype."""
     overlap_comm: bool = False
-    """Reduce gradients while the backward pass runs; needs more memory."""
+    """Reduce gradients while the backward pass runs, which stage 3 always does. Stage 2 reduces them in every
+    micro-batch, and with this it waits after each for the GPU: for slow links. Needs more memory."""
     deepcompile: bool = False
     """DeepSpeed's DeepCompile."""
     tensor_parallel_size: Count = 1

@@ -15,8 +15,9 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float, muon: bool = False)
     if muon and ds.zero_stage == 3:
         zero["reduce_scatter"] = False  # every rank needs whole gradients to orthogonalise them
     config = _common(ds, zero) | {"gradient_clipping": max_norm}
-    if ds.grad_accum_dtype is not None:
-        config["data_types"] = {"grad_accum_dtype": ds.grad_accum_dtype}
+    accumulated = ds.grad_accum_dtype or ("fp32" if ds.zero_stage >= 2 else None)
+    if accumulated is not None:
+        config["data_types"] = {"grad_accum_dtype": accumulated}
     return config
 
 
@@ -33,6 +34,9 @@ def _common(ds: DeepSpeedConfig, zero: dict) -> dict:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": None,
+        "timers": {
+            "throughput": {"enabled": False}
+        },  # it waits for the GPU in every pass, and nobody reads it
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,

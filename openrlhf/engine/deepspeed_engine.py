@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations import HfDeepSpeedConfig
@@ -20,10 +19,11 @@ from transformers.integrations import HfDeepSpeedConfig
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.deepspeed_config import inference_config, training_config
-from openrlhf.engine.distributed import ProcessMesh, current_device
+from openrlhf.engine.distributed import ProcessMesh, current_device, use_own_cores
 from openrlhf.engine.interfaces import Objective, Row, RowT
 from openrlhf.engine.lr_schedule import lr_schedule
 from openrlhf.engine.moving_average import MovingAverage
+from openrlhf.engine.optimizer_state import OptimizerState
 from openrlhf.engine.random_state import load_random_state, save_random_state, saved_ranks
 from openrlhf.models.backbone import RowModel, backbone_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
@@ -77,6 +77,8 @@ class DeepSpeedEngine:
         self.clips_itself = self.stage == 0 and ds.param_dtype == "fp32"
         self.max_norm = optim.max_norm
         self.scales_loss = ds.param_dtype == "fp16"
+        if ds.adam_offload or ema_beta is not None:
+            use_own_cores()
         config = training_config(
             ds, max_norm=0.0 if self.clips_itself else optim.max_norm, muon=optim.optim == "muon"
         )
@@ -87,7 +89,7 @@ class DeepSpeedEngine:
         self.plain_training = dropout or not has_noise(module.model.config)
         if gradient_checkpointing:
             enable_checkpointing(module.model, reentrant=reentrant, dropout=self.plain_training)
-        optimizer = _optimizer(module, optim, ds)
+        optimizer = _optimizer(module, optim)
         scheduler = LambdaLR(optimizer, lr_schedule(optim, total_steps))
         self.engine, *_ = deepspeed.initialize(
             model=module,
@@ -96,13 +98,14 @@ class DeepSpeedEngine:
             lr_scheduler=scheduler,
             config=config,
         )
+        self.optimizer_state = OptimizerState(self.engine, on_host=ds.adam_offload)
         settle_reading(self.engine, self.module)
         self.device = current_device()
         self.mesh = mesh or ProcessMesh.joined()
         self.average = None
         if ema_beta is not None:
             parameters = self.module.model.named_parameters()
-            self.average = MovingAverage(parameters, beta=ema_beta, mesh=self.mesh, sharded=self.stage == 3)
+            self.average = MovingAverage(parameters, beta=ema_beta, mesh=self.mesh)
 
     @property
     def module(self) -> RowModel:
@@ -126,6 +129,7 @@ class DeepSpeedEngine:
         `num_tokens` (those of `window` with a loss). Raises FloatingPointError on every rank where one of
         them is not finite.
         """
+        self._check_present()
         rows, norm = self._agree(window)
         passes: list[tuple[Any, Objective, LossNorm]] = [(row, objective, norm) for row in rows]
         for more, own_objective in also:
@@ -135,7 +139,7 @@ class DeepSpeedEngine:
         shares: dict[str, Tensor] = {}
         for i, (row, minimise, totals) in enumerate(passes):
             self.engine.set_gradient_accumulation_boundary(i == len(passes) - 1)
-            loss, metrics = minimise(self.engine, row.to(self.device), totals)
+            loss, metrics = minimise(self.engine, row, totals)
             # DeepSpeed averages gradients over ranks; the shares of ranks with different samples are meant to
             # add up.
             self.engine.backward(loss * self.mesh.data)
@@ -165,7 +169,7 @@ class DeepSpeedEngine:
         self.module.eval()
         shares: dict[str, Tensor] = {}
         for row in rows:
-            for name, share in objective(self.engine, row.to(self.device), norm)[1].items():
+            for name, share in objective(self.engine, row, norm)[1].items():
                 shares[name] = shares.get(name, 0) + share
         return self._sum_over_ranks(shares)
 
@@ -174,7 +178,7 @@ class DeepSpeedEngine:
         """`read(model, row)` for each of this rank's rows, on the CPU. At least one row."""
         padded, _ = self._agree(rows)
         self.module.eval()
-        return [read(self.engine, row.to(self.device)).cpu() for row in padded][: len(rows)]
+        return on_cpu([read(self.engine, row) for row in padded])[: len(rows)]
 
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that a checkpoint of the model holds, in full, by the checkpoint's name and in its
@@ -206,6 +210,7 @@ class DeepSpeedEngine:
         return CheckpointLayout(model, {n: full_shape(t) for n, t in checkpoint_tensors(model).items()})
 
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
+        self._check_present()
         # DeepSpeed mixes client state with its own keys, so ours stays under one.
         self.engine.save_checkpoint(
             folder,
@@ -224,6 +229,7 @@ class DeepSpeedEngine:
         """Restore everything that `save_checkpoint` wrote and return its `state`. With a moving average the
         checkpoint must have one too; without, one that is there is left where it is. ValueError, where ranks
         have parts of the optimizer, for a checkpoint of another number of data parallel ranks."""
+        self._check_present()
         if self.average is not None:
             self.average.load(f"{folder}/{tag}")
         num_ranks = saved_ranks(f"{folder}/{tag}")
@@ -273,19 +279,20 @@ class DeepSpeedEngine:
         dist.barrier()
 
     def offload(self) -> None:
-        """Move optimizer state, master weights and gradients to the CPU. On a CPU there is nowhere to go."""
-        if DEVICE_TYPE == "cuda":
-            # Left to itself DeepSpeed would also take away the weights, which forwards and weight syncs read.
-            states = [s for s in OffloadStateTypeEnum if s is not OffloadStateTypeEnum.lp_params]
-            self.engine.offload_states(include=states)
+        """Move optimizer state, master weights and gradients to the CPU. The weights stay: forwards and
+        weight syncs read them."""
+        self.optimizer_state.leave()
 
     def reload(self) -> None:
-        if DEVICE_TYPE == "cuda":
-            self.engine.reload_states()
+        self.optimizer_state.come_back()
+
+    def _check_present(self) -> None:
+        if self.optimizer_state.is_away:
+            raise RuntimeError("the optimizer's state is on the CPU since offload(); reload() comes first")
 
     def _agree(self, rows: Sequence[RowT]) -> tuple[list[RowT], LossNorm]:
-        """The same number of rows on every rank (collectives inside forward and backward count them), and the
-        totals that losses divide by, of each sample once."""
+        """The same number of rows on every rank (collectives inside forward and backward count them), on its
+        device, and the totals that losses divide by, of each sample once."""
         mine = torch.tensor(
             [len(rows), sum(r.num_tokens for r in rows), sum(r.num_sequences for r in rows)],
             dtype=torch.float64,
@@ -297,7 +304,8 @@ class DeepSpeedEngine:
         most = int(counts[:, 0].max())
         num_tokens, num_sequences = counts[:, 1:].sum(0).tolist()
         padding = [rows[0].empty()] * (most - len(rows))
-        return [*rows, *padding], LossNorm(max(num_tokens, 1.0), max(num_sequences, 1.0))
+        norm = LossNorm(max(num_tokens, 1.0), max(num_sequences, 1.0))
+        return [row.to(self.device) for row in [*rows, *padding]], norm
 
     def _sum_over_ranks(self, shares: dict[str, Tensor]) -> Metrics:
         if not shares:
@@ -358,7 +366,12 @@ class FrozenModel:
         count = torch.tensor(len(rows), device=self.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
         padded = [*rows, *[rows[0].empty()] * (int(count) - len(rows))]
-        return [read(self.model, row.to(self.device)).cpu() for row in padded][: len(rows)]
+        return on_cpu([read(self.model, row.to(self.device)) for row in padded])[: len(rows)]
+
+
+def on_cpu(answers: Sequence[Tensor]) -> list[Tensor]:
+    """Copied once all are under way: a copy waits for its device."""
+    return [answer.cpu() for answer in answers]
 
 
 def full_numel(param: Tensor) -> int:
@@ -389,7 +402,7 @@ def _buckets(items: Sequence[ItemT], sizes: Sequence[int], capacity: int) -> Ite
         yield bucket
 
 
-def _optimizer(module: RowModel, optim: OptimConfig, ds: DeepSpeedConfig) -> torch.optim.Optimizer:
+def _optimizer(module: RowModel, optim: OptimConfig) -> torch.optim.Optimizer:
     """AdamW with biases, norms and other vectors exempt from decay; or Muon for matrices, and that for the
     rest."""
     trainable = [p for p in module.parameters() if p.requires_grad]
@@ -407,14 +420,7 @@ def _optimizer(module: RowModel, optim: OptimConfig, ds: DeepSpeedConfig) -> tor
     groups = [g for g in groups if g["params"]]
     if matrices:
         return _muon(groups, adam, matrices, optim)
-    if DEVICE_TYPE == "cuda" and ds.adam_offload:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(groups, **adam)
-    if DEVICE_TYPE == "cuda" and ds.zero_stage == 3 and ds.enable_sleep:
-        from deepspeed.ops.adam import FusedAdam  # the only optimizer whose state DeepSpeed moves at stage 3
-
-        return FusedAdam(groups, **adam)
+    # Fused on a GPU and, over threads, on a CPU. DeepSpeed's own need a compiler, which users may not have.
     return torch.optim.AdamW(groups, **adam, fused=True)
 
 

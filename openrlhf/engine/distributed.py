@@ -96,6 +96,14 @@ def init_distributed(timeout_minutes: int = 60) -> None:
     deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
 
 
+def use_own_cores() -> None:
+    """For optimizer steps and averages on the CPU beside a GPU, where torchrun and Ray allow a process one
+    thread: as many as this rank's share of the cores, or what the user says with OMP_NUM_THREADS."""
+    if DEVICE_TYPE == "cuda" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+
+
 def seed_everything(seed: int, deterministic: bool) -> None:
     """Seed Python, NumPy and torch. `deterministic` also forbids kernels whose result may differ between
     runs."""

@@ -9,79 +9,87 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.distributed import ProcessMesh, current_device
 
 
 class MovingAverage:
     """One rank's part of the average: p_mean <- beta * p_mean + (1 - beta) * p for each trained parameter p.
 
-    It is float32 on the CPU, whatever the weights are and wherever they are at the moment. In one part data
-    parallel rank 0 has whole parameters, and the others have nothing. With a part for each of them, at ZeRO
-    stage 3, a rank averages the shards that it keeps anyway, so that a step needs no communication.
+    It is float32 on the CPU, whatever the weights are and wherever they are at the moment. Each data parallel
+    rank averages a part of every parameter, at ZeRO stage 3 the one that it keeps anyway: a step needs no
+    communication.
     """
 
     def __init__(
-        self,
-        parameters: Iterable[tuple[str, nn.Parameter]],
-        *,
-        beta: float,
-        mesh: ProcessMesh,
-        sharded: bool,
+        self, parameters: Iterable[tuple[str, nn.Parameter]], *, beta: float, mesh: ProcessMesh
     ) -> None:
-        """It starts from the weights of this moment. `sharded`: at ZeRO stage 3."""
-        self.beta, self.mesh, self.num_parts = beta, mesh, mesh.data if sharded else 1
-        has_part = mesh.data_rank < self.num_parts
-        self.parameters = {name: param for name, param in parameters if param.requires_grad and has_part}
-        self.parts = {name: _own_part(param).clone() for name, param in self.parameters.items()}
+        """It starts from the weights of this moment."""
+        self.beta, self.mesh = beta, mesh
+        self.parameters = {name: param for name, param in parameters if param.requires_grad}
+        on_gpu = DEVICE_TYPE == "cuda"
+        parts = {name: self._own_part(param) for name, param in self.parameters.items()}
+        self._copies = {
+            name: torch.empty_like(part, device="cpu", pin_memory=on_gpu) for name, part in parts.items()
+        }
+        self.parts = {name: copy.to(torch.float32, copy=True) for name, copy in self._copied()}
 
     @torch.no_grad()
     def update(self) -> None:
         """The weights have made a step."""
-        for name, part in self.parts.items():
-            part.lerp_(_own_part(self.parameters[name]), 1 - self.beta)
+        for name, copy in self._copied():
+            self.parts[name].lerp_(copy.float(), 1 - self.beta)
 
     def in_full(self) -> Iterator[tuple[str, Tensor]]:
         """(name, average in the shape and dtype of the parameter) on data parallel rank 0, and nothing
-        elsewhere. All ranks must iterate together: with several parts each parameter is a collective."""
+        elsewhere. All ranks must iterate together: each parameter is a collective."""
         for name, part in self.parts.items():
             param = self.parameters[name]
-            whole = part.to(param.dtype)
-            if hasattr(param, "ds_tensor"):
-                whole = _joined(whole.to(current_device()), param, self.mesh)
+            whole = self._joined(part.to(current_device(), param.dtype), param)
             if whole is not None:
                 yield name, whole
 
     def save(self, folder: str | Path) -> None:
-        """Write this rank's part, if it has one, into a checkpoint's folder."""
-        if self.parts and self.mesh.leads:
-            save_file(self.parts, _file(folder, self.mesh.data_rank), {"num_parts": str(self.num_parts)})
+        """Write this rank's part into a checkpoint's folder."""
+        if self.mesh.leads:
+            save_file(self.parts, _file(folder, self.mesh.data_rank), {"num_parts": str(self.mesh.data)})
 
     def load(self, folder: str | Path) -> None:
         """Continue with exactly what `save` wrote. Raises ValueError, on every rank, where the folder has no
         average or one in another number of parts."""
-        _check_parts(Path(folder), self.num_parts)
-        if self.parts:
-            with safe_open(_file(folder, self.mesh.data_rank), "pt") as file:
-                self.parts = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        _check_parts(Path(folder), self.mesh.data)
+        with safe_open(_file(folder, self.mesh.data_rank), "pt") as file:
+            self.parts = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
 
+    def _copied(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of the weights on the CPU. The device is waited for once."""
+        for name, copy in self._copies.items():
+            copy.copy_(self._own_part(self.parameters[name]), non_blocking=True)
+        if DEVICE_TYPE == "cuda":
+            torch.cuda.current_stream().synchronize()
+        yield from self._copies.items()
 
-def _own_part(param: nn.Parameter) -> Tensor:
-    """The shard of a parameter at ZeRO stage 3, else all of it: float32 on the CPU."""
-    return getattr(param, "ds_tensor", param).detach().cpu().float()
+    def _own_part(self, param: nn.Parameter) -> Tensor:
+        """The shard of a parameter at ZeRO stage 3, else as many of its elements, in order."""
+        if hasattr(param, "ds_tensor"):
+            return getattr(param, "ds_tensor").detach()  # noqa: B009  DeepSpeed puts it there
+        size = -(-param.numel() // self.mesh.data)
+        return param.detach().flatten()[self.mesh.data_rank * size :][:size]
 
-
-def _joined(shard: Tensor, param: nn.Parameter, mesh: ProcessMesh) -> Tensor | None:
-    """All shards of a parameter as one tensor on data parallel rank 0. DeepSpeed pads the last one."""
-    shards = [torch.empty_like(shard) for _ in range(mesh.data)] if mesh.data_rank == 0 else None
-    dist.gather(shard, shards, group=mesh.data_group, group_dst=0)
-    if shards is None:
-        return None
-    shape = getattr(param, "ds_shape")  # noqa: B009  DeepSpeed puts it there
-    return torch.cat(shards)[: shape.numel()].view(shape)
+    def _joined(self, part: Tensor, param: nn.Parameter) -> Tensor | None:
+        """All parts of a parameter as one tensor on data parallel rank 0."""
+        shape, num_parts = getattr(param, "ds_shape", param.shape), self.mesh.data
+        if num_parts == 1:
+            return part.view(shape)
+        part = F.pad(part, (0, -(-shape.numel() // num_parts) - len(part)))  # DeepSpeed has padded its shards
+        parts = [torch.empty_like(part) for _ in range(num_parts)] if self.mesh.data_rank == 0 else None
+        dist.gather(part, parts, group=self.mesh.data_group, group_dst=0)
+        return None if parts is None else torch.cat(parts)[: shape.numel()].view(shape)
 
 
 def _file(folder: str | Path, part: int) -> Path:
@@ -100,6 +108,6 @@ def _check_parts(folder: Path, num_parts: int) -> None:
     if found != num_parts:
         raise ValueError(
             f"--ckpt.load_enable: the moving average in {folder} has {found} part(s), and that of this run "
-            f"{num_parts}: one, or at --ds.zero_stage 3 one for each GPU of the actor.\n"
-            "Resume with the ZeRO stage and the number of GPUs that it was saved with."
+            f"{num_parts}: one for each GPU of the actor.\nResume with the number of GPUs that it was saved "
+            "with."
         )

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -92,7 +92,8 @@ def packing_kwargs(implementation: str, lengths: tuple[int, ...], device: torch.
     sequences."""
     if implementation in FROM_POSITIONS:
         return {}
-    cumulative = torch.tensor((0, *lengths), device=device).cumsum(0, dtype=torch.int32)
+    # Computed here: copying a list to a GPU would wait for it.
+    cumulative = torch.tensor((0, *lengths)).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
     if implementation == PACKED:
         return {"packing": Packing(lengths, cumulative)}
     longest = max(lengths)
@@ -279,5 +280,25 @@ def _window_of_layer(
     return None if local_size is None else torch.full((1, 1, 1, 1), local_size)
 
 
+_arguments_of_mask = masking_utils._preprocess_mask_arguments
+
+
+def _arguments_of_packed_mask(
+    config: PreTrainedConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Any,
+    past_key_values: Any,
+    position_ids: Tensor | None,
+    *more: Any,
+) -> tuple:
+    """Without positions: transformers would wait for the GPU to see in them whether a row has several
+    sequences, which `packing` says."""
+    if config._attn_implementation == PACKED:
+        position_ids = None
+    return _arguments_of_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids, *more)
+
+
+# pyrefly: ignore[bad-assignment]  the arguments that are only handed on have no names here
+masking_utils._preprocess_mask_arguments = _arguments_of_packed_mask
 ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, _window_of_layer)

@@ -32,11 +32,10 @@ class PolicyModel(RowModel):
         """`temperature` divides the logits, as it does in sampling. With `summed`, which has no entropy, the
         gradients of the head are made in the forward pass, see `sum_of_log_probs`."""
         hidden = hidden_states(self.model, row)
-        actions = row.action_mask.nonzero()[:, 0]
         scale, softcap = self.head_options
         log_probs, entropy = head_of(self.model)(
-            hidden[actions - 1],
-            row.token_ids[actions],
+            hidden[row.actions - 1],
+            row.token_ids[row.actions],
             scale=scale / temperature,
             softcap=softcap,
             with_entropy=with_entropy,

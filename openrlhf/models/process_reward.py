@@ -21,7 +21,7 @@ class ProcessRewardModel(RowModel):
     def forward(self, row: PackedRow) -> Tensor:
         """(A, V) float32 logits at each action."""
         scale, softcap = self.head_options
-        logits = head_of(self.model)(hidden_states(self.model, row)[row.action_mask]) * scale
+        logits = head_of(self.model)(hidden_states(self.model, row)[row.actions]) * scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

@@ -33,7 +33,7 @@ class ScoreModel(RowModel):
         """(A,) float32: the score that is read off each action itself."""
         hidden = hidden_states(self.model, row)
         head = getattr(self.model, self.head_name)
-        return head(hidden[row.action_mask])[:, 0]
+        return head(hidden[row.actions])[:, 0]
 
 
 class ValueModel(ScoreModel):
@@ -44,8 +44,7 @@ class ValueModel(ScoreModel):
         """(A,) float32"""
         hidden = hidden_states(self.model, row)
         head = getattr(self.model, self.head_name)
-        actions = row.action_mask.nonzero()[:, 0]
-        return head(hidden[actions - 1])[:, 0]
+        return head(hidden[row.actions - 1])[:, 0]
 
 
 class ScoreHead(nn.Linear):

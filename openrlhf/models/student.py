@@ -25,7 +25,7 @@ class TeacherModel(RowModel):
 
     def forward(self, row: PackedRow) -> Tensor:
         """(A, H)"""
-        return hidden_states(self.model, row)[row.action_mask.nonzero()[:, 0] - 1]
+        return hidden_states(self.model, row)[row.actions - 1]
 
 
 def linear_head(model: PreTrainedModel) -> LinearHead:
@@ -47,12 +47,11 @@ class StudentModel(RowModel):
 
     def forward(self, row: PackedRow, lesson: Lesson, temperature: float, kind: Divergence) -> StudentScores:
         """`temperature` divides the logits of both in the divergence, and nothing in the log-probs."""
-        actions = row.action_mask.nonzero()[:, 0]
-        hidden = hidden_states(self.model, row)[actions - 1]
+        hidden = hidden_states(self.model, row)[row.actions - 1]
         scale, softcap = self.head_options
         return head_of(self.model)(
             hidden,
-            row.token_ids[actions],
+            row.token_ids[row.actions],
             lesson,
             scale=scale,
             softcap=softcap,

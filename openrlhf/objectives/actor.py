@@ -97,7 +97,7 @@ class ActorObjective:
             "policy/clip_high_fraction": token_mean(at_high.float(), norm),
         }
         if batch.old_log_probs is None and self.seen is not None:
-            self.seen.append(old.cpu())
+            self.seen.append(old)
         if self.correction is not None:
             mismatch = log_ratio(old, batch.rollout_log_probs, counts)
             bounds = self.correction_low, self.correction_high, self.correction_of_sequences

@@ -51,7 +51,7 @@ class KTOObjective:
         mean = lambda x: x.sum() / norm.num_sequences
         metrics = {
             "kto/loss": loss.detach(),
-            "kto/kl": loss.new_tensor(self.kl * count / norm.num_sequences),
+            "kto/kl": loss.new_full((), self.kl * count / norm.num_sequences),
             "kto/accuracy": mean((rewards > 0) == batch.desirable),
             "kto/desirable_reward": mean(rewards * batch.desirable) / max(self.desirable_share, 1e-6),
             "kto/undesirable_reward": mean(rewards * ~batch.desirable) / max(1 - self.desirable_share, 1e-6),

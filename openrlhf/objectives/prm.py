@@ -21,7 +21,7 @@ class ProcessObjective:
         """`model` is a `models.process_reward.ProcessRewardModel`, possibly wrapped by an engine."""
         logits, labels = model(batch.row), batch.labels
         if self.reward_token_ids is not None:
-            tokens = torch.tensor(self.reward_token_ids, device=logits.device)
+            tokens = torch.tensor(self.reward_token_ids).to(logits.device, non_blocking=True)
             logits = logits[:, tokens]
             if not labels.is_floating_point():
                 labels = (labels[:, None] == tokens).int().argmax(1)

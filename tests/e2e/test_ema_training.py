@@ -137,7 +137,7 @@ def check_case(case: dict, ranks: list[dict], average: Weights, weights: Weights
         check_close(after_export, weights, case)
     assert [rank["changed"] for rank in ranks] == [[]] * len(ranks)
     num_parts = len(list(Path(folder).glob("*/moving_average_*")))
-    assert num_parts == (len(ranks) if case["stage"] == 3 else 1)
+    assert num_parts == len(ranks)
 
 
 def average_of(steps: list[Weights]) -> Weights:

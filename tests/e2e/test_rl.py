@@ -32,7 +32,7 @@ COMMON = (
 )
 ARRANGEMENTS = {
     "zero 2, one rank, one engine, colocated": (
-        "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all"
+        "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all --ds.enable_sleep"
     ),
     "zero 3, two ranks, two engines": (
         "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 1 "
@@ -44,7 +44,7 @@ ARRANGEMENTS = {
     ),
     "zero 2, two ranks, two engines, colocated": (
         "--ds.zero_stage 2 --actor.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all "
-        "--train.dynamic_batch_enable --train.max_tokens_per_gpu 256"
+        "--ds.enable_sleep --train.dynamic_batch_enable --train.max_tokens_per_gpu 256"
     ),
     "zero 3, one rank, two engines": (
         "--ds.zero_stage 3 --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 "
@@ -174,6 +174,7 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
     flags = (
         f"{COMMON.replace('group_norm', 'gae')} --algo.kl.init_coef 0.01 --algo.kl.target 0.02 "
         "--algo.kl.horizon 100 --actor.num_gpus_per_node 1 --train.colocate_all --actor.adam.lr 3e-3 "
+        "--ds.enable_sleep "
         "--critic.adam.lr 3e-3 --critic.lr_scheduler constant --critic.save_value_network "
         "--rollout.vllm_generate_batch_size 12 --train.enable_ema --eval.steps -1 --train.num_episodes 2 "
         "--ckpt.save_steps 2 --ckpt.max_num 2 --train.max_steps 6 --train.batch_size 32 "

@@ -682,6 +682,23 @@ CHECKS = [
     ),
     (
         PPO,
+        "--train.colocate_all --vllm.num_engines 8 --ds.enable_sleep --ds.zero_stage 1 "
+        "--ds.grad_accum_dtype fp32",
+        "cannot move the whole gradients that ds.grad_accum_dtype fp32 keeps at ds.zero_stage 1; use "
+        "--ds.zero_stage 2",
+    ),
+    (
+        SFT,
+        "--ds.grad_accum_dtype fp32 --ds.zero_stage 0",
+        "fp32: at ds.zero_stage 0 they add up in ds.param_dtype bf16; use --ds.zero_stage 2 or 3",
+    ),
+    (
+        SFT,
+        "--ds.grad_accum_dtype fp16",
+        "--ds.grad_accum_dtype fp16: gradients of ds.param_dtype bf16 add up in bf16 or fp32; use that",
+    ),
+    (
+        PPO,
         "--reward.model_name_or_path a/b --reward.model_weights 0",
         "--reward.model_weights 0.0: leaves nothing of the reward models; remove them",
     ),

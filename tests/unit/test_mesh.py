@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 from openrlhf.datasets.batches import Windows
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
 from openrlhf.engine.distributed import ProcessMesh
+from openrlhf.engine.optimizer_state import OptimizerState
 from openrlhf.mesh import Coordinates, Mesh
 from openrlhf.types import LossNorm, PackedRow, Sample
 
@@ -133,6 +134,7 @@ def train_step(**sizes: int) -> tuple[list[list[int]], Tensor, dict[str, float]]
     engine.mesh, engine.device, engine.average = mesh, torch.device("cpu"), None
     engine.plain_training, engine.clips_itself, engine.scales_loss = True, False, False
     engine.engine = Replica(model)
+    engine.optimizer_state = OptimizerState(engine.engine, on_host=True)
     ((rows, items),) = zip(windows.epoch(0), windows.items(0), strict=True)
     metrics = engine.train_step(rows, mean_of_squares)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])

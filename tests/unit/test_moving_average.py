@@ -13,7 +13,7 @@ from openrlhf.engine.moving_average import MovingAverage
 def averaged(*weights: Tensor, beta: float, num_parts: int = 1) -> tuple[MovingAverage, list[nn.Parameter]]:
     parameters = [nn.Parameter(w) for w in weights]
     named = [(f"w{i}", param) for i, param in enumerate(parameters)]
-    return MovingAverage(named, beta=beta, mesh=ProcessMesh(data=num_parts), sharded=True), parameters
+    return MovingAverage(named, beta=beta, mesh=ProcessMesh(data=num_parts)), parameters
 
 
 def step(average: MovingAverage, param: nn.Parameter, value: list[float]) -> list[float]:
@@ -51,14 +51,18 @@ def test_the_average_of_bfloat16_weights_keeps_what_bfloat16_cannot() -> None:
 def test_frozen_weights_have_no_average() -> None:
     frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
     named = [("frozen", frozen), ("trained", nn.Parameter(torch.zeros(2)))]
-    assert MovingAverage(named, beta=0.9, mesh=ProcessMesh(), sharded=False).parts.keys() == {"trained"}
+    assert MovingAverage(named, beta=0.9, mesh=ProcessMesh()).parts.keys() == {"trained"}
 
 
-def test_of_one_part_only_rank_0_holds_anything() -> None:
-    named = [("trained", nn.Parameter(torch.zeros(2)))]
-    second = MovingAverage(named, beta=0.9, mesh=ProcessMesh(data=2, rank=1), sharded=False)
-    second.update()
-    assert not second.parts and not list(second.in_full())
+def test_each_rank_averages_a_part_of_every_weight() -> None:
+    """Of five elements three and two, of one all and none."""
+    named = [("w", nn.Parameter(torch.zeros(5))), ("b", nn.Parameter(torch.zeros(1)))]
+    ranks = [MovingAverage(named, beta=0.5, mesh=ProcessMesh(data=2, rank=rank)) for rank in range(2)]
+    named[0][1].data.copy_(torch.arange(5))
+    for rank in ranks:
+        rank.update()
+    assert [rank.parts["w"].tolist() for rank in ranks] == [[0, 0.5, 1], [1.5, 2]]
+    assert [rank.parts["b"].tolist() for rank in ranks] == [[0], []]
 
 
 def test_a_saved_average_goes_on_as_it_was(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
-"""What an optimizer is told of each parameter."""
+"""What an optimizer is told of each parameter, and on how many threads it works beside a GPU."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers as hf
 
-from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
+from openrlhf.cluster import worker
+from openrlhf.config.sections import AdamConfig, OptimConfig
+from openrlhf.engine import distributed
 from openrlhf.engine.deepspeed_engine import _optimizer
 from openrlhf.models.backbone import RowModel
 
@@ -34,9 +38,43 @@ def test_what_decays(name, sharded):
         for parameter in module.parameters():
             parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
     optim = OptimConfig(adam=AdamConfig(weight_decay=0.1))
-    decayed, others = _optimizer(module, optim, DeepSpeedConfig()).param_groups
+    decayed, others = _optimizer(module, optim).param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     names = {id(p): name for name, p in module.named_parameters()}
     assert len(decayed["params"]) + len(others["params"]) == len(names)
     assert {names[id(p)].split(".")[-2] for p in decayed["params"]} == DECAYED[name]
     assert not [n for p in decayed["params"] if (n := names[id(p)]).endswith("bias")]
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "8"}, 8),  # torchrun's and Ray's
+        ({}, 16),  # alone, with what GPUs there are
+        ({"OMP_NUM_THREADS": "5", "LOCAL_WORLD_SIZE": "8"}, None),
+        ({"LOCAL_WORLD_SIZE": "100"}, 1),
+    ],
+)
+def test_optimizer_steps_on_the_cpu_have_a_share_of_its_cores(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], threads: int | None
+) -> None:
+    said: list[int] = []
+    monkeypatch.setattr(distributed, "DEVICE_TYPE", "cuda")
+    monkeypatch.setattr(distributed.os, "sched_getaffinity", lambda process: set(range(64)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", said.append)
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    distributed.use_own_cores()
+    assert said == ([] if threads is None else [threads])
+
+
+def test_ranks_of_a_node_are_as_many_as_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray lets each see its own alone."""
+    nodes = [{"NodeID": "a", "Resources": {"CPU": 8.0}}, {"NodeID": "b", "Resources": {"GPU": 4.0}}]
+    context = SimpleNamespace(get_node_id=lambda: "b")
+    monkeypatch.setattr(worker.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(worker.ray, "get_runtime_context", lambda: context)
+    assert worker.gpus_of_node() == 4

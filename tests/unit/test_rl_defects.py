@@ -59,6 +59,7 @@ from openrlhf.config.sections import ScorerDeepSpeedConfig
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
 from openrlhf.engine.distributed import ProcessMesh
+from openrlhf.engine.optimizer_state import OptimizerState
 from openrlhf.engine.vllm_engine import VLLMEngine
 from openrlhf.mesh import Mesh
 from openrlhf.models.loading import DTYPES, policy_tokenizer
@@ -835,6 +836,7 @@ def engine_without_deepspeed(found: bool, stage: int = 2, num_ranks: int = 1) ->
         lr_scheduler=LambdaLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)]), lambda step: 1.0),
     )
     engine.average, engine.stage, engine.mesh = None, stage, ProcessMesh(data=num_ranks)
+    engine.optimizer_state = OptimizerState(engine.engine, on_host=True)
     return engine
 
 

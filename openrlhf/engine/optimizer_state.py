@@ -1,0 +1,88 @@
+"""What one rank keeps for optimizer steps alone, away from the device between them.
+
+DeepSpeed's `offload_states` moves buffers of gradients. The rest it moves, at ZeRO stage 3, of FusedAdam
+alone, which a CUDA compiler has to build, and its host buffers stay in the optimizer's state, where
+checkpoints would find them.
+"""
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor
+
+from openrlhf.device import DEVICE_TYPE
+
+GRADIENTS = (OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contiguous_grad_buffer)
+
+PIECE = 1 << 28
+"""Elements of a host tensor, 1 GiB of float32: torch rounds page-locked memory up to a power of two."""
+
+
+class OptimizerState:
+    """Master weights, optimizer state and gradients of a DeepSpeed engine at ZeRO stage 1, 2 or 3."""
+
+    def __init__(self, engine: Any, *, on_host: bool) -> None:
+        """`on_host`: with --ds.adam_offload there is nothing to move but what stage 3 has of gradients."""
+        self.engine, self.on_host = engine, on_host
+        self.is_away = False
+        self._left: list[tuple[Tensor, torch.Size, list[Tensor]]] = []
+        self._host: dict[tuple[int, str], list[Tensor]] = {}
+
+    def leave(self) -> None:
+        """To host memory, on a CPU to other memory. What is left behind is empty: whoever uses it before
+        `come_back` fails on every device."""
+        if self.is_away:
+            return
+        self.is_away = True
+        if self._at_stage_3:
+            self.engine.offload_states(include=GRADIENTS)
+        elif not self.on_host:
+            self.engine.optimizer._clear_hp_buffer_references()
+        for key, tensor in ({} if self.on_host else self._tensors()).items():
+            pieces = tensor.detach().view(-1).split(PIECE)
+            if key not in self._host:
+                self._host[key] = [_host_tensor(piece) for piece in pieces]
+            for piece, copy in zip(pieces, self._host[key], strict=True):
+                copy.copy_(piece, non_blocking=True)
+            self._left.append((tensor, tensor.shape, self._host[key]))
+            tensor.data = tensor.new_empty(0)  # what takes its memory comes later in the same stream
+
+    def come_back(self) -> None:
+        """Bit for bit."""
+        if not self.is_away:
+            return
+        self.is_away = False
+        for tensor, shape, copies in self._left:
+            whole = tensor.new_empty(shape)
+            for piece, copy in zip(whole.view(-1).split(PIECE), copies, strict=True):
+                piece.copy_(copy, non_blocking=True)
+            tensor.data = whole
+        self._left.clear()
+        if self._at_stage_3:
+            self.engine.reload_states()
+        elif not self.on_host:
+            self.engine.optimizer._link_all_hp_params()
+            self.engine.optimizer._hp_optimizer_states_linked = False  # the next step links them again
+
+    @property
+    def _at_stage_3(self) -> bool:
+        return isinstance(self.engine.optimizer, DeepSpeedZeroOptimizer_Stage3)
+
+    def _tensors(self) -> dict[tuple[int, str], Tensor]:
+        """The optimizer has no state before its first step."""
+        zero = self.engine.optimizer
+        masters = (
+            zero.fp32_partitioned_groups_flat if self._at_stage_3 else zero.single_partition_of_fp32_groups
+        )
+        found = {}
+        for i, master in enumerate(masters):
+            found[i, "master"] = master
+            state = zero.optimizer.state.get(master, {})
+            found |= {(i, name): value for name, value in state.items() if isinstance(value, Tensor)}
+        return found
+
+
+def _host_tensor(like: Tensor) -> Tensor:
+    return torch.empty_like(like, device="cpu", pin_memory=DEVICE_TYPE == "cuda")

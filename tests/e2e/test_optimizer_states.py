@@ -1,0 +1,114 @@
+"""DeepSpeed's optimizers by configuration, with its own code: which one is built, whether its state can leave
+the device, how the gradients of micro-batches add up, and what a step asks of its device."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo_checks import ppo_problems
+from openrlhf.config.sections import ScorerDeepSpeedConfig
+from openrlhf.tasks.prepare import TaskFiles
+
+OPTIMIZERS = {
+    # (ZeRO stage, type of the weights, of accumulated gradients, offload) -> DeepSpeed's wrapper
+    **{(stage, "*", "*", "*"): "DeepSpeedZeroOptimizer" for stage in (1, 2)},
+    (3, "*", "*", "*"): "DeepSpeedZeroOptimizer_Stage3",
+    (1, "bf16", "fp32", False): "BF16_Optimizer",
+    (0, "fp32", "*", "*"): "AdamW",
+    **{(0, dtype, "*", "*"): "FP16_UnfusedOptimizer" for dtype in ("bf16", "fp16")},
+    **{(0, dtype, "fp32", "*"): "NotImplementedError" for dtype in ("bf16", "fp16")},
+}
+"""The last row that fits is meant."""
+CAN_SLEEP = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
+
+
+slow = pytest.mark.slow
+
+
+def expected(case: dict[str, Any]) -> str:
+    fits = [
+        name
+        for row, name in OPTIMIZERS.items()
+        if all(wanted in ("*", value) for wanted, value in zip(row, case.values(), strict=True))
+    ]
+    return fits[-1]
+
+
+def refused(case: dict[str, Any], *, sleep: bool) -> bool:
+    config = PPOConfig(ds=ScorerDeepSpeedConfig(**case, enable_sleep=sleep))
+    return any(problem.key.startswith("ds.") and problem.fatal for problem in ppo_problems(config, {}))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bf16", pytest.param("fp16", marks=slow), pytest.param("fp32", marks=slow)]
+)
+def test_the_optimizer_of_each_configuration(task: TaskFiles, run_worker: Callable, dtype: str) -> None:
+    """None needs a compiler, and what is none, or cannot sleep, is refused before anything starts."""
+    cases = [
+        {"zero_stage": stage, "param_dtype": dtype, "grad_accum_dtype": accumulated, "adam_offload": offload}
+        for stage, offload in product(range(4), (False, True))
+        for accumulated in dict.fromkeys((None, dtype, "fp32"))
+        if stage > 0 or not offload
+    ]
+    (report,) = run_worker("optimizer_states", 1, part="build", model=str(task.model), cases=cases)
+    for case, (wrapper, *inside) in zip(cases, report["cases"], strict=True):
+        assert wrapper == expected(case), case
+        assert inside in ([], ["AdamW"]), case
+        assert refused(case, sleep=False) == (not inside), case
+        assert refused(case, sleep=True) == (wrapper not in CAN_SLEEP), case
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype", "offload"),
+    [
+        (1, "bf16", False),
+        pytest.param(2, "bf16", False, marks=slow),
+        pytest.param(1, "bf16", True, marks=slow),
+        pytest.param(1, "fp32", False, marks=slow),
+    ],
+)
+def test_what_sleeps_is_gone_and_comes_back_bit_for_bit(
+    task: TaskFiles, run_worker: Callable, num_ranks: int, dtype: str, offload: bool
+) -> None:
+    cases = [{"zero_stage": stage, "param_dtype": dtype, "adam_offload": offload} for stage in (1, 2, 3)]
+    reports = run_worker("optimizer_states", num_ranks, part="sleep", model=str(task.model), cases=cases)
+    for case, found in [x for report in reports for x in zip(cases, report["cases"], strict=True)]:
+        assert found["kinds"] == ["exp_avg", "exp_avg_sq", "master", "step", "weight"], case
+        assert found["changed"] == [] and found["num_states"] > 20, case
+        assert found["refused"].count("reload() comes first") == 2, case
+        assert found["restored"], case
+        if case["zero_stage"] == 3:  # with DeepSpeed's buffer for 500 million gradients
+            assert found["freed"] >= 1e9 + (0 if case["adam_offload"] else found["moved"]), case
+        else:
+            assert found["freed"] == (0 if case["adam_offload"] else found["moved"]), case
+        assert bool(found["used_anyway"]) == (found["freed"] > 0), case
+
+
+ADDED = [{"zero_stage": stage, "adam_offload": offload} for stage in (2, 3) for offload in (False, True)]
+ADDED += [{"zero_stage": 2, "overlap_comm": True}]
+LOSSY = [{"zero_stage": 2, "grad_accum_dtype": "bf16"}]
+
+
+def test_gradients_of_many_micro_batches_add_up_in_float32(task: TaskFiles, run_worker: Callable) -> None:
+    """Weights and their gradients are bfloat16, with 8 bits. A float32 sum of n of them errs by at most
+    (n - 1) 2^-24 of the sum of their sizes; one in bfloat16, for contrast, does not keep to that."""
+    num_rows = 20
+    cases = [case | {"param_dtype": "bf16"} for case in ADDED + LOSSY]
+    (report,) = run_worker(
+        "optimizer_states", 1, part="accumulate", model=str(task.model), num_rows=num_rows, cases=cases
+    )
+    errors = [found["error"] for found in report["cases"]]
+    assert all(error <= (num_rows - 1) * 2**-24 for error in errors[: len(ADDED)]), errors
+    assert all(error > 2**-12 for error in errors[len(ADDED) :]), errors
+
+
+def test_micro_batches_do_not_wait_for_the_device(task: TaskFiles, run_worker: Callable) -> None:
+    """Only the step asks: whether the norm of the gradients is finite."""
+    cases = [{"zero_stage": stage, "param_dtype": "bf16"} for stage in (1, 2, 3)]
+    (report,) = run_worker("optimizer_states", 1, part="wait", model=str(task.model), cases=cases)
+    for case, found in zip(cases, report["cases"], strict=True):
+        assert found["loop"] == [], case
+        assert len(found["step"]) <= 8, case

@@ -1,0 +1,244 @@
+"""DeepSpeed's optimizers by configuration: which one is built, whether its state can leave, how gradients of
+micro-batches add up, and what a step asks of its device."""
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
+from openrlhf.engine import optimizer_state
+from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
+from openrlhf.engine.distributed import init_distributed, leave_distributed, seed_everything
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.policy import PolicyModel
+from openrlhf.objectives.sft import SFTObjective
+from openrlhf.types import PackedRow, Sample
+
+
+def build_engine(spec: dict, **ds: Any) -> DeepSpeedEngine:
+    config = DeepSpeedConfig(**ds)
+
+    def build() -> PolicyModel:
+        return PolicyModel(
+            load_causal_lm(spec["model"], flag="--model", dtype=config.param_dtype, attention="auto")
+        )
+
+    gc.collect()  # of an engine at stage 3, which would shard every later model
+    seed_everything(7, deterministic=False)
+    return DeepSpeedEngine(
+        build,
+        optim=OptimConfig(adam=AdamConfig(lr=1e-2, eps=1e-3), lr_scheduler="constant", lr_warmup_ratio=0.0),
+        ds=config,
+        total_steps=100,
+    )
+
+
+def rows(count: int) -> list[PackedRow]:
+    """Of this rank."""
+    random = torch.Generator().manual_seed(dist.get_rank())
+    mask = torch.arange(20) > 3
+    ids = [torch.randint(3, 300, (20,), generator=random) for _ in range(count)]
+    return [PackedRow.of([Sample(token_ids=row, action_mask=mask)]) for row in ids]
+
+
+def build_all(spec: dict) -> list[list[str]]:
+    """[DeepSpeed's wrapper, optimizer inside of it], or the error's type."""
+    found = []
+    for case in spec["cases"]:
+        try:
+            wrapper = build_engine(spec, **case).engine.optimizer
+        except (NotImplementedError, AssertionError) as error:
+            found.append([type(error).__name__])
+        else:
+            found.append([type(w).__name__ for w in (wrapper, getattr(wrapper, "optimizer", wrapper))])
+    return found
+
+
+def sleep_all(spec: dict) -> list[dict]:
+    return [sleep(spec, case, Path(spec["out"]) / str(i)) for i, case in enumerate(spec["cases"])]
+
+
+def sleep(spec: dict, case: dict, folder: Path) -> dict:
+    engine = build_engine(spec, **case)
+    awake = two_steps(engine, lambda: None)
+    engine = build_engine(spec, **case)
+    leave, come_back = engine.offload, engine.reload
+    leave()  # before the first step the optimizer has no state
+    come_back()
+    asleep = two_steps(engine, lambda: (leave(), leave(), come_back()))
+    moved = sum(t.nbytes for t in states(engine).values())
+    before = bytes_held(engine)
+    leave()
+    freed = before - bytes_held(engine)
+    refused = error_of(lambda: engine.train_step(rows(1), SFTObjective()))
+    refused += error_of(lambda: engine.save_checkpoint(str(folder), "tag", {}))
+    come_back()
+    engine.save_checkpoint(str(folder), "tag", {})
+    trained = {name: tensor.clone() for name, tensor in engine.weights()}
+    engine.train_step(rows(1), SFTObjective())
+    leave()
+    come_back()
+    engine.load_checkpoint(str(folder), "tag")
+    restored = dict(engine.weights())
+    same_again = all(torch.equal(trained[name], tensor) for name, tensor in restored.items())
+    leave()
+    engine.optimizer_state.is_away = False  # as if nobody looked
+    return {
+        "changed": [name for name in awake if not torch.equal(awake[name], asleep[name])],
+        "num_states": len(awake),
+        "kinds": sorted({key.split()[-1] for key in awake}),
+        "moved": moved,
+        "freed": freed,
+        "refused": refused,
+        "restored": same_again,
+        "used_anyway": error_of(lambda: engine.train_step(rows(1), SFTObjective())),
+    }
+
+
+def two_steps(engine: DeepSpeedEngine, between: Callable[[], object]) -> dict[str, Tensor]:
+    """Everything after them."""
+    for _ in range(2):
+        engine.train_step(rows(2), SFTObjective())
+        between()
+    weights = {f"{name} weight": tensor.clone() for name, tensor in engine.weights()}
+    return weights | {key: tensor.clone() for key, tensor in states(engine).items()}
+
+
+def states(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+    """Master weights, and what the optimizer keeps of each."""
+    zero = engine.engine.optimizer
+    masters = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
+    found = {f"{i} master": master.detach() for i, master in enumerate(masters)}
+    for i, master in enumerate(masters):
+        found |= {f"{i} {name}": value for name, value in zero.optimizer.state[master].items()}
+    return found
+
+
+def bytes_held(engine: DeepSpeedEngine) -> int:
+    """By all tensors of this process but those that stand for the host's memory."""
+    gc.collect()
+    host = {piece.data_ptr() for copies in engine.optimizer_state._host.values() for piece in copies}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if isinstance(t, Tensor) and t.device.type == "cpu" and t.layout is torch.strided
+    }
+    return sum(size for pointer, size in storages.items() if pointer not in host)
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (RuntimeError, AssertionError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}\n"
+    return ""
+
+
+def accumulate_all(spec: dict) -> list[dict]:
+    return [accumulate(spec, case) for case in spec["cases"]]
+
+
+def accumulate(spec: dict, case: dict) -> dict:
+    """|sum - exact sum| / sum of |gradients| of the micro-batches, at most over all weights."""
+    engine = build_engine(spec, **case)
+    parts: dict[str, list[Tensor]] = {}
+    for name, param in engine.module.named_parameters():
+        parts[name] = []
+        param.register_hook(lambda grad, seen=parts[name]: seen.append(grad.double()))
+    errors: list[float] = []
+
+    def look() -> None:
+        for name, param in engine.module.named_parameters():
+            grads = torch.stack(parts[name]).view(len(parts[name]), -1)
+            assert len(grads) == spec["num_rows"]
+            found = safe_get_full_grad(param).double().view(-1)
+            scale = grads.abs().sum(0)
+            error = (found - grads.sum(0)).abs()[scale > 0] / scale[scale > 0]
+            errors.append(float(error.max()))
+
+    take_step = engine.engine.step
+    engine.engine.step = lambda: (look(), take_step())
+    engine.train_step(rows(spec["num_rows"]), SFTObjective())
+    del engine.engine.step
+    return {"error": max(errors)}
+
+
+class Waits(TorchDispatchMode):
+    """Operations that a GPU would have to finish its work for."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        masks = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if name in self.NAMES or masks:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def wait_all(spec: dict) -> list[dict]:
+    return [waits(spec, case) for case in spec["cases"]]
+
+
+def waits(spec: dict, case: dict) -> dict:
+    """What the loop over micro-batches asks for, from the first one to the optimizer's step, and the step."""
+    engine = build_engine(spec, **case)
+    for _ in range(2):  # in its first passes stage 3 asks all ranks about their order
+        engine.train_step(rows(3), SFTObjective())
+    loop, step = Waits(), Waits()
+    take_step = engine.engine.step
+
+    def enter(model: Callable, row: PackedRow, norm: Any) -> tuple:
+        if not entered:
+            loop.__enter__()
+            entered.append(True)
+        return SFTObjective()(model, row, norm)
+
+    def stepping() -> None:
+        loop.__exit__(None, None, None)
+        with step:
+            take_step()
+
+    entered: list[bool] = []
+    engine.engine.step = stepping
+    get_accelerator().synchronize = lambda *device: loop.seen.append("synchronize")
+    engine.train_step(rows(3), enter)
+    del engine.engine.step, get_accelerator().synchronize
+    return {"loop": loop.seen, "step": step.seen}
+
+
+def no_compiler(self: OpBuilder, verbose: bool = True) -> None:
+    raise SystemError(f"{self.name} would be compiled")
+
+
+PARTS = {"build": build_all, "sleep": sleep_all, "accumulate": accumulate_all, "wait": wait_all}
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    init_distributed()
+    OpBuilder.load = no_compiler
+    optimizer_state.PIECE = 100_000  # several to a tensor
+    get_accelerator().is_fp16_supported = lambda: True  # which is asked before anything is built
+    report = {"cases": PARTS[spec["part"]](spec)}
+    (Path(spec["out"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
+    leave_distributed()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What only a CUDA device shows of a training step: where it waits, and whose memory is free after it."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
+from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
+from openrlhf.engine.distributed import init_distributed, leave_distributed
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.policy import PolicyModel
+from openrlhf.objectives.sft import SFTObjective
+from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.types import LossNorm, PackedRow, Sample
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ROWS = [
+    PackedRow.of([Sample(token_ids=torch.arange(3, 3 + length), action_mask=torch.arange(length) > 2)])
+    for length in (20, 70, 50)
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    init_distributed()
+    yield
+    leave_distributed()
+
+
+def engine_of(folder: Path, **ds: object) -> DeepSpeedEngine:
+    gc.collect()  # of an engine at stage 3, which would shard every later model
+    path = str(tiny_chat_model(folder, seed=0, hidden_size=256))
+    return DeepSpeedEngine(
+        lambda: PolicyModel(load_causal_lm(path, flag="--model", dtype="bf16", attention="auto")),
+        optim=OptimConfig(adam=AdamConfig(lr=1e-3), lr_scheduler="constant", lr_warmup_ratio=0.0),
+        ds=DeepSpeedConfig(**ds),
+        total_steps=100,
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_micro_batches_do_not_wait(tmp_path: Path, stage: int) -> None:
+    """torch raises where the host would wait for the GPU, from the first micro-batch to the optimizer's step.
+    Stage 3 waits, in DeepSpeed, for its reductions after every backward."""
+    engine = engine_of(tmp_path, zero_stage=stage)
+    for _ in range(3):
+        engine.train_step(ROWS, SFTObjective())
+    take_step = engine.engine.step
+
+    def in_loop(model: DeepSpeedEngine, row: PackedRow, norm: LossNorm) -> tuple:
+        torch.cuda.set_sync_debug_mode("error")
+        return SFTObjective()(model, row, norm)
+
+    def step() -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        take_step()
+
+    engine.engine.step = step
+    try:
+        engine.train_step(ROWS, in_loop)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        del engine.engine.step
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_memory_of_a_sleeping_optimizer_is_free(tmp_path: Path, stage: int) -> None:
+    engine = engine_of(tmp_path, zero_stage=stage)
+    losses = [engine.train_step(ROWS, SFTObjective())["sft/loss"] for _ in range(4)]
+    before = get_accelerator().memory_allocated()
+    engine.offload()
+    freed = before - get_accelerator().memory_allocated()
+    num_weights = sum(tensor.numel() for _, tensor in engine.weights())
+    assert freed >= 3 * 4 * num_weights  # float32: master weights and two moments
+    del engine
+    engine = engine_of(tmp_path, zero_stage=stage)
+    for loss in losses:  # kernels may add in another order: states that were lost would show at once
+        assert engine.train_step(ROWS, SFTObjective())["sft/loss"] == pytest.approx(loss, rel=1e-2)
+        engine.offload()
+        engine.reload()
