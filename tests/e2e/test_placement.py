@@ -5,19 +5,25 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 
+import order
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from records import trajectory
 
-from openrlhf.cluster import environment, placement
+from openrlhf.cluster import engine_pool, environment, group, placement
 from openrlhf.cluster.launch import available_nodes, check_resources, start_ray
 from openrlhf.cluster.layout import ENGINES, layout_of
 from openrlhf.cluster.placement import Bundles, in_order, place
+from openrlhf.cluster.roles import start_roles
 from openrlhf.config.ppo import (
     ActorConfig,
     AdvantageConfig,
@@ -31,6 +37,7 @@ from openrlhf.config.ppo import (
     VllmConfig,
 )
 from openrlhf.device import visible_index
+from openrlhf.types import Batch, Prompt
 
 NODES, GPUS = 3, 6
 NOSET = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
@@ -233,6 +240,71 @@ def test_processes_on_other_nodes_have_the_variables_of_the_run() -> None:
         before, interface, token, proxy, gpus = ray.get(task.remote(environment.private()))
         assert (before, interface, token) == (None, "ib0", "hf_secret"), i
         assert proxy == "http://me:secret@proxy:3128" and str(gpus).startswith("GPU-")
+
+
+def asleep_at(time: float, log: list[order.Event]) -> set[str]:
+    """What of the engine is asleep."""
+    asleep: set[str] = set()
+    for event in log:
+        if event.who == "Engine" and event.end <= time:
+            if event.what == "sleep":
+                asleep = {"weights", "kv_cache"}
+            elif event.what.startswith("wake"):
+                asleep -= set(event.what.split()[1:])
+    return asleep
+
+
+def test_who_shares_a_gpu_takes_turns(tmp_path, monkeypatch) -> None:
+    """The processes of a run with all its models on one GPU, two steps of it by the real controllers of
+    engines and models: residency.py's table."""
+    monkeypatch.setattr(order, "LOG", tmp_path / "log")
+    fakes = {"PolicyWorker": order.Policy, "CriticWorker": order.Critic, "FrozenWorker": order.Reference}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(group, name, fake)
+    monkeypatch.setattr(engine_pool, "EngineActor", order.Engine)
+    for name in ("policy_tokenizer", "probe_of", "check_stored"):
+        monkeypatch.setattr(engine_pool, name, lambda *_: [])
+    ray.cloudpickle.register_pickle_by_value(order)
+    wanted = config(together=True)
+    wanted = replace(
+        wanted,
+        algo=replace(wanted.algo, advantage=AdvantageConfig(estimator="gae")),
+        vllm=replace(wanted.vllm, enable_sleep=True),
+        ds=replace(wanted.ds, enable_sleep=True),
+    )
+    batch = Batch.of([trajectory(actions=(2, 3)), trajectory(actions=(4,))])
+    with placed(wanted) as places:
+        roles = start_roles(wanted, places, True, 8, None)
+        assert roles.critic and roles.reference
+        try:
+            roles.rollout.sync(roles.policy, 0).result()
+            for step in (1, 2):
+                roles.rollout.submit([Prompt(prompt_id=i, text="") for i in range(3)], "train")
+                for _ in range(3):
+                    roles.rollout.next_group("train", timeout=60)
+                scoring = [model.forward(batch) for model in (roles.policy, roles.critic, roles.reference)]
+                assert [list(scores.result()) for scores in scoring] == [[-1.0] * 3] * 3
+                learning = [model.update(batch, [[[0, 1]]], 0.0) for model in (roles.critic, roles.policy)]
+                for update in learning:
+                    update.result()
+                roles.rollout.sync(roles.policy, step).result()
+        finally:
+            roles.end()
+    log = order.events()
+    counts = Counter((event.who, event.what) for event in log)
+    assert counts["Engine", "run_group"] == 6 and counts["Policy", "send_weights"] == 3
+    assert counts["Policy", "update"] == counts["Critic", "update"] == counts["Reference", "forward"] == 2
+    computing = [e for e in log if e.who != "Engine" and e.what in ("forward", "update", "probe")]
+    for before, after in pairwise(computing):
+        assert before.end <= after.start, (before, after)
+    for event in log:
+        asleep = asleep_at(event.start, log)
+        if event in computing:
+            assert asleep == {"weights", "kv_cache"}, event
+        elif event.what in ("run_group", "probe"):
+            assert not asleep, event
+        elif event.what == "send_weights":
+            assert asleep == {"kv_cache"}, event
 
 
 def test_bundles_are_taken_node_by_node() -> None:
