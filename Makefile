@@ -11,10 +11,12 @@ demo: env  ## Train a tiny model on this machine: SFT, then RL with a verifier
 	.venv/bin/openrlhf demo
 
 test: env  ## Every guarantee, in a quarter of an hour
-	.venv/bin/pytest $(PARALLEL) -m "not slow"
+	.venv/bin/pytest $(PARALLEL) -m "not slow and not gpu"
+	.venv/bin/pytest -m "not slow" tests/gpu
 
 test-all: env  ## The same and the exhaustive variants
-	.venv/bin/pytest $(PARALLEL)
+	.venv/bin/pytest $(PARALLEL) -m "not gpu"
+	.venv/bin/pytest tests/gpu
 
 test-kernels: env  ## The numeric tests under the instruction sets of other CPUs
 	set -e; for kernels in $(KERNELS); do \
@@ -25,7 +27,7 @@ gpu: env  ## The first hour on a GPU: every part checked and measured, stage by 
 	.venv/bin/python benchmarks/gpu.py
 
 fast: env  ## The tests that start nothing: a few minutes
-	.venv/bin/pytest $(PARALLEL) -m "not e2e and not slow"
+	.venv/bin/pytest $(PARALLEL) -m "not e2e and not slow and not gpu"
 
 lint: env  ## Style, types and import layers
 	.venv/bin/ruff check .

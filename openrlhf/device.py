@@ -5,7 +5,13 @@ import os
 
 import torch
 
+# By default torch asks the driver, which starts CUDA: no process that is forked later could use it. Now it
+# asks NVML.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 DEVICE_TYPE = "cuda" if torch.cuda.is_available() else "cpu"
+
+VISIBLE_DEVICES = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
+"""The variable with the GPUs that a process sees: numbers, or names of GPUs and MIG slices."""
 
 # DeepSpeed asks this variable when it is imported, which transformers does at a time of its own.
 os.environ.setdefault("DS_ACCELERATOR", DEVICE_TYPE)
@@ -17,3 +23,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 # It recommends a kernel of its hub to every process that has it installed, 4-bit or not.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def visible_index(name: int | str) -> int:
+    """torch's number, in this process, of the GPU that Ray calls `name`. ValueError where it is not visible.
+
+    Ray shows a worker its own GPUs alone, or with one of its RAY_EXPERIMENTAL_NOSET_* variables all of the
+    node."""
+    visible = os.environ.get(VISIBLE_DEVICES, "")
+    return visible.split(",").index(str(name)) if visible else int(name)

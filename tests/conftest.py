@@ -8,11 +8,21 @@ import pytest
 from filelock import FileLock
 from xdist.scheduler import LoadScopeScheduling
 
+GPU_TESTS = Path(__file__).parent / "gpu"
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models of the tests are so small that a second one costs
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # for processes that join each other's cluster
 
 INDEPENDENT = ("test_invariance", "test_iterations", "test_rl", "test_rl_learning", "test_supervised")
 """Long files whose test functions share nothing but what `build_once` makes: any process may take one."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What tests compare holds for the arithmetic of a CPU, and they start more ranks than a machine may have
+    GPUs: all but `tests/gpu` see none. Before torch is imported."""
+    asked = (Path(config.invocation_params.dir, arg.partition("::")[0]).resolve() for arg in config.args)
+    if not all(path.is_relative_to(GPU_TESTS) for path in asked):
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 
 class Units(LoadScopeScheduling):

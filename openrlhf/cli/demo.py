@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from openrlhf.cli.errors import short_errors
+
 SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32"
 PRETRAIN = (
     "--data.max_len 256 --train.batch_size 8 --train.micro_batch_size 8 --train.max_epochs 2 --adam.lr 3e-3"
@@ -29,6 +31,9 @@ RL = (
     "--eval.n_samples_per_prompt 1 --eval.temperature 1.0"
 )
 
+NEEDED_GB = 4
+"""Of a GPU's memory, for the tiny model's trainer and engine with the contexts of two processes."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
@@ -42,12 +47,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--folder", type=Path, default=Path("demo"), help="where everything goes (default: demo)"
     )
     options = parser.parse_args(argv)
-    run(options.folder / f"seed{options.seed}", options.seed, options.steps)
+    # The models are so small that a second thread only costs; set before torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with short_errors():
+        _engine_memory()  # too little is said before anything starts
+        run(options.folder / f"seed{options.seed}", options.seed, options.steps)
 
 
 def run(folder: Path, seed: int, steps: int) -> None:
-    # The models are so small that a second thread only costs; set before torch is imported.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     started = time.monotonic()
     seconds: dict[str, float] = {}
     with _phase("prepare: problems, a tokenizer and a model without knowledge", seconds):
@@ -71,13 +78,33 @@ def run(folder: Path, seed: int, steps: int) -> None:
             f"--actor.model_name_or_path {folder / 'sft'} --data.prompt_dataset {files.prompts} "
             f"--reward.remote_url {files.reward} --eval.dataset {files.eval} --eval.steps {steps} "
             f"--train.max_steps {steps} --ckpt.output_dir {folder / 'policy'} "
-            f"--logger.run_dir {folder / 'run'} --train.seed {seed} {RL}"
+            f"--logger.run_dir {folder / 'run'} --train.seed {seed} {RL}{_engine_memory()}"
         )
     _show_result(folder, steps)
     phases = ", ".join(f"{name} {s:.0f} s" for name, s in seconds.items())
     print(f"\n{time.monotonic() - started:.0f} s in all: {phases}")
     print(f"trained model   {folder / 'policy'}   (AutoModelForCausalLM.from_pretrained loads it)")
     print(f"curves, samples {folder / 'run' / 'report.html'}")
+
+
+def _engine_memory() -> str:
+    """On a GPU half of what is free, for trainer and engine share one and both stay. ValueError where that is
+    too little."""
+    import torch
+
+    from openrlhf.device import DEVICE_TYPE
+
+    if DEVICE_TYPE == "cpu":
+        return ""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    if free < NEEDED_GB << 30:
+        raise ValueError(
+            f"the demo needs {NEEDED_GB} GiB of a GPU's memory, and {free / 2**30:.1f} of "
+            f"{total / 2**30:.0f} are free.\n`nvidia-smi` says who holds the rest; CUDA_VISIBLE_DEVICES "
+            "chooses another GPU."
+        )
+    return f" --vllm.gpu_memory_utilization {free / total / 2:.2f}"
 
 
 @contextmanager

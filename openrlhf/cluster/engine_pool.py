@@ -1,13 +1,13 @@
 """All the samplers together: engine/interfaces.py's Rollout over vLLM engines in Ray actors."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import ray
 
-from openrlhf.cluster import folder
+from openrlhf.cluster import environment, folder
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.pending import Gathered, Handle, first
 from openrlhf.cluster.placement import Bundles
@@ -19,6 +19,7 @@ from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_enviro
 from openrlhf.models.loading import policy_tokenizer, stop_token_ids
 from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
+from openrlhf.rewards.user_file import UserFiles
 from openrlhf.rollout.agents import UserExecutor
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
@@ -39,11 +40,14 @@ CLOSE_TIMEOUT = 10.0
 class EngineActor(VLLMEngine):
     """An engine, and the episodes that run on it, in one process."""
 
-    def __init__(self, config: PPOConfig, options: EngineOptions, reward_key: str | None = None) -> None:
-        """`reward_key`: of the reward servers."""
+    def __init__(
+        self, config: PPOConfig, options: EngineOptions, files: UserFiles, private: Mapping[str, str]
+    ) -> None:
+        """`private`: see environment.py."""
         folder.enter()
+        environment.take(private)
         super().__init__(options)
-        self.config, self.reward_key = config, reward_key
+        self.config, self.files = config, files
 
     async def start(self) -> None:
         await super().start()
@@ -52,7 +56,7 @@ class EngineActor(VLLMEngine):
         self.reward = self._build_reward()
         executor = SingleTurnAgentExecutor(self.reward, is_chat=config.data.apply_chat_template)
         if agent := config.train.agent_func_path:
-            executor = await UserExecutor.load(agent)
+            executor = await UserExecutor.load(self.files.here(agent))
         self.runner = EpisodeRunner(
             self,
             tokenizer,
@@ -72,7 +76,10 @@ class EngineActor(VLLMEngine):
             return NoReward()
         if path := self.config.reward_function_path:
             return RewardFunction(
-                path, timeout=reward.timeout, num_workers=reward.num_workers, batch_size=reward.batch
+                self.files.here(path),
+                timeout=reward.timeout,
+                num_workers=reward.num_workers,
+                batch_size=reward.batch,
             )
         if reward.servers:
             return RemoteReward(
@@ -80,7 +87,7 @@ class EngineActor(VLLMEngine):
                 timeout=reward.remote_timeout,
                 batch_size=reward.remote_batch_size,
                 concurrency=reward.remote_concurrency,
-                key=self.reward_key,
+                key=os.environ.get(KEY_VARIABLE),
             )
         return NoReward()  # with a teacher, the checks of config/ saw to it
 
@@ -141,6 +148,7 @@ class EnginePool:
         `sync` to fill. `reward`: the models that add their rewards to what was sampled."""
         self.config, self.on_gpu, self.bundles = config, on_gpu, bundles
         self.options = engine_options(config, on_gpu, from_files=from_files)
+        self.files = UserFiles.of(config.train.agent_func_path, config.reward_function_path)
         self.members = [self._create(index) for index in range(config.num_engines)]
         self.epoch = 0
         """How often the members have changed."""
@@ -158,12 +166,11 @@ class EnginePool:
 
     def _create(self, index: int) -> Handle:
         placed, devices = self.bundles.engine_options(index, self.options.tensor_parallel_size)
-        environment = engine_environment(self.options) | devices
+        env_vars = engine_environment(self.options) | devices
         actor = ray.remote(EngineActor).options(
-            **placed, runtime_env={"env_vars": environment}, max_concurrency=MAX_CALLS
+            **placed, runtime_env={"env_vars": env_vars}, max_concurrency=MAX_CALLS
         )
-        # The key from here: on another machine the variable is not set.
-        return actor.remote(self.config, self.options, os.environ.get(KEY_VARIABLE))
+        return actor.remote(self.config, self.options, self.files, environment.private())
 
     def start(self) -> Gathered[None]:
         return Gathered([member.start.remote() for member in self.members], first)

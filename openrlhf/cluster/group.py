@@ -10,6 +10,7 @@ from ray.actor import ActorHandle
 from torch import Tensor
 
 from openrlhf.algos.balance import partition
+from openrlhf.cluster import environment
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.pending import Gathered, Handle, first
 from openrlhf.cluster.placement import Bundles
@@ -39,7 +40,9 @@ class ModelRanks(Generic[WorkerT]):
         """Creates the ranks' processes; `start` loads the model."""
         self.config, self.bundles, self.mesh = config, bundles, bundles.mesh
         self.workers: list[Handle] = [
-            ray.remote(worker_class).options(**bundles.options(rank)).remote(config, rank, self.mesh)
+            ray.remote(worker_class)
+            .options(**bundles.options(rank))
+            .remote(config, rank, self.mesh, environment.private())
             for rank in range(self.mesh.size)
         ]
 

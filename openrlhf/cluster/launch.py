@@ -16,11 +16,12 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 from ray._private.grpc_utils import init_grpc_channel
+from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
 from ray.core.generated import gcs_service_pb2
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import RayError
 
-from openrlhf.cluster import folder
+from openrlhf.cluster import environment, folder
 from openrlhf.cluster.layout import Layout, Nodes, layout_of, total
 from openrlhf.config.ppo import PPOConfig
 
@@ -105,8 +106,11 @@ def available_nodes() -> Nodes:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def free_gpus() -> float:
-    return ray.available_resources().get("GPU", 0)
+def free_gpus() -> list[float]:
+    """Of each node that has GPUs."""
+    free = ray._private.state.available_resources_per_node()
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
+    return [free.get(node["NodeID"], {}).get("GPU", 0.0) for node in nodes]
 
 
 def cluster_has_gpus() -> bool:
@@ -116,7 +120,7 @@ def cluster_has_gpus() -> bool:
 def _join(address: str) -> None:
     ray.init(**_common_options())
     nodes = available_nodes()
-    gpus, free, cores = total(nodes, "GPU"), free_gpus(), total(nodes, "CPU")
+    gpus, free, cores = total(nodes, "GPU"), sum(free_gpus()), total(nodes, "CPU")
     taken = f" ({free:g} of them free)" if free < gpus else ""
     count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
     _say(f"joined the Ray cluster at {address}: {count}, {gpus} GPUs{taken}, {cores} CPU cores")
@@ -135,7 +139,8 @@ def _start_here() -> None:
 
 
 def _common_options() -> dict[str, Any]:
-    env_vars = {name: os.environ.get(name, value) for name, value in WORKERS.items()} | folder.here()
+    own = {name: os.environ.get(name, value) for name, value in WORKERS.items()}
+    env_vars = environment.forwarded() | own | folder.here()
     return {"runtime_env": {"env_vars": env_vars}, "log_to_driver": True, "logging_level": "ERROR"}
 
 
@@ -177,7 +182,7 @@ def _lives(address: str) -> bool:
 
 
 def _ask(address: str) -> grpc.StatusCode:
-    with closing(init_grpc_channel(address)) as channel:
+    with closing(init_grpc_channel(address, GLOBAL_GRPC_OPTIONS)) as channel:  # past proxies, as Ray's own
         request = gcs_service_pb2.CheckAliveRequest()  # pyrefly: ignore[missing-attribute]  made when imported
         try:
             NodeInfoGcsServiceStub(channel).CheckAlive(request, timeout=ANSWER_SECONDS)

@@ -50,8 +50,8 @@ class RoleLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """`nodes` are those of an empty cluster. On a busy one Ray may grant others; what is together stays
-    together."""
+    """`nodes` are those of an empty cluster. On a busy one Ray may grant others; placement.py
+    sees to it that what is together stays together."""
 
     nodes: tuple[int, ...]
     """GPUs of each."""
@@ -125,6 +125,11 @@ def demands(config: PPOConfig) -> dict[str, int]:
         engine_gpus = config.num_engines * config.vllm.tensor_parallel_size
         needs["--vllm.num_engines x --vllm.tensor_parallel_size"] = engine_gpus
     return needs
+
+
+def tensor_flag(role: str) -> str:
+    """The flag that says how many GPUs share one copy of the role's weights."""
+    return "--vllm.tensor_parallel_size" if role == ENGINES else "--ds.tensor_parallel_size"
 
 
 def listed(needs: Mapping[str, int]) -> str:
@@ -205,14 +210,13 @@ def _pack(bundles: Sequence[int], nodes: Sequence[int]) -> list[list[Device]]:
 def _torn(layout: Layout) -> Iterator[str]:
     """Tensor parallel ranks of a role that are on several nodes."""
     for role, place in layout.roles.items():
-        flag = "--vllm.tensor_parallel_size" if role == ENGINES else "--ds.tensor_parallel_size"
         if all(len({device.node for device in group}) == 1 for group in place.tensor_groups):
             continue
         home = layout.home(role)
         held = Counter(device.node for device in place.devices).values()
         yield (
-            f"{flag} {place.mesh.tensor}: the GPUs of one copy of the weights are on one node, and of those "
-            f"of --{home}.num_gpus_per_node the nodes have {', '.join(map(str, held))}.\n"
+            f"{tensor_flag(role)} {place.mesh.tensor}: the GPUs of one copy of the weights are on one node, "
+            f"and of those of --{home}.num_gpus_per_node the nodes have {', '.join(map(str, held))}.\n"
             "Choose a size that divides the GPUs of a node."
         )
 

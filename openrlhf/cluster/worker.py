@@ -3,9 +3,10 @@ them."""
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -14,12 +15,12 @@ import torch
 from torch import Tensor
 
 from openrlhf.algos.balance import pack_to_budget
-from openrlhf.cluster import folder
+from openrlhf.cluster import environment, folder
 from openrlhf.cluster.residency import optimizer_present, rest_optimizer
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, ActorConfig, CriticConfig, PPOConfig
 from openrlhf.datasets.batches import Windows
 from openrlhf.datasets.store import SampleStore
-from openrlhf.device import DEVICE_TYPE
+from openrlhf.device import DEVICE_TYPE, visible_index
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
 from openrlhf.engine.distributed import (
     ProcessMesh,
@@ -55,8 +56,12 @@ ModelT = TypeVar("ModelT", DeepSpeedEngine, FrozenModel)
 class Worker:
     """One rank of a role: it meets the others."""
 
-    def __init__(self, config: PPOConfig, rank: int, mesh: Mesh) -> None:
+    def __init__(
+        self, config: PPOConfig, rank: int, mesh: Mesh, private: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """`private`: see environment.py."""
         folder.enter()
+        environment.take(private)
         self.config, self.rank, self.mesh = config, rank, ProcessMesh.of(mesh, rank)
 
     def call(self, method: str, count: int, *arguments: Any) -> Any:
@@ -69,12 +74,10 @@ class Worker:
         return ray.util.get_node_ip_address(), free_port()
 
     def join(self, address: str, port: int) -> None:
-        # Ray shows each worker its own GPU as number 0, unless it is told to show all.
-        sees_all = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES" in os.environ and DEVICE_TYPE == "cuda"
-        local_rank = ray.get_gpu_ids()[0] if sees_all else 0 if DEVICE_TYPE == "cuda" else self.rank
+        on_gpu = DEVICE_TYPE == "cuda"
         os.environ |= {
             "RANK": str(self.rank),
-            "LOCAL_RANK": str(int(local_rank)),
+            "LOCAL_RANK": str(visible_index(ray.get_gpu_ids()[0]) if on_gpu else self.rank),
             "WORLD_SIZE": str(self.mesh.size),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),

@@ -378,6 +378,8 @@ class TrainConfig:
     """The reference model shares the actor's GPUs."""
     colocate_critic_reward: bool = False
     """Critic and reward model share GPUs."""
+    placement_timeout: Positive | None = None
+    """Seconds that the run waits for GPUs that others hold. None: as long as it takes."""
     async_enable: bool = False
     """Sample the next batches while training on this one."""
     async_queue_size: Count = 1

@@ -85,7 +85,7 @@ def init_distributed(timeout_minutes: int = 60) -> None:
     for name, value in _group_of_one().items():
         os.environ.setdefault(name, value)
     if DEVICE_TYPE == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(_settle_local_rank())
     else:  # its shared-memory collectives would be compiled on first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _keep_freed_memory()
@@ -141,6 +141,19 @@ def _keep_freed_memory() -> None:
     if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
         for option, value in MALLOPT.items():
             libc.mallopt(option, value)
+
+
+def _settle_local_rank() -> int:
+    """The number of this rank's GPU, which DeepSpeed reads from the environment. Where a launcher shows each
+    rank its own GPU alone (`srun --gpus-per-task 1`), that is 0 whatever the rank."""
+    local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if "TORCHELASTIC_RUN_ID" in os.environ and local_rank >= gpus:  # torchrun shows all to all
+        raise ValueError(
+            f"{os.environ['LOCAL_WORLD_SIZE']} ranks on a machine where {gpus} GPUs are visible: a rank "
+            f"needs one of its own.\nStart at most {gpus} (--nproc_per_node {gpus})."
+        )
+    os.environ["LOCAL_RANK"] = str(local_rank % gpus)
+    return local_rank % gpus
 
 
 def _group_of_one() -> dict[str, str]:

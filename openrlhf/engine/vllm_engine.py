@@ -94,7 +94,9 @@ def engine_environment(options: EngineOptions) -> dict[str, str]:
     }
     common = {name: os.environ.get(name, value) for name, value in quiet.items()}
     if options.on_gpu:
-        return common
+        # vLLM forks unless it sees that CUDA is initialised, which it does not see of a mere question
+        # whether there is a GPU; CUDA is then lost to the fork.
+        return common | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     cores = os.cpu_count() or 1
     bind = "|".join(str(i % cores) for i in range(options.tensor_parallel_size))
     return common | {

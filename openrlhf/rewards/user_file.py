@@ -1,10 +1,18 @@
-"""Users' files: how they are imported, and where in them something was raised."""
+"""Users' files: how they get to other machines, how they are imported, and where in them something was
+raised."""
 
+import hashlib
 import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
+from typing import Self
+
+from openrlhf.files import cache_folder, replacing
 
 IMPORT_DEADLINE = 1800.0
 """Seconds that an engine waits for the import of a user's file. Then the run ends."""
@@ -27,6 +35,31 @@ class ImportTimeout(RuntimeError):
             f"{path}: its import in the engine took more than {limit:g} s.\nDoes it wait for something that "
             "is only there later? Do that where it is first used."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class UserFiles:
+    """Files of the machine where a run starts, for those where it samples: every engine shall have the same
+    rewards."""
+
+    contents: Mapping[str, bytes]
+    """By path."""
+
+    @classmethod
+    def of(cls, *paths: str | None) -> Self:
+        return cls({path: Path(path).read_bytes() for path in paths if path})
+
+    def here(self, path: str) -> str:
+        """`path`, or where this machine has another file there or none, a copy."""
+        content, file = self.contents[path], Path(path)
+        if file.is_file() and file.read_bytes() == content:
+            return path
+        copy = cache_folder() / "user_files" / hashlib.sha256(content).hexdigest()[:16] / file.name
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(copy, shared=True) as beside:
+                beside.write_bytes(content)
+        return str(copy)
 
 
 def import_file(path: str, name: str) -> ModuleType:

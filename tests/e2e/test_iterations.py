@@ -19,7 +19,7 @@ TRAIN = (
 
 
 @pytest.fixture
-def loop(knowing, reward_model, tmp_path) -> Callable[..., Path]:
+def loop(cpu_engines, knowing, reward_model, tmp_path) -> Callable[..., Path]:
     """Run a script with these variables; returns what it made."""
 
     def run(script: str, **variables: str) -> Path:

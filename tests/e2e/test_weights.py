@@ -20,7 +20,9 @@ def test_ranks_send_what_the_checkpoint_held(tmp_path: Path, run_worker: Callabl
 
 
 @pytest.fixture
-def sync(tmp_path: Path, run_worker: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict]:
+def sync(
+    cpu_engines: None, tmp_path: Path, run_worker: Callable, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict]:
     """What is said of an engine after a sync with each fault, and after a last one without."""
     options = EngineOptions(
         model="", dtype="fp32", max_len=256, seed=0, transfer_backend="gloo", on_gpu=False

@@ -13,7 +13,7 @@ from records import trajectory
 
 from openrlhf.rewards import process
 from openrlhf.rewards.function import RewardFunction, check_reward_file
-from openrlhf.rewards.user_file import ImportTimeout
+from openrlhf.rewards.user_file import ImportTimeout, UserFiles
 from openrlhf.rewards.values import read_rewards
 from openrlhf.trainer.diagnostics import rollout_metrics
 from openrlhf.utils.agent import Reward, RewardError
@@ -21,6 +21,22 @@ from openrlhf.utils.agent import Reward, RewardError
 
 def reward(value, score=None, **logs):
     return Reward(reward=value, score=value if score is None else score, extra_logs=logs)
+
+
+def test_every_machine_has_the_function_of_the_one_where_the_run_started(tmp_path):
+    """Also one that has another file of that name, or none."""
+    path = tmp_path / "ours.py"
+    path.write_text(source := "def reward_func(queries, prompts, labels):\n    return [1.0]\n")
+    files = UserFiles.of(str(path), None)
+    assert files.here(str(path)) == str(path)
+    path.write_text("def reward_func(queries, prompts, labels):\n    return [0.0]\n")
+    copy = files.here(str(path))
+    assert copy != str(path) and Path(copy).name == "ours.py" and Path(copy).read_text() == source
+    path.unlink()
+    assert files.here(str(path)) == copy
+    function = RewardFunction(copy, timeout=60)
+    assert asyncio.run(function("", "", None)) == reward(1.0)
+    function.close()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""Processes of a run that compute nothing and write down what they are asked: a line for each call, with its
+start and end. For workers of Ray, which take the code along and import nothing for it."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+LOG = Path()
+"""Where, set before a process is started."""
+PAUSE = 0.05
+"""Seconds that a call takes: calls that may meet do."""
+
+
+class Event(NamedTuple):
+    start: float
+    end: float
+    who: str
+    what: str
+
+
+def events() -> list[Event]:
+    lines = (line.split("\t") for line in LOG.read_text().splitlines())
+    return sorted(Event(float(start), float(end), who, what) for start, end, who, what in lines)
+
+
+def note(who: str, what: str) -> None:
+    start = time.monotonic()
+    time.sleep(PAUSE)
+    with LOG.open("a") as file:
+        file.write(f"{start}\t{time.monotonic()}\t{who}\t{what}\n")
+
+
+class Rank:
+    """Of any model."""
+
+    def __init__(self, config: Any, rank: int, mesh: Any, private: Mapping[str, str]) -> None:
+        self.name = type(self).__name__
+
+    def address(self) -> tuple[str, int]:
+        return "", 0
+
+    def memory(self) -> SimpleNamespace:
+        return SimpleNamespace(held=1, free=60, total=80)
+
+    def weight_bytes(self) -> int:
+        return 1
+
+    def start(self, *_: Any) -> None:
+        note(self.name, "start")
+
+    def open_weight_sync(self, *_: Any) -> None:
+        pass
+
+    def send_weights(self, version: int) -> None:
+        note(self.name, "send_weights")
+
+    def call(self, method: str, count: int, *arguments: Any) -> Any:
+        note(self.name, method)
+        if method == "forward":
+            return arguments[0].rollout_log_probs
+        return ([{"loss": 0.0}], None) if method == "update" else None
+
+
+class Policy(Rank):
+    pass
+
+
+class Critic(Rank):
+    pass
+
+
+class Reference(Rank):
+    def start(self, *_: Any) -> None:
+        note("Reference", "start")
+
+
+class Engine:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    async def start(self, *_: Any) -> None:
+        note("Engine", "start")
+
+    async def run_group(self, prompt: Any, purpose: str) -> SimpleNamespace:
+        note("Engine", "run_group")
+        return SimpleNamespace(prompt=prompt, trajectories=[])
+
+    async def probe(self, token_ids: list[int]) -> None:
+        note("Engine", "probe")
+
+    async def sleep(self) -> None:
+        note("Engine", "sleep")
+
+    async def wake(self, tags: list[str]) -> None:
+        note("Engine", f"wake {' '.join(tags)}")
+
+    async def close(self) -> None:
+        pass

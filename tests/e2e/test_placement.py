@@ -1,0 +1,317 @@
+"""Where Ray puts a run, on three nodes of 6 GPUs as far as it knows. The GPUs have names, as with
+CUDA_VISIBLE_DEVICES=GPU-8932f937-..., and are not there."""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+
+import order
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from records import trajectory
+
+from openrlhf.cluster import engine_pool, environment, group, placement
+from openrlhf.cluster.launch import available_nodes, check_resources, start_ray
+from openrlhf.cluster.layout import ENGINES, layout_of
+from openrlhf.cluster.placement import Bundles, in_order, place
+from openrlhf.cluster.roles import start_roles
+from openrlhf.config.ppo import (
+    ActorConfig,
+    AdvantageConfig,
+    AlgoConfig,
+    CriticConfig,
+    PPOConfig,
+    PPOTeacherConfig,
+    RefConfig,
+    RewardConfig,
+    TrainConfig,
+    VllmConfig,
+)
+from openrlhf.device import visible_index
+from openrlhf.types import Batch, Prompt
+
+NODES, GPUS = 3, 6
+NOSET = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+
+
+def name(node: int, gpu: int) -> str:
+    return f"GPU-{node}{gpu}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """Started before the run sets its variables, and without a core that could be claimed."""
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets have short names
+    options = {"num_cpus": 0, "num_gpus": GPUS, "object_store_memory": 100_000_000}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("RAY_num_workers_soft_limit", str(GPUS))  # idle ones stay, for the next test
+        cluster = None
+        for node in range(NODES):
+            patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(name(node, gpu) for gpu in range(GPUS)))
+            if cluster is None:
+                cluster = Cluster(True, head_node_args=options | {"include_dashboard": False})
+            else:
+                cluster.add_node(**options)
+        patch.delenv("CUDA_VISIBLE_DEVICES")
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        patch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+        patch.setenv("HF_TOKEN", "hf_secret")
+        patch.setenv("https_proxy", "http://me:secret@proxy:3128")
+        start_ray()
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        yield
+        ray.shutdown()
+        cluster.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def config(
+    actors: int = 1,
+    refs: int | None = None,
+    engines: int | None = None,
+    size: int = 1,
+    together: bool = False,
+    everybody: bool = False,
+    timeout: float | None = None,
+) -> PPOConfig:
+    """`everybody`: all five models that a run may have."""
+    other = "m" if everybody else None
+    return PPOConfig(
+        actor=ActorConfig(num_gpus_per_node=actors),
+        ref=RefConfig(num_gpus_per_node=refs or actors),
+        critic=CriticConfig(num_gpus_per_node=actors),
+        reward=RewardConfig(model_name_or_path=other, num_gpus_per_node=actors),
+        teacher=PPOTeacherConfig(model_name_or_path=other, num_gpus_per_node=actors),
+        vllm=VllmConfig(num_engines=engines, tensor_parallel_size=size),
+        algo=AlgoConfig(advantage=AdvantageConfig(estimator="gae" if everybody else "rloo")),
+        train=TrainConfig(colocate_all=together, placement_timeout=timeout),
+    )
+
+
+@contextmanager
+def placed(config: PPOConfig) -> Iterator[dict[str, Bundles]]:
+    places = place(config, check_resources(config))
+    try:
+        yield places
+    finally:
+        remove_placement_group(places["actor"].group)
+
+
+def where() -> tuple[str, str, str]:
+    """(node, GPU, GPUs that it sees) of a worker."""
+    (gpu,) = ray.get_gpu_ids()
+    return ray.get_runtime_context().get_node_id(), str(gpu), os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+class Rank:
+    def where(self) -> tuple[str, str]:
+        return where()[:2]
+
+
+def of_ranks(bundles: Bundles, **options) -> list[tuple[str, str, str]]:
+    task = ray.remote(where)
+    ranks = range(bundles.mesh.size)
+    return ray.get([task.options(**bundles.options(rank), **options).remote() for rank in ranks])
+
+
+def of_engine(bundles: Bundles, index: int, size: int) -> list[tuple[str, str]]:
+    """(node, GPU) of each of its workers."""
+    options, variables = bundles.engine_options(index, size)
+    node = options["scheduling_strategy"].node_id
+    return [(node, gpu) for gpu in variables["CUDA_VISIBLE_DEVICES"].split(",")]
+
+
+@pytest.mark.parametrize("size", [6, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_engine_has_the_gpus_of_its_neighbours_in_order(size: int) -> None:
+    """With more than 16 bundles of one size Ray's sort mixes them up: by its numbers they would be torn."""
+    with placed(config(18, size=size, together=True)) as places:
+        ranks = of_ranks(places["actor"])
+        engines = [of_engine(places[ENGINES], i, size) for i in range(18 // size)]
+        assert len(set(ranks)) == 18 and all(gpu == seen for _, gpu, seen in ranks)
+        assert [place for engine in engines for place in engine] == [(node, gpu) for node, gpu, _ in ranks]
+        assert all(len({node for node, _ in engine}) == 1 for engine in engines)
+
+
+def test_a_worker_that_sees_all_gpus_of_its_node_finds_its_own(monkeypatch) -> None:
+    with placed(config(3, together=True)) as places:
+        for _, gpu, seen in of_ranks(places["actor"], runtime_env=NOSET):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+            assert gpu == name(int(gpu[4]), visible_index(gpu)) and seen.count(",") == GPUS - 1
+
+
+@pytest.mark.parametrize(
+    ("actors", "refs", "engines", "size"),
+    [(3, 3, 2, 6), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(6, 4, 4, 2), (9, 5, 4, 1)])],
+)
+def test_roles_are_where_they_were_planned(actors: int, refs: int, engines: int, size: int) -> None:
+    """Up to the names of the nodes."""
+    wanted = config(actors, refs, engines, size)
+    layout = layout_of(wanted, available_nodes())
+    with placed(wanted) as places:
+        found = {role: [(node, gpu) for node, gpu, _ in of_ranks(places[role])] for role in ("actor", "ref")}
+        found[ENGINES] = [place for i in range(engines) for place in of_engine(places[ENGINES], i, size)]
+    held = [place for places in found.values() for place in places]
+    assert len(set(held)) == len(held) == actors + refs + engines * size
+    for role, at in found.items():
+        planned = [device.node for device in layout.roles[role].devices]
+        pairs = set(zip(planned, (node for node, _ in at), strict=True))
+        assert len(pairs) == len(set(planned)) == len({node for node, _ in at}), (role, pairs)
+
+
+def test_five_models_and_an_engine_fit_on_a_gpu() -> None:
+    """In the order of a start: reward models, engines, everybody else. No core is there to be claimed."""
+    with placed(config(together=True, everybody=True)) as places:
+        rank = ray.remote(Rank)
+        create = lambda role: rank.options(**places[role].options(0)).remote()
+        alive = [create("reward")]
+        (engine,) = of_engine(places[ENGINES], 0, 1)
+        alive += [create(role) for role in ("actor", "critic", "ref", "teacher")]
+        assert ray.get([member.where.remote() for member in alive], timeout=60) == [engine] * 5
+
+
+@contextmanager
+def held_by_others(*counts: int) -> Iterator[None]:
+    """GPUs of each node."""
+    ids = [node["NodeID"] for node in ray.nodes()]
+    groups = [
+        placement_group([{"GPU": count}], "STRICT_PACK", f"run {i}", _soft_target_node_id=node)
+        for i, (node, count) in enumerate(zip(ids, counts, strict=True))
+    ]
+    ray.get([group.ready() for group in groups])
+    try:
+        yield
+    finally:
+        for group in groups:
+            remove_placement_group(group)
+
+
+def test_a_run_that_waits_says_what_is_missing_and_who_has_it(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(placement, "PATIENCE", 0)
+    with held_by_others(6, 6, 4), pytest.raises(RuntimeError) as error:
+        place(wanted := config(2, 2, 2, 2, timeout=2.5), check_resources(wanted))
+    needs = (
+        "the run needs 8 GPUs (--actor.num_nodes x --actor.num_gpus_per_node = 2, --ref.num_nodes x "
+        "--ref.num_gpus_per_node = 2, --vllm.num_engines x --vllm.tensor_parallel_size = 4, for an engine 2 "
+        "of one node); of the cluster's 18, 2 are free"
+    )
+    free, held = str(error.value).removeprefix(f"--train.placement_timeout 2.5: {needs}").split(": ")
+    assert sorted(free) == sorted(" (2, 0, 0 on the nodes)")
+    assert sorted(held.rstrip(".").split(", ")) == ["run 0 holds 6", "run 1 holds 6", "run 2 holds 4"]
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"waiting: {needs}") and first.endswith(
+        "It starts when they are; Ctrl-C gives up."
+    )
+
+
+def test_a_busy_cluster_that_tears_an_engine_apart_is_refused() -> None:
+    """Of 6 free GPUs 4 and 2 are on a node."""
+    wanted = config(6, size=3, together=True)
+    with held_by_others(2, 4, 6), pytest.raises(RuntimeError) as error:
+        place(wanted, check_resources(wanted))
+    assert str(error.value) == (
+        "--vllm.tensor_parallel_size 3: the GPUs of one copy of the weights are on one node, and of what "
+        "others left free the cluster gave 1 of 2 copies GPUs of several.\n"
+        "Start again when whole nodes are free, or choose a smaller size."
+    )
+
+
+def test_processes_on_other_nodes_have_the_variables_of_the_run() -> None:
+    """Of the node they have its GPUs. What Ray would write to its logs is handed over otherwise."""
+
+    def variables(private: dict) -> list[str | None]:
+        before = os.environ.get("HF_TOKEN")
+        environment.take(private)
+        names = ("NCCL_SOCKET_IFNAME", "HF_TOKEN", "https_proxy", "CUDA_VISIBLE_DEVICES")
+        return [before, *map(os.environ.get, names)]
+
+    for i, node in enumerate(sorted(ray.nodes(), key=lambda node: node["NodeID"])):
+        at = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        task = ray.remote(variables).options(num_cpus=0, scheduling_strategy=at)
+        before, interface, token, proxy, gpus = ray.get(task.remote(environment.private()))
+        assert (before, interface, token) == (None, "ib0", "hf_secret"), i
+        assert proxy == "http://me:secret@proxy:3128" and str(gpus).startswith("GPU-")
+
+
+def asleep_at(time: float, log: list[order.Event]) -> set[str]:
+    """What of the engine is asleep."""
+    asleep: set[str] = set()
+    for event in log:
+        if event.who == "Engine" and event.end <= time:
+            if event.what == "sleep":
+                asleep = {"weights", "kv_cache"}
+            elif event.what.startswith("wake"):
+                asleep -= set(event.what.split()[1:])
+    return asleep
+
+
+def test_who_shares_a_gpu_takes_turns(tmp_path, monkeypatch) -> None:
+    """The processes of a run with all its models on one GPU, two steps of it by the real controllers of
+    engines and models: residency.py's table."""
+    monkeypatch.setattr(order, "LOG", tmp_path / "log")
+    fakes = {"PolicyWorker": order.Policy, "CriticWorker": order.Critic, "FrozenWorker": order.Reference}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(group, name, fake)
+    monkeypatch.setattr(engine_pool, "EngineActor", order.Engine)
+    for name in ("policy_tokenizer", "probe_of", "check_stored"):
+        monkeypatch.setattr(engine_pool, name, lambda *_: [])
+    ray.cloudpickle.register_pickle_by_value(order)
+    wanted = config(together=True)
+    wanted = replace(
+        wanted,
+        algo=replace(wanted.algo, advantage=AdvantageConfig(estimator="gae")),
+        vllm=replace(wanted.vllm, enable_sleep=True),
+        ds=replace(wanted.ds, enable_sleep=True),
+    )
+    batch = Batch.of([trajectory(actions=(2, 3)), trajectory(actions=(4,))])
+    with placed(wanted) as places:
+        roles = start_roles(wanted, places, True, 8, None)
+        assert roles.critic and roles.reference
+        try:
+            roles.rollout.sync(roles.policy, 0).result()
+            for step in (1, 2):
+                roles.rollout.submit([Prompt(prompt_id=i, text="") for i in range(3)], "train")
+                for _ in range(3):
+                    roles.rollout.next_group("train", timeout=60)
+                scoring = [model.forward(batch) for model in (roles.policy, roles.critic, roles.reference)]
+                assert [list(scores.result()) for scores in scoring] == [[-1.0] * 3] * 3
+                learning = [model.update(batch, [[[0, 1]]], 0.0) for model in (roles.critic, roles.policy)]
+                for update in learning:
+                    update.result()
+                roles.rollout.sync(roles.policy, step).result()
+        finally:
+            roles.end()
+    log = order.events()
+    counts = Counter((event.who, event.what) for event in log)
+    assert counts["Engine", "run_group"] == 6 and counts["Policy", "send_weights"] == 3
+    assert counts["Policy", "update"] == counts["Critic", "update"] == counts["Reference", "forward"] == 2
+    computing = [e for e in log if e.who != "Engine" and e.what in ("forward", "update", "probe")]
+    for before, after in pairwise(computing):
+        assert before.end <= after.start, (before, after)
+    for event in log:
+        asleep = asleep_at(event.start, log)
+        if event in computing:
+            assert asleep == {"weights", "kv_cache"}, event
+        elif event.what in ("run_group", "probe"):
+            assert not asleep, event
+        elif event.what == "send_weights":
+            assert asleep == {"kv_cache"}, event
+
+
+def test_bundles_are_taken_node_by_node() -> None:
+    """Three nodes, which Ray filled in the order c, a, b: two engines of 2 and three ranks; an engine and
+    three ranks; a rank."""
+    sizes = [1, 1, 1, 1, 1, 1, 1, 2, 2, 2]
+    nodes = dict(enumerate("abacaccacc"))
+    order = in_order(sizes, nodes)
+    assert sorted(order) == list(range(10)) and [sizes[i] for i in order] == sizes
+    assert "".join(nodes[i] for i in order) == "cccaaabcca"

@@ -1,0 +1,90 @@
+"""Which GPU a process computes on, and that asking for one leaves CUDA to forked processes. The code of torch
+and vLLM; what speaks to a driver is replaced."""
+
+import os
+import runpy
+
+import pytest
+import torch
+
+from openrlhf import device
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.device import visible_index
+from openrlhf.engine import distributed
+from openrlhf.engine.vllm_engine import EngineOptions, engine_environment
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """One of the test's own, as of a process that nobody has told of GPUs."""
+    own = {name: value for name, value in os.environ.items() if not name.endswith("VISIBLE_DEVICES")}
+    monkeypatch.setattr(os, "environ", own)
+    return own
+
+
+def test_whether_there_is_a_gpu_is_asked_without_starting_cuda(environment, monkeypatch) -> None:
+    """A child that is forked after `cudaGetDeviceCount` has no CUDA."""
+    environment.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+    environment.pop("DS_ACCELERATOR", None)
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_raw_device_count_nvml", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: pytest.fail("CUDA starts"), raising=False)
+    assert runpy.run_path(device.__file__)["DEVICE_TYPE"] == "cuda"
+    assert environment["DS_ACCELERATOR"] == "cuda"
+
+
+def test_the_processes_of_an_engine_on_gpus_are_spawned(environment, monkeypatch) -> None:
+    from vllm.utils import system_utils
+
+    method = lambda: system_utils.get_mp_context().get_start_method()
+    environment.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
+    assert method() == "fork"  # vLLM's choice for a process that has asked for GPUs
+    options = EngineOptions.of(PPOConfig(), model="m", max_len=8, on_gpu=True)
+    environment.update(engine_environment(options))
+    assert method() == "spawn"
+
+
+UUIDS = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,GPU-7a1b0c2d-0000-4106-c12f-20bd9faed9f6"
+
+
+@pytest.mark.parametrize(
+    ("visible", "name", "index"),
+    [
+        ("", 3, 3),  # all of the node, by a RAY_EXPERIMENTAL_NOSET_* variable
+        ("3", "3", 0),  # its own alone, as Ray does without
+        ("1,3", "3", 1),  # what `ray start` was given, of which 3 % 2 and 1 % 2 are the same
+        (UUIDS, UUIDS.split(",")[1], 1),
+        ("MIG-1f2e,MIG-9a8b", "MIG-1f2e", 0),
+    ],
+)
+@pytest.mark.parametrize("hip", [False, True])
+def test_a_gpu_is_found_among_the_visible_ones(environment, monkeypatch, visible, name, index, hip) -> None:
+    monkeypatch.setattr(device, "VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES" if hip else "CUDA_VISIBLE_DEVICES")
+    environment[device.VISIBLE_DEVICES] = visible
+    assert visible_index(name) == index
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "gpus", "index"), [(0, 1, 0), (3, 1, 0), (3, 8, 3)], ids=["one", "gpus-per-task", "all"]
+)
+def test_deepspeed_and_torch_take_the_same_gpu(environment, monkeypatch, local_rank, gpus, index) -> None:
+    """DeepSpeed takes LOCAL_RANK as it stands, in `comm/torch.py` and `zero/partition_parameters.py`."""
+    chosen = []
+    monkeypatch.setattr(distributed, "DEVICE_TYPE", "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(distributed.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed.deepspeed, "init_distributed", lambda **_: None)
+    environment |= {"RANK": "3", "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "8"}
+    distributed.init_distributed()
+    assert chosen == [index] and environment["LOCAL_RANK"] == str(index)
+
+
+def test_more_ranks_than_gpus_are_refused(environment, monkeypatch) -> None:
+    """NCCL would say "Duplicate GPU detected" in its log, minutes later."""
+    monkeypatch.setattr(distributed, "DEVICE_TYPE", "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    environment |= {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    environment |= {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
+    with pytest.raises(ValueError, match=r"2 ranks .* 1 GPUs are visible.*\n.*--nproc_per_node 1"):
+        distributed.init_distributed()
