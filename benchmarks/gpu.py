@@ -75,7 +75,7 @@ VOCABULARY = 151_936
 MISMATCH = 0.02
 """Nats: sampler and trainer compute the same weights in bf16, whose unit roundoff is 2^-8 = 0.004."""
 
-Figures = dict[str, float | str]
+Figures = dict[str, float | int | str]
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,8 @@ def tests(*selection: str) -> Callable[[Setting], Figures]:
         assert not bad and done.returncode == 0, f"failed: {', '.join(map(str, bad))}"
         assert ran, "every test was skipped"
         recorded = {p.get("name", ""): float(p.get("value", "")) for c in ran for p in c.iter("property")}
-        return {"tests": len(ran), "skipped": len(cases) - len(ran)} | recorded
+        counts: Figures = {"tests": len(ran), "skipped": len(cases) - len(ran)}
+        return counts | recorded
 
     return run
 
@@ -665,13 +666,13 @@ STAGES = {
     ),
     "zero": Stage(
         shows="gradients at ZeRO 0 to 3, whatever the layout",
-        run=tests("tests/e2e/test_invariance.py", "-k", "gradient_does_not_depend"),
+        run=tests("tests/gpu/test_training.py", "-k", "gradients"),
         packages=(*ENGINE, "pytest"),
         rehearsed=False,
     ),
     "sleep": Stage(
         shows="optimizer states moved away and back, with equal losses",
-        run=tests("tests/gpu/test_states.py"),
+        run=tests("tests/gpu/test_training.py", "-k", "sleeping"),
         packages=(*ENGINE, "pytest"),
         rehearsed=False,
     ),

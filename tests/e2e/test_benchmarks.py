@@ -19,7 +19,7 @@ def test_every_benchmark_is_here() -> None:
 
 
 def test_the_first_hour_on_a_gpu_rehearsed(tmp_path: Path) -> None:
-    """What needs no GPU runs; what does is skipped with the reason; what fails says why and fails the whole."""
+    """What needs no GPU runs; what does is skipped with the reason; what fails says why, and all fails."""
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--rehearse"]
     stages = ["facts", "kernels", "waits"]
     done = subprocess.run([*command, *stages], capture_output=True, text=True, timeout=300, cwd=tmp_path)

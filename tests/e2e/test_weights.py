@@ -61,8 +61,8 @@ def test_what_an_engine_stored_is_compared(sync: Callable, family: str, fault: s
 LOST_BY_VLLM = {"GptOss": "did not write model.layers.0.attn.sinks"}
 """What vLLM cannot take a second time: its loader copies it past its own reloading."""
 OTHERWISE_ON_CPU = {"DeepseekV2", "DeepseekV3", "Ernie4_5_Moe", "MiniMaxM2", "Phimoe"}
-"""What vLLM on CPU does not run, cannot reload, or computes in another way even as loaded from disk: it routes
-Ernie's tokens without the experts' correction."""
+"""What vLLM on CPU does not run, cannot reload, or computes in another way even as loaded from disk: it
+routes Ernie's tokens without the experts' correction."""
 
 
 @pytest.mark.slow
