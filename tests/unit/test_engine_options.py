@@ -51,7 +51,7 @@ def test_the_engines_of_a_run_start_without_weights_and_take_them_as_the_run_sen
     assert engine_options(shared, on_gpu=False).transfer_backend == "gloo"
     assert not engine_options(config, on_gpu=True).load_weights
     assert engine_options(config, on_gpu=True, from_files=True).load_weights
-    assert engine_options(config, on_gpu=True).float32_head
+    assert [engine_options(config, on_gpu=on_gpu).float32_head for on_gpu in (True, False)] == [True, False]
 
 
 def test_only_engines_on_the_trainers_gpus_unpickle_what_their_socket_brings(monkeypatch):
