@@ -11,6 +11,9 @@ backends.
 
 import datetime
 import math
+import os
+import sys
+import traceback
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -289,7 +292,34 @@ def _open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) 
         rank=meeting.rank,
         packed_buffer_size_bytes=BUCKET_BYTES,
     )
-    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=_vllm_source(source))
+    return WeightTransferTrainerFactory.trainer_init(
+        info, client=_EndsWithEngines(client), source=_vllm_source(source)
+    )
+
+
+class _EndsWithEngines:
+    """The control plane of a sender that waits in NCCL for all engines. Where one fails nothing could wake
+    it: the process says why, and ends."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        self.client.init_weight_transfer_engine(init_info)
+
+    def start_weight_update(self) -> None:
+        self.client.start_weight_update()
+
+    def update_weights(self, update_info: dict | list[dict]) -> None:
+        try:
+            self.client.update_weights(update_info)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.client.finish_weight_update(weight_version)
 
 
 def _open_ipc(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:

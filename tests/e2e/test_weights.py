@@ -107,11 +107,17 @@ def test_engines_on_the_trainers_gpus_take_weights_from_shared_memory(
 
 def test_engines_on_other_gpus_take_weights_from_the_network(run_worker: Callable) -> None:
     """Two engines of two workers, each at a rank of its own, in buckets that end with what fills them."""
-    (found,) = run_worker("gpu_transfers", 1, backend="nccl", port=free_port(), times=2)
+    (found,) = run_worker("gpu_transfers", 1, backend="nccl", port=free_port(), times=2, unknown="")
     assert found["groups"] == [[rank, 5] for rank in range(5)]
     assert found["loaded"] == [12] * 4 and found["wrong"] == [[]] * 4 and not found["said"]
     layer = 18 << 20
     assert found["sizes"] == [132 + (160 << 20), 4 * layer] * 2
+
+
+def test_a_sender_does_not_wait_for_an_engine_that_has_failed(run_worker: Callable) -> None:
+    """One of four workers does not know a tensor, the last; the others would take it."""
+    with pytest.raises(AssertionError, match=r"ended with \[1\][\s\S]*KeyError: 'embed'"):
+        run_worker("gpu_transfers", 1, backend="nccl", port=free_port(), times=1, unknown="embed")
 
 
 def test_vllm_takes_the_options_of_a_run_on_shared_gpus(tmp_path: Path, run_worker: Callable) -> None:
