@@ -49,8 +49,8 @@ class EngineActor(VLLMEngine):
         super().__init__(options)
         self.config, self.files = config, files
 
-    async def start(self) -> None:
-        await super().start()
+    async def start(self, free_share: float | None = None) -> None:
+        await super().start(free_share)
         config, path = self.config, self.config.actor.model_name_or_path
         tokenizer = policy_tokenizer(config)
         self.reward = self._build_reward()
@@ -115,8 +115,9 @@ def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False)
         on_gpu=on_gpu,
         transfer_backend=transfer_backend(config, on_gpu),
         enable_prefix_caching=config.vllm.enable_prefix_caching,
-        enable_sleep=config.engines_sleep and on_gpu,
+        enable_sleep=config.engines_sleep,
         load_weights=from_files,
+        float32_head=on_gpu,  # on a CPU vLLM casts the whole head at every step, which takes 7 times as long
     )
 
 
@@ -154,7 +155,7 @@ class EnginePool:
         """How often the members have changed."""
         self.connected_epoch: int | None = None
         """The members that weights can be sent to."""
-        self.residency = Residency(self.members, config.engines_sleep and on_gpu)
+        self.residency = Residency(self.members, config.engines_sleep)
         self.dispatcher = Dispatcher(
             [_Sampler(member) for member in self.members],
             {"train": config.rollout.n_samples_per_prompt, "eval": config.eval.n_samples_per_prompt},
@@ -172,8 +173,15 @@ class EnginePool:
         )
         return actor.remote(self.config, self.options, self.files, environment.private())
 
-    def start(self) -> Gathered[None]:
-        return Gathered([member.start.remote() for member in self.members], first)
+    def start(self, free_share: float | None = None) -> Gathered[None]:
+        """`free_share`: see `VLLMEngine.start`."""
+        return Gathered([member.start.remote(free_share) for member in self.members], first)
+
+    def give_way(self) -> None:
+        """From now on engines sleep, where the run says so, while models on their devices compute."""
+        if self.config.engines_sleep:
+            self.residency.rest()
+            self.bundles.devices.vacate = self.dispatcher.rest
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
         self.dispatcher.submit(prompts, purpose)
@@ -212,7 +220,6 @@ class EnginePool:
         token_ids = probe_of(policy_tokenizer(self.config), length)
         self.residency.wake()
         answers = ray.get([member.probe.remote(token_ids) for member in self.members])
-        self.residency.rest()
         check_stored(policy.probe(token_ids).result(), answers, self.config.ds.param_dtype)
 
 

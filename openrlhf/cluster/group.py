@@ -14,6 +14,7 @@ from openrlhf.cluster import environment
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.pending import Gathered, Handle, first
 from openrlhf.cluster.placement import Bundles
+from openrlhf.cluster.residency import DeviceMemory
 from openrlhf.cluster.worker import (
     CriticWorker,
     FrozenWorker,
@@ -74,6 +75,10 @@ class ModelRanks(Generic[WorkerT]):
     def on_all(self, call: Callable[[ActorHandle], ray.ObjectRef]) -> Gathered:
         """`call` on every rank; the answer is rank 0's."""
         return Gathered([call(worker) for worker in self.workers], first)
+
+    def memory(self) -> list[DeviceMemory]:
+        """Of the device of every rank."""
+        return ray.get([worker.memory.remote() for worker in self.workers])
 
     def meeting_point(self) -> tuple[str, int]:
         return ray.get(self.workers[0].address.remote())
@@ -156,6 +161,7 @@ class TrainedGroup(ModelRanks[TrainedT]):
 
     def save_checkpoint(self, tag: str, state: dict) -> Gathered[None]:
         state = state | {"num_updates": self.num_updates}
+        self.bundles.devices.vacate()
         return self.on_all(lambda worker: worker.save_checkpoint.remote(tag, state))
 
     def load_checkpoint(self, tag: str) -> Gathered[dict]:
@@ -163,9 +169,11 @@ class TrainedGroup(ModelRanks[TrainedT]):
             self.num_updates = results[0]["num_updates"]
             return results[0]
 
+        self.bundles.devices.vacate()
         return Gathered([w.load_checkpoint.remote(tag) for w in self.workers], remember)
 
     def export(self, folder: str) -> Gathered[None]:
+        self.bundles.devices.vacate()
         return self.on_all(lambda worker: worker.export.remote(folder))
 
 
@@ -178,6 +186,10 @@ class PolicyGroup(TrainedGroup[PolicyWorker]):
         return self.on_all(
             lambda worker: worker.open_weight_sync.remote(client, backend, address, port, client.num_workers)
         )
+
+    def weight_bytes(self) -> int:
+        """Of what `send_weights` sends."""
+        return ray.get(self.workers[0].weight_bytes.remote())
 
     def probe(self, token_ids: list[int]) -> Gathered[Tensor]:
         """(L - 1,) log-probs of every token but the first at temperature 1."""

@@ -1,20 +1,24 @@
-"""Who holds a GPU's memory when engines and models share it. Without sleep flags, or without GPUs, everyone
-stays.
+"""Who holds a GPU's memory when engines and models share it. Without sleep flags everyone stays.
 
+start      engines come last, and take of the memory that the models leave
 generate   engines awake: weights and KV cache       optimizer state on the CPU
 update     engines asleep                            optimizer state of the model that trains on its GPU
 sync       engines' weights awake, no KV cache yet   optimizer state on the CPU
 
+Engines stay awake until a model is about to compute: who asks for prompts several times wakes them once.
 Models on the same GPUs compute one after the other, whatever the phase.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol, Self
 
 import ray
+import torch
 from ray.actor import ActorHandle
+
+from openrlhf.engine.vllm_engine import LEFT_SHARE
 
 EVERYTHING = ("weights", "kv_cache")
 
@@ -35,7 +39,7 @@ class Residency:
         self._wake(("weights",))
 
     def rest(self) -> None:
-        if self.sleep:
+        if self.sleep and self.awake:
             ray.get([e.sleep.remote() for e in self.engines])
             self.awake = set()
 
@@ -70,7 +74,40 @@ def rest_optimizer(model: Offloadable, sleeps: bool) -> None:
 
     if sleeps:
         model.offload()
-        release_cached_memory()
+    release_cached_memory()  # engines take what was free when they started
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a GPU."""
+
+    held: int
+    """By this process's tensors."""
+    free: int
+    total: int
+
+    @classmethod
+    def now(cls) -> Self:
+        """Of this process's GPU."""
+        return cls(torch.cuda.memory_reserved(), *torch.cuda.mem_get_info())
+
+
+def free_share(models: Mapping[str, Sequence[DeviceMemory]], weights: int) -> float:
+    """What `models` of these names leave of the fullest GPU to an engine, `weights` bytes of whose weights
+    are on each. ValueError where those do not fit."""
+    fullest = min((gpu for gpus in models.values() for gpu in gpus), key=lambda gpu: gpu.free / gpu.total)
+    if weights > LEFT_SHARE * fullest.free:
+        held = ", ".join(f"{name} {_gib(max(gpu.held for gpu in gpus))}" for name, gpus in models.items())
+        raise ValueError(
+            f"--train.colocate_all: an engine's weights take {_gib(weights)} of each GPU. The models there "
+            f"hold {held}; {_gib(fullest.free)} of {_gib(fullest.total)} are free.\n"
+            "Move models out of the way with --ds.enable_sleep, --ref.offload and --reward.offload, or "
+            "split weights with --ds.zero_stage 3 or a larger --vllm.tensor_parallel_size."
+        )
+    return fullest.free / fullest.total
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 class ExclusiveDevices:
@@ -79,11 +116,14 @@ class ExclusiveDevices:
     def __init__(self, shared: bool) -> None:
         """`shared`: off where whoever starts may compute at once, as on a CPU."""
         self.shared = shared
+        self.vacate: Callable[[], None] = lambda: None
+        """Engines on these devices make room. Returns when they have."""
         self.under_way: list[ray.ObjectRef] = []
         self._lock = threading.Lock()
 
     def run(self, start: Callable[[list[ray.ObjectRef]], list[ray.ObjectRef]]) -> list[ray.ObjectRef]:
         """`start(after)` returns at once; what it starts waits, where it runs, for the results `after`."""
+        self.vacate()
         with self._lock:
             self.under_way = start(self.under_way if self.shared else [])
             return self.under_way

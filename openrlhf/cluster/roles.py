@@ -7,9 +7,10 @@ import ray
 from ray.actor import ActorHandle
 
 from openrlhf.cluster.engine_pool import EnginePool
-from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
+from openrlhf.cluster.group import CriticGroup, FrozenGroup, ModelRanks, PolicyGroup, RewardGroup
 from openrlhf.cluster.layout import ENGINES
 from openrlhf.cluster.placement import Bundles
+from openrlhf.cluster.residency import free_share
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.datasets.store import SampleStore
 from openrlhf.trainer.schedule import num_updates
@@ -27,10 +28,25 @@ class Roles:
     reward: RewardGroup | None = None
 
     @property
+    def models(self) -> dict[str, ModelRanks]:
+        groups = {
+            "policy": self.policy,
+            "critic": self.critic,
+            "reference": self.reference,
+            "teacher": self.teacher,
+            "reward models": self.reward,
+        }
+        return {name: group for name, group in groups.items() if group}
+
+    @property
     def members(self) -> list[ActorHandle]:
         """Every process of the run."""
-        groups = (self.policy, self.critic, self.reference, self.teacher, self.reward)
-        return [*self.rollout.members, *(worker for group in groups if group for worker in group.workers)]
+        return [*self.rollout.members, *(w for model in self.models.values() for w in model.workers)]
+
+    def free_share(self, gpus_per_engine: int) -> float:
+        """See `residency.free_share`. Every model has started, and shares the engines' GPUs."""
+        memory = {name: model.memory() for name, model in self.models.items()}
+        return free_share(memory, self.policy.weight_bytes() // gpus_per_engine)
 
     def end(self) -> None:
         """Every process ends, also where some are dead or busy, and nothing waits for one."""
@@ -62,10 +78,9 @@ def start_roles(
         roles.teacher = FrozenGroup(
             config, places["teacher"], path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
         )
-    starting = [rollout.start()]
-    if config.engines_sleep and on_gpu:
-        starting.pop().result()  # engines size their cache by the memory that is free, so they come first
-        rollout.residency.rest()
+    # vLLM measures its GPU while it starts, and takes nobody else to be at work there.
+    engines_come_last = config.train.colocate_all and on_gpu
+    starting = [] if engines_come_last else [rollout.start()]
     updates = num_updates(config, num_prompts, config.frozen_actor_steps)
     starting.append(roles.policy.start(updates, ray.put(texts)))
     if roles.critic:
@@ -73,4 +88,7 @@ def start_roles(
     starting += [model.start() for model in (roles.reference, roles.teacher, roles.reward) if model]
     for start in starting:
         start.result()
+    if engines_come_last:
+        rollout.start(roles.free_share(config.vllm.tensor_parallel_size)).result()
+    rollout.give_way()
     return roles

@@ -1,6 +1,7 @@
 """What runs inside a Ray actor. Plain classes: cluster/group.py wraps and calls
 them."""
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from openrlhf.algos.balance import pack_to_budget
 from openrlhf.cluster import environment, folder
-from openrlhf.cluster.residency import optimizer_present, rest_optimizer
+from openrlhf.cluster.residency import DeviceMemory, optimizer_present, rest_optimizer
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, ActorConfig, CriticConfig, PPOConfig
 from openrlhf.datasets.batches import Windows
 from openrlhf.datasets.store import SampleStore
@@ -87,6 +88,10 @@ class Worker:
         init_distributed()
         self.mesh = ProcessMesh.joined(sequence=self.mesh.sequence, tensor=self.mesh.tensor)
         seed_everything(self.config.train.seed, self.config.train.full_determinism_enable)
+
+    def memory(self) -> DeviceMemory:
+        release_cached_memory()
+        return DeviceMemory.now()
 
     def row_groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """Which sequences share a row where log-probs are computed."""
@@ -336,6 +341,9 @@ class PolicyWorker(TrainedWorker):
         ids = torch.tensor(token_ids)
         row = PackedRow.of([Sample(token_ids=ids, action_mask=torch.arange(len(ids)) > 0)])
         return self.model.forward([row], lambda model, row: model(row).log_probs)[0]
+
+    def weight_bytes(self) -> int:
+        return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self.model.weight_metadata())
 
     def send_weights(self, version: int) -> None:
         self.sender.send(version)

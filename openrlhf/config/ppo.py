@@ -227,13 +227,15 @@ class VllmConfig:
     sync_with_ray: bool = False
     """Send weights with ray.util.collective."""
     enable_prefix_caching: bool = False
-    """Keep the KV cache of prompts; it is reset at each weight sync."""
+    """Keep the KV cache of prompts, for the other samples of a prompt and for later turns; it is reset at
+    each weight sync."""
     enforce_eager: bool = False
     """No CUDA graphs: less memory, slower sampling."""
     enable_sleep: bool = False
     """Engines leave the GPU while the models train. With train.colocate_all only."""
     gpu_memory_utilization: PositiveShare = 0.95
-    """Share of the GPU's memory that an engine may take."""
+    """Share of the GPU's memory that an engine may take; with train.colocate_all no more than 0.95 of what
+    the models leave."""
     kv_cache_gb: Positive | None = None
     """Size of an engine's KV cache, GB. None: what gpu_memory_utilization leaves; 0.25 without a GPU."""
 

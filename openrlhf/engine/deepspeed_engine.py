@@ -182,8 +182,8 @@ class DeepSpeedEngine:
 
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that a checkpoint of the model holds, in full, by the checkpoint's name and in its
-        layout. All ranks must iterate together: at stage 3 each bucket is a collective. A tensor is valid
-        until the next one is asked for."""
+        layout. All ranks must iterate together: at stage 3 each bucket is a collective. Tensors last as
+        long as they are kept, until the next optimizer step."""
         layout, tensors = self._layout, checkpoint_tensors(self.module.model)
         sizes = [sum(num_bytes(tensors[name]) for name in c.names) for c in layout.conversions]
         for bucket in _buckets(layout.conversions, sizes, bucket_bytes):

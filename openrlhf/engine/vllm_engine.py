@@ -8,7 +8,7 @@ import gc
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,6 +29,12 @@ GiB."""
 CPU_BATCHED_TOKENS = 4096
 """Tokens of one step of an engine without a GPU."""
 
+LEFT_SHARE = 0.95
+"""Of the memory that models on its GPUs leave, what an engine may take. The rest is for a weight sync."""
+
+TAGS = frozenset({"weights", "kv_cache"})
+"""What of an engine sleeps, in vLLM's words."""
+
 CONTROL_TIMEOUT = 300.0
 """Seconds that a pause, update or resume may take. An engine process that died never answers one."""
 
@@ -48,11 +54,13 @@ class EngineOptions:
     enable_prefix_caching: bool = False
     enforce_eager: bool = False
     enable_sleep: bool = False
-    """On GPUs only: vLLM refuses it elsewhere."""
+    """Without a GPU a sleeping engine keeps its memory, and refuses the same calls."""
     gpu_memory_utilization: float = 0.95
     kv_cache_gb: float | None = None
     load_weights: bool = True
     """Off: the weights are random until a weight sync."""
+    float32_head: bool = False
+    """Logits in float32 whatever the dtype, as a trainer has them."""
     max_num_seqs: int | None = None
     """Sequences in one step of the engine. None: as vLLM chooses for offline batches, at least 256."""
 
@@ -93,6 +101,10 @@ def engine_environment(options: EngineOptions) -> dict[str, str]:
         "PYTHONWARNINGS": "ignore::FutureWarning",
     }
     common = {name: os.environ.get(name, value) for name, value in quiet.items()}
+    if options.transfer_backend == "ipc":
+        # A handle of GPU memory names classes and dtypes, which only pickle carries from the frontend to the
+        # engine's core. Their socket is a file of this machine, and nobody else's bytes come through it.
+        common["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if options.on_gpu:
         # vLLM forks unless it sees that CUDA is initialised, which it does not see of a mere question
         # whether there is a GPU; CUDA is then lost to the fork.
@@ -107,6 +119,11 @@ def engine_environment(options: EngineOptions) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind" if options.tensor_parallel_size == 1 else bind,
         "TORCH_COMPILE_DISABLE": "1",
     }
+
+
+def memory_share(asked: float, free: float | None) -> float:
+    """Of a GPU's memory, what vLLM is told to take: at most `asked`, where others leave `free`."""
+    return asked if free is None else min(asked, LEFT_SHARE * free)
 
 
 def sampling_params(decoding: Decoding, seed: int, *, stream: bool = False) -> "SamplingParams":
@@ -129,9 +146,11 @@ def sampling_params(decoding: Decoding, seed: int, *, stream: bool = False) -> "
 class VLLMEngine:
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
+        self.asleep: frozenset[str] = frozenset()
 
-    async def start(self) -> None:
-        """Load the model."""
+    async def start(self, free_share: float | None = None) -> None:
+        """Load the model. `free_share`: of its GPUs' memory, what models that stay there leave; None where
+        there are none."""
         from vllm.config import WeightTransferConfig
         from vllm.config.model import ModelDType
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -159,12 +178,13 @@ class VLLMEngine:
                 # generators cannot.
                 enable_chunked_prefill=None if options.on_gpu else False,
                 max_num_batched_tokens=None if options.on_gpu else max(options.max_len, CPU_BATCHED_TOKENS),
-                enable_sleep_mode=options.enable_sleep,
-                gpu_memory_utilization=options.gpu_memory_utilization,
+                enable_sleep_mode=options.enable_sleep and options.on_gpu,
+                gpu_memory_utilization=memory_share(options.gpu_memory_utilization, free_share),
                 kv_cache_memory_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
                 generation_config="vllm",
+                hf_overrides={"head_dtype": "float32"} if options.float32_head else {},
                 # The distribution that was sampled from: temperature and top-p applied.
                 logprobs_mode="processed_logprobs",
                 worker_extension_cls="openrlhf.engine.vllm_transfer.WorkerExtension",
@@ -184,6 +204,7 @@ class VLLMEngine:
         """One request. Raises vLLM's errors."""
         from vllm.inputs import TokensPrompt
 
+        self._require_awake(TAGS)
         prompt = TokensPrompt(prompt_token_ids=prompt_token_ids)
         if multi_modal_data is not None:
             prompt["multi_modal_data"] = multi_modal_data
@@ -224,6 +245,7 @@ class VLLMEngine:
         """Between here and `finish_weight_update` the model has no weights: scheduling anything would kill
         the engine, so it is paused first. Requests in flight are frozen, and start over from their tokens
         afterwards."""
+        self._require_awake({"weights"})
         await self._bounded(self.llm.pause_generation(mode="keep", clear_cache=True))
         await self._bounded(self.llm.start_weight_update())
 
@@ -236,7 +258,8 @@ class VLLMEngine:
         await self._bounded(self.llm.finish_weight_update(weight_version=weight_version))
         if not await self._bounded(self.llm.reset_prefix_cache(reset_running_requests=True)):
             raise RuntimeError("vLLM kept a prefix cache that belongs to the old weights")
-        await self._bounded(self.llm.resume_generation())
+        if not self.asleep:  # else it resumes when its KV cache wakes
+            await self._bounded(self.llm.resume_generation())
 
     async def loaded_checksums(self) -> list[int]:
         """Of each worker, see weight_sync.Checksum."""
@@ -248,14 +271,23 @@ class VLLMEngine:
         return sorted({name for names in workers for name in names})
 
     async def sleep(self) -> None:
-        """Give the GPU's memory back: weights move to the CPU, the KV cache is dropped."""
-        if self.options.enable_sleep:
+        """Give the GPU's memory back: weights move to the CPU, the KV cache is dropped. Requests in flight
+        would be aborted."""
+        if self.options.enable_sleep and self.options.on_gpu:
             await self._bounded(self.llm.sleep(level=1))
+        self.asleep = TAGS
 
-    async def wake(self, tags: list[str] | None = None) -> None:
-        """`tags`: weights, kv_cache; None is both."""
-        if self.options.enable_sleep:
+    async def wake(self, tags: list[str]) -> None:
+        """`tags`: weights, kv_cache. With the last of them the engine goes on."""
+        if self.options.enable_sleep and self.options.on_gpu:
             await self._bounded(self.llm.wake_up(tags))
+        self.asleep -= set(tags)
+        if not self.asleep:
+            await self._bounded(self.llm.resume_generation())
+
+    def _require_awake(self, tags: Set[str]) -> None:
+        if missing := self.asleep & tags:
+            raise RuntimeError(f"an engine was asked to work while its {' and '.join(sorted(missing))} slept")
 
     def shutdown(self) -> None:
         self.llm.shutdown()

@@ -11,6 +11,10 @@ backends.
 
 import datetime
 import math
+import os
+import sys
+import traceback
+import warnings
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import WeightSource as VLLMWeightSource
 
 BUCKET_BYTES = 64 << 20
+SHARED_BYTES = 512 << 20
+"""Of the buffer that processes on one GPU share: each filling of it is a round trip to all engines."""
 ALIGNMENT = 64
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the type that shows its bits."""
@@ -67,23 +73,35 @@ class EngineClient(Protocol):
 
 PLACES = 1021
 """Elements are told apart by their place modulo this prime."""
+CHUNK_ROWS = 1 << 13
+"""Times PLACES: elements that are summed at a time. torch widens them to 64 bits first, 67 MB."""
 
 
 class Checksum:
-    """Sum over named tensors' bits, in any order of the tensors. A tensor that is missing, doubled, renamed
-    or changed shows, and so does one whose elements changed places."""
+    """Sum over named tensors' bits modulo 2^64, in any order of the tensors. A tensor that is missing,
+    doubled, renamed or changed shows, and so does one whose elements changed places.
+
+    `add` only queues work on the tensor's device, on the current stream. `value` waits for it, and may be
+    read when all streams have been waited for.
+    """
 
     def __init__(self) -> None:
-        self.value = 0
+        self.terms: list[Tensor] = []
+
+    @property
+    def value(self) -> int:
+        return int(torch.stack(self.terms).sum()) % (1 << 64) if self.terms else 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         bits = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
         whole = len(bits) - len(bits) % PLACES
-        by_place = bits[:whole].view(-1, PLACES).sum(0, dtype=torch.int64)
+        by_place = torch.zeros(PLACES, dtype=torch.int64, device=bits.device)
+        for rows in bits[:whole].view(-1, PLACES).split(CHUNK_ROWS):
+            by_place += rows.sum(0, dtype=torch.int64)
         by_place[: len(bits) - whole] += bits[whole:]
         places = torch.arange(1, PLACES + 1, device=bits.device)
-        weighted = zlib.crc32(name.encode()) * (int((by_place * places).sum()) + len(bits))
-        self.value = (self.value + weighted) % (1 << 61)
+        odd = 2 * zlib.crc32(name.encode()) + 1  # so that no bit of the sum is lost
+        self.terms.append(((by_place * places).sum() + len(bits)) * odd)
 
 
 class Sendable(Protocol):
@@ -108,8 +126,9 @@ class WeightSource:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         self.checksum = Checksum()
         for name, tensor in self.engine.weights(BUCKET_BYTES):
-            self.checksum.add(name, tensor)
-            yield name, tensor
+            whole = tensor.contiguous()
+            self.checksum.add(name, whole)
+            yield name, whole
 
 
 class Transfer(Protocol):
@@ -151,6 +170,8 @@ class WeightSender:
     def send(self, version: int) -> None:
         """Raises RuntimeError where an engine loaded something else than what was sent."""
         self.client.version = version
+        if torch.cuda.is_available():  # vLLM's NCCL sender reads the weights on streams of its own
+            torch.cuda.current_stream().synchronize()
         self.transfer.send_weights()
         if self.rank == 0:
             sent = self.source.checksum.value
@@ -262,16 +283,59 @@ def _open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) 
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    info = NCCLTrainerInitInfo(meeting.address, meeting.port, meeting.world_size, rank=meeting.rank)
-    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=_vllm_source(source))
+    # Both sides hold two buckets, beside an engine's KV cache. A tensor that exceeds one goes alone.
+    warnings.filterwarnings("ignore", message="Tensor .* exceeds buffer_size_bytes")
+    info = NCCLTrainerInitInfo(
+        meeting.address,
+        meeting.port,
+        meeting.world_size,
+        rank=meeting.rank,
+        packed_buffer_size_bytes=BUCKET_BYTES,
+    )
+    return WeightTransferTrainerFactory.trainer_init(
+        info, client=_EndsWithEngines(client), source=_vllm_source(source)
+    )
+
+
+class _EndsWithEngines:
+    """The control plane of a sender that waits in NCCL for all engines. Where one fails nothing could wake
+    it: the process says why, and ends."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        self.client.init_weight_transfer_engine(init_info)
+
+    def start_weight_update(self) -> None:
+        self.client.start_weight_update()
+
+    def update_weights(self, update_info: dict | list[dict]) -> None:
+        try:
+            self.client.update_weights(update_info)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.client.finish_weight_update(weight_version)
 
 
 def _open_ipc(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-    info = IPCTrainerInitInfo(rank=meeting.rank, packed=True, packed_buffer_size_bytes=BUCKET_BYTES)
+    size = shared_buffer_bytes(source.tensors)
+    info = IPCTrainerInitInfo(rank=meeting.rank, packed=True, packed_buffer_size_bytes=size)
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=_vllm_source(source))
+
+
+def shared_buffer_bytes(tensors: list[TensorMeta]) -> int:
+    """Of the buffer through which `tensors` go to engines on the same GPU. vLLM takes none that exceeds
+    it."""
+    sizes = [t.num_bytes for t in tensors]
+    return max(*sizes, min(sum(sizes), SHARED_BYTES))
 
 
 OPEN_TRANSFER = {"gloo": _open_gloo, "nccl": _open_nccl, "ipc": _open_ipc}

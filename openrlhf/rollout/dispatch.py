@@ -5,7 +5,7 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,7 +32,7 @@ class Memory(Protocol):
         ...
 
     def rest(self) -> None:
-        """Samplers have nothing to do."""
+        """Samplers have nothing to do, and somebody else needs the memory."""
         ...
 
 
@@ -77,8 +77,10 @@ class Dispatcher:
         self._under_way = Counter[Purpose]()
         self._waiting: deque[_Request] = deque()
         self._unscored: list[tuple[_Request, Group]] = []
+        self._who_needs_memory: list[Future[None]] = []
         self._is_awake = self._is_scoring = False
-        threading.Thread(target=self._work, name="dispatch", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="dispatch", daemon=True)
+        self._thread.start()
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
         """Ask for the samples of these prompts, after those that were asked for before."""
@@ -101,6 +103,15 @@ class Dispatcher:
         self._under_way[purpose] -= 1
         return found
 
+    def rest(self) -> None:
+        """Returns when samplers have finished what they were sent, and have freed their memory."""
+        freed: Future[None] = Future()
+        self._events.put(lambda: self._who_needs_memory.append(freed))
+        while self._thread.is_alive() and not freed.done():
+            wait([freed], timeout=0.5)
+        if freed.done():
+            freed.result()
+
     def close(self) -> None:
         self._events.put(_leave)
         self._scorer.shutdown(wait=False, cancel_futures=True)
@@ -118,22 +129,32 @@ class Dispatcher:
         except BaseException as error:
             for finished in self._finished.values():
                 finished.put(error)
+            for freed in self._who_needs_memory:
+                freed.set_exception(error)
 
     def _advance(self) -> None:
-        if self._waiting and not self._is_awake and (self._scores_at_once or not self._is_scoring):
+        may_sample = self._scores_at_once or not self._is_scoring
+        if self._waiting and may_sample and not self._is_awake:
             self._memory.wake()
             self._is_awake = True
-        while self._is_awake and self._waiting and (load := self._least_busy()) is not None:
+        while self._waiting and may_sample and (load := self._least_busy()) is not None:
             self._send(self._waiting.popleft(), load)
-        is_sampling = bool(self._waiting) or any(load.requests for load in self._loads)
-        if self._is_awake and not is_sampling:
-            self._memory.rest()
-            self._is_awake = False
+        is_sampling = any(load.requests for load in self._loads)
+        if not is_sampling:
+            self._free_memory()
         if self._score is None:
             self._hand_out(self._unscored)
             self._unscored = []
         elif self._unscored and not self._is_scoring and (self._scores_at_once or not is_sampling):
             self._start_scoring()
+
+    def _free_memory(self) -> None:
+        """For those who have asked for it."""
+        if self._who_needs_memory:
+            self._memory.rest()
+            self._is_awake = False
+        while self._who_needs_memory:
+            self._who_needs_memory.pop().set_result(None)
 
     def _least_busy(self) -> _Load | None:
         """None where all have as much as they can hold."""
@@ -169,7 +190,6 @@ class Dispatcher:
         self._hand_out(zip(requests, future.result(), strict=True))
 
     def _hand_out(self, groups: Iterable[tuple[_Request, Group]]) -> None:
-        """After samplers that have nothing left to do have freed their memory: it may be needed next."""
         for request, group in groups:
             self._finished[request.purpose].put(group)
 

@@ -32,7 +32,8 @@ COMMON = (
 )
 ARRANGEMENTS = {
     "zero 2, one rank, one engine, colocated": (
-        "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all --ds.enable_sleep"
+        "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all --vllm.enable_sleep "
+        "--ds.enable_sleep"
     ),
     "zero 3, two ranks, two engines": (
         "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 1 "

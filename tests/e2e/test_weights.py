@@ -1,11 +1,13 @@
 """Weights on their way from DeepSpeed into vLLM, with the real parts at both ends."""
 
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from families import FAMILIES, tiny_family
 
+from openrlhf.engine.distributed import free_port
 from openrlhf.engine.vllm_engine import EngineOptions, engine_environment
 
 
@@ -79,3 +81,51 @@ def test_vllm_computes_with_what_was_sent(
         assert LOST_BY_VLLM[family] in verdicts[""]
     else:
         assert verdicts == {"": "", "after": ""}
+
+
+SHARED = EngineOptions(model="", dtype="bf16", max_len=256, seed=0, transfer_backend="ipc", on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "times", "largest", "layer", "buffer"),
+    [
+        (1, 1, 700, 50, 700 << 20),  # MiB: an embedding that is larger than a bucket
+        (2, 2, 20, 2, (28 << 20) + 136),
+    ],
+)
+def test_engines_on_the_trainers_gpus_take_weights_from_shared_memory(
+    run_worker: Callable, num_ranks: int, times: int, largest: int, layer: int, buffer: int
+) -> None:
+    """Each from the memory of its own GPU, after all ranks have filled theirs; and vLLM carries the handle
+    of such memory only because it is allowed to."""
+    given = {"backend": "ipc", "times": times, "largest": largest, "layer": layer}
+    environment = engine_environment(SHARED)
+    ranks = run_worker("gpu_transfers", num_ranks, port=free_port(), environment=environment, **given)
+    first, count = ranks[0], ranks[0]["tensors"] * times
+    assert all(rank["gathered"] == count and rank["buffer"] == buffer for rank in ranks)
+    assert first["loaded"] == [count] * num_ranks and first["wrong"] == [[]] * num_ranks
+    assert sorted(first["opened"]) == sorted([[i, f"gpu{i}"] for i in range(num_ranks)] * times)
+    assert "is not serializable" in first["refused"]
+
+
+def test_engines_on_other_gpus_take_weights_from_the_network(run_worker: Callable) -> None:
+    """Two engines of two workers, each at a rank of its own, in buckets that end with what fills them."""
+    (found,) = run_worker("gpu_transfers", 1, backend="nccl", port=free_port(), times=2, unknown="")
+    assert found["groups"] == [[rank, 5] for rank in range(5)]
+    assert found["loaded"] == [12] * 4 and found["wrong"] == [[]] * 4 and not found["said"]
+    layer = 18 << 20
+    assert found["sizes"] == [132 + (160 << 20), 4 * layer] * 2
+
+
+def test_a_sender_does_not_wait_for_an_engine_that_has_failed(run_worker: Callable) -> None:
+    """One of four workers does not know a tensor, the last; the others would take it."""
+    with pytest.raises(AssertionError, match=r"ended with \[1\][\s\S]*KeyError: 'embed'"):
+        run_worker("gpu_transfers", 1, backend="nccl", port=free_port(), times=1, unknown="embed")
+
+
+def test_vllm_takes_the_options_of_a_run_on_shared_gpus(tmp_path: Path, run_worker: Callable) -> None:
+    """Its batches for throughput, a head in float32 beside weights in bf16, and the memory that is left."""
+    model = str(tiny_family(tmp_path / "Qwen3", "Qwen3"))
+    options = asdict(replace(SHARED, model=model, float32_head=True))
+    (found,) = run_worker("engine_config", 1, options=options, free_share=0.5)
+    assert found == {"head": "torch.float32", "sequences": 1024, "tokens": 16384, "memory": 0.475}

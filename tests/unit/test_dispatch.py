@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from records import group_of
@@ -281,44 +281,58 @@ def test_scored_groups_go_where_they_were_asked_for(dispatcher_of: Build):
     assert received(dispatcher, 1, "eval") == [2] and received(dispatcher, 2) == [0, 1]
 
 
-def test_samplers_have_the_memory_while_they_work(dispatcher_of: Build):
+def test_samplers_keep_the_memory_until_somebody_needs_it(dispatcher_of: Build):
     calls: list[str] = []
     sampler = Sampler(calls)
     dispatcher = dispatcher_of([sampler], calls=calls)
     for _ in range(2):
-        dispatcher.submit(prompts(0, 1), "train")
-        sampler.finish(0, 1)
-        received(dispatcher, 2)
+        for i in (0, 1):
+            dispatcher.submit(prompts(i), "train")
+            sampler.finish(i)
+            received(dispatcher, 1)
+        dispatcher.rest()
     assert calls == ["wake", "run 0", "run 1", "rest"] * 2
 
 
-def test_the_last_group_comes_when_the_memory_is_free():
-    """Whoever has it may need the memory next."""
-
-    class Slow(Memory):
-        free = threading.Event()
-
-        def rest(self) -> None:
-            assert self.free.wait(10)
-
-    sampler, memory = Sampler(), Slow([])
-    dispatcher = Dispatcher([sampler], {"train": 2}, memory=memory)
+def test_who_needs_the_memory_waits_for_what_samplers_were_sent(dispatcher_of: Build):
+    calls: list[str] = []
+    sampler = Sampler(calls)
+    dispatcher = dispatcher_of([sampler], calls=calls)
     dispatcher.submit(prompts(0, 1), "train")
-    sampler.finish(1)
-    assert received(dispatcher, 1) == [1]  # the sampler still works
     sampler.finish(0)
-    with pytest.raises(TimeoutError, match="1 prompts of train"):
-        dispatcher.next_group("train", 0.05)
-    memory.free.set()
-    assert received(dispatcher, 1) == [0]
-    dispatcher.close()
+    waiting = threading.Thread(target=dispatcher.rest)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive() and "rest" not in calls
+    sampler.finish(1)
+    waiting.join(10)
+    assert not waiting.is_alive() and calls == ["wake", "run 0", "run 1", "rest"]
+
+
+def test_who_needs_the_memory_of_samplers_that_are_gone_does_not_wait(dispatcher_of: Build):
+    sampler = Sampler()
+    dispatcher = dispatcher_of([sampler])
+    dispatcher.submit(prompts(0), "train")
+    with ThreadPoolExecutor(1) as thread:
+        freed = thread.submit(dispatcher.rest)
+        with pytest.raises(TimeoutError):
+            freed.result(0.1)
+        sampler.fail(0, ConnectionError("the engine died"))
+        with pytest.raises(ConnectionError, match="the engine died"):
+            freed.result(10)
+    dispatcher.rest()  # what happened, `next_group` says
 
 
 def test_reward_models_that_need_the_memory_wait_until_it_is_free(dispatcher_of: Build):
     """And samplers until those have finished, also for prompts that come meanwhile."""
     calls: list[str] = []
     sampler, score = Sampler(calls), Score(calls)
-    dispatcher = dispatcher_of([sampler], calls=calls, score=score, scores_at_once=False)
+
+    def score_alone(groups: list[Group]) -> list[Group]:
+        dispatcher.rest()
+        return score(groups)
+
+    dispatcher = dispatcher_of([sampler], calls=calls, score=score_alone, scores_at_once=False)
     dispatcher.submit(prompts(0, 1), "train")
     sampler.finish(1)
     sampler.finish(0)

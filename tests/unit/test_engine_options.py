@@ -1,3 +1,4 @@
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 from openrlhf.cluster.engine_pool import engine_options
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, ChatVllmConfig, InferenceVllmConfig
 from openrlhf.config.ppo import PPOConfig, VllmConfig
-from openrlhf.engine.vllm_engine import EngineOptions
+from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
 
 FLAGS = {"enforce_eager": True, "gpu_memory_utilization": 0.5, "kv_cache_gb": 2.0}
 
@@ -50,3 +51,56 @@ def test_the_engines_of_a_run_start_without_weights_and_take_them_as_the_run_sen
     assert engine_options(shared, on_gpu=False).transfer_backend == "gloo"
     assert not engine_options(config, on_gpu=True).load_weights
     assert engine_options(config, on_gpu=True, from_files=True).load_weights
+    assert [engine_options(config, on_gpu=on_gpu).float32_head for on_gpu in (True, False)] == [True, False]
+
+
+def test_only_engines_on_the_trainers_gpus_unpickle_what_their_socket_brings(monkeypatch):
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "0")
+    config = PPOConfig()
+    shared = replace(config, train=replace(config.train, colocate_all=True))
+    allowed = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    assert allowed.items() <= engine_environment(engine_options(shared, on_gpu=True)).items()
+    for other in (engine_options(config, on_gpu=True), engine_options(shared, on_gpu=False)):
+        assert not allowed.keys() & engine_environment(other).keys()
+
+
+class AwakeLLM:
+    """What an engine asks of vLLM to change its weights and to sleep."""
+
+    errored = False
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        async def call(*args, **kwargs):
+            self.calls.append(name)
+            return True
+
+        return call
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_sleeping_engine_refuses_work(on_gpu):
+    """Also without a GPU, where it keeps its memory: a run that asks too early fails there too."""
+
+    async def work():
+        await engine.sleep()
+        with pytest.raises(RuntimeError, match="while its kv_cache and weights slept"):
+            await engine.generate([1], None)
+        with pytest.raises(RuntimeError, match="while its weights slept"):
+            await engine.start_weight_update()
+        await engine.wake(["weights"])
+        await engine.start_weight_update()
+        await engine.finish_weight_update("1")
+        with pytest.raises(RuntimeError, match="while its kv_cache slept"):
+            await engine.log_probs([1, 2])
+        assert "resume_generation" not in engine.llm.calls  # vLLM would schedule into a cache that is gone
+        await engine.wake(["kv_cache"])
+
+    engine = VLLMEngine(EngineOptions.of(PPOConfig(), model="m", max_len=7, on_gpu=on_gpu, enable_sleep=True))
+    engine.llm = AwakeLLM()
+    asyncio.run(work())
+    update = ["pause_generation", "start_weight_update", "finish_weight_update", "reset_prefix_cache"]
+    of_gpus = ["sleep", "wake_up", *update, "wake_up", "resume_generation"]
+    assert engine.llm.calls == (of_gpus if on_gpu else [*update, "resume_generation"])

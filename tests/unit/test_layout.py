@@ -6,13 +6,14 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.cli.train_ppo_ray import plan, rank_counts
-from openrlhf.cluster import residency
+from openrlhf.cluster import residency, roles
 from openrlhf.cluster.layout import (
     ENGINES,
     Device,
@@ -22,7 +23,13 @@ from openrlhf.cluster.layout import (
     layout_of,
     resource_problems,
 )
-from openrlhf.cluster.residency import ExclusiveDevices, Residency, optimizer_present
+from openrlhf.cluster.residency import (
+    DeviceMemory,
+    ExclusiveDevices,
+    Residency,
+    free_share,
+    optimizer_present,
+)
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import (
@@ -38,6 +45,7 @@ from openrlhf.config.ppo import (
     TrainConfig,
     VllmConfig,
 )
+from openrlhf.engine.vllm_engine import memory_share
 from openrlhf.mesh import Mesh
 
 COUNTS = st.integers(1, 4)
@@ -255,6 +263,15 @@ def test_a_step_wakes_what_its_phases_need(monkeypatch: pytest.MonkeyPatch) -> N
     assert log == ["sleep", *[*step, "reload", "update", "offload"] * 2]
 
 
+def test_who_sleeps_already_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency.ray, "get", lambda refs: refs)
+    log: list = []
+    engines = Residency([Sleeper(log)], sleep=True)
+    for _ in range(2):
+        engines.rest()
+    assert log == ["sleep"]
+
+
 def test_without_sleep_everyone_stays() -> None:
     log: list = []
     engines = Residency([Sleeper(log)], sleep=False)
@@ -272,3 +289,74 @@ def test_models_on_the_same_gpus_wait_for_each_other(shared: bool, waits: list) 
     for name in "abc":
         devices.run(lambda after, name=name: seen.append(after) or [name])
     assert seen == waits
+
+
+def test_engines_make_room_before_a_model_computes() -> None:
+    devices, log = ExclusiveDevices(shared=True), []
+    devices.vacate = lambda: log.append("rest")
+    for name in "ab":
+        devices.run(lambda after, name=name: log.append(name) or [name])
+    assert log == ["rest", "a", "rest", "b"]
+
+
+GIB = 2**30
+
+
+def test_engines_take_of_what_the_models_leave() -> None:
+    """Of the fullest GPU: 20 of 80 GiB, and in them 15 of weights."""
+    models = {
+        "policy": [DeviceMemory(30 * GIB, 40 * GIB, 80 * GIB), DeviceMemory(45 * GIB, 20 * GIB, 80 * GIB)],
+        "reference": [DeviceMemory(15 * GIB, 40 * GIB, 80 * GIB)],
+    }
+    assert free_share(models, 15 * GIB) == 0.25
+    assert memory_share(0.95, 0.25) == 0.95 * 0.25 and memory_share(0.2, 0.25) == 0.2
+    assert memory_share(0.98, None) == 0.98
+    with pytest.raises(ValueError) as error:
+        free_share(models, 20 * GIB)
+    for figure in ("20.0 GiB of each GPU", "policy 45.0 GiB", "reference 15.0 GiB", "20.0 GiB of 80.0 GiB"):
+        assert figure in str(error.value)
+    assert "--ref.offload" in str(error.value)
+
+
+class Started:
+    """A group of models, or the engines, that tells `log` when it starts and when it has started."""
+
+    log: ClassVar[list] = []
+
+    def __init__(self, config: PPOConfig, bundles: str, *rest: object, **more: object) -> None:
+        self.name, self.workers, self.members = bundles, [], []
+
+    def start(self, *given: object) -> SimpleNamespace:
+        self.log.append((self.name, *(given if self.name == ENGINES else ())))
+        return SimpleNamespace(result=lambda: self.log.append(f"{self.name} started"))
+
+    def memory(self) -> list[DeviceMemory]:
+        return [DeviceMemory(30 * GIB, 20 * GIB, 80 * GIB)]
+
+    def weight_bytes(self) -> int:
+        return 15 * GIB
+
+    def give_way(self) -> None:
+        self.log.append("give way")
+
+
+@pytest.mark.parametrize(
+    ("shares", "on_gpu", "order"),
+    [
+        # vLLM measures what others leave of its GPUs
+        (True, True, ["actor", "ref", "actor started", "ref started", (ENGINES, 0.25), "engines started"]),
+        (False, True, [(ENGINES,), "actor", "ref", "engines started", "actor started", "ref started"]),
+        (True, False, [(ENGINES,), "actor", "ref", "engines started", "actor started", "ref started"]),
+    ],
+)
+def test_engines_start_last_where_models_share_their_gpus(
+    monkeypatch: pytest.MonkeyPatch, shares: bool, on_gpu: bool, order: list
+) -> None:
+    for group in ("EnginePool", "PolicyGroup", "FrozenGroup"):
+        monkeypatch.setattr(roles, group, Started)
+    monkeypatch.setattr(roles.ray, "put", lambda texts: texts)
+    monkeypatch.setattr(Started, "log", [])
+    config = PPOConfig(train=TrainConfig(colocate_all=shares))
+    roles.start_roles(config, {name: name for name in ("actor", "ref", ENGINES)}, on_gpu, 8, None)
+    told = [step if step[0] == ENGINES or "started" in step else step[0] for step in Started.log[:-1]]
+    assert told == order and Started.log[-1] == "give way"

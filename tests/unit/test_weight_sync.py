@@ -12,6 +12,9 @@ from openrlhf.engine import weight_sync
 from openrlhf.engine.distributed import free_port
 from openrlhf.engine.weight_sync import (
     ALIGNMENT,
+    CHUNK_ROWS,
+    PLACES,
+    SHARED_BYTES,
     Bucket,
     Checksum,
     TensorMeta,
@@ -19,6 +22,7 @@ from openrlhf.engine.weight_sync import (
     broadcast,
     gloo_group,
     plan_buckets,
+    shared_buffer_bytes,
 )
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8")
@@ -49,6 +53,19 @@ def test_buckets_by_hand():
     assert [[t.name for t in b.tensors] for b in plan_buckets(tensors, 128)] == [["a", "b"], ["c"], ["d"]]
     assert [b.num_bytes for b in plan_buckets(tensors, 128)] == [128, 128, 320]
     assert plan_buckets([]) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((3 << 20, 5 << 20), 8 << 20),  # a small model whole
+        ((100 << 20,) * 20, SHARED_BYTES),
+        ((100 << 20, 700 << 20, 100 << 20), 700 << 20),  # vLLM takes no tensor that exceeds the buffer
+    ],
+)
+def test_the_buffer_on_a_shared_gpu(sizes, expected):
+    tensors = [TensorMeta(str(i), "uint8", (size,)) for i, size in enumerate(sizes)]
+    assert shared_buffer_bytes(tensors) == expected
 
 
 @given(METAS, st.integers(1, 2000))
@@ -106,6 +123,26 @@ def test_a_checksum_sees_every_fault(dtype):
 def test_a_checksum_sees_a_missing_tensor_of_zeros():
     zeros = torch.zeros(5, dtype=torch.bfloat16)
     assert checksum(("a", zeros)) not in (checksum(), checksum(("a", zeros[:4])))
+
+
+def test_a_checksum_takes_little_memory():
+    """torch widens what it sums: 67 MB at a time, and not four times a tensor."""
+    embedding = torch.ones(60_000_007, dtype=torch.bfloat16)  # 120 MB
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        Checksum().add("embed_tokens", embedding)
+    assert max(event.cpu_memory_usage for event in profile.function_events) <= 8 * PLACES * CHUNK_ROWS
+
+
+def test_a_checksum_waits_for_no_device():
+    """A meta tensor has no numbers that a host could wait for."""
+    Checksum().add("embed_tokens", torch.empty(152_064, 3584, dtype=torch.bfloat16, device="meta"))
+
+
+def test_a_checksum_goes_on_from_chunk_to_chunk(monkeypatch):
+    weight = torch.randn(50 * PLACES + 3)
+    at_once = checksum(("w", weight))
+    monkeypatch.setattr(weight_sync, "CHUNK_ROWS", 7)
+    assert checksum(("w", weight)) == at_once
 
 
 @given(st.permutations(range(6)))

@@ -29,7 +29,8 @@ def examine(path: str, bucket_bytes: int, folder: str) -> dict:
     engine = build_engine(path)
     disk = load_file(f"{path}/model.safetensors")
     wrong, sent = set(), []
-    for name, tensor in engine.weights(bucket_bytes):
+    # vLLM's NCCL sender keeps the tensors of a bucket before it copies them.
+    for name, tensor in list(engine.weights(bucket_bytes)):
         sent.append((name, tensor.dtype, tuple(tensor.shape)))
         if name not in disk or not disk[name].equal(tensor):
             wrong.add(name)

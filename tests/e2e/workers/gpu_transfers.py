@@ -1,0 +1,206 @@
+"""Weights through vLLM's own senders and receivers for GPUs, CUDA replaced by `cuda_on_cpu`: what arrived,
+where, and how."""
+
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import cuda_on_cpu
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from openrlhf.cluster.engine_client import RayEngineClient
+from openrlhf.engine.distributed import init_distributed, leave_distributed
+from openrlhf.engine.vllm_transfer import CheckedIPC, CheckedNCCL
+from openrlhf.engine.weight_sync import TensorMeta, WeightSender, shared_buffer_bytes
+
+
+class Trainer:
+    """A model in training on every rank, and a gather that all must join for each of its tensors."""
+
+    def __init__(self, shapes: dict[str, tuple[torch.dtype, list[int]]]) -> None:
+        self.tensors = {}
+        for i, (name, (dtype, shape)) in enumerate(shapes.items()):
+            self.tensors[name] = torch.full(shape, i + 1.0, dtype=dtype)
+            self.tensors[name].view(-1)[:: 4001 + i] = i - 0.5
+        self.gathered: list[str] = []
+
+    def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.tensors.items():
+            dist.barrier()
+            self.gathered.append(name)
+            yield name, tensor
+
+    def weight_metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        return [(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
+
+
+class Model(nn.Module):
+    def __init__(self, expected: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.expected, self.loaded, self.wrong = dict(expected), [], []
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self.loaded.append(name)
+            if tensor.dtype != self.expected[name].dtype or not tensor.equal(self.expected[name]):
+                self.wrong.append(name)
+
+
+class Worker:
+    """One of vLLM's, of an engine of `size`."""
+
+    def __init__(self, kind: type, expected: dict[str, Tensor], device: int, rank: int, size: int) -> None:
+        parallel = SimpleNamespace(data_parallel_index=0, world_size=size, rank=rank)
+        config = SimpleNamespace(parallel_config=parallel, model_config=None)
+        self.model = Model(expected)
+        self.receiver = kind(None, config, torch.device("cuda", device), self.model)
+
+    def call(self, method: str, *args: Any) -> Any:
+        if method == "init_weight_transfer_engine":
+            return self.receiver.init_transfer_engine(self.receiver.parse_init_info(*args))
+        return getattr(self.receiver, method)(*args)
+
+
+class Engine:
+    """An actor's handle: calls reach all workers through the message that vLLM's frontend sends its core."""
+
+    def __init__(self, workers: list[Worker]) -> None:
+        self.workers = workers
+        self.threads = ThreadPoolExecutor(len(workers) + 1)
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: self.threads.submit(self._all, method, args))
+
+    def _all(self, method: str, args: tuple) -> Any:
+        if method == "loaded_checksums":
+            return [worker.receiver.checksum.value for worker in self.workers]
+        args = () if method == "finish_weight_update" else args
+        received = MsgpackDecoder().decode(MsgpackEncoder().encode(args))
+        return [f.result() for f in [self.threads.submit(w.call, method, *received) for w in self.workers]]
+
+
+def results(futures: list[Future]) -> list:
+    return [future.result(120) for future in futures]
+
+
+def send(backend: str, trainer: Trainer, engines: list[Engine], port: int, times: int) -> None:
+    size = len(engines[0].workers) if engines else 1
+    client = RayEngineClient(engines, size)
+    sender = WeightSender(
+        trainer,
+        client,
+        backend=backend,
+        address="127.0.0.1",
+        port=port,
+        num_workers=client.num_workers,
+        rank=dist.get_rank(),
+    )
+    for version in range(times):
+        sender.send(version)
+
+
+def refusal(handle: tuple) -> str:
+    """What vLLM says of a handle by itself."""
+    try:
+        MsgpackEncoder().encode(handle)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def ipc(spec: dict) -> dict:
+    """Every rank on a GPU of its own, where an engine is too."""
+    mebi = 1 << 20
+    trainer = Trainer(
+        {
+            "norm": (torch.float32, [33]),
+            "embed": (torch.bfloat16, [spec["largest"] * mebi // 2]),
+            **{f"layer.{i}": (torch.bfloat16, [spec["layer"] * mebi // 2, 1]) for i in range(4)},
+            "scale": (torch.float32, []),
+        }
+    )
+    engines = []
+    if dist.get_rank() == 0:
+        kinds = [Worker(CheckedIPC, trainer.tensors, device, 0, 1) for device in range(dist.get_world_size())]
+        engines = [Engine([worker]) for worker in kinds]
+    refused = refusal(cuda_on_cpu.share(cuda_on_cpu.empty(1, device="cuda")))
+    os.environ |= spec["environment"]
+    send("ipc", trainer, engines, spec["port"], spec["times"])
+    metas = [TensorMeta(n, str(d)[6:], s) for n, d, s in trainer.weight_metadata()]
+    return {
+        "refused": refused,
+        "gathered": len(trainer.gathered),
+        "tensors": len(trainer.tensors),
+        "loaded": [len(e.workers[0].model.loaded) for e in engines],
+        "wrong": [e.workers[0].model.wrong for e in engines],
+        "opened": [[d, Path(p).name.split("-")[0]] for d, p in cuda_on_cpu.OPENED],
+        "buffer": shared_buffer_bytes(metas),
+    }
+
+
+def nccl(spec: dict) -> dict:
+    """Two engines of two workers."""
+    trainer = Trainer(
+        {
+            "norm": (torch.float32, [33]),
+            "embed": (torch.bfloat16, [80 << 20, 1]),  # 160 MiB
+            **{f"layer.{i}": (torch.bfloat16, [9 << 20]) for i in range(4)},
+        }
+    )
+    made: list[tuple[int, int]] = []
+    sizes: list[int] = []
+
+    class Recorded(cuda_on_cpu.Communicator):
+        def __init__(self, group: Any, device: Any) -> None:
+            made.append((group.rank, group.world_size))
+            super().__init__(group, device)
+
+        def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
+            if self.rank == 0:
+                sizes.append(tensor.numel())
+            super().broadcast(tensor, src, stream)
+
+    engines = [
+        Engine([Worker(CheckedNCCL, trainer.tensors, rank, rank, 2) for rank in range(2)]) for _ in range(2)
+    ]
+    if name := spec["unknown"]:
+        del engines[1].workers[1].model.expected[name]
+    with (
+        patch.object(cuda_on_cpu.pynccl, "PyNcclCommunicator", Recorded),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        send("nccl", trainer, engines, spec["port"], spec["times"])
+    workers = [worker for engine in engines for worker in engine.workers]
+    return {
+        "groups": sorted(made),
+        "sizes": sizes,
+        "loaded": [len(w.model.loaded) for w in workers],
+        "wrong": [w.model.wrong for w in workers],
+        "said": [str(w.message) for w in said],
+    }
+
+
+def main(spec: dict) -> None:
+    init_distributed()
+    ray.get, tempfile.tempdir = results, spec["out"]
+    found = {"ipc": ipc, "nccl": nccl}[spec["backend"]](spec)
+    (Path(spec["out"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    for memory in Path(spec["out"]).glob(f"gpu{dist.get_rank()}-*"):
+        memory.unlink()
+    leave_distributed()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
