@@ -1,5 +1,6 @@
 """Tiny random models of every causal architecture of transformers."""
 
+import copy
 import re
 from functools import cache
 from typing import Any
@@ -113,9 +114,14 @@ OWN: dict[str, dict[str, Any]] = {
 """What an architecture needs beside."""
 
 
-@cache
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """Every kind of layer that the architecture has by default, four layers in all."""
+    """Every kind of layer that the architecture has by default, four layers in all. The caller's own: models
+    write into it how they attend."""
+    return copy.deepcopy(_tiny_config(model_type))
+
+
+@cache
+def _tiny_config(model_type: str) -> PreTrainedConfig:
     config_type: Any = CONFIG_MAPPING[model_type]
     default = config_type()
     default.allow_global_per_layer_attribute_access = True

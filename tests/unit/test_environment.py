@@ -60,7 +60,7 @@ def test_the_demo_takes_half_of_the_memory_that_is_free(monkeypatch) -> None:
         ([], ""),
         (["tests/gpu/test_kernels.py", "tests/unit/test_mesh.py"], ""),
         (["tests/gpu"], "0"),
-        (["tests/gpu/test_rl.py::test_hybrid_engine_on_one_gpu"], "0"),
+        (["tests/gpu/test_runs.py::test_hybrid_engine_on_one_gpu"], "0"),
     ],
 )
 def test_only_the_tests_of_gpus_see_one(monkeypatch, asked: list[str], visible: str) -> None:

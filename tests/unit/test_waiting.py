@@ -1,7 +1,6 @@
 """A micro-batch queues its work on the GPU and never waits for it. Tensors without data stand for those of a
 GPU: whoever asks one for a value raises."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,7 +163,7 @@ def test_no_objective_waits_for_the_gpu(folder: str, name: str) -> None:
 
 def test_nor_does_a_mixture_of_experts_in_half_precision(tmp_path: Path) -> None:
     """With the kernel that transformers chooses; the eager one asks which experts were hit."""
-    config = copy.deepcopy(tiny_config("qwen3_moe"))
+    config = tiny_config("qwen3_moe")
     tiny_model(config).save_pretrained(tmp_path)
     options = {"flag": "--model", "dtype": "bf16", "attention": "auto"}
     model = PolicyModel(load_causal_lm(str(tmp_path), **options)).to("meta")
