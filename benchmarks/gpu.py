@@ -542,7 +542,8 @@ def in_new_process(work: Callable[..., Any], *arguments: Any) -> Any:
 
 def rl(flags: str, *, prompts: int = 16, tokens: int = 64, steps: int = 2) -> Callable[[Setting], Figures]:
     """A run of `openrlhf ppo` from random weights: sampler and trainer must agree in every step, so weights
-    arrive; the phases of the last step, and the most memory that a GPU had in use."""
+    arrive; the phases of the last step, the weights' bytes over its sync, which is of IPC on shared GPUs and
+    of NCCL on others, and the most memory that a GPU had in use."""
 
     def run(setting: Setting) -> Figures:
         with tempfile.TemporaryDirectory() as folder:
@@ -550,12 +551,17 @@ def rl(flags: str, *, prompts: int = 16, tokens: int = 64, steps: int = 2) -> Ca
             with memory_watch(Path(folder) / "memory", setting) as most:
                 train_policy(Path(folder), task, setting, f"{flags} {sizes(setting, prompts, tokens, steps)}")
             rows = metrics_of(Path(folder) / "run")
+            num_bytes = sum(path.stat().st_size for path in task.model.glob("*.safetensors"))
         assert len(rows) == steps, f"{len(rows)} of {steps} steps"
         worst = max(row["mismatch/abs_diff_mean"] for row in rows)
         assert worst < MISMATCH, f"sampler and trainer differ by {worst:.3g} nats a token"
         phases = {k.removeprefix("timing/"): v for k, v in rows[-1].items() if k.startswith("timing/")}
         sampled = rows[-1]["rollout/response_length_mean"] * rows[-1]["rollout/num_samples"]
-        return {"nats apart": worst, "sampled tokens/s": sampled / phases["generate"], **phases, **most}
+        rates = {
+            "sampled tokens/s": sampled / phases["generate"],
+            "sync GB/s": num_bytes / phases["sync"] / 1e9,
+        }
+        return {"nats apart": worst, **rates, **phases, **most}
 
     return run
 
@@ -686,12 +692,6 @@ STAGES = {
         for shape in ("0.6B", "4B")
         for suffix in ("", "-checkpointing")
     },
-    "transfer": Stage(
-        shows="weights by IPC and NCCL into vLLM's receivers",
-        run=tests("tests/gpu/test_transfer.py"),
-        packages=(*STACK, "pytest"),
-        rehearsed=False,
-    ),
     "hybrid": Stage(
         shows="two steps, trainer and engine on one GPU, ZeRO-2",
         run=rl(f"{HYBRID} --ds.zero_stage 2"),
