@@ -1,9 +1,9 @@
-"""An environment that lets the policy try again: a wrong answer costs something and is told, a right one ends the
-episode.
+"""An environment that lets the policy try again: a wrong answer costs something and is told, a right one ends
+the episode.
 
 --train.agent_func_path examples/python/agent_retry.py --train.max_turns 3 --data.label_key label
 
-FEEDBACK is written in the markup of the demo's model. Write it in that of yours: behind it the policy answers.
+FEEDBACK is in the markup of the demo's model; write it in that of yours. Behind it the policy answers.
 """
 
 from openrlhf.utils import extract_boxed_answer
