@@ -97,6 +97,8 @@ class Turn:
     finish_reason: str
     """The sampler's word for why it ended: stop, length or abort."""
     seed: int
+    reward: float | None = None
+    """What the turn itself earned, of the episode's reward. None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -140,6 +142,8 @@ class Trajectory:
     """(R, 2) int32: version of the weights that chose the next actions, and how many; see `runs`."""
     turn_starts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """(T,) int32: the index in `token_ids` of each turn's first action."""
+    turn_rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """(T,) float32: what each turn earned, of the reward. Empty where it is not known."""
     reward: float | None
     """None when the outcome is not OK."""
     score: float | None = None
@@ -205,7 +209,7 @@ class Group:
         return _unpack_group, (self.prompt, packed, facts)
 
 
-_ARRAYS = ("token_ids", "action_mask", "rollout_log_probs", "weight_versions", "turn_starts")
+_ARRAYS = ("token_ids", "action_mask", "rollout_log_probs", "weight_versions", "turn_starts", "turn_rewards")
 _FACTS = tuple(f.name for f in fields(Trajectory) if f.name not in ("prompt", *_ARRAYS))
 
 

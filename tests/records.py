@@ -13,6 +13,7 @@ DTYPES = {
     "action_mask": np.bool_,
     "rollout_log_probs": np.float32,
     "turn_starts": np.int32,
+    "turn_rewards": np.float32,
 }
 
 

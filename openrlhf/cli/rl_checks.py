@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from openrlhf.cli.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
@@ -92,7 +93,9 @@ def _check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
     from openrlhf.rollout.agents import check_agent_file
 
     if path := config.train.agent_func_path:
-        ask("--train.agent_func_path", _check_file, check_agent_file, path, "--train.agent_func_path")
+        limits = {"max_turns": config.train.max_turns, "step_timeout": config.rollout.step_timeout}
+        check = partial(check_agent_file, limits=[name for name, value in limits.items() if value])
+        ask("--train.agent_func_path", _check_file, check, path, "--train.agent_func_path")
     elif path := config.reward.function_path:
         ask("--reward.remote_url", _check_file, check_reward_file, path, "--reward.remote_url")
 

@@ -20,7 +20,7 @@ from openrlhf.models.loading import policy_tokenizer, stop_token_ids
 from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rewards.user_file import UserFiles
-from openrlhf.rollout.agents import UserExecutor
+from openrlhf.rollout.agents import AgentSetting, UserExecutor
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.types import Group, Metrics, Prompt, Purpose
@@ -56,7 +56,15 @@ class EngineActor(VLLMEngine):
         self.reward = self._build_reward()
         executor = SingleTurnAgentExecutor(self.reward, is_chat=config.data.apply_chat_template)
         if agent := config.train.agent_func_path:
-            executor = await UserExecutor.load(self.files.here(agent))
+            executor = await UserExecutor.load(
+                self.files.here(agent),
+                AgentSetting(
+                    tokenizer=tokenizer,
+                    max_length=config.data.max_len,
+                    max_turns=config.train.max_turns,
+                    step_timeout=config.rollout.step_timeout,
+                ),
+            )
         self.runner = EpisodeRunner(
             self,
             tokenizer,

@@ -271,6 +271,9 @@ class RolloutConfig:
     single word is split at its commas; YAML takes any text. None: only stop tokens end one."""
     episode_timeout: Positive | None = None
     """Seconds that one episode may take, its reward included; then it has failed. None: no limit."""
+    step_timeout: Positive | None = None
+    """Seconds that one call of an agent's environment may take; then the episode has failed. None: no
+    limit."""
     retries: CountOrZero = 0
     """How often an episode runs again, with other seeds, whose agent raised, that took too long, or that the
     engine gave up."""
@@ -393,8 +396,8 @@ class TrainConfig:
     ema_beta: Decay = 0.992
     """Decay rate of the moving average."""
     agent_func_path: str | None = None
-    """A .py file with the class `AgentExecutor`, which runs episodes of several turns and gives their
-    rewards."""
+    """A .py file with the class `AgentExecutor`, or in older ones a function `step`, which runs episodes of
+    several turns and gives their rewards."""
     max_turns: Count | None = None
     """Turns of one agent episode at most. None: as many as fit in data.max_len."""
 

@@ -73,7 +73,6 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
 
 
 PPO_NOT_YET: Mapping[str, str] = {
-    "train.max_turns": "a class of agents that take turns is",
     "train.async_enable": "asynchronous training is",
     "train.partial_rollout_enable": "partial rollout is",
     "actor.optim": "Muon is",
@@ -206,6 +205,11 @@ PPO_UNREAD = (
         keys=("reward.overlong_penalty_factor",),
         when=lambda c: c.reward.overlong_buffer_len is None,
         why="reward.overlong_buffer_len is not set",
+    ),
+    Unread(
+        keys=("train.max_turns", "rollout.step_timeout"),
+        when=lambda c: c.train.agent_func_path is None,
+        why="there is no train.agent_func_path",
     ),
     Unread(
         keys=("reward.remote_url",),

@@ -8,6 +8,7 @@
     token_ids                                              [L]
     action_ranges                                          [{start, end}, ...] of actions in token_ids
     turn_starts                                            [T] index in token_ids of each turn's first action
+    turn_rewards                                           [T] what each turn earned; empty: not known
     weight_versions                                        [{version, count}, ...] adding up to A
     rollout_log_probs                                      [A] the sampler's
     log_probs, ref_log_probs, values, advantages, returns  [A] null where nothing computed them
@@ -61,6 +62,7 @@ ARRAYS = pa.schema(
         "token_ids": pa.list_(_INT),
         "action_ranges": pa.list_(pa.struct({"start": _INT, "end": _INT})),
         "turn_starts": pa.list_(_INT),
+        "turn_rewards": _FLOATS,
         "weight_versions": pa.list_(pa.struct({"version": _INT, "count": _INT})),
         "rollout_log_probs": _FLOATS,
     }
@@ -90,6 +92,8 @@ def to_table(
 
 def to_trajectories(table: pa.Table) -> list[Trajectory]:
     """Their arrays are views of the table's columns."""
+    if "turn_rewards" not in table.column_names:  # as in journals of older versions
+        table = table.append_column("turn_rewards", _lists([np.zeros(0)] * len(table), pa.float32()))
     facts = table.select(FACTS.names).to_pylist()
     arrays = zip(*(_split(table[name]) for name in ARRAYS.names), strict=True)
     return [_trajectory(row, *of_row) for row, of_row in zip(facts, arrays, strict=True)]
@@ -197,6 +201,7 @@ def _trajectory(
     token_ids: np.ndarray,
     action_ranges: np.ndarray,
     turn_starts: np.ndarray,
+    turn_rewards: np.ndarray,
     weight_versions: np.ndarray,
     rollout_log_probs: np.ndarray,
 ) -> Trajectory:
@@ -215,6 +220,7 @@ def _trajectory(
         token_ids=token_ids,
         action_mask=action_mask,
         turn_starts=turn_starts,
+        turn_rewards=turn_rewards,
         weight_versions=weight_versions,
         rollout_log_probs=rollout_log_probs,
         outcome=Outcome(row["outcome"]),
@@ -241,6 +247,7 @@ def _trajectory_of_json(row: Mapping[str, Any]) -> Trajectory:
         np.array(row["token_ids"], np.int32),
         ranges,
         ranges[:, 0],
+        np.zeros(0, np.float32),
         np.array(row["weight_versions"], np.int32).reshape(-1, 2),
         np.array(row["rollout_log_probs"], np.float32),
     )

@@ -64,11 +64,25 @@ class UserFiles:
 
 def import_file(path: str, name: str) -> ModuleType:
     """The file as the module `name`, or what it raises."""
+    module = _empty_module(path, name)
+    sys.modules[name] = module  # dataclasses and pickle look it up
+    return _run(module)
+
+
+def run_file(path: str, name: str) -> ModuleType:
+    """The file once more, as a module of its own beside the one that was imported."""
+    return _run(_empty_module(path, name))
+
+
+def _empty_module(path: str, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # as of every .py file
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look it up
-    spec.loader.exec_module(module)
+    assert spec is not None  # as of every .py file
+    return importlib.util.module_from_spec(spec)
+
+
+def _run(module: ModuleType) -> ModuleType:
+    assert module.__spec__ is not None and module.__spec__.loader is not None  # as of every .py file
+    module.__spec__.loader.exec_module(module)
     return module
 
 

@@ -3,7 +3,9 @@
 import asyncio
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,8 @@ from openrlhf.rewards.user_file import (
     import_problem,
     located,
 )
-from openrlhf.utils.agent import AgentExecutorBase, Engine, RewardError
+from openrlhf.rollout.old_agents import QueueExecutor, has_step, is_handed_everything, step_environment
+from openrlhf.utils.agent import AgentExecutorBase, Engine, MultiTurnAgentExecutor, RewardError, StepTimeout
 
 if TYPE_CHECKING:  # the import of a file is checked without what takes seconds
     from transformers import PreTrainedTokenizerBase
@@ -32,30 +35,52 @@ class EnvironmentFailed(Exception):
     """What a user's executor raised, or why its answer cannot be used, in words with its file."""
 
 
-def check_agent_file(path: str, flag: str, limit: float = IMPORT_LIMIT) -> str:
-    """As rewards.function.check_file, for its class AgentExecutor. No object is made."""
-    return check_file(path, flag, load_executor_class, limit)
+def check_agent_file(path: str, flag: str, limits: Sequence[str] = (), limit: float = IMPORT_LIMIT) -> str:
+    """As rewards.function.check_file, for its class AgentExecutor. No object is made. `limits`: of LIMITS,
+    those that the run sets."""
+    return check_file(path, flag, partial(load_agent, limits=tuple(limits)), limit)
 
 
-def load_executor_class(path: str) -> type[Any]:
-    """The file's class, if it can be made and called. UnusableFile otherwise, or what the file raises."""
+@dataclass(frozen=True, kw_only=True)
+class AgentSetting:
+    """What executors of OpenRLHF 0.8 are handed once, and others in every call."""
+
+    tokenizer: Any = None
+    max_length: int = 0
+    max_turns: int | None = None
+    step_timeout: float | None = None
+
+
+def load_agent(path: str, limits: Sequence[str] = ()) -> Callable[[AgentSetting], AgentExecutorBase]:
+    """What makes the file's executor, if it can be made and called and would keep to `limits`. UnusableFile
+    otherwise, or what the file raises."""
     module = import_file(path, "agent_func")
     found = getattr(module, "AgentExecutor", None)
     if not inspect.isclass(found):
+        if has_step(module):
+            return lambda setting: MultiTurnAgentExecutor(step_environment(path))
         own = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
         names = ", ".join(own) or "none"
         raise UnusableFile(f"the file has no class AgentExecutor (its classes: {names}).\n{FORM}")
-    if problem := _unusable(found):
+    if not issubclass(found, AgentExecutorBase):
+        problem = "AgentExecutor is no subclass of openrlhf.utils.agent.AgentExecutorBase"
         raise UnusableFile(f"{problem}.\n{FORM}")
-    return found
+    if is_handed_everything(found):
+        return lambda setting: QueueExecutor(
+            found,
+            max_steps=setting.max_turns,
+            max_length=setting.max_length,
+            tokenizer=setting.tokenizer,
+        )
+    if problem := _unusable(found) or _unlimited(found, limits):
+        raise UnusableFile(f"{problem}.\n{FORM}")
+    return lambda setting: found()
 
 
-def _unusable(executor: type) -> str:
+def _unusable(executor: type[AgentExecutorBase]) -> str:
     """Why; "" where it can be made and called."""
-    if not issubclass(executor, AgentExecutorBase):
-        return "AgentExecutor is no subclass of openrlhf.utils.agent.AgentExecutorBase"
-    if inspect.isabstract(executor):
-        return f"AgentExecutor does not define {', '.join(sorted(executor.__abstractmethods__))}"
+    if executor.execute is AgentExecutorBase.execute:
+        return "AgentExecutor does not define execute"
     try:
         inspect.signature(executor).bind()
     except TypeError as error:
@@ -68,7 +93,22 @@ def _unusable(executor: type) -> str:
     return ""
 
 
-PARAMETERS = tuple(inspect.signature(AgentExecutorBase.execute).parameters)[1:]
+def _unlimited(executor: type[AgentExecutorBase], limits: Sequence[str]) -> str:
+    """A limit that nobody would keep to."""
+    for name in limits:
+        if name not in _accepted(executor.execute):
+            return (
+                f"{LIMITS[name]} is set, and execute has no parameter {name}: give it one and keep to it, or "
+                "leave the flag out"
+            )
+    return ""
+
+
+LIMITS = {"max_turns": "--train.max_turns", "step_timeout": "--rollout.step_timeout"}
+PARAMETERS = (
+    *("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine", "images"),
+    *LIMITS,
+)
 
 
 def _accepted(execute: Callable) -> tuple[str, ...]:
@@ -80,26 +120,31 @@ def _accepted(execute: Callable) -> tuple[str, ...]:
 
 
 class UserExecutor(AgentExecutorBase):
-    """The executor of a user's file. What it raises is EnvironmentFailed; RewardError stays what it is."""
+    """The executor of a user's file. What it raises is EnvironmentFailed; RewardError and StepTimeout stay
+    what they are."""
 
-    def __init__(self, path: str, executor: AgentExecutorBase) -> None:
-        self.path, self.executor, self.source = path, executor, f"{path}: execute"
+    def __init__(self, path: str, executor: AgentExecutorBase, setting: AgentSetting) -> None:
+        super().__init__()
+        self.path, self.executor, self.source, self.setting = path, executor, f"{path}: execute", setting
         self._accepted = _accepted(executor.execute)
 
     @classmethod
-    async def load(cls, path: str, deadline: float = IMPORT_DEADLINE) -> "UserExecutor":
+    async def load(
+        cls, path: str, setting: AgentSetting | None = None, deadline: float = IMPORT_DEADLINE
+    ) -> "UserExecutor":
         """Import the file into this process, and make its executor. ImportTimeout after `deadline` seconds;
         RuntimeError, which names the line, for what is raised."""
         path = str(Path(path).resolve())
         try:
             async with asyncio.timeout(deadline):
-                executor_class = await asyncio.to_thread(load_executor_class, path)
+                make = await asyncio.to_thread(load_agent, path)
         except TimeoutError:
             raise ImportTimeout(path, deadline) from None
         except Exception as error:
             raise RuntimeError(import_problem(error, path)) from error
         try:
-            return cls(path, executor_class())
+            setting = setting or AgentSetting()
+            return cls(path, make(setting), setting)
         except Exception as error:
             raise RuntimeError(located(error, path)) from error
 
@@ -112,7 +157,7 @@ class UserExecutor(AgentExecutorBase):
         hf_tokenizer: "PreTrainedTokenizerBase",
         llm_engine: Engine,
         images: Any = None,
-    ) -> dict:
+    ) -> Any:
         given: dict[str, Any] = {
             "prompt": prompt,
             "label": label,
@@ -121,10 +166,12 @@ class UserExecutor(AgentExecutorBase):
             "hf_tokenizer": hf_tokenizer,
             "llm_engine": llm_engine,
             "images": images,
+            "max_turns": self.setting.max_turns,
+            "step_timeout": self.setting.step_timeout,
         }
         try:
             return await self.executor.execute(**{name: given[name] for name in self._accepted})
-        except RewardError:
+        except (RewardError, StepTimeout):
             raise
         except Exception as error:
             trace = "".join(traceback.format_exception(error, limit=-3)).rstrip()

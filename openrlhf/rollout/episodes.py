@@ -12,7 +12,7 @@ from openrlhf.rollout.results import read_result
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.rollout.trajectories import trajectories
 from openrlhf.types import Episode, Group, Outcome, Prompt
-from openrlhf.utils.agent import AgentExecutorBase, Engine, RewardError
+from openrlhf.utils.agent import AgentExecutorBase, Engine, RewardError, StepTimeout
 
 if TYPE_CHECKING:  # both take seconds, and vLLM reads its environment
     from transformers import PreTrainedTokenizerBase
@@ -122,6 +122,8 @@ class EpisodeRunner:
             return {"outcome": Outcome.REWARD_ERROR, "error": str(error)}
         except EnvironmentFailed as error:
             return {"outcome": Outcome.ENV_ERROR, "error": str(error)}
+        except StepTimeout as error:
+            return {"outcome": Outcome.TIMED_OUT, "error": f"{self.source}: {error}"}
         except TimeoutError:
             if not limit.expired():
                 raise

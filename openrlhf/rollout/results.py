@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -59,7 +60,7 @@ def _rewards(result: dict, source: str, reward_is_optional: bool) -> dict[str, A
 def _trained_on(result: dict, turns: Sequence[Turn], source: str) -> list[Turn]:
     token_ids, ranges = result.get("observation_tokens"), result.get("action_ranges")
     if token_ids is None and ranges is None:
-        chosen = list(turns)
+        chosen = _earned(result.get("turn_rewards"), turns, source)
     elif token_ids is None or ranges is None:
         raise EnvironmentFailed(
             f"{source} returned one of observation_tokens and action_ranges; both belong together"
@@ -69,6 +70,13 @@ def _trained_on(result: dict, turns: Sequence[Turn], source: str) -> list[Turn]:
     if not any(len(turn.action_ids) for turn in chosen):
         raise EnvironmentFailed(f"{source} returned no action: nothing that llm_engine.generate sampled")
     return chosen
+
+
+def _earned(turn_rewards: Any, turns: Sequence[Turn], source: str) -> list[Turn]:
+    if turn_rewards is None:
+        return list(turns)
+    rewards = read_floats("turn_rewards", turn_rewards, len(turns), source)
+    return [replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True)]
 
 
 def _told(observation_tokens: Any, action_ranges: Any, turns: Sequence[Turn], source: str) -> list[Turn]:

@@ -58,6 +58,7 @@ def _trajectory(episode: Episode, part: int, turns: Sequence[Turn]) -> Trajector
     action_mask = np.zeros(_end(last), bool)
     for turn in turns:
         action_mask[len(turn.prompt_ids) : _end(turn)] = True
+    acted = [turn for turn in turns if len(turn.action_ids)]
     truncated = last.finish_reason == "length" if episode.truncated is None else episode.truncated
     return Trajectory(
         prompt=episode.prompt,
@@ -67,7 +68,8 @@ def _trajectory(episode: Episode, part: int, turns: Sequence[Turn]) -> Trajector
         action_mask=action_mask,
         rollout_log_probs=np.concatenate([turn.log_probs for turn in turns]),
         weight_versions=_joined([turn.weight_versions for turn in turns]),
-        turn_starts=np.array([len(turn.prompt_ids) for turn in turns if len(turn.action_ids)], np.int32),
+        turn_starts=np.array([len(turn.prompt_ids) for turn in acted], np.int32),
+        turn_rewards=np.array([turn.reward for turn in acted if turn.reward is not None], np.float32),
         reward=episode.reward,
         score=episode.score,
         outcome=episode.outcome,

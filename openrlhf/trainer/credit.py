@@ -65,9 +65,14 @@ def assign_credit(
     zeros = torch.zeros(int(counts.sum()))
     kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
     to_teacher = _difference(log_probs, tensor_of(scores.teacher_log_probs), torch.sub)
+    earned = earlier_rewards(trajectories) if estimator.discounts else None
+    if earned is not None:
+        clipped = clipped - torch.tensor([float(part.sum()) for part in earned.split(counts.tolist())])
     per_action = token_rewards(
         clipped, zeros if kl is None else kl, counts, 0.0 if algo.kl.use_loss else kl_coef
     )
+    if earned is not None:
+        per_action = per_action + earned
     if to_teacher is not None:
         per_action = per_action - teacher_coef * to_teacher
     advantages, returns = _advantages(per_action, values, counts, algo)
@@ -88,6 +93,19 @@ def assign_credit(
     if scores.log_probs is not None:
         metrics |= log_prob_metrics(batch.credited(scores, credit), algo.kl.estimator)
     return CreditResult(credit=credit, metrics=metrics)
+
+
+def earlier_rewards(trajectories: Sequence[Trajectory]) -> Tensor | None:
+    """(A,) what each turn but a sequence's last has earned, at the turn's last action. None where no turn is
+    known to have earned anything of its own."""
+    if not any(len(t.turn_rewards) > 1 for t in trajectories):
+        return None
+    rows = []
+    for t in trajectories:
+        rows.append(row := torch.zeros(t.num_actions))
+        before = t.action_mask.cumsum()[t.turn_starts[1:] - 1]  # actions before each turn but the first
+        row[before - 1] = torch.from_numpy(t.turn_rewards[:-1].copy()) if len(t.turn_rewards) else 0.0
+    return torch.cat(rows)
 
 
 def log_prob_metrics(batch: Batch, estimator: str) -> Metrics:

@@ -4,9 +4,13 @@ An executor turns a prompt into an episode. It is given an engine that remembers
 tokens, and says what the episode is worth.
 """
 
+import asyncio
+import copy
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.utils.text import decode, prompt_token_ids
@@ -42,11 +46,103 @@ class Engine(Protocol):
         ...
 
 
-class AgentExecutorBase(ABC):
+class AgentExecutorBase:
     """One object for each engine process. `execute` runs for many samples at a time, so it keeps no state of
     one."""
 
+    def __init__(
+        self,
+        agent_instance_cls: Any = None,
+        max_steps: int | None = None,
+        max_length: int = 0,
+        llm_engine: Any = None,
+        hf_tokenizer: Any = None,
+        result_queue: Any = None,
+    ) -> None:
+        """Without arguments. Executors of OpenRLHF 0.8.5 to 0.8.10 hand them over (rollout/old_agents.py)."""
+        self.agent_instance_cls, self.max_steps, self.max_length = agent_instance_cls, max_steps, max_length
+        self.llm_engine, self.hf_tokenizer, self.result_queue = llm_engine, hf_tokenizer, result_queue
+
+    async def execute(
+        self, prompt: str, label: Any, sampling_params: "SamplingParams", *args: Any, **kwargs: Any
+    ) -> Any:
+        """One episode. To be defined as `execute(self, prompt, label, sampling_params, max_length,
+        hf_tokenizer, llm_engine, images=None)`; what it has no parameter for, it is not handed.
+
+        `await llm_engine.generate(prompt_token_ids, sampling_params)` returns vLLM's RequestOutput, as often
+        as it is asked; `sampling_params` is this episode's own, `max_length` bounds a sequence, prompt and
+        actions together. `max_turns` and `step_timeout`, where it has such parameters, are those of the
+        flags --train.max_turns and --rollout.step_timeout.
+
+        Returns a dictionary:
+            reward: a number. None: where reward models give it.
+            scores: what filtering and evaluation look at. Missing or None: the reward.
+            extra_logs: numbers by name, which become metrics.
+            turn_rewards: a number for each request, in order: when the reward was earned. What they do not
+                add up to is earned at the end.
+            observation_tokens, action_ranges: the whole sequence, and the [start, end) in it that are trained
+                on. Without them every request is, and requests that go on where another ended are one
+                sequence.
+            truncated: the episode had to end. Missing: whether the last answer ran out of tokens.
+
+        Log-probs, versions of the weights and seeds are known from the requests: other keys are not read.
+        """
+        if self.agent_instance_cls is None:
+            raise NotImplementedError(f"{type(self).__name__} does not define execute")
+        result = await MultiTurnAgentExecutor(self.agent_instance_cls).execute(
+            prompt,
+            label,
+            sampling_params,
+            self.max_length,
+            self.hf_tokenizer,
+            self.llm_engine,
+            max_turns=self.max_steps,
+        )
+        await self.result_queue.put(result)
+
+
+class AgentInstanceBase(ABC):
+    """The environment of one episode, made without arguments. `__init__` may be `async`."""
+
+    async def reset(self, states: dict, **kwargs: Any) -> dict:
+        """`states`: `observation`, which is the prompt, and `label`. Returns the `observation` that the
+        policy reads first."""
+        return states
+
     @abstractmethod
+    async def step(self, states: dict, **kwargs: Any) -> dict:
+        """After each answer. `states`: `observation_text`, everything before it; `action_text`, the answer,
+        special tokens kept; `label`; `sampling_params`.
+
+        Returns a dictionary:
+            rewards: a number, or a tensor of one, for this turn. The episode's reward is their sum.
+            environment_feedback: text that the policy reads next. Nothing of it is trained on.
+            observation: instead of feedback, everything that the policy reads next. A rewritten history
+                begins a new sequence, which shares the reward.
+            done: the episode ends.
+            scores: what filtering and evaluation look at; that of the last turn that has one. Missing: the
+                reward.
+            sampling_params: of the turns that follow. Missing or None: as before.
+            extra_logs: numbers by name; the last of each name counts.
+        """
+
+
+class StepTimeout(Exception):
+    """A call of the environment took longer than --rollout.step_timeout."""
+
+
+class MultiTurnAgentExecutor(AgentExecutorBase):
+    """A policy and an environment take turns in one stream of tokens: what was sampled is never tokenised
+    again, feedback stands behind it."""
+
+    def __init__(self, agent_instance_cls: type) -> None:
+        """A subclass of AgentInstanceBase."""
+        if not callable(getattr(agent_instance_cls, "step", None)):
+            raise TypeError(
+                f"{agent_instance_cls!r} is no subclass of openrlhf.utils.agent.AgentInstanceBase"
+            )
+        super().__init__(agent_instance_cls)
+
     async def execute(
         self,
         prompt: str,
@@ -56,22 +152,115 @@ class AgentExecutorBase(ABC):
         hf_tokenizer: "PreTrainedTokenizerBase",
         llm_engine: Engine,
         images: Any = None,
+        *,
+        max_turns: int | None = None,
+        step_timeout: float | None = None,
     ) -> dict:
-        """One episode. `await llm_engine.generate(prompt_token_ids, sampling_params)` returns vLLM's
-        RequestOutput, as often as it is asked; `sampling_params` is this episode's own, `max_length` bounds
-        a sequence, prompt and actions together.
+        """An answer has at most `sampling_params.max_tokens` tokens, the sequence at most `max_length`. The
+        episode is truncated where one of them or `max_turns` ends it, and not its environment."""
+        call = partial(_call, seconds=step_timeout)
+        environment = await _make(self.agent_instance_cls)
+        first = await call(environment.reset, {"observation": prompt, "label": label})
+        history = History(hf_tokenizer, _get(first, "observation", "reset"))
+        if len(history.token_ids) >= max_length:
+            room = f"no room in --data.max_len {max_length}"
+            raise ValueError(f"an observation of {len(history.token_ids)} tokens leaves {room}")
+        steps: list[dict] = []
+        limit = sampling_params.max_tokens
+        while True:
+            room = max_length - len(history.token_ids)
+            if room < 1 or len(steps) == max_turns:
+                return _result(steps, truncated=True)
+            params = copy.copy(sampling_params)
+            params.max_tokens = asked = min(room, limit or room)
+            answer = (await llm_engine.generate(history.token_ids, params)).outputs[0]
+            if answer.finish_reason == "abort":
+                return {"reward": None}
+            states = {"observation_text": history.text, "action_text": history.act(answer.token_ids)}
+            step = await call(environment.step, states | {"label": label, "sampling_params": params})
+            steps.append(step)
+            if _get(step, "done", "step"):
+                return _result(steps, truncated=answer.finish_reason == "length")
+            history.read(step)
+            sampling_params = step.get("sampling_params") or sampling_params
+            if sampling_params.max_tokens != asked:  # else these are the ones that the step was handed
+                limit = sampling_params.max_tokens
 
-        Returns a dictionary:
-            reward: a number. None: where reward models give it.
-            scores: what filtering and evaluation look at. Missing or None: the reward.
-            extra_logs: numbers by name, which become metrics.
-            observation_tokens, action_ranges: the whole sequence, and the [start, end) in it that are trained
-                on. Without them every request is, and requests that go on where another ended are one
-                sequence.
-            truncated: the episode had to end. Missing: whether the last answer ran out of tokens.
 
-        Log-probs, versions of the weights and seeds are known from the requests: other keys are not read.
-        """
+class History:
+    """What the policy has read: as text for the environment, as tokens for the engine."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", text: str) -> None:
+        self.tokenizer, self.text, self.token_ids = tokenizer, "", []
+        self.add(text)
+
+    def add(self, text: str) -> None:
+        self.text += text
+        self.token_ids = [*self.token_ids, *self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def act(self, token_ids: Sequence[int]) -> str:
+        """The answer as text."""
+        text = decode(self.tokenizer, token_ids, after=self.token_ids)
+        self.text += text
+        self.token_ids = [*self.token_ids, *token_ids]
+        return text
+
+    def read(self, step: dict) -> None:
+        """What the environment says to it."""
+        if (whole := step.get("observation")) is None:
+            self.add(_get(step, "environment_feedback", "step"))
+        elif whole.startswith(self.text):
+            self.add(whole[len(self.text) :])
+        else:
+            self.text, self.token_ids = "", []
+            self.add(whole)
+
+
+def _result(steps: Sequence[dict], *, truncated: bool) -> dict:
+    """What `execute` returns."""
+    rewards = [float(_get(step, "rewards", "step")) for step in steps]
+    scores = [step["scores"] for step in steps if step.get("scores") is not None]
+    logs = [step.get("extra_logs") or {} for step in steps]
+    return {
+        "reward": sum(rewards),
+        "scores": scores[-1] if scores else None,
+        "extra_logs": {name: value for of_turn in logs for name, value in of_turn.items()},
+        "turn_rewards": rewards,
+        "truncated": truncated,
+    }
+
+
+def _get(result: Any, key: str, method: str) -> Any:
+    if not isinstance(result, dict):
+        raise TypeError(f"{method} returned {type(result).__name__}, not a dict")
+    if key not in result:
+        found = ", ".join(map(repr, result)) or "nothing"
+        raise KeyError(f"{method} returned a dict without {key!r}; it has {found}")
+    return result[key]
+
+
+async def _make(agent_class: Any) -> Any:
+    """An object whose `__init__` may be async."""
+    agent = agent_class.__new__(agent_class)
+    if inspect.isawaitable(waits := agent.__init__()):
+        await waits
+    return agent
+
+
+async def _call(method: Callable, states: dict, seconds: float | None) -> Any:
+    """`method(states)`; in a thread where it is no coroutine."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            if inspect.iscoroutinefunction(method):
+                return await method(states)
+            return await asyncio.to_thread(method, states)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise StepTimeout(
+            f"{method.__name__} took longer than --rollout.step_timeout {seconds:g} s"
+        ) from None
 
 
 class SingleTurnAgentExecutor(AgentExecutorBase):

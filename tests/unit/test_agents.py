@@ -209,7 +209,7 @@ SIGNATURES = {
     "0.11": EXECUTE.replace("llm_engine)", "llm_engine, images=None)"),
     "what it needs": "    async def execute(self, llm_engine, sampling_params):\n",
     "everything": "    async def execute(self, **given):\n        llm_engine, sampling_params = "
-    "given['llm_engine'], given['sampling_params']\n        assert len(given) == 7\n",
+    "given['llm_engine'], given['sampling_params']\n        assert len(given) == 9\n",
 }
 
 

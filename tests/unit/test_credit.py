@@ -318,3 +318,30 @@ def test_a_teacher_rewards_every_action(gamma, returns):
     )
     assert result.credit.returns.tolist() == returns
     assert result.metrics["teacher/kl_mean"] == 0.25  # the mean of -0.5 and 1
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_rewards_of_turns_are_earned_where_they_were_earned(estimator: str) -> None:
+    """By estimators that look ahead: an action earns what its own and later turns did. The others compare
+    whole episodes. Turns of 2, 1 and 2 actions that earn 1, -2 and 4."""
+    turns = trajectory(
+        3.0,
+        5,
+        mask=[False, True, True, False, True, False, True, True],
+        turn_starts=[1, 4, 6],
+        turn_rewards=[1, -2, 4],
+    )
+    plain, _ = assign(
+        [trajectory(3.0, 5, mask=turns.action_mask.tolist())], estimator=estimator, **known(estimator)
+    )
+    found, _ = assign([turns], estimator=estimator, **known(estimator))
+    if ESTIMATORS[estimator].discounts:
+        wanted = [3, 3, 2, 4, 4]
+        assert found[0].returns.tolist() == pytest.approx(wanted, abs=1e-5)
+        assert plain[0].returns.tolist() == pytest.approx([3] * 5, abs=1e-5)
+    else:
+        assert found[0].returns.tolist() == plain[0].returns.tolist()
+
+
+def known(estimator: str) -> dict:
+    return {"values": [[0.0] * 5], "lambd": 1.0} if ESTIMATORS[estimator].needs_critic else {}

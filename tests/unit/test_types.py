@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import batch_of, plain, trajectory
 
-from openrlhf.types import Batch, ExperienceRow, Group, PackedRow, Prompt, Trajectory, runs
+from openrlhf.types import _ARRAYS, Batch, ExperienceRow, Group, PackedRow, Prompt, Trajectory, runs
 
 # ---- runs
 
@@ -60,6 +60,7 @@ def group(size: int) -> Group:
             part=i % 2,
             versions=[k // 2 for k in range(i)],
             turn_starts=[1] if i else [],
+            turn_rewards=[0.5] if i else [],
             truncated=i > 1,
             seed=2**62 + i,
             extra_logs={"steps": float(i)},
@@ -85,16 +86,15 @@ def test_a_group_arrives_as_it_was_sent(size):
 
 
 def test_a_group_travels_as_one_array_for_each_field():
-    fields = ("token_ids", "action_mask", "rollout_log_probs", "weight_versions", "turn_starts")
     for size in (2, 50):
         _, buffers = sent(group(size))
-        assert len(buffers) == len(fields)
+        assert len(buffers) == len(_ARRAYS)
 
 
 def test_what_arrives_is_not_copied():
     arrived, buffers = sent(group(5))
     received = [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
-    for name in ("token_ids", "action_mask", "rollout_log_probs", "weight_versions", "turn_starts"):
+    for name in _ARRAYS:
         arrays = [getattr(t, name) for t in arrived.trajectories if getattr(t, name).size]
         assert arrays and all(any(np.shares_memory(a, whole) for whole in received) for a in arrays)
 

@@ -1,0 +1,251 @@
+"""Environments of several turns, in the forms of all generations, on a stand-in for the engine."""
+
+import asyncio
+import re
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from fake_engine import Engine
+
+from openrlhf.config.ppo import PPOConfig, RolloutConfig
+from openrlhf.rollout.agents import AgentSetting, UserExecutor, check_agent_file
+from openrlhf.rollout.episodes import EpisodeRunner, Sampling
+from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.types import Outcome, Prompt, Trajectory
+
+TOKENIZER = tiny_tokenizer()
+FLAG = "--train.agent_func_path"
+
+
+def tokens(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def play(
+    path: Path, *answers: str, max_turns: int | None = None, max_len: int = 200, samples: int = 1, **limits
+) -> tuple[list[Trajectory], Engine]:
+    engine = Engine(*map(tokens, answers))
+    setting = AgentSetting(
+        tokenizer=TOKENIZER,
+        max_length=max_len,
+        max_turns=max_turns,
+        step_timeout=limits.pop("step_timeout", None),
+    )
+    rollout = RolloutConfig(n_samples_per_prompt=samples, max_new_tokens=20)
+    config = PPOConfig(rollout=rollout)
+
+    async def episodes() -> list[Trajectory]:
+        runner = EpisodeRunner(engine, TOKENIZER, await UserExecutor.load(str(path), setting), [2], **limits)
+        sampling = Sampling.for_training(config)
+        object.__setattr__(sampling, "max_len", max_len)
+        return (await runner.run_group(Prompt(prompt_id=0, text="1 + 1 =", label="2"), sampling)).trajectories
+
+    return asyncio.run(episodes()), engine
+
+
+NAMES = "AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor"
+IMPORTS = f"import torch\nfrom openrlhf.utils.agent import {NAMES}\n"
+STEP = """
+    async def reset(self, states, **kwargs):
+        assert states == {"observation": "1 + 1 =", "label": "2"}
+        self.seen = []
+        return {"observation": states["observation"]}
+
+    async def step(self, states, **kwargs):
+        self.seen.append((states["observation_text"], states["action_text"]))
+        right = states["label"] in states["action_text"]
+        return {
+            "rewards": torch.tensor(1.0 if right else -0.25),
+            "environment_feedback": " No. Again:",
+            "done": right,
+            "sampling_params": states.get("sampling_params"),
+            "extra_logs": {"turns": len(self.seen)},
+        }
+"""
+EXECUTOR = """
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+"""
+TOLD_ONCE = """
+class AgentExecutor(AgentExecutorBase):
+    def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):
+        super().__init__(AgentInstance, max_steps, max_length, llm_engine, hf_tokenizer, result_queue)
+"""
+GENERATIONS = {
+    "0.11": f"class AgentInstance(AgentInstanceBase):{STEP}{EXECUTOR}",
+    "async __init__": (
+        "class AgentInstance(AgentInstanceBase):\n"
+        f"    async def __init__(self, *args, **kwargs):\n        self.seen = None\n{STEP}{EXECUTOR}"
+    ),
+    "not async": f"class AgentInstance(AgentInstanceBase):{STEP.replace('async ', '')}{EXECUTOR}",
+    "0.8.5": f"class AgentInstance(AgentInstanceBase):{STEP}{TOLD_ONCE}",
+    "0.8.5 with execute": (
+        f"class AgentInstance(AgentInstanceBase):{STEP}{TOLD_ONCE}"
+        "    async def execute(self, prompt, label, sampling_params):\n"
+        "        return await super().execute(prompt, label, sampling_params)\n"
+    ),
+    "0.8.3": """
+turns = 0
+async def step(observation, action, label, **kwargs):
+    global turns
+    turns += 1
+    right = label in action
+    return {
+        "rewards": torch.tensor([1.0 if right else -0.25]),
+        "next_observation": observation + action + " No. Again:",
+        "done": right,
+        "sampling_params": kwargs.get("sampling_params"),
+        "extra_logs": {"turns": turns},
+    }
+""",
+    "0.8.0": """
+turns = 0
+async def step(state, action, label):
+    global turns
+    turns += 1
+    right = label in action
+    return 1.0 if right else -0.25, state + action + " No. Again:", right, {"turns": turns}
+""",
+}
+
+
+@pytest.fixture(params=GENERATIONS.values(), ids=GENERATIONS)
+def retrying(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Asks again until the answer is right."""
+    path = tmp_path / "agent.py"
+    path.write_text(IMPORTS + request.param)
+    return path
+
+
+def test_one_stream_of_tokens(retrying: Path) -> None:
+    """What was sampled stands where it was sampled, feedback behind it without being trained on; a turn's
+    reward is its own."""
+    assert check_agent_file(str(retrying), FLAG, limits=()) == ""
+    found, engine = play(retrying, " 3", " 4", " 2", samples=1)
+    (t,) = found
+    assert t.outcome is Outcome.OK, t.error
+    texts = ["1 + 1 =", " 3", " No. Again:", " 4", " No. Again:", " 2"]
+    parts = list(map(tokens, texts))
+    assert t.token_ids.tolist() == list(chain(*parts))
+    assert t.action_mask.tolist() == [i % 2 == 1 for i, part in enumerate(parts) for _ in part]
+    assert t.turn_rewards.tolist() == [-0.25, -0.25, 1]
+    assert (t.reward, t.score, t.truncated, t.extra_logs) == (0.5, 0.5, False, {"turns": 3})
+    assert [len(ids) for ids, _ in engine.asked] == [sum(map(len, parts[:k])) for k in (1, 3, 5)]
+    assert [params.max_tokens for _, params in engine.asked] == [20, 20, 20]
+
+
+def test_siblings_share_nothing(retrying: Path) -> None:
+    """Each episode has an environment of its own, also where the environment is a module."""
+    found, _ = play(retrying, " 3", " 2", samples=4)
+    assert [t.extra_logs["turns"] for t in found] == [len(t.turn_starts) for t in found]
+    assert sum(len(t.turn_starts) for t in found) > len(found)
+
+
+def test_what_ends_an_episode_from_outside(retrying: Path) -> None:
+    (t,), engine = play(retrying, " 3", max_turns=2)
+    assert (len(engine.asked), t.truncated, t.reward) == (2, True, -0.5)
+    room = len(tokens("1 + 1 =") + tokens(" 3") + tokens(" No. Again:")) + 1
+    (t,), engine = play(retrying, " 3", max_len=room)
+    assert [params.max_tokens for _, params in engine.asked] == [room - len(tokens("1 + 1 =")), 1]
+    assert t.truncated and len(t.token_ids) <= room + 1
+
+
+def agent(tmp_path: Path, step: str, more: str = "") -> Path:
+    path = tmp_path / "agent.py"
+    lines = "".join(f"        {line}\n" for line in step.splitlines())
+    path.write_text(
+        f"import asyncio, time\n{IMPORTS}class AgentInstance(AgentInstanceBase):\n"
+        f"    async def step(self, states, **kwargs):\n{lines}{EXECUTOR}{more}"
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        ("return 3", "step returned int, not a dict"),
+        (
+            "return {'rewards': 1, 'environment_feedback': ''}",
+            "step returned a dict without 'done'; it has 'rewards'",
+        ),
+        ("return {'done': True}", "step returned a dict without 'rewards'; it has 'done'"),
+        ("return {'done': False, 'rewards': 1}", "step returned a dict without 'environment_feedback'"),
+        ("return states['nothing']", "line 6: KeyError: 'nothing'"),
+    ],
+)
+def test_steps_that_cannot_be_used(tmp_path: Path, step: str, text: str) -> None:
+    (t,), _ = play(agent(tmp_path, step), " 3")
+    assert t.outcome is Outcome.ENV_ERROR and text in t.error, t.error
+    assert len(t.turn_starts) == 1  # the journal has what was sampled
+
+
+@pytest.mark.parametrize("wait", ["await asyncio.sleep(60)", "return time.sleep(0.4)"])
+def test_a_step_that_takes_too_long(tmp_path: Path, wait: str) -> None:
+    path = agent(tmp_path, wait)
+    if "time.sleep" in wait:
+        path.write_text(path.read_text().replace("async def step", "def step"))
+    (t,), _ = play(path, " 3", step_timeout=0.05)
+    assert t.outcome is Outcome.TIMED_OUT
+    assert re.search("execute: step took longer than --rollout.step_timeout 0.05 s", t.error)
+
+
+def test_a_rewritten_history_is_a_sequence_of_its_own(tmp_path: Path) -> None:
+    """Which shares the reward."""
+    step = (
+        "done = '2' in states['action_text']\n"
+        "return {'rewards': 1.0 * done, 'observation': 'In short:', 'done': done}"
+    )
+    found, _ = play(agent(tmp_path, step), " 3", " 2")
+    assert [t.token_ids.tolist() for t in found] == [
+        tokens("1 + 1 =") + tokens(" 3"),
+        tokens("In short:") + tokens(" 2"),
+    ]
+    assert [t.reward for t in found] == [1, 1]
+    assert [t.turn_rewards.tolist() for t in found] == [[0], [1]]
+
+
+def test_params_of_the_next_turns(tmp_path: Path) -> None:
+    """Those that a step returns; what the limits leave of them."""
+    step = (
+        "params = states['sampling_params']\n"
+        "params.temperature, params.max_tokens = 0.5, 7\n"
+        "return {'rewards': 0, 'environment_feedback': '?', 'done': '2' in states['action_text'], "
+        "'sampling_params': params}"
+    )
+    _, engine = play(agent(tmp_path, step), " 3", " 4", " 2")
+    assert [(p.temperature, p.max_tokens) for _, p in engine.asked] == [(1.0, 20), (0.5, 7), (0.5, 7)]
+    assert len({p.seed for _, p in engine.asked}) == 3
+
+
+def test_limits_that_an_executor_would_not_keep_to(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(
+        f"{IMPORTS}class AgentExecutor(AgentExecutorBase):\n"
+        "    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):\n"
+        "        return {}\n"
+    )
+    with pytest.raises(ValueError, match=r"--train.max_turns is set, and execute has no parameter max_turns"):
+        check_agent_file(str(path), FLAG, limits=["max_turns"])
+    assert (
+        check_agent_file(str(agent(tmp_path, "return {}")), FLAG, limits=["max_turns", "step_timeout"]) == ""
+    )
+
+
+def test_an_engine_of_0_8_is_asked_as_vllm_is(tmp_path: Path) -> None:
+    """`async for output in generate(prompt, params, request_id)`, and a dictionary in a queue."""
+    path = tmp_path / "agent.py"
+    path.write_text(
+        f"{IMPORTS}class AgentExecutor(AgentExecutorBase):\n"
+        "    def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):\n"
+        "        super().__init__(None, max_steps, max_length, llm_engine, hf_tokenizer, result_queue)\n"
+        "    async def execute(self, prompt, label, sampling_params):\n"
+        "        ids = self.hf_tokenizer(prompt, add_special_tokens=False)['input_ids']\n"
+        "        request = {'prompt_token_ids': ids}\n"
+        "        async for output in self.llm_engine.generate(request, sampling_params, 'id'):\n"
+        "            text = output.outputs[0].text\n"
+        "        await self.result_queue.put({'prompt': prompt, 'label': label, 'reward': len(text)})\n"
+    )
+    (t,), _ = play(path, " 42")
+    assert t.ok and t.reward == len(tokens(" 42")), t.error
