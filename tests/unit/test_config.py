@@ -868,6 +868,7 @@ REMARKS = [
     ),
     # nothing reads it
     (PPO, "--ptx_coef 0.1", "--actor.ptx_coef 0.1: has no effect: there is no data.pretrain_dataset"),
+    (PPO, "--max_steps 3", "--train.max_turns 3: has no effect: there is no train.agent_func_path"),
     (
         PPO,
         "--data.pretrain_dataset org/texts --actor.ptx_coef 0",

@@ -111,7 +111,7 @@ async def step(state, action, label):
 }
 
 
-@pytest.fixture(params=GENERATIONS.values(), ids=GENERATIONS)
+@pytest.fixture(params=GENERATIONS.values(), ids=list(GENERATIONS))
 def retrying(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Asks again until the answer is right."""
     path = tmp_path / "agent.py"
