@@ -24,7 +24,7 @@ from openrlhf.types import Trajectory, present
 
 REWARD = Path(__file__).with_name("digits_reward.py")
 AGENT = Path(__file__).parents[2] / "examples" / "python" / "agent_two_calls.py"
-RETRY = AGENT.with_name("agent_retry.py")
+RETRY, OPENAI = AGENT.with_name("agent_retry.py"), AGENT.with_name("agent_openai.py")
 COMMON = (
     "--data.apply_chat_template --data.label_key label --data.max_len 96 --rollout.max_new_tokens 12 "
     "--rollout.batch_size 8 --rollout.n_samples_per_prompt 4 --train.batch_size 16 "
@@ -161,6 +161,22 @@ def test_an_environment_of_several_turns(task: TaskFiles, tmp_path: Path) -> Non
         tmp_path,
         f"{COMMON} --train.agent_func_path {RETRY} --train.max_turns 3 --algo.kl.init_coef 0 "
         "--train.batch_size 32 --actor.num_gpus_per_node 1 --train.colocate_all --actor.adam.lr 1e-3",
+    )
+    for step in (1, 2):
+        assert metrics[step]["mismatch/abs_diff_max"] < 1e-4
+        assert metrics[step]["rollout/failed_ratio"] == 0
+        assert 1 < metrics[step]["rollout/tries"] <= 3
+
+
+@pytest.mark.slow
+def test_an_agent_of_the_openai_client(task: TaskFiles, tmp_path: Path) -> None:
+    """As above, through HTTP."""
+    metrics = train(
+        task,
+        tmp_path,
+        f"{COMMON.removeprefix('--data.apply_chat_template')} --train.agent_func_path {OPENAI} "
+        "--algo.kl.init_coef 0 --train.batch_size 32 --actor.num_gpus_per_node 1 --train.colocate_all "
+        "--actor.adam.lr 1e-3",
     )
     for step in (1, 2):
         assert metrics[step]["mismatch/abs_diff_max"] < 1e-4
