@@ -16,6 +16,7 @@ COMMANDS = {
     "ppo": ("train_ppo_ray", "reinforcement learning with Ray, vLLM and DeepSpeed"),
     "data": ("data", "preview: what a supervised command will learn from"),
     "rollouts": ("rollouts", "print the samples of an RL run, tokens coloured by advantage"),
+    "agent": ("agent", "try: one episode of an agent with a model, turn by turn"),
     "batch_inference": ("batch_inference", "answers to a dataset's prompts, or rewards of its answers"),
     "chat": ("interactive_chat", "talk to a model"),
     "serve_rm": ("serve_rm", "a reward model over HTTP"),

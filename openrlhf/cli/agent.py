@@ -1,0 +1,163 @@
+"""`openrlhf agent try FILE`: one episode of an agent with a model, turn by turn, before a training."""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.cli.errors import short_errors
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from openrlhf.config.ppo import PPOConfig
+    from openrlhf.types import Group, Prompt, Trajectory
+
+EPILOG = """
+All other flags are those of `openrlhf ppo`, and mean what they mean there: --rollout.max_new_tokens,
+--data.max_len, --data.apply_chat_template, --train.max_turns, --rollout.temperature, ...
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="openrlhf agent")
+    trying = parser.add_subparsers(required=True, metavar="try").add_parser(
+        "try", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    trying.add_argument("file", metavar="FILE", help="with the class AgentExecutor")
+    trying.add_argument("--model", required=True, help="the policy: a folder or a name")
+    trying.add_argument("--prompt", required=True, help="as a row of --data.prompt_dataset has it")
+    trying.add_argument("--label", default="", help="as a row has it")
+    trying.add_argument("--samples", type=int, default=1, metavar="N", help="episodes (default: 1)")
+    options, flags = parser.parse_known_args(argv)
+    with short_errors(), TemporaryDirectory() as folder:
+        config, prompt = prepare(options, flags, Path(folder))
+        group = asyncio.run(play(config, prompt))
+        report(config, group)
+    sys.exit(not all(t.ok for t in group.trajectories))
+
+
+def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> "tuple[PPOConfig, Prompt]":
+    """The prompt goes the way of a training's, templates and all."""
+    from openrlhf.cli.rl_data import build_prompt_datasets
+    from openrlhf.config.commands import PPO
+    from openrlhf.config.parse import parse
+    from openrlhf.rollout.agents import check_agent_file
+
+    row = folder / "prompt.jsonl"
+    row.write_text(json.dumps({"input": options.prompt, "label": options.label}) + "\n")
+    given = [
+        *("--actor.model_name_or_path", options.model, "--train.agent_func_path", options.file),
+        *("--data.prompt_dataset", str(row), "--data.input_key", "input", "--data.label_key", "label"),
+        *("--rollout.n_samples_per_prompt", str(options.samples), "--ckpt.output_dir", str(folder)),
+    ]
+    config = parse(PPO, [*flags, *given]).config
+    check_agent_file(options.file, "FILE")
+    prompts, *_ = build_prompt_datasets(config)
+    return config, prompts[0]
+
+
+async def play(config: "PPOConfig", prompt: "Prompt") -> "Group":
+    """With the engine of a run, in this process."""
+    from openrlhf.cluster.engine_pool import EngineActor, engine_options
+    from openrlhf.device import DEVICE_TYPE
+    from openrlhf.engine.vllm_engine import engine_environment
+    from openrlhf.rewards.user_file import UserFiles
+
+    options = engine_options(config, DEVICE_TYPE == "cuda", from_files=True)
+    os.environ.update(engine_environment(options))
+    engine = EngineActor(config, options, UserFiles.of(config.train.agent_func_path), private={})
+    await engine.start()
+    try:
+        return await engine.run_group(prompt, "train")
+    finally:
+        await engine.close()
+
+
+def report(config: "PPOConfig", group: "Group") -> None:
+    from rich.console import Console
+
+    from openrlhf.cli.data import shows_colours
+    from openrlhf.models.loading import policy_tokenizer
+
+    coloured = shows_colours()
+    console = Console(file=sys.stdout, force_terminal=coloured, color_system="auto" if coloured else None)
+    tokenizer = policy_tokenizer(config)
+    episodes: dict[int, list[Trajectory]] = {}
+    for t in group.trajectories:
+        episodes.setdefault(t.sample_index, []).append(t)
+    for index, parts in episodes.items():
+        print_episode(console, tokenizer, index, parts)
+
+
+def print_episode(console: "Console", tokenizer: Any, index: int, parts: "Sequence[Trajectory]") -> None:
+    first = parts[0]
+    value = "no reward" if first.reward is None else f"reward {first.reward:g}"
+    cut = ", truncated" if first.truncated else ""
+    write(console, f"\nepisode {index}: {first.outcome}, {value}{cut}", "bold")
+    if first.error:
+        write(console, first.error, "red")
+    if first.extra_logs:
+        write(console, ", ".join(f"{name} {number:g}" for name, number in first.extra_logs.items()), "dim")
+    for part, trajectory in enumerate(parts):
+        if part:
+            write(console, departure(tokenizer, parts[0], trajectory), "yellow")
+        print_turns(console, tokenizer, trajectory)
+    if len(parts) == 1:
+        write(console, "the token stream holds: one sequence", "green")
+
+
+def print_turns(console: "Console", tokenizer: Any, t: "Trajectory") -> None:
+    """What was read and what was sampled, one after the other."""
+    from openrlhf.utils.text import decode
+
+    ids, start, turn = t.token_ids.tolist(), 0, 0
+    for sampled, end in runs_of(t.action_mask.tolist()):
+        text = decode(tokenizer, ids[start:end], after=ids[:start])
+        if sampled:
+            earned = f", earned {t.turn_rewards[turn]:g}" if turn < len(t.turn_rewards) else ""
+            actions = int(t.action_mask[:start].sum())
+            log_prob = t.rollout_log_probs[actions : actions + end - start].mean()
+            kind = f"turn {turn + 1}: {end - start} tokens sampled, log-prob {log_prob:.2f} each{earned}"
+            turn += 1
+        else:
+            kind = f"{end - start} tokens read, not trained on"
+        write(console, kind, "bold cyan" if sampled else "dim")
+        write(console, text, "" if sampled else "italic cyan")
+        start = end
+
+
+def runs_of(mask: Sequence[bool]) -> list[tuple[bool, int]]:
+    """(value, end) of each run of equal values."""
+    ends = [i + 1 for i in range(len(mask)) if i + 1 == len(mask) or mask[i + 1] != mask[i]]
+    return [(mask[end - 1], end) for end in ends]
+
+
+def departure(tokenizer: Any, first: "Trajectory", other: "Trajectory") -> str:
+    """Where a later request stopped going on with the first sequence."""
+    from openrlhf.utils.text import decode
+
+    old, new = first.token_ids.tolist(), other.token_ids.tolist()
+    same = next((i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), len(old))
+    was, now = (decode(tokenizer, ids[same : same + 12], after=ids[:same]) for ids in (old, new))
+    return (
+        f"a new sequence begins here: the history was rewritten. After {same} equal tokens the stream had "
+        f"{was!r}, the agent asked with {now!r}"
+    )
+
+
+def write(console: "Console", text: str, style: str) -> None:
+    from rich.text import Text
+
+    from openrlhf.observe.progress import clean_text
+
+    console.print(Text(clean_text(text), style=style), soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    main()
