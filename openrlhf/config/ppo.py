@@ -1,5 +1,6 @@
 """Everything that `train_ppo_ray` can be told."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
@@ -240,6 +241,9 @@ class VllmConfig:
     """Size of an engine's KV cache, GB. None: what gpu_memory_utilization leaves; 0.25 without a GPU."""
 
 
+EPISODES_VARIABLE = "OPENRLHF_ASYNC_NUM_TASKS"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
     """How experience is sampled."""
@@ -271,12 +275,20 @@ class RolloutConfig:
     single word is split at its commas; YAML takes any text. None: only stop tokens end one."""
     episode_timeout: Positive | None = None
     """Seconds that one episode may take, its reward included; then it has failed. None: no limit."""
+    max_concurrent_episodes: Count | None = None
+    """Episodes that run at a time in each engine's process. None: the variable OPENRLHF_ASYNC_NUM_TASKS, or
+    all that the engine is given."""
     step_timeout: Positive | None = None
     """Seconds that one call of an agent's environment may take; then the episode has failed. None: no
     limit."""
     retries: CountOrZero = 0
     """How often an episode runs again, with other seeds, whose agent raised, that took too long, or that the
     engine gave up."""
+
+    @property
+    def episodes_at_a_time(self) -> int | None:
+        """Of this process's environment too. None: no limit."""
+        return self.max_concurrent_episodes or int(os.environ.get(EPISODES_VARIABLE) or 0) or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

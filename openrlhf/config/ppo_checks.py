@@ -1,5 +1,6 @@
 """What is wrong between the flags of reinforcement learning."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from itertools import product
@@ -26,7 +27,7 @@ from openrlhf.config.checks import (
 )
 from openrlhf.config.fields import values_of
 from openrlhf.config.parse import Explicit, Problem
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo import EPISODES_VARIABLE, PPOConfig
 from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
 
 
@@ -59,6 +60,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_old_log_probs(config),
             *_balance(config),
             *_lengths(config),
+            *_episodes(),
             *_stop(config),
             *_evaluation(config, explicit),
             *optimizer("actor.", config.actor),
@@ -498,6 +500,15 @@ def _lengths(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(
             key="rollout.max_new_tokens",
             text=f"leaves no room for a prompt in data.max_len {longest}, which counts both; raise that",
+        )
+
+
+def _episodes() -> Iterator[Problem]:
+    given = os.environ.get(EPISODES_VARIABLE, "")
+    if given and not (given.isdecimal() and int(given) > 0):
+        yield Problem(
+            key="rollout.max_concurrent_episodes",
+            text=f"the variable {EPISODES_VARIABLE} is {given!r}, no number of episodes; unset it",
         )
 
 

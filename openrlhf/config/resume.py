@@ -71,7 +71,13 @@ FREE = {
     # How rewards are asked for, and when a run gives up
     *("reward.batch", "reward.timeout", "reward.num_workers"),
     *("reward.remote_timeout", "reward.remote_batch_size", "reward.remote_concurrency"),
-    *("rollout.episode_timeout", "rollout.step_timeout", "rollout.retries", "train.placement_timeout"),
+    *(
+        "rollout.max_concurrent_episodes",
+        "rollout.episode_timeout",
+        "rollout.step_timeout",
+        "rollout.retries",
+        "train.placement_timeout",
+    ),
     *("reward.max_failed_ratio", "algo.dynamic_filtering_max_batches"),
     "critic.save_value_network",
 }

@@ -2,6 +2,7 @@
 data."""
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -76,13 +77,16 @@ class EpisodeRunner:
         *,
         timeout: float | None = None,
         retries: int = 0,
+        at_a_time: int | None = None,
         reward_is_optional: bool = False,
     ) -> None:
-        """`timeout`: seconds for one episode. `retries`: how often one that failed runs again.
+        """`timeout`: seconds for one episode. `retries`: how often one that failed runs again. `at_a_time`:
+        episodes that run, None: all.
         `reward_is_optional`: None is a reward too, because others are added to it."""
         self.engine, self.tokenizer, self.executor = engine, tokenizer, executor
         self.stop_token_ids, self.timeout, self.retries = stop_token_ids, timeout, retries
         self.reward_is_optional = reward_is_optional
+        self._room = nullcontext() if at_a_time is None else asyncio.Semaphore(at_a_time)
         self.is_users = isinstance(executor, UserExecutor)
         self.source = executor.source if isinstance(executor, UserExecutor) else type(executor).__name__
 
@@ -103,7 +107,8 @@ class EpisodeRunner:
         self, prompt: Prompt, sample_index: int, sampling: Sampling, address: tuple[int | str, ...]
     ) -> Episode:
         engine = RecordingEngine(self.engine, address, self.stop_token_ids)
-        ending = await self._ending(prompt, sampling, engine)
+        async with self._room:
+            ending = await self._ending(prompt, sampling, engine)
         known: dict[str, Any] = {"turns": engine.turns, "reward": None}
         return Episode(prompt=prompt, sample_index=sample_index, seed=seed_at(*address), **(known | ending))
 

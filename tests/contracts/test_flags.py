@@ -139,6 +139,7 @@ OURS = {
         "reward.remote_timeout",
         "reward.timeout",
         "rollout.episode_timeout",
+        "rollout.max_concurrent_episodes",
         "rollout.step_timeout",
         "rollout.retries",
         "rollout.stop",

@@ -1182,3 +1182,11 @@ def test_words_of_a_value():
 def test_the_console_command(argv, code, text):
     result = run("-m", "openrlhf.cli.main", *argv)
     assert result.returncode == code and text in result.stdout + result.stderr
+
+
+def test_a_number_of_episodes_in_the_environment(say, monkeypatch):
+    monkeypatch.setenv("OPENRLHF_ASYNC_NUM_TASKS", "8")
+    assert say(PPO, "")[0].rollout.episodes_at_a_time == 8
+    monkeypatch.setenv("OPENRLHF_ASYNC_NUM_TASKS", "many")
+    text = "\n".join(say(PPO, "")[1])
+    assert "the variable OPENRLHF_ASYNC_NUM_TASKS is 'many', no number of episodes; unset it" in text

@@ -254,3 +254,29 @@ def test_sampling_of_a_configuration():
     assert Sampling.for_training(config) == train
     evaluation = replace(train, purpose="eval", num_samples=2, temperature=0.1)
     assert Sampling.for_evaluation(config) == evaluation
+
+
+def test_episodes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the flag, or by the variable of older versions."""
+    monkeypatch.setenv("OPENRLHF_ASYNC_NUM_TASKS", "2")
+    assert RolloutConfig().episodes_at_a_time == 2
+    assert RolloutConfig(max_concurrent_episodes=3).episodes_at_a_time == 3
+    monkeypatch.setenv("OPENRLHF_ASYNC_NUM_TASKS", "")
+    assert RolloutConfig().episodes_at_a_time is None
+    running, most = 0, 0
+
+    class Slow(AgentExecutorBase):
+        async def execute(self, prompt, label, sampling_params, *others):
+            llm_engine = others[2]
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await llm_engine.generate(PROMPT_IDS, sampling_params)
+            await asyncio.sleep(0.001)
+            running -= 1
+            return {"reward": 1.0}
+
+    for limit, expected in ((2, 2), (None, 9)):
+        most = 0
+        found = run_executor(Slow(), Engine(ANSWER), {"at_a_time": limit}, num_samples=9)
+        assert len(found) == 9 and most == expected
