@@ -44,6 +44,7 @@ def loop(cpu_engines, knowing, reward_model, tmp_path) -> Callable[..., Path]:
     return run
 
 
+@pytest.mark.slow
 def test_iterative_dpo(loop, knowing, accuracy) -> None:
     """Two iterations, the second from the first's model; a second start finds both done."""
     sizes = {"ITERATIONS": "2", "ROLLOUT_BATCH": "128", "BEST_OF_N": "4"}
