@@ -526,7 +526,7 @@ def padded(setting: Setting, *, is_sorted: bool) -> Way:
         count = sum(sample.num_actions for sample in batch)
         micro_size = size
         if is_sorted:
-            batch, micro_size = sorted(batch, key=lambda sample: sample.length), size // SPLITS
+            batch, micro_size = sorted(batch, key=lambda sample: sample.length), max(1, size // SPLITS)
         for k in range(0, len(batch), micro_size):
             loss = model(**padded_inputs(batch[k : k + micro_size]), num_items_in_batch=count).loss
             loss.backward()
