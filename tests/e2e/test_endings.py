@@ -76,7 +76,7 @@ ONE_RANK = "--actor.num_gpus_per_node 1 --train.colocate_all"
 @pytest.mark.parametrize(
     ("send", "number"),
     [
-        (os.kill, signal.SIGTERM),
+        pytest.param(os.kill, signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param(os.killpg, signal.SIGTERM, marks=pytest.mark.slow),  # Ray's servers end with it
         pytest.param(os.killpg, signal.SIGINT, marks=pytest.mark.slow),
     ],

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import order
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from records import trajectory
 
@@ -181,13 +182,19 @@ def test_five_models_and_an_engine_fit_on_a_gpu() -> None:
 
 @contextmanager
 def held_by_others(*counts: int) -> Iterator[None]:
-    """GPUs of each node."""
+    """GPUs of each node. Ray takes a node that is asked for if it is free, so groups that are still being
+    removed must be gone."""
     ids = [node["NodeID"] for node in ray.nodes()]
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("GPU") != GPUS * len(ids):
+        assert time.monotonic() < deadline, "GPUs are still held"
+        time.sleep(0.1)
     groups = [
         placement_group([{"GPU": count}], "STRICT_PACK", f"run {i}", _soft_target_node_id=node)
         for i, (node, count) in enumerate(zip(ids, counts, strict=True))
     ]
     ray.get([group.ready() for group in groups])
+    assert [placement_group_table(group)["bundles_to_node_id"][0] for group in groups] == ids
     try:
         yield
     finally:

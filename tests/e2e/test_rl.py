@@ -339,6 +339,7 @@ def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(
     assert fates.keys() == {*SAID, "fine"}
 
 
+@pytest.mark.slow
 def test_a_run_on_problems_of_reasoning_gym_and_what_it_leaves(task: TaskFiles, tmp_path: Path) -> None:
     """Two sets to evaluate on, the package's own verifier, texts that end responses, and no forward pass for
     old log-probs."""

@@ -75,6 +75,7 @@ def test_the_verifier_raises_the_share_of_solved_problems(train, estimator: str)
         assert all(metrics[s]["reward/zero_std_fraction"] == 0 for s in metrics)
 
 
+@pytest.mark.slow
 def test_a_reward_model_raises_the_share_of_solved_problems(
     train, knowing, accuracy, reward_model: Path
 ) -> None:
