@@ -44,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> "tuple[PPOConfig, Prompt]":
     """The prompt goes the way of a training's, templates and all."""
+    from openrlhf.cli.rl_checks import check_users_files
     from openrlhf.cli.rl_data import build_prompt_datasets
     from openrlhf.config.commands import PPO
     from openrlhf.config.parse import parse
-    from openrlhf.rollout.agents import check_agent_file
 
     row = folder / "prompt.jsonl"
     row.write_text(json.dumps({"input": options.prompt, "label": options.label}) + "\n")
@@ -57,7 +57,7 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> 
         *("--rollout.n_samples_per_prompt", str(options.samples), "--ckpt.output_dir", str(folder)),
     ]
     config = parse(PPO, [*flags, *given]).config
-    check_agent_file(options.file, "FILE")
+    check_users_files(config, lambda flag, check, *arguments: check(*arguments))
     prompts, *_ = build_prompt_datasets(config)
     return config, prompts[0]
 
@@ -108,34 +108,30 @@ def print_episode(console: "Console", tokenizer: Any, index: int, parts: "Sequen
         if part:
             write(console, departure(tokenizer, parts[0], trajectory), "yellow")
         print_turns(console, tokenizer, trajectory)
-    if len(parts) == 1:
+    if len(parts) == 1 and first.num_actions:
         write(console, "the token stream holds: one sequence", "green")
 
 
 def print_turns(console: "Console", tokenizer: Any, t: "Trajectory") -> None:
     """What was read and what was sampled, one after the other."""
+    from openrlhf.types import runs
     from openrlhf.utils.text import decode
 
     ids, start, turn = t.token_ids.tolist(), 0, 0
-    for sampled, end in runs_of(t.action_mask.tolist()):
+    for sampled, count in runs(t.action_mask).tolist():
+        end = start + count
         text = decode(tokenizer, ids[start:end], after=ids[:start])
         if sampled:
             earned = f", earned {t.turn_rewards[turn]:g}" if turn < len(t.turn_rewards) else ""
             actions = int(t.action_mask[:start].sum())
-            log_prob = t.rollout_log_probs[actions : actions + end - start].mean()
-            kind = f"turn {turn + 1}: {end - start} tokens sampled, log-prob {log_prob:.2f} each{earned}"
+            log_prob = t.rollout_log_probs[actions : actions + count].mean()
+            kind = f"turn {turn + 1}: {count} tokens sampled, log-prob {log_prob:.2f} each{earned}"
             turn += 1
         else:
-            kind = f"{end - start} tokens read, not trained on"
+            kind = f"{count} tokens read, not trained on"
         write(console, kind, "bold cyan" if sampled else "dim")
         write(console, text, "" if sampled else "italic cyan")
         start = end
-
-
-def runs_of(mask: Sequence[bool]) -> list[tuple[bool, int]]:
-    """(value, end) of each run of equal values."""
-    ends = [i + 1 for i in range(len(mask)) if i + 1 == len(mask) or mask[i + 1] != mask[i]]
-    return [(mask[end - 1], end) for end in ends]
 
 
 def departure(tokenizer: Any, first: "Trajectory", other: "Trajectory") -> str:

@@ -57,7 +57,7 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
         ask(REWARD_FLAG, check_reward_model, path, REWARD_FLAG, config.ds.value_head_prefix)
         if config.reward.normalize_enable:
             ask(REWARD_FLAG, _check_statistics, path)
-    _check_users_files(config, ask)  # the last, because users' imports take longest
+    check_users_files(config, ask)  # the last, because users' imports take longest
 
 
 def _check_columns(config: PPOConfig, ask: Callable[..., None]) -> None:
@@ -88,7 +88,7 @@ def _check_statistics(path: str) -> None:
     score_statistics(load_config(path, REWARD_FLAG), path)
 
 
-def _check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
+def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
     from openrlhf.rewards.function import check_reward_file
     from openrlhf.rollout.agents import check_agent_file
 

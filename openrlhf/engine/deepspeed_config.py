@@ -34,9 +34,8 @@ def _common(ds: DeepSpeedConfig, zero: dict) -> dict:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": None,
-        "timers": {
-            "throughput": {"enabled": False}
-        },  # it waits for the GPU in every pass, and nobody reads it
+        # It would wait for the GPU in every pass, and nobody reads it.
+        "timers": {"throughput": {"enabled": False}},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,

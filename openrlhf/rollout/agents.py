@@ -81,6 +81,8 @@ def _unusable(executor: type[AgentExecutorBase]) -> str:
     """Why; "" where it can be made and called."""
     if executor.execute is AgentExecutorBase.execute:
         return "AgentExecutor does not define execute"
+    if inspect.isabstract(executor):
+        return f"AgentExecutor does not define {', '.join(sorted(getattr(executor, '__abstractmethods__')))}"  # noqa: B009
     try:
         inspect.signature(executor).bind()
     except TypeError as error:

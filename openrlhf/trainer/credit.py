@@ -51,6 +51,9 @@ def assign_credit(
     penalties -> group shaping -> clip -> KL and teacher on every action -> returns or GAE -> whitening over
     all actions
 
+    Where turns are known to have earned a part of their episode's reward, and the estimator looks ahead, that
+    part is earned there and the rest at the end.
+
     `kl_coef` is the controller's, `max_new_tokens` the limit that the overlong penalty looks at.
     `teacher_coef` is the weight of log p_teacher - log p as a reward, where there is a teacher: on-policy
     distillation, minus a sample of KL(policy || teacher). https://arxiv.org/abs/2306.13649

@@ -207,6 +207,8 @@ class History:
 
     def read(self, step: dict) -> None:
         """What the environment says to it."""
+        if step.get("environment_images"):
+            raise ValueError("environment_images: the policy reads no images yet; leave them out")
         if (whole := step.get("observation")) is None:
             self.add(_get(step, "environment_feedback", "step"))
         elif whole.startswith(self.text):

@@ -15,8 +15,9 @@ import json
 import logging
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penal
 """Of a request, what the run decides: log-probs are trained under the distribution that is sampled from."""
 
 
-class OpenAIAgentExecutor(AgentExecutorBase):
+class OpenAIAgentExecutor(AgentExecutorBase, ABC):
     """Runs an agent for each episode, and answers it as an OpenAI-compatible server on 127.0.0.1, one for
     each engine process. Every call is recorded. A conversation that goes on keeps the tokens that were
     sampled; one that was rewritten begins a new sequence, which shares the reward."""
@@ -52,10 +53,10 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         self.tool_parser = tool_parser
         self._server = Server()
 
+    @abstractmethod
     async def run_agent(self, prompt: str, label: Any, session: "Session") -> Any:
         """One episode. Returns its reward, or a dictionary with `reward`, and perhaps `scores` and
         `extra_logs`, see AgentExecutorBase."""
-        raise NotImplementedError(f"{type(self).__name__} does not define run_agent")
 
     async def execute(
         self,
@@ -288,18 +289,13 @@ class Server:
         """Inside, requests with the session's key are answered."""
         self._starting = self._starting or asyncio.create_task(self._start())
         session.base_url = f"{await asyncio.shield(self._starting)}/v1"
-        with self._known(session):
-            yield
-        if "client" in vars(session):
-            await session.client.close()
-
-    @contextmanager
-    def _known(self, session: Session) -> Iterator[None]:
         self.sessions[session.api_key] = session
         try:
             yield
         finally:
             del self.sessions[session.api_key]
+            if "client" in vars(session):
+                await session.client.close()
 
     async def _start(self) -> str:
         """Its address."""

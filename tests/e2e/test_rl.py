@@ -23,8 +23,7 @@ from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.types import Trajectory, present
 
 REWARD = Path(__file__).with_name("digits_reward.py")
-AGENT = Path(__file__).parents[2] / "examples" / "python" / "agent_two_calls.py"
-RETRY, OPENAI = AGENT.with_name("agent_retry.py"), AGENT.with_name("agent_openai.py")
+EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 COMMON = (
     "--data.apply_chat_template --data.label_key label --data.max_len 96 --rollout.max_new_tokens 12 "
     "--rollout.batch_size 8 --rollout.n_samples_per_prompt 4 --train.batch_size 16 "
@@ -138,50 +137,27 @@ def check_samplers_hold_the_trained_weights(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_agent_that_asks_twice(task: TaskFiles, tmp_path: Path) -> None:
-    """Sampler and trainer agree on the actions of both calls, and on nothing between them."""
+@pytest.mark.parametrize(
+    ("file", "flags", "metric", "most"),
+    [
+        ("agent_two_calls.py", "--data.apply_chat_template", "corrected", 1),
+        ("agent_retry.py", "--data.apply_chat_template --train.max_turns 3", "tries", 3),
+        ("agent_openai.py", "", "tries", 3),
+    ],
+)
+def test_agents(task: TaskFiles, tmp_path: Path, file: str, flags: str, metric: str, most: int) -> None:
+    """Sampler and trainer agree on the actions of every turn, and on nothing between them."""
+    common = COMMON.removeprefix("--data.apply_chat_template ")
     metrics = train(
         task,
         tmp_path,
-        f"{COMMON} --train.agent_func_path {AGENT} --algo.kl.init_coef 0 --train.batch_size 32 "
-        "--actor.num_gpus_per_node 1 --train.colocate_all --actor.adam.lr 1e-3",
-    )
-    for step in (1, 2):
-        assert metrics[step]["mismatch/abs_diff_max"] < 1e-4
-        assert metrics[step]["rollout/failed_ratio"] == 0
-        assert 0 <= metrics[step]["rollout/corrected"] <= 1
-
-
-@pytest.mark.slow
-def test_an_environment_of_several_turns(task: TaskFiles, tmp_path: Path) -> None:
-    """Sampler and trainer agree on the actions of every turn; the journal's log-probs are those of a forward
-    over the whole sequence."""
-    metrics = train(
-        task,
-        tmp_path,
-        f"{COMMON} --train.agent_func_path {RETRY} --train.max_turns 3 --algo.kl.init_coef 0 "
+        f"{common} {flags} --train.agent_func_path {EXAMPLES / file} --algo.kl.init_coef 0 "
         "--train.batch_size 32 --actor.num_gpus_per_node 1 --train.colocate_all --actor.adam.lr 1e-3",
     )
     for step in (1, 2):
         assert metrics[step]["mismatch/abs_diff_max"] < 1e-4
         assert metrics[step]["rollout/failed_ratio"] == 0
-        assert 1 < metrics[step]["rollout/tries"] <= 3
-
-
-@pytest.mark.slow
-def test_an_agent_of_the_openai_client(task: TaskFiles, tmp_path: Path) -> None:
-    """As above, through HTTP."""
-    metrics = train(
-        task,
-        tmp_path,
-        f"{COMMON.removeprefix('--data.apply_chat_template')} --train.agent_func_path {OPENAI} "
-        "--algo.kl.init_coef 0 --train.batch_size 32 --actor.num_gpus_per_node 1 --train.colocate_all "
-        "--actor.adam.lr 1e-3",
-    )
-    for step in (1, 2):
-        assert metrics[step]["mismatch/abs_diff_max"] < 1e-4
-        assert metrics[step]["rollout/failed_ratio"] == 0
-        assert 1 < metrics[step]["rollout/tries"] <= 3
+        assert 0 <= metrics[step][f"rollout/{metric}"] <= most
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from itertools import chain
 from records import trajectory
 from rich.console import Console
 
-from openrlhf.cli.agent import print_episode, runs_of
+from openrlhf.cli.agent import print_episode
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -34,7 +34,6 @@ def test_turn_by_turn() -> None:
         turn_rewards=[-0.25, 1.0],
         extra_logs={"tries": 2.0},
     )
-    assert runs_of(mask) == [(k % 2 == 1, sum(map(len, ids[: k + 1]))) for k in range(4)]
     lines = printed(t).splitlines()
     assert lines[1:] == [
         "episode 3: ok, reward 0.75",

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -37,8 +38,7 @@ def play(
 
     async def episodes() -> list[Trajectory]:
         runner = EpisodeRunner(engine, TOKENIZER, await UserExecutor.load(str(path), setting), [2], **limits)
-        sampling = Sampling.for_training(config)
-        object.__setattr__(sampling, "max_len", max_len)
+        sampling = replace(Sampling.for_training(config), max_len=max_len)
         return (await runner.run_group(Prompt(prompt_id=0, text="1 + 1 =", label="2"), sampling)).trajectories
 
     return asyncio.run(episodes()), engine
@@ -172,6 +172,10 @@ def agent(tmp_path: Path, step: str, more: str = "") -> Path:
         ),
         ("return {'done': True}", "step returned a dict without 'rewards'; it has 'done'"),
         ("return {'done': False, 'rewards': 1}", "step returned a dict without 'environment_feedback'"),
+        (
+            "return {'done': False, 'rewards': 1, 'environment_images': ['a.png']}",
+            "environment_images: the policy reads no images yet",
+        ),
         ("return states['nothing']", "line 6: KeyError: 'nothing'"),
     ],
 )

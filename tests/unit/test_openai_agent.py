@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -9,6 +11,7 @@ import pytest
 from fake_engine import Engine
 
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
+from openrlhf.rollout.agents import check_agent_file
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Outcome, Prompt, Trajectory
@@ -59,8 +62,7 @@ def episodes(
     rollout = RolloutConfig(n_samples_per_prompt=samples, max_new_tokens=40, **sampling)
 
     async def run() -> list[Trajectory]:
-        asked = Sampling.for_training(PPOConfig(rollout=rollout))
-        object.__setattr__(asked, "max_len", max_len)
+        asked = replace(Sampling.for_training(PPOConfig(rollout=rollout)), max_len=max_len)
         executor = AgentExecutor()
         runner = EpisodeRunner(engine, TOKENIZER, executor, [2])
         return (await runner.run_group(Prompt(prompt_id=0, text="1 + 1 =", label="2"), asked)).trajectories
@@ -215,9 +217,12 @@ def test_a_key_is_that_of_an_episode() -> None:
     kept: list[Session] = []
 
     async def agent(prompt, label, session):
+        assert not session.client.is_closed()
         if kept:
+            late = openai.AsyncOpenAI(base_url=kept[0].base_url, api_key=kept[0].api_key)
             with pytest.raises(openai.AuthenticationError, match="no episode has this key"):
-                await chat(kept[0], [user("?")])
+                await late.models.list()
+            await late.close()
         kept.append(session)
         raise KeyError("mine")
 
@@ -233,7 +238,7 @@ def test_a_key_is_that_of_an_episode() -> None:
             arguments = "", "", runner._sampling_params(params), 100, TOKENIZER, runner.engine
             with pytest.raises(KeyError, match="mine"):
                 await executor.execute(*arguments)
-        assert not executor._server.sessions
+        assert not executor._server.sessions and all(session.client.is_closed() for session in kept)
 
     asyncio.run(run())
 
@@ -276,3 +281,13 @@ def test_what_the_run_decides_is_remarked_upon(caplog: pytest.LogCaptureFixture)
     (_, params), *_ = engine.asked
     assert (params.temperature, params.max_tokens, params.stop) == (0.9, 5, ["!"])
     assert "an agent's requests set temperature" in caplog.text
+
+
+def test_an_executor_without_an_agent_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(
+        "from openrlhf.utils.openai_agent import OpenAIAgentExecutor\n"
+        "class AgentExecutor(OpenAIAgentExecutor):\n    pass\n"
+    )
+    with pytest.raises(ValueError, match="AgentExecutor does not define run_agent"):
+        check_agent_file(str(path), "--train.agent_func_path")
