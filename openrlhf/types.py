@@ -55,6 +55,16 @@ class Outcome(StrEnum):
     """The engine gave the last turn up."""
 
 
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A picture, as its file has it."""
+
+    reference: str
+    """What people and the journal call it: a path, a URL, or the digest of its bytes."""
+    data: bytes = field(repr=False)
+    """Of the file: PNG, JPEG, WebP."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
     prompt_id: int
@@ -69,6 +79,8 @@ class Prompt:
     """Which pass over the prompts this is."""
     messages: Sequence[Mapping[str, Any]] | None = None
     """The conversation that a chat template made the text of, for models with another template."""
+    images: tuple[Image, ...] = ()
+    """In the order of their placeholders in `text`."""
 
 
 def _restore(prompt: Prompt, state: Sequence[Any]) -> None:
@@ -344,6 +356,8 @@ class Sample:
 
     token_ids: Tensor  # (L,) int64
     action_mask: Tensor  # (L,) bool; False at 0, because nothing predicts the first token
+    images: tuple[Image, ...] = ()
+    """In the order of their tokens."""
 
     @property
     def num_actions(self) -> int:

