@@ -72,6 +72,7 @@ class EngineActor(VLLMEngine):
             stop_token_ids(path, tokenizer),
             timeout=config.rollout.episode_timeout,
             retries=config.rollout.retries,
+            retry_on=config.rollout.retry_on,
             at_a_time=config.rollout.episodes_at_a_time,
             reward_is_optional=config.uses_reward_model or config.uses_teacher,
         )

@@ -2,6 +2,7 @@
 data."""
 
 import asyncio
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,10 +61,6 @@ class Sampling:
         )
 
 
-RUNS_AGAIN = (Outcome.ENV_ERROR, Outcome.TIMED_OUT, Outcome.ABORTED)
-"""Not a reward that failed: where it comes from has tries of its own."""
-
-
 class EpisodeRunner:
     """Runs an executor, and makes data of whatever becomes of it. What ends a run is an engine's death, and
     what the package's own executor raises."""
@@ -77,14 +74,16 @@ class EpisodeRunner:
         *,
         timeout: float | None = None,
         retries: int = 0,
+        retry_on: Collection[str] = (),
         at_a_time: int | None = None,
         reward_is_optional: bool = False,
     ) -> None:
-        """`timeout`: seconds for one episode. `retries`: how often one that failed runs again. `at_a_time`:
-        episodes that run, None: all.
+        """`timeout`: seconds for one episode. `retries`: how often one runs again that ended with an
+        Outcome of `retry_on`. `at_a_time`: episodes that run, None: all.
         `reward_is_optional`: None is a reward too, because others are added to it."""
         self.engine, self.tokenizer, self.executor = engine, tokenizer, executor
-        self.stop_token_ids, self.timeout, self.retries = stop_token_ids, timeout, retries
+        self.stop_token_ids, self.timeout = stop_token_ids, timeout
+        self.retries, self.retry_on = retries, retry_on
         self.reward_is_optional = reward_is_optional
         self._room = nullcontext() if at_a_time is None else asyncio.Semaphore(at_a_time)
         self.is_users = isinstance(executor, UserExecutor)
@@ -99,7 +98,7 @@ class EpisodeRunner:
         address = (sampling.run_seed, sampling.purpose, prompt.episode, prompt.prompt_id, sample_index)
         episode = await self._run_once(prompt, sample_index, sampling, address)
         for attempt in range(1, self.retries + 1):
-            if episode.outcome in RUNS_AGAIN:
+            if episode.outcome in self.retry_on:
                 episode = await self._run_once(prompt, sample_index, sampling, (*address, "attempt", attempt))
         return episode
 
