@@ -283,8 +283,8 @@ class RolloutConfig:
     """Seconds that one call of an agent's environment may take; then the episode has failed. None: no
     limit."""
     retries: CountOrZero = 0
-    """How often an episode runs again, with other seeds, that failed in one of the ways of
-    rollout.retry_on."""
+    """How often an episode runs again, with other seeds, that failed in one of the ways of rollout.retry_on:
+    the last time on another engine, where there is one."""
     retry_on: tuple[Failure, ...] = ("env_error", "timed_out", "aborted")
     """Failures after which an episode runs again. What is left of failures is not trained on, and counted:
     see reward.max_failed_ratio."""

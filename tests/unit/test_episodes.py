@@ -201,6 +201,16 @@ def test_failed_episodes_run_again_with_other_seeds() -> None:
     assert t.ok and t.seed == seeds[-1] and t.action_ids.tolist() == ANSWER
 
 
+def test_samples_that_failed_elsewhere_have_the_seeds_of_a_further_try() -> None:
+    engine = Engine(ANSWER)
+    executor = SingleTurnAgentExecutor(judge, is_chat=True)
+    runner = EpisodeRunner(engine, TOKENIZER, executor, [STOP], retries=1, retry_on=ALL)
+    group = asyncio.run(runner.run_group(PROMPT, sampling(), samples=[2, 0]))
+    assert [t.sample_index for t in group.trajectories] == [2, 0]
+    wanted = [seed_at(42, "train", PROMPT.episode, PROMPT.prompt_id, i, "attempt", 2) for i in (2, 0)]
+    assert [params.seed for _, params in engine.asked] == wanted
+
+
 def test_the_last_try_stands() -> None:
     engine = Engine(ANSWER[:1], finish_reason="abort")
     (t,) = run_group(engine, options={"retries": 2, "retry_on": ALL}, num_samples=1)
