@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import ray
@@ -142,11 +143,7 @@ def transfer_backend(config: PPOConfig, on_gpu: bool) -> str:
     """Shared memory where trainer and engines share GPUs, else the network; without GPUs NCCL cannot run."""
     if not on_gpu:
         return "gloo"
-    return (
-        "ipc"
-        if config.train.colocate_all and config.vllm.sync_backend == "nccl"
-        else config.vllm.sync_backend
-    )
+    return "ipc" if config.engines_share and config.vllm.sync_backend == "nccl" else config.vllm.sync_backend
 
 
 class EnginePool:
@@ -178,7 +175,7 @@ class EnginePool:
             {"train": config.rollout.n_samples_per_prompt, "eval": config.eval.n_samples_per_prompt},
             memory=self.residency,
             score=reward.score if reward else None,
-            scores_at_once=not (config.train.colocate_all and on_gpu),
+            scores_at_once=not (config.engines_share and on_gpu),
             retry_on=config.rollout.retry_on if retries_elsewhere(config) else (),
         )
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
@@ -221,6 +218,10 @@ class EnginePool:
         ray.wait(refs, num_returns=len(refs), timeout=CLOSE_TIMEOUT)
 
     def _sync(self, policy: "PolicyGroup", version: int) -> Metrics:
+        with nullcontext() if self.config.train.partial_rollout_enable else self.dispatcher.quiet():
+            return self._send_weights(policy, version)
+
+    def _send_weights(self, policy: "PolicyGroup", version: int) -> Metrics:
         is_new = self.connected_epoch != self.epoch
         if is_new:
             client = RayEngineClient(self.members, self.options.tensor_parallel_size)

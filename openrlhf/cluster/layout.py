@@ -121,7 +121,7 @@ def demands(config: PPOConfig) -> dict[str, int]:
         f"--{role}.num_nodes x --{role}.num_gpus_per_node": count
         for role, count in config.own_placements.items()
     }
-    if not config.train.colocate_all:
+    if not config.engines_share:
         engine_gpus = config.num_engines * config.vllm.tensor_parallel_size
         needs["--vllm.num_engines x --vllm.tensor_parallel_size"] = engine_gpus
     return needs
@@ -164,7 +164,7 @@ def _layout(config: PPOConfig, nodes: Nodes) -> Layout:
     for role, count in reversed(config.own_placements.items()):
         own[role] = [1] * count
     engines = Mesh(data=config.num_engines, tensor=config.vllm.tensor_parallel_size)
-    if not config.train.colocate_all:
+    if not config.engines_share:
         own[ENGINES] = [engines.tensor] * engines.data
     bundles = [size for sizes in own.values() for size in sizes] if any(gpus) else []
     devices = _pack(bundles, gpus)
@@ -182,7 +182,7 @@ def _layout(config: PPOConfig, nodes: Nodes) -> Layout:
         )
 
     roles = {role: of(role, place.mesh, place.colocated_with) for role, place in config.placements.items()}
-    roles[ENGINES] = of(ENGINES, engines, "actor" if config.train.colocate_all else None)
+    roles[ENGINES] = of(ENGINES, engines, "actor" if config.engines_share else None)
     return Layout(nodes=gpus, bundles=tuple(bundles), roles=roles)
 
 

@@ -177,7 +177,7 @@ def _shortage(config: PPOConfig) -> str:
     if others > 0:
         held.append(f"tasks and actors hold {others:g}")
     apart = f" ({', '.join(f'{count:g}' for count in free)} on the nodes)" if len(free) > 1 else ""
-    size = 1 if config.train.colocate_all else config.vllm.tensor_parallel_size
+    size = 1 if config.engines_share else config.vllm.tensor_parallel_size
     whole = f", for an engine {size} of one node" if size > 1 else ""
     return (
         f"the run needs {sum(needs.values())} GPUs ({listed(needs)}{whole}); of the cluster's {gpus}, "

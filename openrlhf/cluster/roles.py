@@ -79,7 +79,7 @@ def start_roles(
             config, places["teacher"], path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
         )
     # vLLM measures its GPU while it starts, and takes nobody else to be at work there.
-    engines_come_last = config.train.colocate_all and on_gpu
+    engines_come_last = config.engines_share and on_gpu
     starting = [] if engines_come_last else [rollout.start()]
     updates = num_updates(config, num_prompts, config.frozen_actor_steps)
     starting.append(roles.policy.start(updates, ray.put(texts)))

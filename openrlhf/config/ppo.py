@@ -242,6 +242,7 @@ class VllmConfig:
     """Size of an engine's KV cache, GB. None: what gpu_memory_utilization leaves; 0.25 without a GPU."""
 
 
+QUEUE_VARIABLE = "OPENRLHF_ASYNC_QUEUE_SIZE"
 EPISODES_VARIABLE = "OPENRLHF_ASYNC_NUM_TASKS"
 
 
@@ -398,7 +399,7 @@ class TrainConfig:
     """Only deterministic kernels: the same run gives the same bits, slower."""
     colocate_all: bool = False
     """All models and engines share the actor's GPUs (hybrid engine): vllm.num_engines times
-    vllm.tensor_parallel_size must be the actor's GPUs."""
+    vllm.tensor_parallel_size must be the actor's GPUs. With async_enable engines have GPUs of their own."""
     colocate_actor_ref: bool = False
     """The reference model shares the actor's GPUs."""
     colocate_critic_reward: bool = False
@@ -407,8 +408,9 @@ class TrainConfig:
     """Seconds that the run waits for GPUs that others hold. None: as long as it takes."""
     async_enable: bool = False
     """Sample the next batches while training on this one."""
-    async_queue_size: Count = 1
-    """Batches that sampling may be ahead."""
+    async_queue_size: CountOrZero = 1
+    """Batches that sampling may be ahead: steps by which a sample's weights may be older than those that it
+    trains. 0: as without async_enable. 1: the variable OPENRLHF_ASYNC_QUEUE_SIZE, where it is set."""
     partial_rollout_enable: bool = False
     """Weight syncs pause generation instead of waiting for it. Needs async_enable."""
     enable_ema: bool = False
@@ -631,12 +633,25 @@ class PPOConfig:
     def num_engines(self) -> int:
         if self.vllm.num_engines is not None:
             return self.vllm.num_engines
-        return max(1, self.actor.num_gpus // self.vllm.tensor_parallel_size) if self.train.colocate_all else 1
+        return max(1, self.actor.num_gpus // self.vllm.tensor_parallel_size) if self.engines_share else 1
+
+    @property
+    def max_staleness(self) -> int:
+        """Steps that sampling may be ahead."""
+        if not self.train.async_enable:
+            return 0
+        asked = self.train.async_queue_size
+        return int(os.environ.get(QUEUE_VARIABLE) or 1) if asked == 1 else asked
+
+    @property
+    def engines_share(self) -> bool:
+        """Engines are on the models' GPUs. Those that sample while models train have their own."""
+        return self.train.colocate_all and not self.train.async_enable
 
     @property
     def engines_sleep(self) -> bool:
         """vllm.enable_sleep where it means something: engines on the models' GPUs."""
-        return self.vllm.enable_sleep and self.train.colocate_all
+        return self.vllm.enable_sleep and self.engines_share
 
     @property
     def data_parallel_size(self) -> int:

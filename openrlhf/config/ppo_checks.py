@@ -27,7 +27,7 @@ from openrlhf.config.checks import (
 )
 from openrlhf.config.fields import values_of
 from openrlhf.config.parse import Explicit, Problem
-from openrlhf.config.ppo import EPISODES_VARIABLE, PPOConfig
+from openrlhf.config.ppo import EPISODES_VARIABLE, QUEUE_VARIABLE, PPOConfig
 from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
 
 
@@ -60,7 +60,8 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_old_log_probs(config),
             *_balance(config),
             *_lengths(config),
-            *_episodes(),
+            *_variables(),
+            *_ahead(config),
             *_stop(config),
             *_evaluation(config, explicit),
             *optimizer("actor.", config.actor),
@@ -75,8 +76,6 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
 
 
 PPO_NOT_YET: Mapping[str, str] = {
-    "train.async_enable": "asynchronous training is",
-    "train.partial_rollout_enable": "partial rollout is",
     "actor.optim": "Muon is",
     "critic.optim": "Muon is",
     "actor.freeze_visual_encoder": "training with images is",
@@ -251,7 +250,7 @@ PPO_UNREAD = (
     Unread(
         keys=("vllm.enable_sleep",),
         when=lambda c: not c.engines_sleep,
-        why="engines have their own GPUs without train.colocate_all",
+        why="engines have their own GPUs without train.colocate_all, and with train.async_enable",
     ),
     Unread(
         keys=("vllm.gpu_memory_utilization",),
@@ -388,8 +387,6 @@ def _estimator(config: PPOConfig) -> Iterator[Problem]:
             text=f"has no effect: estimator {advantage.estimator} does not discount; reinforce does",
             fatal=False,
         )
-    if config.train.partial_rollout_enable and not config.train.async_enable:
-        yield Problem(key="train.partial_rollout_enable", text="needs --train.async_enable")
 
 
 def _collecting(config: PPOConfig) -> Iterator[Problem]:
@@ -503,12 +500,38 @@ def _lengths(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-def _episodes() -> Iterator[Problem]:
-    given = os.environ.get(EPISODES_VARIABLE, "")
-    if given and not (given.isdecimal() and int(given) > 0):
+def _variables() -> Iterator[Problem]:
+    meant = {
+        "rollout.max_concurrent_episodes": (EPISODES_VARIABLE, 1, "episodes"),
+        "train.async_queue_size": (QUEUE_VARIABLE, 0, "batches"),
+    }
+    for key, (variable, least, unit) in meant.items():
+        given = os.environ.get(variable, "")
+        if given and not (given.isdecimal() and int(given) >= least):
+            yield Problem(
+                key=key, text=f"the variable {variable} is {given!r}, no number of {unit}; unset it"
+            )
+
+
+def _ahead(config: PPOConfig) -> Iterator[Problem]:
+    """Sampling while models train."""
+    train = config.train
+    if train.partial_rollout_enable and not train.async_enable:
+        yield Problem(key="train.partial_rollout_enable", text="needs --train.async_enable")
+    if train.async_enable and train.colocate_all:
+        more = config.num_engines * config.vllm.tensor_parallel_size
         yield Problem(
-            key="rollout.max_concurrent_episodes",
-            text=f"the variable {EPISODES_VARIABLE} is {given!r}, no number of episodes; unset it",
+            key="train.async_enable",
+            text="engines that sample while models train have GPUs of their own; train.colocate_all shares "
+            f"those of the models. The run needs {more} more",
+            fatal=False,
+        )
+    if config.max_staleness > 1 and not config.algo.advantage.is_correction_enable:
+        yield Problem(
+            key="train.async_queue_size",
+            text=f"samples may be {config.max_staleness} steps older than the weights that they train; "
+            "--algo.advantage.is_correction_enable weighs them",
+            fatal=False,
         )
 
 
@@ -567,7 +590,7 @@ def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
                     key=key, text="0 means the actor's GPUs; add --train.colocate_all, or give it some"
                 )
     gpus, per_engine = config.actor.num_gpus, config.vllm.tensor_parallel_size
-    if config.train.colocate_all and config.num_engines * per_engine != gpus:
+    if config.engines_share and config.num_engines * per_engine != gpus:
         sizes = [str(n) for n in range(1, gpus + 1) if gpus % n == 0]
         fits = (
             f"use {gpus // per_engine}"

@@ -4,8 +4,9 @@ answer a prompt later."""
 import queue
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -93,7 +94,8 @@ class Dispatcher:
         self._waiting: deque[_Request] = deque()
         self._unscored: list[tuple[_Request, Group]] = []
         self._who_needs_memory: list[Future[None]] = []
-        self._is_awake = self._is_scoring = False
+        self._who_needs_quiet: list[Future[None]] = []
+        self._is_awake = self._is_scoring = self._is_held = False
         self._thread = threading.Thread(target=self._work, name="dispatch", daemon=True)
         self._thread.start()
 
@@ -120,12 +122,26 @@ class Dispatcher:
 
     def rest(self) -> None:
         """Returns when samplers have finished what they were sent, and have freed their memory."""
-        freed: Future[None] = Future()
-        self._events.put(lambda: self._who_needs_memory.append(freed))
-        while self._thread.is_alive() and not freed.done():
-            wait([freed], timeout=0.5)
-        if freed.done():
-            freed.result()
+        self._wait_in(self._who_needs_memory)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Inside, samplers have finished what they were sent, and are sent nothing more."""
+        self._events.put(lambda: setattr(self, "_is_held", True))
+        try:
+            self._wait_in(self._who_needs_quiet)
+            yield
+        finally:
+            self._events.put(lambda: setattr(self, "_is_held", False))
+
+    def _wait_in(self, line: list[Future[None]]) -> None:
+        """Until no sampler works."""
+        done: Future[None] = Future()
+        self._events.put(lambda: line.append(done))
+        while self._thread.is_alive() and not done.done():
+            wait([done], timeout=0.5)
+        if done.done():
+            done.result()
 
     def close(self) -> None:
         self._events.put(_leave)
@@ -144,11 +160,11 @@ class Dispatcher:
         except BaseException as error:
             for finished in self._finished.values():
                 finished.put(error)
-            for freed in self._who_needs_memory:
-                freed.set_exception(error)
+            for done in self._who_needs_memory + self._who_needs_quiet:
+                done.set_exception(error)
 
     def _advance(self) -> None:
-        may_sample = self._scores_at_once or not self._is_scoring
+        may_sample = not self._is_held and (self._scores_at_once or not self._is_scoring)
         if self._waiting and may_sample and not self._is_awake:
             self._memory.wake()
             self._is_awake = True
@@ -157,6 +173,8 @@ class Dispatcher:
         is_sampling = any(load.requests for load in self._loads)
         if not is_sampling:
             self._free_memory()
+            while self._who_needs_quiet:
+                self._who_needs_quiet.pop().set_result(None)
         if self._score is None:
             self._hand_out(self._unscored)
             self._unscored = []

@@ -1,7 +1,7 @@
 """Which trajectories the next RL step trains on: as many groups as it wants, filtered, with what was sampled
 ahead kept for later."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,6 +16,10 @@ from openrlhf.types import Group, Metrics, Prompt, Trajectory, present
 
 GroupKey = tuple[int, int]
 """(episode, prompt id)"""
+
+
+def key_of(prompt: Prompt) -> GroupKey:
+    return prompt.episode, prompt.prompt_id
 
 
 class Verdict(StrEnum):
@@ -60,6 +64,7 @@ class Admission:
             chunk=chunk,
             may_exceed=filters or (chunk or 0) > size,
             limit=limit if filters else None,
+            max_staleness=config.max_staleness,
         )
 
     def room(self, *, kept: int, under_way: int, asked: int) -> int:
@@ -120,9 +125,10 @@ class Collector:
         """`on_group`: called with each finished group. `admission`: None for that of `config`."""
         self._config, self._prompts, self._rollout, self._on_group = config, prompts, rollout, on_group
         self.admission = admission or Admission.from_config(config)
-        self._under_way: deque[GroupKey] = deque()
+        self._under_way: dict[GroupKey, Prompt] = {}
         self._finished: dict[GroupKey, Group] = {}
-        self._kept: deque[Group] = deque()
+        self._kept: list[Group] = []
+        self._to_submit: list[Prompt] = []
 
     @property
     def is_exhausted(self) -> bool:
@@ -136,10 +142,17 @@ class Collector:
         `algo.dynamic_filtering_max_batches` batches of prompts did not give one, or the first step has
         nothing at all. RuntimeError also where no sample finishes within `rollout.timeout`.
         """
-        size, now = self._config.rollout.batch_size, _Step(number=step)
+        now = _Step(number=step)
+        if self._to_submit:
+            self._rollout.submit(self._to_submit, "train")
+            self._to_submit = []
+        while self.admission.max_staleness and self._submit(now):
+            pass
         while self._is_incomplete(now):
             self._receive(now)
-        batch = [self._kept.popleft() for _ in range(min(size, len(self._kept)))]
+        batch = self._ready()
+        taken = {key_of(group.prompt) for group in batch}
+        self._kept = [group for group in self._kept if key_of(group.prompt) not in taken]
         if self._filters and step == 1 and not batch:
             raise RuntimeError(self._kept_too_little(now))
         return Collected(
@@ -150,8 +163,14 @@ class Collector:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the prompts stand, and the groups that were sampled and not yet trained on."""
-        return {"prompts": self._prompts.state_dict(), "groups": list(self._kept)}
+        """Where the prompts stand, the groups that were sampled and not yet trained on, and what is being
+        sampled, which a resumed run asks for anew."""
+        return {
+            "prompts": self._prompts.state_dict(),
+            "groups": list(self._kept),
+            "under_way": list(self._under_way.values()),
+            "finished": list(self._finished.values()),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue as the collector that wrote `state` would have. ValueError when it read other prompts, or
@@ -162,7 +181,10 @@ class Collector:
                 f"--ckpt.load_enable: the checkpoint holds {len(state['buffer'])} groups that another "
                 "version sampled ahead of its steps.\nResume with that version, or start a new run."
             )
-        self._kept = deque(state.get("groups", ()))
+        self._kept = list(state.get("groups", ()))
+        self._under_way = {key_of(prompt): prompt for prompt in state.get("under_way", ())}
+        self._finished = {key_of(group.prompt): group for group in state.get("finished", ())}
+        self._to_submit = [p for key, p in self._under_way.items() if key not in self._finished]
 
     @property
     def _filters(self) -> bool:
@@ -172,16 +194,37 @@ class Collector:
         """There is a group to wait for before the step can train."""
         if self._under_way and not self.admission.max_staleness:
             return True  # the weights change after the step
-        if len(self._kept) >= self._config.rollout.batch_size:
+        if len(self._ready()) == self._config.rollout.batch_size:
+            return False
+        if self._is_end_of_episode:
             return False
         return self._submit(now) or bool(self._under_way)
+
+    def _ready(self) -> list[Group]:
+        """What there is of the next batch: without filtering of one episode."""
+        ready = [g for g in self._kept if self._filters or g.prompt.episode == self._episode]
+        return ready[: self._config.rollout.batch_size]
+
+    @property
+    def _episode(self) -> int:
+        """The first that is not all trained on."""
+        waiting = (group.prompt.episode for group in self._kept)
+        return min([*waiting, *(episode for episode, _ in self._under_way)], default=self._prompts.episode)
+
+    @property
+    def _is_end_of_episode(self) -> bool:
+        """The next batch is what waits for it, because nothing else is of its episode."""
+        if self._filters or not self._kept:
+            return False
+        is_sampled = any(episode == self._episode for episode, _ in self._under_way)
+        return not is_sampled and self._prompts.episode != self._episode
 
     def _submit(self, now: _Step) -> bool:
         """Ask for what there is room for; whether there was any."""
         prompts = self._next_prompts(now)
         if prompts:
             self._rollout.submit(prompts, "train")
-            self._under_way += [(p.episode, p.prompt_id) for p in prompts]
+            self._under_way |= {key_of(prompt): prompt for prompt in prompts}
             now.asked += len(prompts)
         return bool(prompts)
 
@@ -190,31 +233,32 @@ class Collector:
         under_way = len(self._under_way)
         room = self.admission.room(kept=len(self._kept), under_way=under_way, asked=now.asked)
         if room <= 0:
-            if not under_way and not self._prompts.is_exhausted:
+            is_short = len(self._ready()) < self._config.rollout.batch_size
+            if is_short and not under_way and not self._prompts.is_exhausted:
                 raise RuntimeError(self._kept_too_little(now))
             return []
         return [] if self._is_episode_over else self._prompts.next_batch(room)
 
     @property
     def _is_episode_over(self) -> bool:
-        """The next prompt belongs to another batch than the groups that wait."""
-        if self._filters or not (self._kept or self._under_way):
+        """The next prompt belongs to another batch than the groups that wait for this step."""
+        if self._filters or self.admission.max_staleness or not (self._kept or self._under_way):
             return False
-        last = self._under_way[-1][0] if self._under_way else self._kept[-1].prompt.episode
-        return last != self._prompts.episode
+        return self._episode != self._prompts.episode
 
     def _receive(self, now: _Step) -> None:
         """Wait for one group, and decide on those whose turn has come."""
         group = self._rollout.next_group("train", self._config.rollout.timeout)
         self._on_group(group)
-        key = group.prompt.episode, group.prompt.prompt_id
+        key = key_of(group.prompt)
         if self.admission.order == "arrival":
-            self._under_way.remove(key)
+            del self._under_way[key]
             self._decide(group, now)
         else:
             self._finished[key] = group
-            while self._under_way and self._under_way[0] in self._finished:
-                self._decide(self._finished.pop(self._under_way.popleft()), now)
+            while (first := next(iter(self._under_way), None)) in self._finished:
+                del self._under_way[first]
+                self._decide(self._finished.pop(first), now)
         if self._filters and not self._under_way:
             self._check_failures(now)
 

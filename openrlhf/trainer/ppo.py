@@ -90,7 +90,9 @@ class PPOTrainer(Generic[PolicyT]):
             self.observer.log_step(self.step, self.evaluate())
 
     def collect(self) -> Collected:
-        total = None if self.collector.admission.may_exceed else self.config.samples_per_step
+        admission = self.collector.admission
+        ahead = admission.may_exceed or admission.max_staleness
+        total = None if ahead else self.config.samples_per_step
         with self.observer.phase("generate", total):
             return self.collector.next_batch(self.step + 1)
 

@@ -1,5 +1,6 @@
 """Groups against a world in which the score of a sample depends on its address alone."""
 
+import copy
 import math
 import pickle
 import random
@@ -610,3 +611,25 @@ def test_groups_in_a_form_of_another_version_are_refused():
         ValueError, match=r"--ckpt\.load_enable: the checkpoint holds 2 groups .*\nResume with"
     ):
         World(num_prompts=8).collector.load_state_dict(state)
+
+
+@pytest.mark.parametrize("order", ["submitted", "arrival"])
+def test_what_is_being_sampled_is_asked_for_anew_by_a_resumed_run(order):
+    """Also what had finished before its turn: nothing is lost, and nothing sampled twice that was there."""
+    places = iter((3, 0, 0))
+    arrivals = lambda n: next(places), lambda n: n - 1
+    worlds = [World(num_prompts=10, batch=2, arrival=arrival) for arrival in arrivals]
+    world, other = (ahead(world, max_staleness=2, order=order) for world in worlds)
+    trained = addresses(world.collector.next_batch(1).trajectories)
+    state = copy.deepcopy(world.collector.state_dict())
+    assert state["under_way"] and bool(state["finished"]) == (order == "submitted")
+    other.collector.load_state_dict(state)
+    assert not other.collector.is_exhausted
+    first = addresses(other.collector.next_batch(2).trajectories)
+    there = [(g.prompt.episode, g.prompt.prompt_id) for g in [*state["groups"], *state["finished"]]]
+    again = [(p.episode, p.prompt_id) for p in state["under_way"]]
+    assert other.asked[0] == [address for address in again if address not in there]
+    trained += first + [a for step in other.run(first_step=3) for a in addresses(step.trajectories)]
+    assert sorted(trained) == [(0, i) for i in range(10)]
+    if order == "submitted":
+        assert trained == [(0, i) for i in range(10)]

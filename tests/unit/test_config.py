@@ -975,6 +975,13 @@ REMARKS = [
         "has no effect: reward.overlong_buffer_len is not set",
     ),
     (PPO, "--train.async_queue_size 2", "has no effect: train.async_enable is off"),
+    (PPO, "--train.async_enable --train.async_queue_size 2", "may be 2 steps older than the weights"),
+    (
+        PPO,
+        "--train.async_enable --train.colocate_all --vllm.num_engines 2 --vllm.tensor_parallel_size 2",
+        "engines that sample while models train have GPUs of their own; train.colocate_all shares those of "
+        "the models. The run needs 4 more",
+    ),
     (PPO, "--train.ema_beta 0.5", "has no effect: train.enable_ema is off"),
     (PPO, "--data.image_key x", "has no effect: data.max_images_per_prompt is 0"),
     (PPO, "--critic_learning_rate 1", "--critic.adam.lr 1.0: has no effect: only estimator gae has a critic"),
@@ -1190,3 +1197,15 @@ def test_a_number_of_episodes_in_the_environment(say, monkeypatch):
     monkeypatch.setenv("OPENRLHF_ASYNC_NUM_TASKS", "many")
     text = "\n".join(say(PPO, "")[1])
     assert "the variable OPENRLHF_ASYNC_NUM_TASKS is 'many', no number of episodes; unset it" in text
+
+
+def test_a_number_of_batches_in_the_environment(say, monkeypatch):
+    """It is what sampling may be ahead, unless a flag says so, or nothing is sampled ahead."""
+    ahead = lambda flags: say(PPO, flags)[0].max_staleness
+    assert [ahead(""), ahead("--train.async_enable")] == [0, 1]
+    monkeypatch.setenv("OPENRLHF_ASYNC_QUEUE_SIZE", "3")
+    flags = ("", "--train.async_enable", "--train.async_enable --train.async_queue_size 0")
+    assert [ahead(f) for f in flags] == [0, 3, 0]
+    monkeypatch.setenv("OPENRLHF_ASYNC_QUEUE_SIZE", "-1")
+    text = "\n".join(say(PPO, "--train.async_enable")[1])
+    assert "the variable OPENRLHF_ASYNC_QUEUE_SIZE is '-1', no number of batches; unset it" in text

@@ -398,3 +398,33 @@ def test_a_closed_dispatcher_leaves_no_thread_behind(dispatcher_of: Build):
     assert own
     dispatcher.close()
     wait_until(lambda: not any(thread.is_alive() for thread in own))
+
+
+# ---- weights change
+
+
+def test_nothing_runs_while_weights_change(dispatcher_of: Build):
+    """What was sent is finished first; what waits is sent afterwards."""
+    sampler = Sampler()
+    dispatcher = dispatcher_of([sampler], num_samples=SAMPLES_IN_FLIGHT)
+    dispatcher.submit(prompts(0, 1), "train")
+    wait_until(lambda: 0 in sampler.open)
+    with ThreadPoolExecutor(1) as pool:
+        changed = threading.Event()
+
+        def change() -> None:
+            with dispatcher.quiet():
+                assert sampler.seen == [0] and not sampler.open
+                changed.set()
+
+        changing = pool.submit(change)
+        assert not changed.wait(0.1)
+        sampler.finish(0)
+        changing.result(10)
+    sampler.finish(1)
+    assert received(dispatcher, 2) == [0, 1]
+    with dispatcher.quiet():  # nothing to wait for
+        dispatcher.submit(prompts(2), "train")
+        assert not threading.Event().wait(0.05) and sampler.seen == [0, 1]
+    sampler.finish(2)
+    assert received(dispatcher, 1) == [2]

@@ -1,0 +1,105 @@
+"""Sampling while the models train: nothing is lost or used twice, weights are those that are told, and
+without staleness it is the synchronous run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_rl import COMMON, check_samplers_hold_the_trained_weights, tokens_of, train
+from transformers import AutoModelForCausalLM
+
+from openrlhf.observe.journal import read_journal
+from openrlhf.tasks.prepare import TaskFiles
+from openrlhf.types import Trajectory
+
+pytestmark = pytest.mark.usefixtures("running_ray")
+FLAGS = (
+    f"{COMMON} --algo.kl.init_coef 0 --actor.adam.lr 1e-3 --train.batch_size 32 --train.max_steps 4 "
+    "--eval.steps 2 "
+)
+PLACES = {
+    "shared": "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all --vllm.num_engines 1",
+    "separate": "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --vllm.num_engines 2",
+}
+AHEAD = {
+    "waits": "--train.async_enable --train.async_queue_size 1 --rollout.max_new_tokens 48",
+    # Few and long: sampling a batch takes several times as long as training on one.
+    "pauses": "--train.async_enable --train.async_queue_size 2 --train.partial_rollout_enable "
+    "--rollout.batch_size 2 --train.batch_size 8 --data.max_len 480 --rollout.max_new_tokens 400",
+}
+CASES = [(place, ahead) for place in PLACES for ahead in AHEAD]
+IN_EVERY_RUN = ("separate", "pauses")
+
+
+def steps_of(folder: Path, count: int = 4) -> list[list[Trajectory]]:
+    rollouts = folder / "run" / "rollouts"
+    return [read_journal(rollouts / f"step_{step:06d}.parquet") for step in range(1, count + 1)]
+
+
+@pytest.mark.parametrize(
+    ("place", "ahead"),
+    [pytest.param(*case, marks=() if case == IN_EVERY_RUN else pytest.mark.slow) for case in CASES],
+)
+def test_a_run_that_samples_ahead(task: TaskFiles, tmp_path: Path, place: str, ahead: str) -> None:
+    """Weights of version v are those after v steps. Where syncs pause requests, these go on with new weights,
+    and every log-prob is that of the weights which chose the token."""
+    flags = f"{FLAGS} {PLACES[place]} {AHEAD[ahead]} --ckpt.save_steps 1 --ckpt.save_hf --ckpt.disable_ds"
+    metrics = train(task, tmp_path, f"{flags} --ckpt.max_num 9")
+    steps, staleness, prompts = steps_of(tmp_path), *{"waits": (1, 8), "pauses": (2, 2)}[ahead]
+    groups = [t.group for step in steps for t in step if t.sample_index == 0]
+    assert len(groups) == len({*groups}) == 4 * prompts
+    assert all(t.ok for step in steps for t in step)
+    for number, step in enumerate(steps):
+        for t in step:
+            versions = t.weight_versions[:, 0].tolist()
+            assert versions == sorted({*versions})
+            assert number - staleness <= versions[0] and versions[-1] <= number
+    mixed = [t for step in steps for t in step if len(t.weight_versions) > 1]
+    assert bool(mixed) == (ahead == "pauses")
+    assert metrics[4]["rollout/staleness_max"] > 0
+    check_log_probs(task, tmp_path, [*mixed[:4], *steps[-1][:4]])
+    for name in ("eval_000002", "eval_000004"):
+        evaluated = read_journal(tmp_path / "run" / "rollouts" / f"{name}.parquet")
+        assert {v for t in evaluated for v, _ in t.weight_versions} == {int(name[-1])}
+    (tmp_path / "run" / "rollouts" / "eval_000004.parquet").rename(
+        tmp_path / "run" / "rollouts" / "eval_000002.parquet"
+    )
+    check_samplers_hold_the_trained_weights(tmp_path)
+
+
+def check_log_probs(task: TaskFiles, folder: Path, trajectories: list[Trajectory]) -> None:
+    """Token by token, with the weights of its version."""
+    models = {0: AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)}
+    for version in range(1, 5):
+        path = folder / "ckpt" / f"global_step{version}_hf"
+        models[version] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for t in trajectories:
+        token_ids = torch.tensor(t.token_ids.tolist())
+        start = t.prompt_length
+        for version, count in t.weight_versions.tolist():
+            with torch.no_grad():
+                logits = models[version](token_ids[None, : start + count]).logits[0, start - 1 : -1]
+            chosen = token_ids[start : start + count, None]
+            log_probs = logits.log_softmax(-1).gather(-1, chosen)[:, 0]
+            first = start - t.prompt_length
+            told = torch.tensor(t.rollout_log_probs[first : first + count])
+            torch.testing.assert_close(told, log_probs, atol=1e-4, rtol=0)
+            start += count
+
+
+@pytest.mark.slow
+def test_without_staleness_it_is_the_synchronous_run(task: TaskFiles, tmp_path: Path) -> None:
+    """Tokens, rewards and weights, bit for bit."""
+    flags = (
+        f"{FLAGS} {PLACES['separate'].replace('--actor.num_gpus_per_node 2', '--actor.num_gpus_per_node 1')}"
+    )
+    train(task, tmp_path / "sync", flags)
+    train(task, tmp_path / "async", f"{flags} --train.async_enable --train.async_queue_size 0")
+    for one, other in zip(steps_of(tmp_path / "sync"), steps_of(tmp_path / "async"), strict=True):
+        assert tokens_of(one) == tokens_of(other)
+        assert [t.reward for t in one] == [t.reward for t in other]
+        assert [t.weight_versions.tolist() for t in one] == [t.weight_versions.tolist() for t in other]
+    one, other = (load_file(tmp_path / run / "policy" / "model.safetensors") for run in ("sync", "async"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
