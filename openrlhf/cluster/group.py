@@ -51,10 +51,10 @@ class ModelRanks(Generic[WorkerT]):
     def data_parallel_size(self) -> int:
         return self.mesh.data
 
-    def forward(self, batch: Batch) -> Gathered[np.ndarray]:
-        """(A,) what the model says of every action."""
+    def forward(self, batch: Batch, method: str = "forward") -> Gathered[np.ndarray]:
+        """(A,) what the model says of every action. `method`: of the workers."""
         shares = partition(batch.lengths.tolist(), self.data_parallel_size)
-        refs = self.run("forward", [(batch.select(share),) for share in shares])
+        refs = self.run(method, [(batch.select(share),) for share in shares])
         return Gathered(refs, lambda parts: batch.put_together(shares, self.of_leaders(parts)))
 
     def of_leaders(self, answers: Sequence[AnswerT]) -> list[AnswerT]:
@@ -197,6 +197,16 @@ class PolicyGroup(TrainedGroup[PolicyWorker]):
 
     def send_weights(self, version: int) -> Gathered[None]:
         return self.on_all(lambda worker: worker.send_weights.remote(version))
+
+
+class Unadapted:
+    """The reference of a policy with adapters: the same model without them."""
+
+    def __init__(self, policy: PolicyGroup) -> None:
+        self.policy = policy
+
+    def forward(self, batch: Batch) -> Gathered[np.ndarray]:
+        return self.policy.forward(batch, "forward_unadapted")
 
 
 class CriticGroup(TrainedGroup[CriticWorker]):

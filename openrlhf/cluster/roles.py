@@ -7,7 +7,14 @@ import ray
 from ray.actor import ActorHandle
 
 from openrlhf.cluster.engine_pool import EnginePool
-from openrlhf.cluster.group import CriticGroup, FrozenGroup, ModelRanks, PolicyGroup, RewardGroup
+from openrlhf.cluster.group import (
+    CriticGroup,
+    FrozenGroup,
+    ModelRanks,
+    PolicyGroup,
+    RewardGroup,
+    Unadapted,
+)
 from openrlhf.cluster.layout import ENGINES
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.residency import free_share
@@ -23,7 +30,7 @@ class Roles:
     rollout: EnginePool
     policy: PolicyGroup
     critic: CriticGroup | None = None
-    reference: FrozenGroup | None = None
+    reference: FrozenGroup | Unadapted | None = None
     teacher: FrozenGroup | None = None
     reward: RewardGroup | None = None
 
@@ -36,7 +43,7 @@ class Roles:
             "teacher": self.teacher,
             "reward models": self.reward,
         }
-        return {name: group for name, group in groups.items() if group}
+        return {name: g for name, g in groups.items() if g and not isinstance(g, Unadapted)}
 
     @property
     def members(self) -> list[ActorHandle]:
@@ -74,6 +81,8 @@ def start_roles(
         roles.reference = FrozenGroup(
             config, places["ref"], path=path, flag=ACTOR_FLAG, offload=config.ref.offload
         )
+    elif config.uses_reference:
+        roles.reference = Unadapted(roles.policy)
     if "teacher" in places and (path := config.teacher.model_name_or_path):
         roles.teacher = FrozenGroup(
             config, places["teacher"], path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
@@ -85,7 +94,7 @@ def start_roles(
     starting.append(roles.policy.start(updates, ray.put(texts)))
     if roles.critic:
         starting.append(roles.critic.start(num_updates(config, num_prompts)))
-    starting += [model.start() for model in (roles.reference, roles.teacher, roles.reward) if model]
+    starting += [model.start() for name, model in roles.models.items() if name not in ("policy", "critic")]
     for start in starting:
         start.result()
     if engines_come_last:

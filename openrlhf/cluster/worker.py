@@ -14,6 +14,7 @@ import numpy as np
 import ray
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from openrlhf.algos.balance import pack_to_budget
 from openrlhf.cluster import environment, folder
@@ -42,6 +43,7 @@ from openrlhf.models.loading import (
     room_of,
     stop_token_ids,
 )
+from openrlhf.models.lora import disabled_adapters, prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, ValueModel, load_scorer, score_statistics
 from openrlhf.objectives.actor import ActorObjective
@@ -121,17 +123,19 @@ class ModelWorker(Worker, Generic[ModelT]):
         return model(row, temperature=self.config.rollout.temperature).log_probs
 
     def build_model(self, path: str, flag: str) -> RowModel:
+        return PolicyModel(self.load(path, flag))
+
+    def load(self, path: str, flag: str, *, in_4bit: bool = False) -> PreTrainedModel:
         ds = self.config.ds
-        return PolicyModel(
-            load_causal_lm(
-                path,
-                flag=flag,
-                dtype=ds.param_dtype,
-                attention=ds.attn_implementation,
-                max_len=self.config.data.max_len,
-                experts=ds.experts_implementation,
-                liger=ds.use_liger_kernel,
-            )
+        return load_causal_lm(
+            path,
+            flag=flag,
+            dtype=ds.param_dtype,
+            attention=ds.attn_implementation,
+            max_len=self.config.data.max_len,
+            experts=ds.experts_implementation,
+            in_4bit=in_4bit,
+            liger=ds.use_liger_kernel,
         )
 
 
@@ -282,6 +286,15 @@ class PolicyWorker(TrainedWorker):
         self._find_place_in_texts()
         rest_optimizer(self.model, self.config.ds.enable_sleep)
 
+    def build_model(self, path: str, flag: str) -> RowModel:
+        ds = self.config.ds
+        return PolicyModel(prepare_for_training(self.load(path, flag, in_4bit=ds.load_in_4bit), ds))
+
+    def forward_unadapted(self, batch: Batch) -> np.ndarray:
+        """(A,) log-probs of the model below the adapters."""
+        with torch.no_grad(), disabled_adapters(self.model.module.model):
+            return self.forward(batch)
+
     def objective(self, kl_coef: float, seen: list[Tensor] | None = None) -> Objective[ExperienceRow]:
         objective = ActorObjective.from_config(self.config, kl_coef, seen)
         return balanced(objective, self.config.actor.aux_loss_coef, "policy")
@@ -367,7 +380,9 @@ class CriticWorker(TrainedWorker):
 
     def build_model(self, path: str, flag: str) -> ValueModel:
         """A reward model keeps its head; a plain language model gets a new one."""
-        return ValueModel(_build_scorer(self.config, path, flag).model)
+        ds = self.config.ds
+        scorer = _build_scorer(self.config, path, flag, in_4bit=ds.load_in_4bit)
+        return ValueModel(prepare_for_training(scorer.model, ds))
 
     def read(self, model: Callable, row: PackedRow) -> Tensor:
         return model(row)
@@ -390,7 +405,9 @@ def balanced(objective: Objective[ExperienceRow], coef: float, section: str) -> 
     return BalancedObjective(objective=objective, coef=coef, metric=f"{section}/balance_loss")
 
 
-def _build_scorer(config: PPOConfig, path: str, flag: str, trained: bool = False) -> ScoreModel:
+def _build_scorer(
+    config: PPOConfig, path: str, flag: str, *, trained: bool = False, in_4bit: bool = False
+) -> ScoreModel:
     """A reward model, or with `trained` off also what is going to be one."""
     ds = config.ds
     return load_scorer(
@@ -401,6 +418,7 @@ def _build_scorer(config: PPOConfig, path: str, flag: str, trained: bool = False
         max_len=config.data.max_len,
         head_prefix=ds.value_head_prefix,
         experts=ds.experts_implementation,
+        in_4bit=in_4bit,
         liger=ds.use_liger_kernel,
         trained=trained,
     )

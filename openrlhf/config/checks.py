@@ -15,7 +15,7 @@ from openrlhf.config.choices import FLASH_PACKAGES, HUB_KERNELS, LR_SCHEDULERS, 
 from openrlhf.config.fields import fields_of, to_words, values_of
 from openrlhf.config.parse import Explicit, Problem
 from openrlhf.config.reasoning_gym import is_gym
-from openrlhf.config.sections import CkptConfig, LoggerConfig, OptimConfig
+from openrlhf.config.sections import CkptConfig, DeepSpeedConfig, LoggerConfig, OptimConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,6 +225,22 @@ def python_file(key: str, path: str, *, alone: bool) -> Iterator[Problem]:
         yield Problem(key=key, text="is neither a .py file nor a URL that starts with http:// or https://")
     elif not os.path.isfile(path):
         yield Problem(key=key, text=missing(path, path))
+
+
+def four_bits(ds: DeepSpeedConfig) -> Iterator[Problem]:
+    key = "ds.load_in_4bit"
+    if not ds.load_in_4bit:
+        return
+    if ds.lora.rank == 0:
+        yield Problem(
+            key=key, text="leaves nothing to train, 4-bit weights are frozen; add --ds.lora.rank 16"
+        )
+    elif ds.zero_stage == 3:
+        yield Problem(
+            key=key, text="gives wrong gradients where weights are sharded; use --ds.zero_stage 0, 1 or 2"
+        )
+    elif importlib.util.find_spec("bitsandbytes") is None:
+        yield Problem(key=key, text='needs the package bitsandbytes: pip install "openrlhf[qlora]"')
 
 
 def optimizer(prefix: str, optim: OptimConfig) -> Iterator[Problem]:

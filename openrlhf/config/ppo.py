@@ -599,7 +599,7 @@ class PPOConfig:
         colocated_with: dict[str, str | None] = {"actor": None}
         if self.uses_critic:
             colocated_with["critic"] = everyone
-        if self.uses_reference:
+        if self.uses_reference and not self.ds.lora.rank:  # else the policy without its adapters is it
             colocated_with["ref"] = "actor" if train.colocate_actor_ref else everyone
         if self.uses_reward_model:
             with_critic = self.uses_critic and train.colocate_critic_reward

@@ -13,6 +13,7 @@ from openrlhf.config.checks import (
     Unread,
     batches,
     first_of_each,
+    four_bits,
     local_datasets,
     local_models,
     not_yet,
@@ -69,6 +70,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *batches(config, config.data_parallel_size, config.samples_per_step, _made(config)),
             *_placement(config, explicit),
             *precision(config),
+            *four_bits(config.ds),
             *outputs(config.ckpt, config.logger),
             *unread(config, explicit, COMMON_UNREAD + PPO_UNREAD),
         ]
@@ -81,8 +83,6 @@ PPO_NOT_YET: Mapping[str, str] = {
     "actor.freeze_visual_encoder": "training with images is",
     "data.max_images_per_prompt": "training with images is",
     "vllm.sync_with_ray": "weight sync with ray.util.collective is",
-    "ds.lora.rank": "LoRA is",
-    "ds.load_in_4bit": "4-bit training is",
     "ds.ring_attn_size": "ring attention is",
     "ds.tensor_parallel_size": "tensor parallel training is",
     "ds.deepcompile": "DeepCompile is",
@@ -96,10 +96,16 @@ BEST = r"_(score_mean|best_of\d+|pass\d+)$"
 """Ends of the metrics of an evaluation of which more is better."""
 
 
+ADAPTED = "ds.lora.rank makes the policy without its adapters the reference"
 WITH_CRITIC = ", ".join(name for name, row in ESTIMATORS.items() if row.needs_critic)
 WHITENING = ", ".join(name for name, row in ESTIMATORS.items() if row.whiten)
 
 PPO_UNREAD = (
+    Unread(
+        keys=("ref.num_nodes", "ref.num_gpus_per_node", "ref.offload", "train.colocate_actor_ref"),
+        when=lambda c: c.ds.lora.rank > 0,
+        why=ADAPTED,
+    ),
     Unread(
         keys=("actor.ptx_coef", "data.pretrain_probs", "data.pretrain_split", "data.pretrain_key"),
         when=lambda c: c.data.pretrain_dataset is None,

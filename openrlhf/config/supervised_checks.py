@@ -1,6 +1,5 @@
 """What is wrong between the flags of the supervised commands."""
 
-import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -10,6 +9,7 @@ from openrlhf.config.checks import (
     Unread,
     batches,
     first_of_each,
+    four_bits,
     local_datasets,
     local_models,
     not_yet,
@@ -105,7 +105,7 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
             *_muon(config),
             *batches(config, mesh.data, None, ""),
             *precision(config),
-            *_four_bits(config),
+            *four_bits(config.ds),
             *_balance(config),
             *outputs(config.ckpt, config.logger),
             *unread(config, explicit, COMMON_UNREAD + SUPERVISED_UNREAD),
@@ -191,22 +191,6 @@ DPO_UNREAD = (
         why="model.ipo_enable has no label smoothing",
     ),
 )
-
-
-def _four_bits(config: SupervisedConfig) -> Iterator[Problem]:
-    key, ds = "ds.load_in_4bit", config.ds
-    if not ds.load_in_4bit:
-        return
-    if ds.lora.rank == 0:
-        yield Problem(
-            key=key, text="leaves nothing to train, 4-bit weights are frozen; add --ds.lora.rank 16"
-        )
-    elif ds.zero_stage == 3:
-        yield Problem(
-            key=key, text="gives wrong gradients where weights are sharded; use --ds.zero_stage 0, 1 or 2"
-        )
-    elif importlib.util.find_spec("bitsandbytes") is None:
-        yield Problem(key=key, text='needs the package bitsandbytes: pip install "openrlhf[qlora]"')
 
 
 def _balance(config: SupervisedConfig) -> Iterator[Problem]:

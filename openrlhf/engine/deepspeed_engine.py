@@ -26,9 +26,9 @@ from openrlhf.engine.moving_average import MovingAverage
 from openrlhf.engine.optimizer_state import OptimizerState
 from openrlhf.engine.random_state import load_random_state, save_random_state, saved_ranks
 from openrlhf.models.backbone import RowModel, backbone_of
-from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
+from openrlhf.models.checkpoint_layout import CheckpointLayout
 from openrlhf.models.dropout import enable_checkpointing, has_noise, set_training
-from openrlhf.models.lora import has_adapters, save_adapter
+from openrlhf.models.lora import has_adapters, merged_weights, save_adapter
 from openrlhf.models.self_check import settle_reading
 from openrlhf.types import LossNorm, Metrics
 
@@ -182,21 +182,22 @@ class DeepSpeedEngine:
 
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that a checkpoint of the model holds, in full, by the checkpoint's name and in its
-        layout. All ranks must iterate together: at stage 3 each bucket is a collective. Tensors last as
-        long as they are kept, until the next optimizer step."""
-        layout, tensors = self._layout, checkpoint_tensors(self.module.model)
-        sizes = [sum(num_bytes(tensors[name]) for name in c.names) for c in layout.conversions]
+        layout, adapters merged into it. All ranks must iterate together: at stage 3 each bucket is a
+        collective. Tensors last as long as they are kept, until the next optimizer step."""
+        layout, weights = self._layout, merged_weights(self.module.model)
+        parts = lambda conversion: [part for name in conversion.names for part in weights[name].parts]
+        sizes = [sum(map(num_bytes, parts(conversion))) for conversion in layout.conversions]
         for bucket in _buckets(layout.conversions, sizes, bucket_bytes):
-            with self._gathered(tensors[name] for conversion in bucket for name in conversion.names):
+            with self._gathered(part for conversion in bucket for part in parts(conversion)):
                 for conversion in bucket:
-                    whole = {name: tensors[name].data for name in conversion.names}
+                    whole = {name: weights[name].merged() for name in conversion.names}
                     yield from layout.convert(conversion, whole).items()
 
     def weight_metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(name, dtype, full shape) of everything that `weights` yields, without a transfer."""
         empty = {
-            name: torch.empty(full_shape(t), dtype=t.dtype, device="meta")
-            for name, t in checkpoint_tensors(self.module.model).items()
+            name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            for name, weight in merged_weights(self.module.model).items()
         }
         return [
             (name, t.dtype, tuple(t.shape))
@@ -207,7 +208,7 @@ class DeepSpeedEngine:
     @cached_property
     def _layout(self) -> CheckpointLayout:
         model = self.module.model
-        return CheckpointLayout(model, {n: full_shape(t) for n, t in checkpoint_tensors(model).items()})
+        return CheckpointLayout(model, {name: weight.shape for name, weight in merged_weights(model).items()})
 
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
         self._check_present()
@@ -377,11 +378,6 @@ def on_cpu(answers: Sequence[Tensor]) -> list[Tensor]:
 def full_numel(param: Tensor) -> int:
     """Elements of the whole parameter, of which ZeRO-3 keeps only a shard here."""
     return param.ds_numel if hasattr(param, "ds_numel") else param.numel()
-
-
-def full_shape(param: Tensor) -> tuple[int, ...]:
-    """Of the whole parameter, of which ZeRO-3 keeps only a shard here."""
-    return tuple(param.ds_shape if hasattr(param, "ds_shape") else param.shape)
 
 
 def num_bytes(param: Tensor) -> int:

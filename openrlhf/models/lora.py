@@ -10,7 +10,9 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
+from openrlhf.models.checkpoint_layout import checkpoint_tensors
 from openrlhf.models.policy import head_of
 from openrlhf.models.scorer import CLASSIFIER_HEAD, head_name
 
@@ -63,6 +66,60 @@ def disabled_adapters(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """A tensor as a model without adapters has it, and what it is made of in this one."""
+
+    stored: Tensor
+    layer: Any = None
+    """The adapted layer that it is the weight of, if it is one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In full."""
+        state = getattr(self.stored, "quant_state", None)
+        return tuple(getattr(self.stored, "ds_shape", self.stored.shape) if state is None else state.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        state = getattr(self.stored, "quant_state", None)
+        return self.stored.dtype if state is None else state.dtype
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """All of them are needed in full."""
+        if self.layer is None:
+            return [self.stored]
+        return [self.stored, self.layer.lora_A[ADAPTER].weight, self.layer.lora_B[ADAPTER].weight]
+
+    def merged(self) -> Tensor:
+        """With what its adapter adds, while the parts are whole."""
+        weight = self._dequantized()
+        return weight if self.layer is None else weight + self.layer.get_delta_weight(ADAPTER)
+
+    def _dequantized(self) -> Tensor:
+        """Of 4 bits in the dtype that it was made of."""
+        if (state := getattr(self.stored, "quant_state", None)) is None:
+            return self.stored.data
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(self.stored.data, state)
+
+
+def merged_weights(model: PreTrainedModel) -> dict[str, Weight]:
+    """Every tensor that a checkpoint of the model holds, adapters merged into the layers below them."""
+    layers = dict(model.named_modules())
+    found = {}
+    for name, tensor in checkpoint_tensors(model).items():
+        if ".lora_" in name:
+            continue
+        owner, below, kind = name.rpartition(".base_layer.")
+        found[f"{owner}.{kind}" if below else name] = Weight(
+            tensor, layers[owner] if below and kind == "weight" else None
+        )
+    return found
 
 
 def adapter_dropout(module: nn.Module) -> list[nn.Module]:

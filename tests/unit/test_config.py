@@ -264,7 +264,9 @@ def test_all_problems_are_listed_at_once(capsys):
     argv = (
         "foo --ds.zero_stage three --actor.optim sgd --actor.adam.lr -1 --actor.adam.lrr 1 --train.seed 1 2 "
     )
-    argv += "--lora_rank 8 --algo.advantage.estimator rloo --bf16 fp16 --config --reward.remote_url r.txt "
+    argv += (
+        "--ring_attn_size 2 --algo.advantage.estimator rloo --bf16 fp16 --config --reward.remote_url r.txt "
+    )
     argv += "--vllm.num_engines"
     err = refused(PPO, argv.split(), capsys).splitlines()
     assert [line for line in err if line.startswith("error")] == [
@@ -278,7 +280,7 @@ def test_all_problems_are_listed_at_once(capsys):
         "error: --actor.adam.lr -1: must be at least 0",
         "error: --train.seed 1 2: expects one value (INT), got 2",
         "error: --vllm.num_engines: expects one value (INT), got none",
-        "error: --ds.lora.rank 8: LoRA is not available yet; leave it at 0",
+        "error: --ds.ring_attn_size 2: ring attention is not available yet; leave it at 1",
         "error: --actor.model_name_or_path: is required: Hugging Face name or folder of the policy; the "
         "reference model starts from it too.",
         "error: --data.prompt_dataset: is required: Comma list of `path[@data_dir]`: .json .jsonl .csv "
@@ -983,6 +985,7 @@ REMARKS = [
         "the models. The run needs 4 more",
     ),
     (PPO, "--train.ema_beta 0.5", "has no effect: train.enable_ema is off"),
+    (PPO, "--ds.lora.rank 4 --ref.offload", "ds.lora.rank makes the policy without its adapters the"),
     (PPO, "--data.image_key x", "has no effect: data.max_images_per_prompt is 0"),
     (PPO, "--critic_learning_rate 1", "--critic.adam.lr 1.0: has no effect: only estimator gae has a critic"),
     (PPO, "--use_icepop", "has no effect: algo.advantage.is_correction_enable is off"),

@@ -10,7 +10,7 @@ import transformers as hf
 from torch import Tensor
 
 from openrlhf.cli.lora_combiner import main as combine
-from openrlhf.config.commands import DPO, LORA_COMBINER, PPO, RM, SFT
+from openrlhf.config.commands import DPO, LORA_COMBINER, RM, SFT
 from openrlhf.config.parse import parse
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
 from openrlhf.models.loading import load_causal_lm, load_tokenizer
@@ -307,10 +307,3 @@ def test_four_bits_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch, capsys)
     with pytest.raises(SystemExit):
         parse(SFT, words)
     assert 'pip install "openrlhf[qlora]"' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flags", ["--ds.lora.rank 8", "--ds.load_in_4bit"])
-def test_reinforcement_learning_has_no_adapters(flags: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        parse(PPO, flags.split())
-    assert f"{flags.split()[0]}" in (err := capsys.readouterr().err) and "not available yet" in err

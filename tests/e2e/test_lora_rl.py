@@ -1,0 +1,50 @@
+"""Adapters in reinforcement learning: the engine samples with what the trainer computes, and the reference is
+the policy without them."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from test_rl import COMMON, check_samplers_hold_the_trained_weights, train
+
+from openrlhf.observe.journal import read_journal
+from openrlhf.tasks.prepare import TaskFiles
+
+pytestmark = pytest.mark.usefixtures("running_ray")
+FLAGS = (
+    f"{COMMON.replace('group_norm', 'gae')} --algo.kl.init_coef 0.01 --actor.adam.lr 1e-2 "
+    "--critic.adam.lr 1e-2 --ds.lora.rank 4 --ds.lora.alpha 8"
+)
+SHARED = "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --critic.num_gpus_per_node 1",
+        pytest.param(SHARED, marks=pytest.mark.slow),
+    ],
+    ids=["zero 3, two ranks", "zero 2, colocated"],
+)
+def test_adapters_of_policy_and_critic(task: TaskFiles, tmp_path: Path, place: str) -> None:
+    metrics = train(task, tmp_path, f"{FLAGS} {place}")
+    for step in (1, 2):
+        assert metrics[step]["mismatch/abs_diff_max"] < 1e-4
+        assert metrics[step]["critic/grad_norm"] > 0
+    assert metrics[1]["kl/mean"] == pytest.approx(0, abs=1e-6)
+    assert abs(metrics[2]["kl/mean"]) > 1e-5
+    adapter = load_file(tmp_path / "policy" / "adapter_model.safetensors")
+    assert adapter and all(".lora_" in name for name in adapter)
+    assert any(weight.any() for name, weight in adapter.items() if ".lora_B." in name)
+    check_samplers_hold_the_trained_weights(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_policy_of_four_bits(task: TaskFiles, tmp_path: Path) -> None:
+    """The engine has the weights that four bits stand for; in bf16 its products differ in the last of 8."""
+    pytest.importorskip("bitsandbytes")
+    flags = f"{FLAGS} {SHARED} --ds.load_in_4bit".replace("param_dtype fp32", "param_dtype bf16")
+    metrics = train(task, tmp_path, flags)
+    assert metrics[1]["kl/mean"] == pytest.approx(0, abs=1e-6)
+    assert metrics[2]["mismatch/abs_diff_mean"] < 0.05
+    assert all(t.ok for t in read_journal(tmp_path / "run" / "rollouts" / "step_000002.parquet"))
