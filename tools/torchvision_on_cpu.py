@@ -1,8 +1,8 @@
 """Lets a CUDA build of torchvision be imported where torch is built for the CPU. Standard library only.
 
-`tools/environment.py` copies this file beside the packages of `.venv`, whose interpreters run it as they start.
-What torchvision misses there is two operators that only its GPU library declares: they are declared here, without
-a kernel, once it asks for them. Images are resized and read without them.
+`tools/environment.py` copies this file beside the packages of `.venv`, whose interpreters run it as they
+start. What torchvision misses there is two operators that only its GPU library declares: they are declared
+here, without a kernel, once it asks for them. Images are resized and read without them.
 """
 
 import sys

@@ -48,6 +48,8 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> 
     from openrlhf.cli.rl_data import build_prompt_datasets
     from openrlhf.config.commands import PPO
     from openrlhf.config.parse import parse
+    from openrlhf.config.ppo import ACTOR_FLAG
+    from openrlhf.models.loading import check_room, load_config
 
     row = folder / "prompt.jsonl"
     row.write_text(json.dumps({"input": options.prompt, "label": options.label}) + "\n")
@@ -57,6 +59,8 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> 
         *("--rollout.n_samples_per_prompt", str(options.samples), "--ckpt.output_dir", str(folder)),
     ]
     config = parse(PPO, [*flags, *given]).config
+    max_len, model = config.data.max_len, options.model
+    check_room(load_config(model, ACTOR_FLAG), max_len, flags="--data.max_len", path=model)
     check_users_files(config, lambda flag, check, *arguments: check(*arguments))
     prompts, *_ = build_prompt_datasets(config)
     return config, prompts[0]

@@ -89,12 +89,17 @@ def _check_statistics(path: str) -> None:
 
 
 def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
+    from openrlhf.models.loading import policy_tokenizer
     from openrlhf.rewards.function import check_reward_file
     from openrlhf.rollout.agents import check_agent_file
 
     if path := config.train.agent_func_path:
         limits = {"max_turns": config.train.max_turns, "step_timeout": config.rollout.step_timeout}
-        check = partial(check_agent_file, limits=[name for name, value in limits.items() if value])
+        check = partial(
+            check_agent_file,
+            limits=[name for name, value in limits.items() if value],
+            tokenizer=partial(policy_tokenizer, config),
+        )
         ask("--train.agent_func_path", _check_file, check, path, "--train.agent_func_path")
     elif path := config.reward.function_path:
         ask("--reward.remote_url", _check_file, check_reward_file, path, "--reward.remote_url")

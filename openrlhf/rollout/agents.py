@@ -20,6 +20,8 @@ from openrlhf.rewards.user_file import (
 )
 from openrlhf.rollout.old_agents import QueueExecutor, has_step, is_handed_everything, step_environment
 from openrlhf.utils.agent import AgentExecutorBase, Engine, MultiTurnAgentExecutor, RewardError, StepTimeout
+from openrlhf.utils.chat_stream import TemplateProblem, probe
+from openrlhf.utils.openai_agent import OpenAIAgentExecutor
 
 if TYPE_CHECKING:  # the import of a file is checked without what takes seconds
     from transformers import PreTrainedTokenizerBase
@@ -35,10 +37,17 @@ class EnvironmentFailed(Exception):
     """What a user's executor raised, or why its answer cannot be used, in words with its file."""
 
 
-def check_agent_file(path: str, flag: str, limits: Sequence[str] = (), limit: float = IMPORT_LIMIT) -> str:
+def check_agent_file(
+    path: str,
+    flag: str,
+    limits: Sequence[str] = (),
+    limit: float = IMPORT_LIMIT,
+    tokenizer: "Callable[[], PreTrainedTokenizerBase] | None" = None,
+) -> str:
     """As rewards.function.check_file, for its class AgentExecutor. No object is made. `limits`: of LIMITS,
-    those that the run sets."""
-    return check_file(path, flag, partial(load_agent, limits=tuple(limits)), limit)
+    those that the run sets. `tokenizer` loads the policy's, for executors that need its chat template."""
+    load = partial(load_agent, limits=tuple(limits), tokenizer=tokenizer)
+    return check_file(path, flag, load, limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +60,11 @@ class AgentSetting:
     step_timeout: float | None = None
 
 
-def load_agent(path: str, limits: Sequence[str] = ()) -> Callable[[AgentSetting], AgentExecutorBase]:
+def load_agent(
+    path: str,
+    limits: Sequence[str] = (),
+    tokenizer: "Callable[[], PreTrainedTokenizerBase] | None" = None,
+) -> Callable[[AgentSetting], AgentExecutorBase]:
     """What makes the file's executor, if it can be made and called and would keep to `limits`. UnusableFile
     otherwise, or what the file raises."""
     module = import_file(path, "agent_func")
@@ -74,7 +87,18 @@ def load_agent(path: str, limits: Sequence[str] = ()) -> Callable[[AgentSetting]
         )
     if problem := _unusable(found) or _unlimited(found, limits):
         raise UnusableFile(f"{problem}.\n{FORM}")
+    if tokenizer is not None and issubclass(found, OpenAIAgentExecutor):
+        _check_template(tokenizer())
     return lambda setting: found()
+
+
+def _check_template(tokenizer: "PreTrainedTokenizerBase") -> None:
+    try:
+        probe(tokenizer, with_tools=False)
+    except TemplateProblem as error:
+        raise UnusableFile(
+            f"the policy's chat template does not fit an agent of many turns: {error}"
+        ) from error
 
 
 def _unusable(executor: type[AgentExecutorBase]) -> str:
@@ -146,7 +170,10 @@ class UserExecutor(AgentExecutorBase):
             raise RuntimeError(import_problem(error, path)) from error
         try:
             setting = setting or AgentSetting()
-            return cls(path, make(setting), setting)
+            executor = make(setting)
+            if setting.tokenizer is not None:
+                executor.check_tokenizer(setting.tokenizer)
+            return cls(path, executor, setting)
         except Exception as error:
             raise RuntimeError(located(error, path)) from error
 

@@ -63,6 +63,11 @@ class AgentExecutorBase:
         self.agent_instance_cls, self.max_steps, self.max_length = agent_instance_cls, max_steps, max_length
         self.llm_engine, self.hf_tokenizer, self.result_queue = llm_engine, hf_tokenizer, result_queue
 
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Called once, before the first episode: to raise where the executor cannot work with the policy's
+        tokenizer."""
+        return
+
     async def execute(
         self, prompt: str, label: Any, sampling_params: "SamplingParams", *args: Any, **kwargs: Any
     ) -> Any:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from openrlhf.utils.agent import AgentExecutorBase, Engine
+from openrlhf.utils.chat_stream import ChatStream, Message, TemplateProblem, probe
 from openrlhf.utils.text import decode
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Message = dict[str, Any]
 MODEL = "policy"
 OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty")
 """Of a request, what the run decides: log-probs are trained under the distribution that is sampled from."""
@@ -53,6 +53,11 @@ class OpenAIAgentExecutor(AgentExecutorBase, ABC):
         self.tool_parser = tool_parser
         self._server = Server()
 
+    def check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """A warning where its chat template would write an answer otherwise than it was sampled."""
+        for remark in probe(tokenizer, with_tools=self.tool_parser is not None):
+            logger.warning("%s What was sampled stays as it is.", remark)
+
     @abstractmethod
     async def run_agent(self, prompt: str, label: Any, session: "Session") -> Any:
         """One episode. Returns its reward, or a dictionary with `reward`, and perhaps `scores` and
@@ -67,8 +72,11 @@ class OpenAIAgentExecutor(AgentExecutorBase, ABC):
         hf_tokenizer: "PreTrainedTokenizerBase",
         llm_engine: Engine,
         images: Any = None,
+        *,
+        max_turns: int | None = None,
     ) -> dict:
-        session = Session(llm_engine, hf_tokenizer, sampling_params, max_length, self.tool_parser)
+        limits = max_length, self.tool_parser, max_turns
+        session = Session(llm_engine, hf_tokenizer, sampling_params, *limits)
         async with self._server.serving(session):
             result = await self.run_agent(prompt, label, session)
         return result if isinstance(result, dict) else {"reward": result}
@@ -95,11 +103,14 @@ class Session:
         sampling_params: "SamplingParams",
         max_length: int,
         tool_parser: str | None = None,
+        max_turns: int | None = None,
     ) -> None:
         self.api_key = f"sk-{secrets.token_urlsafe(24)}"
         self.base_url = ""
         self.engine, self.tokenizer, self.sampling_params = engine, tokenizer, sampling_params
-        self.max_length, self.tool_parser = max_length, tool_parser
+        self.max_length, self.tool_parser, self.max_turns = max_length, tool_parser, max_turns
+        self.stream = ChatStream(tokenizer)
+        self.num_turns = 0
         self.branches: list[Branch] = []
 
     @cached_property
@@ -115,6 +126,7 @@ class Session:
             raise BadRequest("tools: OpenAIAgentExecutor(tool_parser=...) names no parser of their calls")
         prompt_ids = self.prompt_of(messages, tools)
         params = self._params(request, len(prompt_ids))
+        self._count_turn()
         answers = (await self.engine.generate(prompt_ids, params)).outputs
         choices = [self._choice(messages, tools, prompt_ids, params, answer) for answer in answers]
         if request.get("logprobs"):
@@ -140,31 +152,21 @@ class Session:
         what the template writes behind that one's answer."""
         known = [b for b in self.branches if b.tools == tools and b.begins(messages)]
         if not known:
-            return self._tokens(self.render(messages, tools))
+            return self.stream.tokens(self.stream.render(messages, tools))
         branch = max(known, key=lambda b: len(b.messages))
-        return branch.token_ids + self._tokens(self._behind(branch, messages, tools))
+        behind = self.stream.behind(messages, len(branch.messages) - 1, tools, branch.end)
+        return branch.token_ids + self.stream.tokens(behind)
 
-    def render(self, messages: Sequence[Message], tools: Any = None) -> str:
-        """With what the policy answers behind."""
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(messages), tools=tools, tokenize=False, add_generation_prompt=True
-                )
-            )
-        except Exception as error:
-            raise BadRequest(f"the chat template does not take these messages: {error}") from error
+    @property
+    def turns_left(self) -> int | None:
+        """None: no limit."""
+        return None if self.max_turns is None else self.max_turns - self.num_turns
 
-    def _behind(self, branch: "Branch", messages: Sequence[Message], tools: Any) -> str:
-        """What the template writes behind the answer that `branch` ends with, but for what of it was sampled
-        with the answer."""
-        place, mark = len(branch.messages) - 1, "\u241fanswer\u241f"
-        marked = [*messages[:place], {"role": "assistant", "content": mark}, *messages[place + 1 :]]
-        behind = self.render(marked, tools).rpartition(mark)[2]
-        return behind.removeprefix(branch.end)
-
-    def _tokens(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+    def _count_turn(self) -> None:
+        if self.turns_left == 0:
+            text = f"the episode has had --train.max_turns {self.max_turns}; session.turns_left counts them"
+            raise BadRequest(text, "max_turns_reached")
+        self.num_turns += 1
 
     def _params(self, request: Mapping[str, Any], prompt_length: int) -> "SamplingParams":
         """The episode's, with what a request may decide."""
@@ -194,7 +196,8 @@ class Session:
         answer: "CompletionOutput",
     ) -> dict:
         token_ids = list(answer.token_ids)
-        text, end = _split_end(decode(self.tokenizer, token_ids, after=prompt_ids), self.tokenizer)
+        end = self._end_of(token_ids, params)
+        text = decode(self.tokenizer, token_ids, after=prompt_ids).removesuffix(end)
         calls = self._tool_calls(text, tools) if tools else None
         for stop in params.stop or ():
             text = text.partition(stop)[0]
@@ -202,6 +205,11 @@ class Session:
         self.branches.append(Branch([*messages, message], tools, [*prompt_ids, *token_ids], end))
         reason = "tool_calls" if calls else answer.finish_reason
         return {"index": answer.index, "message": message, "finish_reason": reason, "token_ids": token_ids}
+
+    def _end_of(self, token_ids: Sequence[int], params: "SamplingParams") -> str:
+        """The end-of-turn token of an answer, as text; "" where it was cut off."""
+        stops = {*(params.stop_token_ids or ()), *self.tokenizer.all_special_ids}
+        return str(self.tokenizer.decode(token_ids[-1:])) if stops.intersection(token_ids[-1:]) else ""
 
     def _tool_calls(self, text: str, tools: Any) -> Message | None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -263,13 +271,6 @@ def _messages(request: Mapping[str, Any]) -> list[Message]:
     if others := [name for name in NOT_OFFERED if request.get(name)]:
         raise BadRequest(f"{', '.join(others)}: not offered, the policy answers freely")
     return messages
-
-
-def _split_end(text: str, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str]:
-    """An answer without its end-of-turn token, and that."""
-    special = sorted(map(str, {*tokenizer.all_special_tokens}), key=len, reverse=True)
-    end = next((token for token in special if text.endswith(token)), "")
-    return text.removesuffix(end), end
 
 
 @cache
@@ -379,6 +380,8 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
         return await handler(request)
     except BadRequest as error:
         return _error(400, str(error), error.code)
+    except TemplateProblem as error:
+        return _error(400, str(error), "invalid_request_error")
     except web.HTTPException as error:
         return _error(error.status, error.text or error.reason, "invalid_request_error")
     except Exception as error:

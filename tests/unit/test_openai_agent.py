@@ -11,7 +11,7 @@ import pytest
 from fake_engine import Engine
 
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
-from openrlhf.rollout.agents import check_agent_file
+from openrlhf.rollout.agents import AgentSetting, UserExecutor, check_agent_file
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Outcome, Prompt, Trajectory
@@ -49,7 +49,13 @@ Agent = Callable[[str, Any, Session], Awaitable[Any]]
 
 
 def episodes(
-    agent: Agent, *answers: str, samples: int = 1, parser: str | None = None, max_len: int = 300, **sampling
+    agent: Agent,
+    *answers: str,
+    samples: int = 1,
+    parser: str | None = None,
+    max_len: int = 300,
+    max_turns: int | None = None,
+    **sampling,
 ) -> tuple[list[Trajectory], Engine]:
     class AgentExecutor(OpenAIAgentExecutor):
         def __init__(self) -> None:
@@ -63,7 +69,7 @@ def episodes(
 
     async def run() -> list[Trajectory]:
         asked = replace(Sampling.for_training(PPOConfig(rollout=rollout)), max_len=max_len)
-        executor = AgentExecutor()
+        executor = UserExecutor("agent.py", AgentExecutor(), AgentSetting(max_turns=max_turns))
         runner = EpisodeRunner(engine, TOKENIZER, executor, [2])
         return (await runner.run_group(Prompt(prompt_id=0, text="1 + 1 =", label="2"), asked)).trajectories
 
@@ -281,6 +287,21 @@ def test_what_the_run_decides_is_remarked_upon(caplog: pytest.LogCaptureFixture)
     (_, params), *_ = engine.asked
     assert (params.temperature, params.max_tokens, params.stop) == (0.9, 5, ["!"])
     assert "an agent's requests set temperature" in caplog.text
+
+
+def test_a_limit_of_turns() -> None:
+    """An agent that asks on is told so, and may still say what the episode is worth."""
+
+    async def agent(prompt, label, session):
+        await chat(session, [user("?")])
+        await chat(session, [user("!")])
+        assert session.turns_left == 0
+        with pytest.raises(openai.BadRequestError, match=r"has had --train\.max_turns 2"):
+            await chat(session, [user("again")])
+        return 0.25
+
+    found, engine = episodes(agent, f"3{END}", max_turns=2)
+    assert [t.reward for t in found] == [0.25, 0.25] and len(engine.asked) == 2
 
 
 def test_an_executor_without_an_agent_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""An episode of three turns is what plain transformers says it is, token by token."""
+
+from collections.abc import Callable
+from itertools import groupby
+
+import pytest
+
+from openrlhf.tasks.prepare import TaskFiles
+
+PROMPT = "Tom has 3 apples. "
+
+
+def segments(token_ids: list[int], mask: list[bool]) -> tuple[list[list[int]], list[list[int]]]:
+    """What was read, and what was sampled."""
+    runs = [
+        (k, [i for _, i in pair]) for k, pair in groupby(zip(mask, token_ids, strict=True), lambda p: p[0])
+    ]
+    return [ids for sampled, ids in runs if not sampled], [ids for sampled, ids in runs if sampled]
+
+
+@pytest.mark.usefixtures("cpu_engines")
+def test_tokens_log_probs_and_gradients(task: TaskFiles, run_worker: Callable[..., list[dict]]) -> None:
+    """Log-probs of float32 by two programs: their logits are sums of a few hundred products. The gradient is
+    that of the actions alone: feedback has no part in it."""
+    (found,) = run_worker("three_turns", 1, model=str(task.model), prompt=PROMPT)
+    assert len(found["token_ids"]) == 4
+    for token_ids, mask in zip(found["token_ids"], found["masks"], strict=True):
+        read, sampled = segments(token_ids, mask)
+        assert read == found["read"]
+        assert [len(ids) <= 6 for ids in sampled] == [True] * 3
+    assert found["rewards"] == [[6, 1, 2, 3]] * 4
+    for sampled, computed in zip(found["sampled"], found["computed"], strict=True):
+        assert sampled == pytest.approx(computed, abs=1e-4)
+    assert found["same_parameters"]
+    for name, (difference, norm) in found["gradients"].items():
+        assert difference <= 1e-4 * norm + 1e-7, name

@@ -1,0 +1,120 @@
+"""What chat templates write between answers, and which of them an agent of many turns can use."""
+
+import asyncio
+import logging
+from functools import partial
+from pathlib import Path
+
+import pytest
+from test_chat_templates import ALL, MODELS, tokenizer_of
+
+from openrlhf.rollout.agents import AgentSetting, UserExecutor, check_agent_file
+from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.utils.chat_stream import CALL, ChatStream, TemplateProblem, probe
+
+ENDS = {name: model.eos for name, model in MODELS.items()} | dict.fromkeys(
+    ("gemma2", "gemma3"), "<end_of_turn>"
+)
+AGENT = """
+from openrlhf.utils.openai_agent import OpenAIAgentExecutor
+class AgentExecutor(OpenAIAgentExecutor):
+    async def run_agent(self, prompt, label, session):
+        return 0.0
+"""
+ONLY_THE_LAST = (
+    "{% set m = messages[-1] %}<|{{ m.role }}|>{{ m.content }}<|end|>"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+WANTS_CALLS = (
+    "{% for m in messages %}{% set before = messages[loop.index0 - 1] %}"
+    "{% if m.role == 'tool' and before.role != 'tool' and not before.tool_calls %}"
+    "{{ raise_exception('a result without a call') }}{% endif %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.what }}{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def said(role: str, content: str, **more: object) -> dict:
+    return {"role": role, "content": content, **more}
+
+
+def with_template(template: str):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@ALL
+def test_an_answer_and_what_is_behind_it_are_what_the_template_writes(name: str) -> None:
+    """Where it writes answers as they are. Mistral's writes a space before them, which a policy samples."""
+    stream, end = ChatStream(tokenizer_of(name)), ENDS[name]
+    messages = [said("user", "Hi."), said("assistant", "No."), said("user", "Hello.")]
+    space = " " if name.startswith("mistral") else ""
+    behind = stream.behind(messages, 1, None, end)
+    assert stream.render(messages[:1]) + f"{space}No.{end}" + behind == stream.render(messages)
+    assert stream.behind(messages, 1, None, "") == end + behind
+
+
+def test_a_thought_stays_where_qwen3_leaves_it_out() -> None:
+    (remark,) = probe(tokenizer_of("qwen3"), with_tools=False)
+    assert remark.startswith("an answer with a thought: the chat template changes it. It writes ")
+    assert "<think>" in remark.partition("where the stream has")[2]
+    assert not probe(tokenizer_of("qwen2.5"), with_tools=False)
+
+
+def test_a_template_that_wants_the_calls_that_tools_answer() -> None:
+    """The answer itself stands where it was, its arguments as a mapping."""
+    tokenizer = with_template(WANTS_CALLS)
+    assert not probe(tokenizer, with_tools=True)
+    call = {"id": "1", "type": "function", "function": CALL}
+    messages = [said("user", "?"), said("assistant", "", tool_calls=[call]), said("tool", "3")]
+    stream = ChatStream(tokenizer)
+    assert stream.behind(messages, 1, None, "<|end|>") == "\n<|tool|>3<|end|>\n<|assistant|>"
+    assert stream.behind(messages, 1, None, "") == "<|end|>\n<|tool|>3<|end|>\n<|assistant|>"
+    with pytest.raises(TemplateProblem, match="a result without a call"):
+        stream.render([said("user", "?"), said("tool", "3")])
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (ONLY_THE_LAST, "writes an answer anew once it is not the last. It writes '<|user|>Are you sure"),
+        (
+            "{% for m in messages[:2] %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}",
+            "an answer: the chat template leaves out the message behind it, 'Are you sure?'",
+        ),
+        ("{{ raise_exception('not today') }}", "does not take these messages: not today"),
+        (None, "does not take these messages: Cannot use chat template"),
+    ],
+)
+def test_templates_that_no_agent_can_use(template: str | None, problem: str) -> None:
+    with pytest.raises(TemplateProblem) as raised:
+        probe(with_template(template), with_tools=False)
+    assert problem in str(raised.value)
+
+
+def test_a_template_is_tried_before_anything_starts(tmp_path: Path) -> None:
+    (path := tmp_path / "agent.py").write_text(AGENT)
+    check = partial(check_agent_file, str(path), "--train.agent_func_path")
+    check(tokenizer=tiny_tokenizer)
+    with pytest.raises(ValueError, match="--train.agent_func_path .*chat template does not fit an agent"):
+        check(tokenizer=partial(with_template, ONLY_THE_LAST))
+
+
+def test_what_an_engine_remarks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (path := tmp_path / "agent.py").write_text(AGENT)
+
+    def load(tokenizer) -> None:
+        asyncio.run(UserExecutor.load(str(path), AgentSetting(tokenizer=tokenizer)))
+
+    with caplog.at_level(logging.WARNING):
+        load(tokenizer_of("qwen3"))
+    assert "What was sampled stays as it is." in caplog.text
+    with pytest.raises(RuntimeError, match="writes an answer anew"):
+        load(with_template(ONLY_THE_LAST))
+
+
+def test_messages_as_templates_read_them() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    stream = ChatStream(tiny_tokenizer())
+    assert stream.render([{"role": "user", "content": parts}]) == stream.render([said("user", "one two")])
