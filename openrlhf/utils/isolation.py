@@ -32,6 +32,8 @@ class Task(TypedDict):
 
 
 HOME = "/sandbox"
+ROOT = "/tmp"
+"""Where the code's file system is built, over what is there, for this process and its children alone."""
 NOBODY = 65534
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -39,7 +41,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 NAMESPACES = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000
 USER_NAMESPACE = 0x10000000
 # <sys/mount.h>
-NOSUID, NODEV, BIND, RECURSIVE, PRIVATE, DETACH = 2, 4, 4096, 16384, 1 << 18, 2
+NOSUID, NODEV, BIND, RECURSIVE, PRIVATE = 2, 4, 4096, 16384, 1 << 18
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 # <sys/prctl.h>
 PARENT_DEATH_SIGNAL, SECCOMP, NO_NEW_PRIVILEGES = 1, 22, 38
@@ -116,26 +118,23 @@ def _be_first_process(task: Task, user: int, report: int) -> NoReturn:
 
 def _leave_the_file_system(task: Task, user: int) -> None:
     """Into one that has what is visible, to be read, and HOME."""
+    devices = {path: path for path in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")}
+    visible = sorted((task["visible"] | devices).items())
+    opened = [(path, os.open(real_path, os.O_PATH)) for path, real_path in visible]
     _mount("", "/", RECURSIVE | PRIVATE)
-    _mount("tmpfs", "/tmp", NOSUID, "size=1m,mode=755", kind="tmpfs")
-    for folder in ("/tmp/old", "/tmp/new"):
-        os.mkdir(folder)
-    _call("syscall", MACHINES[platform.machine()].pivot_root, b"/tmp", b"/tmp/old")
-    os.chdir("/")
-    os.mkdir(f"/new{HOME}")
+    _mount("tmpfs", ROOT, NOSUID, "size=1m,mode=755", kind="tmpfs")
+    os.mkdir(ROOT + HOME)
     options = f"size={task['disk']},nr_inodes=4096,mode=700,uid={user},gid={user}"
-    _mount("tmpfs", f"/new{HOME}", NOSUID | NODEV, options, kind="tmpfs")
-    for path, real_path in sorted(task["visible"].items()):
-        _show(f"/old{real_path}", f"/new{path}")
-        _protect(f"/new{path}", AT_RECURSIVE)
-    for device in ("null", "zero", "random", "urandom"):
-        _show(f"/old/dev/{device}", f"/new/dev/{device}")
-    for path in ("/new/tmp", "/new/dev/shm"):
+    _mount("tmpfs", ROOT + HOME, NOSUID | NODEV, options, kind="tmpfs")
+    for path, descriptor in opened:
+        _show(f"/proc/self/fd/{descriptor}", ROOT + path)
+        if path not in devices:
+            _protect(ROOT + path, AT_RECURSIVE)
+    for path in (ROOT + "/tmp", ROOT + "/dev/shm"):
         if not os.path.lexists(path):
             os.symlink(HOME, path)
-    _call("umount2", b"/old", DETACH)
-    _protect("/")
-    os.chroot("/new")  # and whose root is not that of its mounts makes no namespace of users
+    _protect(ROOT)
+    os.chroot(ROOT)  # nobody without rights leaves it, or makes a namespace of users in it
     os.chdir(HOME)
 
 
@@ -190,20 +189,20 @@ def _limit(which: int, value: int) -> None:
 class Machine:
     """Numbers of a processor's system calls."""
 
-    def __init__(self, audit: int, socket: int, pivot_root: int, refused: tuple[int, ...]) -> None:
+    def __init__(self, audit: int, socket: int, refused: tuple[int, ...]) -> None:
         """`refused`: ptrace, process_vm_readv, process_vm_writev, unshare, setns, keyctl, add_key,
         request_key, bpf, perf_event_open, userfaultfd, memfd_create, shmget, msgget, semget."""
         everywhere = (425, 447)  # io_uring_setup, memfd_secret
-        self.audit, self.socket, self.pivot_root = audit, socket, pivot_root
+        self.audit, self.socket = audit, socket
         self.refused = (*refused, *everywhere)
 
 
 MACHINES = {
     "x86_64": Machine(
-        0xC000003E, 41, 155, (101, 310, 311, 272, 308, 250, 248, 249, 321, 298, 323, 319, 29, 68, 64)
+        0xC000003E, 41, (101, 310, 311, 272, 308, 250, 248, 249, 321, 298, 323, 319, 29, 68, 64)
     ),
     "aarch64": Machine(
-        0xC00000B7, 198, 41, (117, 270, 271, 97, 268, 219, 217, 218, 280, 241, 282, 279, 194, 186, 190)
+        0xC00000B7, 198, (117, 270, 271, 97, 268, 219, 217, 218, 280, 241, 282, 279, 194, 186, 190)
     ),
 }
 """What is refused is memory that no limit counts, the insides of the kernel, and other processes."""

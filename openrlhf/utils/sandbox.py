@@ -55,7 +55,7 @@ class SandboxResult:
 @dataclass(frozen=True, kw_only=True)
 class Sandbox:
     """Runs code on Linux in namespaces of its own: no network, no other process, no file but Python's
-    standard library and those of the system's libraries, as a user without rights, with an empty environment.
+    own packages and the system's libraries, as a user without rights, with an empty environment.
     Everything that the code started ends with it, and nothing is left. SandboxUnavailable, where one is made,
     if the machine does not allow that.
 
