@@ -148,7 +148,9 @@ def ours(groups: Sequence[Group]) -> Clock:
             batch = batch.credited(scores, credit_of(batch, scores, trajectories))
         with now.stage("update"):
             lengths = batch.lengths.tolist()
-            (step,) = training_schedule(lengths, num_batches=1, epochs=1, num_ranks=RANKS, seed=(0,))
+            (step,) = training_schedule(
+                lengths, range(len(lengths)), num_batches=1, epochs=1, num_ranks=RANKS, seed=(0,)
+            )
             num_dealt = sum(len(load(dump(batch.select(share))).token_ids) for share in step)
         with now.stage("metrics"):
             rollout_metrics(trajectories, version=4)

@@ -71,7 +71,8 @@ class EngineActor(VLLMEngine):
             executor,
             stop_token_ids(path, tokenizer),
             timeout=config.rollout.episode_timeout,
-            retries=config.rollout.retries,
+            retries=config.rollout.retries - int(retries_elsewhere(config)),
+            retry_on=config.rollout.retry_on,
             at_a_time=config.rollout.episodes_at_a_time,
             reward_is_optional=config.uses_reward_model or config.uses_teacher,
         )
@@ -100,9 +101,11 @@ class EngineActor(VLLMEngine):
             )
         return NoReward()  # with a teacher, the checks of config/ saw to it
 
-    async def run_group(self, prompt: Prompt, purpose: Purpose) -> Group:
-        """All samples of one prompt."""
-        return await self.runner.run_group(prompt, self.samplings[purpose])
+    async def run_group(
+        self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
+    ) -> Group:
+        """See `EpisodeRunner`."""
+        return await self.runner.run_group(prompt, self.samplings[purpose], samples)
 
     async def probe(self, token_ids: list[int]) -> EngineProbe:
         return EngineProbe(
@@ -128,6 +131,11 @@ def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False)
         load_weights=from_files,
         float32_head=on_gpu,  # on a CPU vLLM casts the whole head at every step, which takes 7 times as long
     )
+
+
+def retries_elsewhere(config: PPOConfig) -> bool:
+    """The last try of an episode is on another engine: it may be its node that is not well."""
+    return config.rollout.retries > 0 and config.num_engines > 1
 
 
 def transfer_backend(config: PPOConfig, on_gpu: bool) -> str:
@@ -171,6 +179,7 @@ class EnginePool:
             memory=self.residency,
             score=reward.score if reward else None,
             scores_at_once=not (config.train.colocate_all and on_gpu),
+            retry_on=config.rollout.retry_on if retries_elsewhere(config) else (),
         )
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
 
@@ -236,5 +245,7 @@ class _Sampler:
     def __init__(self, engine: Handle) -> None:
         self.engine = engine
 
-    def run_group(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
-        return self.engine.run_group.remote(prompt, purpose).future()
+    def run_group(
+        self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
+    ) -> Future[Group]:
+        return self.engine.run_group.remote(prompt, purpose, samples).future()

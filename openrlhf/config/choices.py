@@ -43,6 +43,7 @@ InferenceTask = Literal["generate_vllm", "generate", "rm"]
 PostProcessor = Literal["rs", "csft", "iter_dpo"]
 ChatEngine = Literal["transformers", "vllm"]
 DistillationLoss = Literal["forward_kl", "reverse_kl"]
+Failure = Literal["env_error", "reward_error", "timed_out", "aborted"]
 JournalMode = Literal["full", "sample", "off"]
 
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}

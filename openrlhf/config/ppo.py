@@ -12,6 +12,7 @@ from openrlhf.config.choices import (
     CountOrZero,
     Decay,
     EstimatorName,
+    Failure,
     ISCorrectionType,
     JournalMode,
     KLEstimator,
@@ -282,8 +283,15 @@ class RolloutConfig:
     """Seconds that one call of an agent's environment may take; then the episode has failed. None: no
     limit."""
     retries: CountOrZero = 0
-    """How often an episode runs again, with other seeds, whose agent raised, that took too long, or that the
-    engine gave up."""
+    """How often an episode runs again, with other seeds, that failed in one of the ways of rollout.retry_on:
+    the last time on another engine, where there is one."""
+    retry_on: tuple[Failure, ...] = ("env_error", "timed_out", "aborted")
+    """Failures after which an episode runs again. What is left of failures is not trained on, and counted:
+    see reward.max_failed_ratio."""
+    stop_on: tuple[Failure, ...] | None = None
+    """Failures of which a single one ends the run, with its error."""
+    mask_truncated: bool = False
+    """Do not train on samples that ran out of tokens. Their rewards count where samples are compared."""
 
     @property
     def episodes_at_a_time(self) -> int | None:
@@ -651,7 +659,8 @@ class PPOConfig:
         if self.algo.skip_old_log_probs != "auto":
             return self.algo.skip_old_log_probs
         kl_in_reward = self.uses_reference and not self.algo.kl.use_loss
-        return self.updates_per_step == 1 and not kl_in_reward and not self.uses_teacher
+        needed_before = kl_in_reward or self.uses_teacher or self.rollout.mask_truncated
+        return self.updates_per_step == 1 and not needed_before
 
     @property
     def longest_response(self) -> int:

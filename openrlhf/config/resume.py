@@ -76,6 +76,8 @@ FREE = {
         "rollout.episode_timeout",
         "rollout.step_timeout",
         "rollout.retries",
+        "rollout.retry_on",
+        "rollout.stop_on",
         "train.placement_timeout",
     ),
     *("reward.max_failed_ratio", "algo.dynamic_filtering_max_batches"),

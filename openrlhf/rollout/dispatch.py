@@ -4,9 +4,9 @@ answer a prompt later."""
 import queue
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from openrlhf.types import Group, Prompt, Purpose
@@ -19,8 +19,10 @@ NAMED = 3
 
 
 class Sampler(Protocol):
-    def run_group(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
-        """All samples of one prompt."""
+    def run_group(
+        self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
+    ) -> Future[Group]:
+        """All samples of one prompt; or some of them, by number, that have failed elsewhere."""
         ...
 
 
@@ -40,6 +42,7 @@ class Memory(Protocol):
 class _Request:
     prompt: Prompt
     purpose: Purpose
+    again: "_Again | None" = None
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +51,16 @@ class _Load:
     num_samples: int = 0
     """Unfinished ones."""
     requests: list[_Request] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Again:
+    """Samples that have failed, and are to run somewhere else."""
+
+    group: Group
+    """All samples of the prompt."""
+    samples: list[int]
+    failed_at: _Load
 
 
 class Dispatcher:
@@ -62,13 +75,15 @@ class Dispatcher:
         memory: Memory,
         score: Callable[[list[Group]], list[Group]] | None = None,
         scores_at_once: bool = True,
+        retry_on: Collection[str] = (),
     ) -> None:
-        """`num_samples`: of a prompt. `score`: adds rewards to groups that have finished, several at a time
+        """`num_samples`: of a prompt. `retry_on`: outcomes after which a sample runs once more, on another
+        sampler; needs two of them. `score`: adds rewards to groups that have finished, several at a time
         where they finish while it works; `scores_at_once` off: only when no sampler works, whose memory it
         needs."""
         self._loads = [_Load(sampler) for sampler in samplers]
         self._num_samples, self._memory = num_samples, memory
-        self._score, self._scores_at_once = score, scores_at_once
+        self._score, self._scores_at_once, self._retry_on = score, scores_at_once, retry_on
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="score")
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._finished: dict[Purpose, queue.SimpleQueue[Group | BaseException]] = {
@@ -158,17 +173,20 @@ class Dispatcher:
 
     def _least_busy(self) -> _Load | None:
         """None where all have as much as they can hold."""
-        load = min(self._loads, key=lambda load: load.num_samples)
-        is_full = load.requests and load.num_samples + self._size(self._waiting[0]) > SAMPLES_IN_FLIGHT
+        request = self._waiting[0]
+        avoided = request.again.failed_at if request.again else None
+        load = min((load for load in self._loads if load is not avoided), key=lambda load: load.num_samples)
+        is_full = load.requests and load.num_samples + self._size(request) > SAMPLES_IN_FLIGHT
         return None if is_full else load
 
     def _size(self, request: _Request) -> int:
-        return self._num_samples[request.purpose]
+        return len(request.again.samples) if request.again else self._num_samples[request.purpose]
 
     def _send(self, request: _Request, load: _Load) -> None:
         load.num_samples += self._size(request)
         load.requests.append(request)
-        future = load.sampler.run_group(request.prompt, request.purpose)
+        samples = request.again.samples if request.again else None
+        future = load.sampler.run_group(request.prompt, request.purpose, samples)
         future.add_done_callback(
             lambda future: self._events.put(lambda: self._sampled(request, load, future.result()))
         )
@@ -176,6 +194,12 @@ class Dispatcher:
     def _sampled(self, request: _Request, load: _Load, group: Group) -> None:
         load.num_samples -= self._size(request)
         load.requests.remove(request)
+        if request.again:
+            group = _replaced(request.again.group, group)
+        elif failed := [t.sample_index for t in group.trajectories if t.outcome in self._retry_on]:
+            again = _Again(group, sorted({*failed}), load)
+            self._waiting.appendleft(_Request(request.prompt, request.purpose, again))
+            return
         self._unscored.append((request, group))
 
     def _start_scoring(self) -> None:
@@ -205,6 +229,15 @@ class Dispatcher:
         if self._is_scoring:
             lines.append("reward models are scoring finished groups")
         return f"{self._under_way[purpose]} prompts of {purpose} are under way.\n" + "\n".join(lines)
+
+
+def _replaced(group: Group, again: Group) -> Group:
+    """With the samples that ran again in the place of those that had failed."""
+    new = {t.sample_index for t in again.trajectories}
+    kept = [t for t in group.trajectories if t.sample_index not in new]
+    return replace(
+        group, trajectories=sorted([*kept, *again.trajectories], key=lambda t: (t.sample_index, t.part))
+    )
 
 
 class _Leave(Exception):

@@ -2,6 +2,7 @@
 data."""
 
 import asyncio
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,10 +61,6 @@ class Sampling:
         )
 
 
-RUNS_AGAIN = (Outcome.ENV_ERROR, Outcome.TIMED_OUT, Outcome.ABORTED)
-"""Not a reward that failed: where it comes from has tries of its own."""
-
-
 class EpisodeRunner:
     """Runs an executor, and makes data of whatever becomes of it. What ends a run is an engine's death, and
     what the package's own executor raises."""
@@ -77,35 +74,45 @@ class EpisodeRunner:
         *,
         timeout: float | None = None,
         retries: int = 0,
+        retry_on: Collection[str] = (),
         at_a_time: int | None = None,
         reward_is_optional: bool = False,
     ) -> None:
-        """`timeout`: seconds for one episode. `retries`: how often one that failed runs again. `at_a_time`:
-        episodes that run, None: all.
+        """`timeout`: seconds for one episode. `retries`: how often one runs again that ended with an
+        Outcome of `retry_on`. `at_a_time`: episodes that run, None: all.
         `reward_is_optional`: None is a reward too, because others are added to it."""
         self.engine, self.tokenizer, self.executor = engine, tokenizer, executor
-        self.stop_token_ids, self.timeout, self.retries = stop_token_ids, timeout, retries
+        self.stop_token_ids, self.timeout = stop_token_ids, timeout
+        self.retries, self.retry_on = retries, retry_on
         self.reward_is_optional = reward_is_optional
         self._room = nullcontext() if at_a_time is None else asyncio.Semaphore(at_a_time)
         self.is_users = isinstance(executor, UserExecutor)
         self.source = executor.source if isinstance(executor, UserExecutor) else type(executor).__name__
 
-    async def run_group(self, prompt: Prompt, sampling: Sampling) -> Group:
-        """All samples of one prompt, concurrently, in order."""
-        episodes = await asyncio.gather(*(self.run(prompt, i, sampling) for i in range(sampling.num_samples)))
+    async def run_group(
+        self, prompt: Prompt, sampling: Sampling, samples: Sequence[int] | None = None
+    ) -> Group:
+        """All samples of one prompt, concurrently, in order. `samples`: those that have failed elsewhere,
+        for their last try."""
+        if samples is None:
+            running = [self.run(prompt, i, sampling) for i in range(sampling.num_samples)]
+        else:
+            running = [self._attempt(prompt, i, sampling, self.retries + 1) for i in samples]
+        episodes = await asyncio.gather(*running)
         return Group(prompt=prompt, trajectories=[t for episode in episodes for t in trajectories(episode)])
 
     async def run(self, prompt: Prompt, sample_index: int, sampling: Sampling) -> Episode:
-        address = (sampling.run_seed, sampling.purpose, prompt.episode, prompt.prompt_id, sample_index)
-        episode = await self._run_once(prompt, sample_index, sampling, address)
+        episode = await self._attempt(prompt, sample_index, sampling, 0)
         for attempt in range(1, self.retries + 1):
-            if episode.outcome in RUNS_AGAIN:
-                episode = await self._run_once(prompt, sample_index, sampling, (*address, "attempt", attempt))
+            if episode.outcome in self.retry_on:
+                episode = await self._attempt(prompt, sample_index, sampling, attempt)
         return episode
 
-    async def _run_once(
-        self, prompt: Prompt, sample_index: int, sampling: Sampling, address: tuple[int | str, ...]
-    ) -> Episode:
+    async def _attempt(self, prompt: Prompt, sample_index: int, sampling: Sampling, attempt: int) -> Episode:
+        address: tuple[int | str, ...] = (
+            *(sampling.run_seed, sampling.purpose, prompt.episode, prompt.prompt_id, sample_index),
+            *(("attempt", attempt) if attempt else ()),
+        )
         engine = RecordingEngine(self.engine, address, self.stop_token_ids)
         async with self._room:
             ending = await self._ending(prompt, sampling, engine)

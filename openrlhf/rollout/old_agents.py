@@ -4,11 +4,12 @@ they are made and put results into a queue."""
 import inspect
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextvars import ContextVar
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from openrlhf.rewards.user_file import run_file
-from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, Engine
+from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, Engine, in_thread
 
 # 0.8.0 to 0.8.4: a module is the environment
 
@@ -28,11 +29,9 @@ def step_environment(path: str) -> type[AgentInstanceBase]:
 
 async def _step(function: Callable, states: Mapping[str, Any]) -> dict:
     """`step(observation, action, label, ...)`, its answer as a step of AgentInstanceBase gives it."""
-    more = {"sampling_params": states["sampling_params"]}
-    answer = function(
-        states["observation_text"], states["action_text"], states["label"], **_accepted(function, more)
-    )
-    answer = await answer if inspect.isawaitable(answer) else answer
+    more = _accepted(function, {"sampling_params": states["sampling_params"]})
+    call = partial(function, states["observation_text"], states["action_text"], states["label"], **more)
+    answer = await call() if inspect.iscoroutinefunction(function) else await in_thread(call)
     named = _named(answer) if isinstance(answer, tuple) else dict(answer)
     return {NEW_NAMES.get(name, name): value for name, value in named.items()}
 

@@ -2,7 +2,7 @@
 ahead kept for later."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean, mean
@@ -271,6 +271,15 @@ class Collector:
             "--algo.dynamic_filtering_range.\n"
             f"A step asks for --algo.dynamic_filtering_max_batches {algo.dynamic_filtering_max_batches} "
             "batches of prompts at most; raise it for rare successes."
+        )
+
+
+def check_stops(trajectories: Sequence[Trajectory], stop_on: Collection[str], step: int) -> None:
+    """RuntimeError where a sample failed in a way that ends the run."""
+    if failed := next((t for t in trajectories if t.outcome in stop_on), None):
+        raise RuntimeError(
+            f"step {step}: a sample ended with {failed.outcome}, which --rollout.stop_on names:\n"
+            f"{failed.error}"
         )
 
 

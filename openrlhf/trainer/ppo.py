@@ -12,7 +12,7 @@ from openrlhf.engine.interfaces import ModelGroup, Rollout, TrainableGroup
 from openrlhf.observe.journal import Trained
 from openrlhf.observe.observer import Observer
 from openrlhf.trainer.checkpoints import COPY, CheckpointFolder
-from openrlhf.trainer.collect import Collected, Collector, check_failures
+from openrlhf.trainer.collect import Collected, Collector, check_failures, check_stops
 from openrlhf.trainer.credit import assign_credit, log_prob_metrics
 from openrlhf.trainer.diagnostics import rollout_metrics
 from openrlhf.trainer.evaluate import as_scores, evaluation_metrics
@@ -109,6 +109,7 @@ class PPOTrainer(Generic[PolicyT]):
         """Learn from what was sampled. It is journalled, also where that fails."""
         trained = None
         try:
+            check_stops(collected.sampled, self.config.rollout.stop_on or (), self.step + 1)
             if num_samples(collected.sampled) >= self.config.samples_per_step:  # of a few a ratio says little
                 check_failures(collected.sampled, self.config.reward.max_failed_ratio, self.step + 1)
             check_failures(collected.trajectories, 1.0, self.step + 1)
@@ -136,7 +137,7 @@ class PPOTrainer(Generic[PolicyT]):
             teacher_coef=self.config.teacher.kd_coef,
         )
         batch = batch.credited(scores, result.credit)
-        schedules = self.schedules(batch, num_samples(trajectories))
+        schedules = self.schedules(batch, self.trained_on(finished), num_samples(trajectories))
         with self.observer.phase("update"):
             updated = self.update(batch, schedules)
         metrics = rollout_metrics(trajectories, self.step) | result.metrics | updated.metrics
@@ -168,12 +169,24 @@ class PPOTrainer(Generic[PolicyT]):
         critic = {"critic": self.critic} if self.critic else {}
         return critic | ({"policy": self.policy} if self.policy_learns else {})
 
-    def schedules(self, batch: Batch, num_sampled: int) -> dict[str, Schedule]:
-        """For each learner `train.max_epochs` passes over the batch, in an order of its own."""
+    def trained_on(self, finished: Sequence[Trajectory]) -> list[int]:
+        """Which of them, by number. RuntimeError where it would be none."""
+        masks = self.config.rollout.mask_truncated
+        if left := [i for i, t in enumerate(finished) if not (masks and t.truncated)]:
+            return left
+        raise RuntimeError(
+            f"step {self.step + 1}: --rollout.mask_truncated leaves nothing to train on, all {len(finished)} "
+            "samples ran out of tokens.\nRaise --rollout.max_new_tokens or --data.max_len."
+        )
+
+    def schedules(self, batch: Batch, trained_on: Sequence[int], num_sampled: int) -> dict[str, Schedule]:
+        """For each learner `train.max_epochs` passes over these sequences of the batch, in an order of its
+        own."""
         train = self.config.train
         return {
             name: training_schedule(
                 batch.lengths.tolist(),
+                trained_on,
                 num_batches=num_batches(num_sampled, train.batch_size),
                 epochs=train.max_epochs,
                 num_ranks=model.data_parallel_size,

@@ -34,16 +34,22 @@ def num_batches(num_sampled: int, batch_size: int) -> int:
 
 
 def training_schedule(
-    lengths: Sequence[int], *, num_batches: int, epochs: int, num_ranks: int, seed: tuple
+    lengths: Sequence[int],
+    trained_on: Sequence[int],
+    *,
+    num_batches: int,
+    epochs: int,
+    num_ranks: int,
+    seed: tuple,
 ) -> list[list[list[int]]]:
-    """[step][rank] -> indices of samples. Each epoch visits every sample once, in an order of its own;
-    batches differ by at most one sample and are never empty (fewer samples than batches make fewer batches),
-    and a batch's ranks get about the same number of tokens."""
+    """[step][rank] -> indices of samples. Each epoch visits every one of `trained_on` once, in an order of
+    its own; batches differ by at most one sample and are never empty (fewer samples than batches make fewer
+    batches), and a batch's ranks get about the same number of tokens."""
     rng = random.Random(repr(seed))
     steps = []
-    num_batches = min(num_batches, len(lengths))
+    num_batches = min(num_batches, len(trained_on))
     for _ in range(epochs):
-        order = rng.sample(range(len(lengths)), len(lengths))
+        order = rng.sample(trained_on, len(trained_on))
         for b in range(num_batches):
             batch = order[b::num_batches]
             shares = partition([lengths[i] for i in batch], num_ranks)

@@ -5,15 +5,18 @@ tokens, and says what the episode is worth.
 """
 
 import asyncio
+import contextvars
 import copy
 import inspect
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from openrlhf.utils.text import decode, prompt_token_ids
+from openrlhf.utils.text import decode, prompt_token_ids, token_ids_within
 
 if TYPE_CHECKING:  # users' files are checked without what takes seconds, and vLLM reads its environment
     from transformers import PreTrainedTokenizerBase
@@ -166,7 +169,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         call = partial(_call, seconds=step_timeout)
         environment = await _make(self.agent_instance_cls)
         first = await call(environment.reset, {"observation": prompt, "label": label})
-        history = History(hf_tokenizer, _get(first, "observation", "reset"))
+        history = History(hf_tokenizer, _get(first, "observation", "reset"), max_length)
         if len(history.token_ids) >= max_length:
             room = f"no room in --data.max_len {max_length}"
             raise ValueError(f"an observation of {len(history.token_ids)} tokens leaves {room}")
@@ -193,15 +196,17 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 
 
 class History:
-    """What the policy has read: as text for the environment, as tokens for the engine."""
+    """What the policy has read: as text for the environment, as tokens for the engine. Where it is longer
+    than `max_length`, which ends the episode, not all tokens need be there."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", text: str) -> None:
-        self.tokenizer, self.text, self.token_ids = tokenizer, "", []
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", text: str, max_length: int) -> None:
+        self.tokenizer, self.max_length = tokenizer, max_length
+        self.text, self.token_ids = "", []
         self.add(text)
 
     def add(self, text: str) -> None:
         self.text += text
-        self.token_ids = [*self.token_ids, *self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        self.token_ids = [*self.token_ids, *token_ids_within(self.tokenizer, text, self.max_length)]
 
     def act(self, token_ids: Sequence[int]) -> str:
         """The answer as text."""
@@ -256,18 +261,36 @@ async def _make(agent_class: Any) -> Any:
 
 async def _call(method: Callable, states: dict, seconds: float | None) -> Any:
     """`method(states)`; in a thread where it is no coroutine."""
+    is_async = inspect.iscoroutinefunction(method)
+    return await within(seconds, method(states) if is_async else in_thread(method, states), method.__name__)
+
+
+async def within(seconds: float | None, work: Awaitable[Any], name: str) -> Any:
+    """StepTimeout where it takes longer."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
-            if inspect.iscoroutinefunction(method):
-                return await method(states)
-            return await asyncio.to_thread(method, states)
+            return await work
     except TimeoutError:
         if not limit.expired():
             raise
-        raise StepTimeout(
-            f"{method.__name__} took longer than --rollout.step_timeout {seconds:g} s"
-        ) from None
+        raise StepTimeout(f"{name} took longer than --rollout.step_timeout {seconds:g} s") from None
+
+
+async def in_thread(function: Callable, *arguments: Any) -> Any:
+    """As asyncio.to_thread, in a thread of its own: as many as there are calls, and one that never ends keeps
+    neither others nor the end of the process waiting."""
+    future: Future[Any] = Future()
+
+    def run(context: contextvars.Context) -> None:
+        try:
+            future.set_result(context.run(function, *arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    future.set_running_or_notify_cancel()  # who gives it up leaves the thread alone
+    threading.Thread(target=run, args=[contextvars.copy_context()], daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 class SingleTurnAgentExecutor(AgentExecutorBase):

@@ -23,9 +23,6 @@ class ChatStream:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
 
-    def tokens(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
     def render(self, messages: Sequence[Message], tools: Any = None, *, answering: bool = True) -> str:
         """`answering`: with what the policy answers behind."""
         try:

@@ -26,7 +26,7 @@ from aiohttp import web
 
 from openrlhf.utils.agent import AgentExecutorBase, Engine
 from openrlhf.utils.chat_stream import ChatStream, Message, TemplateProblem, probe
-from openrlhf.utils.text import decode
+from openrlhf.utils.text import decode, token_ids_within
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -49,6 +49,8 @@ class OpenAIAgentExecutor(AgentExecutorBase, ABC):
     def __init__(self, tool_parser: str | None = None) -> None:
         """`tool_parser`: the name of one of vLLM's, such as hermes, which finds calls of tools in an answer.
         None: requests with tools are refused."""
+        import openai  # noqa: F401  takes a second, for which no episode should wait
+
         super().__init__()
         self.tool_parser = tool_parser
         self._server = Server()
@@ -115,9 +117,10 @@ class Session:
 
     @cached_property
     def client(self) -> "AsyncOpenAI":
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=0)
+        plain = DefaultAsyncHttpxClient(verify=False)  # no TLS here, and certificates take 20 ms to read
+        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=plain, max_retries=0)
 
     async def complete(self, request: Mapping[str, Any]) -> dict:
         """The answer to /v1/chat/completions, as OpenAI has it, with the token ids of prompt and answers."""
@@ -152,10 +155,13 @@ class Session:
         what the template writes behind that one's answer."""
         known = [b for b in self.branches if b.tools == tools and b.begins(messages)]
         if not known:
-            return self.stream.tokens(self.stream.render(messages, tools))
+            return self._tokens(self.stream.render(messages, tools))
         branch = max(known, key=lambda b: len(b.messages))
         behind = self.stream.behind(messages, len(branch.messages) - 1, tools, branch.end)
-        return branch.token_ids + self.stream.tokens(behind)
+        return branch.token_ids + self._tokens(behind)
+
+    def _tokens(self, text: str) -> list[int]:
+        return token_ids_within(self.tokenizer, text, self.max_length)
 
     @property
     def turns_left(self) -> int | None:
@@ -209,7 +215,7 @@ class Session:
     def _end_of(self, token_ids: Sequence[int], params: "SamplingParams") -> str:
         """The end-of-turn token of an answer, as text; "" where it was cut off."""
         stops = {*(params.stop_token_ids or ()), *self.tokenizer.all_special_ids}
-        return str(self.tokenizer.decode(token_ids[-1:])) if stops.intersection(token_ids[-1:]) else ""
+        return str(self.tokenizer.decode(list(token_ids[-1:]))) if stops.intersection(token_ids[-1:]) else ""
 
     def _tool_calls(self, text: str, tools: Any) -> Message | None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

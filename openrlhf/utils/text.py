@@ -25,6 +25,20 @@ def first_token_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 _ANY_TEXT = "a"
 
 
+def token_ids_within(tokenizer: "PreTrainedTokenizerBase", text: str, limit: int) -> list[int]:
+    """The tokens of a text. Of one with far more than `limit` those of its beginning, more than `limit` too:
+    a tool may say megabytes, and nobody else in the process gets a word in while they are tokenised."""
+    start = text[: _CHARACTERS * limit]
+    token_ids = tokenizer(start, add_special_tokens=False)["input_ids"]
+    if len(start) == len(text) or len(token_ids) > 2 * limit:
+        return token_ids
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+_CHARACTERS = 16
+"""More than most tokens have."""
+
+
 def with_first(token_ids: list[int], first: list[int]) -> list[int]:
     """`first` in front of tokens that do not begin with it. No tokens stay none."""
     return [*first, *token_ids] if token_ids and token_ids[: len(first)] != first else token_ids

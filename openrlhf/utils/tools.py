@@ -25,11 +25,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from openrlhf.utils.agent import AgentExecutorBase, Engine, StepTimeout
+from openrlhf.utils.agent import AgentExecutorBase, Engine, in_thread, within
 from openrlhf.utils.chat_stream import Message
 from openrlhf.utils.openai_agent import BadRequest, OpenAIAgentExecutor, Session
 
@@ -76,7 +77,7 @@ def function_tool(function: Callable) -> Tool:
         arguments = {name: _read(types[name], name, value) for name, value in given.items()}
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
-        return await asyncio.to_thread(function, **arguments)
+        return await in_thread(partial(function, **arguments))
 
     return Tool(description["function"]["name"], description, call)
 
@@ -171,7 +172,7 @@ class ToolAgentExecutor(AgentExecutorBase, ABC):
                 found.append(source)
             else:
                 opening = servers.enter_async_context(source.tools())
-                found += await _within(seconds, opening, f"{source}: the start")
+                found += await within(seconds, opening, f"{source}: the start")
         return found
 
     async def _converse(self, session: Session, toolbox: "Toolbox", messages: list[Message]) -> str:
@@ -241,21 +242,10 @@ class Toolbox:
         self.num_calls += 1
         if name not in self.calls:
             raise ToolError(f"there is no tool {name}; there are {', '.join(self.calls)}")
-        return await _within(self.timeout, self.calls[name](arguments), name)
+        return await within(self.timeout, self.calls[name](arguments), name)
 
 
 UNREADABLE = "Error: this call of a tool cannot be read. Write its name and arguments as JSON."
-
-
-async def _within(seconds: float | None, work: Awaitable[Any], what: str) -> Any:
-    limit = asyncio.timeout(seconds)
-    try:
-        async with limit:
-            return await work
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise StepTimeout(f"{what} took longer than --rollout.step_timeout {seconds:g} s") from None
 
 
 def _shortened(text: str, length: int) -> str:

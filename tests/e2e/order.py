@@ -83,7 +83,7 @@ class Engine:
     async def start(self, *_: Any) -> None:
         note("Engine", "start")
 
-    async def run_group(self, prompt: Any, purpose: str) -> SimpleNamespace:
+    async def run_group(self, prompt: Any, *_: Any) -> SimpleNamespace:
         note("Engine", "run_group")
         return SimpleNamespace(prompt=prompt, trajectories=[])
 

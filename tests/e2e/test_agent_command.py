@@ -26,7 +26,7 @@ def test_every_kind_of_agent(
 ) -> None:
     command = ["openrlhf.cli.agent", "try", str(EXAMPLES / file), "--model", str(task.model)]
     command += ["--prompt", "Tom has 3 apples.", "--label", label, *flags.split()]
-    run_ranks([*command, "--rollout.max_new_tokens", "8", "--data.max_len", "200"], log=tmp_path / "log")
+    run_ranks([*command, "--rollout.max_new_tokens", "8", "--data.max_len", "500"], log=tmp_path / "log")
     printed = (tmp_path / "log").read_text(errors="replace")
     assert "episode 0: ok" in printed and f"turn {turns}: " in printed, printed
     assert "the token stream holds: one sequence" in printed

@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_every_benchmark_is_here() -> None:
-    names = {"controller.py", "gpu.py", "rl_step.py", "rollout.py", "supervised.py"}
+    names = {"agents.py", "controller.py", "gpu.py", "rl_step.py", "rollout.py", "supervised.py"}
     assert {path.name for path in BENCHMARKS.glob("*.py")} == names
 
 
@@ -88,3 +88,13 @@ def test_rollout(tmp_path: Path) -> None:
     run_ranks([str(BENCHMARKS / "rollout.py"), *sizes], log=tmp_path / "log")
     printed = (tmp_path / "log").read_text()
     assert "2 prompts x 2 samples" in printed and "ours / bare:" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cpu_engines")
+def test_agents(tmp_path: Path) -> None:
+    sizes = "--episodes 4 --latency 0 5 --turns 2 --max_new_tokens 4 --rounds 1 --calls 3"
+    run_ranks([str(BENCHMARKS / "agents.py"), *sizes.split()], log=tmp_path / "log")
+    printed = (tmp_path / "log").read_text()
+    assert len(re.findall(r"tokens/s   of bare \d", printed)) == 6, printed
+    assert "one call of one token, median of 3: engine" in printed

@@ -16,6 +16,7 @@ COMMON = (
     "--ds.zero_stage 2 --ds.param_dtype fp32 --data.apply_chat_template --data.label_key label "
     "--algo.kl.init_coef 0"
 )
+EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 MetricsOfSteps = dict[int, dict[str, float]]
 
 pytestmark = pytest.mark.usefixtures("running_ray")
@@ -93,3 +94,23 @@ def test_a_reward_model_raises_the_share_of_solved_problems(
         metrics[4]["rollout/score_mean"], abs=1e-4
     )
     assert after > before + 0.3, shlex.join([str(before), str(after)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("agent", "flags"), [("agent_retry", "--train.max_turns 3"), ("agent_openai", "--train.max_turns 3")]
+)
+def test_agents_that_try_again_are_right_more_often(train, agent: str, flags: str) -> None:
+    """Over several turns: what they earn, and how often they are right in the end."""
+    path = EXAMPLES / f"{agent}.py"
+    _, metrics = train(
+        f"--algo.advantage.estimator group_norm --train.max_steps 10 {flags}",
+        reward=f"--train.agent_func_path {path}",
+    )
+    early, late = range(1, 4), range(8, 11)
+    assert solved(metrics, late) > solved(metrics, early) + 0.15
+    assert mean_of("rollout/reward_mean", metrics, late) > mean_of("rollout/reward_mean", metrics, early)
+
+
+def mean_of(name: str, metrics: MetricsOfSteps, steps: range) -> float:
+    return sum(metrics[s][name] for s in steps) / len(steps)

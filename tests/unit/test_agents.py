@@ -189,7 +189,7 @@ def test_what_was_sampled_before_an_exception_is_kept(tmp_path: Path) -> None:
 def test_an_executor_that_fails_runs_again(tmp_path: Path) -> None:
     body = f"{ASK}if tokens == [65]: raise OSError('sandbox')\nreturn {{'reward': 1}}"
     engine = Engine([65], [66])
-    (t,) = run(agent_file(tmp_path, body), engine, retries=1)
+    (t,) = run(agent_file(tmp_path, body), engine, retries=1, retry_on=["env_error"])
     assert t.ok and t.action_ids.tolist() == [66]
     assert len({params.seed for _, params in engine.asked}) == 2
 

@@ -97,7 +97,7 @@ def test_a_template_is_tried_before_anything_starts(tmp_path: Path) -> None:
     (path := tmp_path / "agent.py").write_text(AGENT)
     check = partial(check_agent_file, str(path), "--train.agent_func_path")
     check(tokenizer=tiny_tokenizer)
-    with pytest.raises(ValueError, match="--train.agent_func_path .*chat template does not fit an agent"):
+    with pytest.raises(ValueError, match=r"--train\.agent_func_path .*chat template does not fit an agent"):
         check(tokenizer=partial(with_template, ONLY_THE_LAST))
 
 

@@ -337,7 +337,7 @@ def test_engines_that_finish_in_another_order_change_nothing():
     class Engine:
         """The later a prompt is asked for, the sooner its samples are there."""
 
-        def run_group(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
+        def run_group(self, prompt: Prompt, purpose: Purpose, samples: None = None) -> Future[Group]:
             future: Future[Group] = Future()
             group = group_of(prompt, world.scores(prompt.episode, prompt.prompt_id))
             Timer(0.02 * (8 - prompt.prompt_id), future.set_result, [group]).start()

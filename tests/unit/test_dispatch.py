@@ -3,12 +3,13 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
-from records import group_of
+from records import group_of, trajectory
 
 from openrlhf.rollout.dispatch import SAMPLES_IN_FLIGHT, Dispatcher
-from openrlhf.types import Group, Prompt, Purpose
+from openrlhf.types import Group, Outcome, Prompt, Purpose, Trajectory
 
 
 def prompts(*ids: int) -> list[Prompt]:
@@ -22,11 +23,15 @@ class Sampler:
         self.calls = [] if calls is None else calls
         self.open: dict[int, Future[Group]] = {}
         self.seen: list[int] = []
+        self.samples: list[Sequence[int] | None] = []
         self.purposes: list[Purpose] = []
         self.most_at_once = 0
 
-    def run_group(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
+    def run_group(
+        self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
+    ) -> Future[Group]:
         future: Future[Group] = Future()
+        self.samples.append(samples)
         self.seen.append(prompt.prompt_id)
         self.purposes.append(purpose)
         self.calls.append(f"run {prompt.prompt_id}")
@@ -39,6 +44,11 @@ class Sampler:
         wait_until(lambda: set(ids) <= set(self.open))
         for i in ids:
             self.open.pop(i).set_result(group_of(Prompt(prompt_id=i, text=""), [0.0, 1.0]))
+
+    def answer(self, i: int, trajectories: list[Trajectory]) -> None:
+        wait_until(lambda: i in self.open)
+        prompt = Prompt(prompt_id=i, text="")
+        self.open.pop(i).set_result(Group(prompt=prompt, trajectories=trajectories))
 
     def fail(self, i: int, error: Exception) -> None:
         wait_until(lambda: i in self.open)
@@ -98,6 +108,36 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def received(dispatcher: Dispatcher, count: int, purpose: Purpose = "train") -> list[int]:
     return [dispatcher.next_group(purpose, 10).prompt.prompt_id for _ in range(count)]
+
+
+# ---- samples that failed
+
+
+def test_a_sample_that_failed_runs_once_more_on_another_sampler(dispatcher_of: Build):
+    """It alone; what it had sampled, in two parts, is replaced. Another failure there stands."""
+    sick, well = Sampler(), Sampler()
+    dispatcher = dispatcher_of([sick, well], num_samples=3, retry_on=["env_error"])
+
+    def sample(i: int, outcome: Outcome = Outcome.OK, part: int = 0) -> Trajectory:
+        reward = 1.0 if outcome is Outcome.OK else None
+        return replace(trajectory(reward, sample_index=i), outcome=outcome, part=part)
+
+    broken = [sample(1, Outcome.ENV_ERROR, part) for part in (0, 1)]
+    dispatcher.submit(prompts(7), "train")
+    sick.answer(7, [sample(0), *broken, sample(2, Outcome.REWARD_ERROR)])
+    well.answer(7, [sample(1)])
+    group = dispatcher.next_group("train", 10)
+    assert [(t.sample_index, t.outcome) for t in group.trajectories] == [
+        (0, Outcome.OK),
+        (1, Outcome.OK),
+        (2, Outcome.REWARD_ERROR),
+    ]
+    assert (sick.samples, well.samples) == ([None], [[1]])
+    dispatcher.submit(prompts(8), "train")
+    sick.answer(8, [sample(0, Outcome.ENV_ERROR)])
+    well.answer(8, [sample(0, Outcome.ENV_ERROR)])
+    assert not dispatcher.next_group("train", 10).trajectories[0].ok
+    assert (sick.seen, well.seen) == ([7, 8], [7, 8])
 
 
 # ---- which sampler, in which order

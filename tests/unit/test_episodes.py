@@ -22,6 +22,9 @@ STOP = TOKENIZER.eos_token_id
 ANSWER = [*TOKENIZER("2", add_special_tokens=False)["input_ids"], STOP]
 
 
+ALL = RolloutConfig().retry_on
+
+
 async def judge(query: str, prompt: str, label: str) -> Reward:
     """1 where the answer is the label; extra_logs carry what the judge saw."""
     answer = query.removeprefix(prompt)
@@ -191,22 +194,32 @@ def test_a_time_out_of_ours_is_not_the_episodes() -> None:
 def test_failed_episodes_run_again_with_other_seeds() -> None:
     """The i-th further try has the address of the episode and its number."""
     engine = Waiting(2)
-    (t,) = run_group(engine, options={"timeout": 0.05, "retries": 3}, num_samples=1)
+    (t,) = run_group(engine, options={"timeout": 0.05, "retries": 3, "retry_on": ALL}, num_samples=1)
     address = (42, "train", PROMPT.episode, PROMPT.prompt_id, 0)
     seeds = [seed_at(*address), seed_at(*address, "attempt", 1), seed_at(*address, "attempt", 2)]
     assert [params.seed for _, params in engine.asked] == seeds
     assert t.ok and t.seed == seeds[-1] and t.action_ids.tolist() == ANSWER
 
 
+def test_samples_that_failed_elsewhere_have_the_seeds_of_a_further_try() -> None:
+    engine = Engine(ANSWER)
+    executor = SingleTurnAgentExecutor(judge, is_chat=True)
+    runner = EpisodeRunner(engine, TOKENIZER, executor, [STOP], retries=1, retry_on=ALL)
+    group = asyncio.run(runner.run_group(PROMPT, sampling(), samples=[2, 0]))
+    assert [t.sample_index for t in group.trajectories] == [2, 0]
+    wanted = [seed_at(42, "train", PROMPT.episode, PROMPT.prompt_id, i, "attempt", 2) for i in (2, 0)]
+    assert [params.seed for _, params in engine.asked] == wanted
+
+
 def test_the_last_try_stands() -> None:
     engine = Engine(ANSWER[:1], finish_reason="abort")
-    (t,) = run_group(engine, options={"retries": 2}, num_samples=1)
+    (t,) = run_group(engine, options={"retries": 2, "retry_on": ALL}, num_samples=1)
     assert t.outcome is Outcome.ABORTED and len(engine.asked) == 3
 
 
 def test_a_reward_that_failed_is_not_tried_again() -> None:
     engine = Engine(ANSWER)
-    (t,) = run_group(engine, no_judge, {"retries": 2}, num_samples=1)
+    (t,) = run_group(engine, no_judge, {"retries": 2, "retry_on": ALL}, num_samples=1)
     assert t.outcome is Outcome.REWARD_ERROR and len(engine.asked) == 1
 
 
@@ -216,7 +229,7 @@ def test_a_dead_engine_ends_the_run() -> None:
             raise EngineDeadError
 
     with pytest.raises(EngineDeadError):
-        run_group(Dead(ANSWER), options={"retries": 2})
+        run_group(Dead(ANSWER), options={"retries": 2, "retry_on": ALL})
 
 
 def test_a_cancelled_episode_is_no_data() -> None:

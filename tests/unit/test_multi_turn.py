@@ -195,6 +195,28 @@ def test_a_step_that_takes_too_long(tmp_path: Path, wait: str) -> None:
     assert re.search("execute: step took longer than --rollout.step_timeout 0.05 s", t.error)
 
 
+HALF_OF_THEM_HANG = """
+import itertools, threading, time
+NUMBERS, BARRIER = itertools.count(), threading.Barrier(40)
+
+class AgentInstance(AgentInstanceBase):
+    async def reset(self, states, **kwargs):
+        self.number = next(NUMBERS)
+        return states
+
+    def step(self, states, **kwargs):
+        time.sleep(3600) if self.number % 2 else BARRIER.wait(30)
+        return {"rewards": 1.0, "done": True}
+"""
+
+
+def test_steps_that_never_return_hold_up_no_other(tmp_path: Path) -> None:
+    """More of them than a pool of threads has. The others wait for one another, each in a thread."""
+    (path := tmp_path / "agent.py").write_text(IMPORTS + HALF_OF_THEM_HANG + EXECUTOR)
+    found, _ = play(path, " 3", samples=80, step_timeout=5.0)
+    assert [t.outcome for t in found] == [Outcome.OK, Outcome.TIMED_OUT] * 40
+
+
 def test_a_rewritten_history_is_a_sequence_of_its_own(tmp_path: Path) -> None:
     """Which shares the reward."""
     step = (

@@ -12,6 +12,7 @@ import pytest
 from records import trajectory
 
 from openrlhf.algos.kl import KLController
+from openrlhf.config.choices import Failure
 from openrlhf.config.ppo import (
     AdvantageConfig,
     AlgoConfig,
@@ -57,6 +58,7 @@ class Rollout:
     ) -> None:
         self.calls, self.reward, self.score = calls, reward, score
         self.version = -1
+        self.truncated: set[int] = set()
         self.under_way: dict[Purpose, list[Prompt]] = {"train": [], "eval": []}
 
     def sync(self, policy, version: int) -> Done:
@@ -84,6 +86,7 @@ class Rollout:
             sample_index=i,
             rollout_log_probs=[LOG_PROB] * (2 + i),
             versions=[self.version] * (2 + i),
+            truncated=i in self.truncated,
         )
 
 
@@ -315,6 +318,40 @@ def test_too_many_failures_stop_the_run(tmp_path, ratio):
         fit(trainer)
     assert re.search(r"\. [34] of them with:\nno opinion$", str(error.value))
     assert not trainer.policy.updates
+
+
+def test_a_failure_that_ends_the_run(tmp_path):
+    """A single one, and only of its kind. What was sampled is in the journal."""
+    config = config_of(tmp_path)
+    failing = lambda p, i: None if (p.prompt_id, i) == (0, 1) else 1.0
+
+    def trainer_with(*stop_on: Failure) -> PPOTrainer:
+        rollout = replace(config.rollout, stop_on=stop_on)
+        return trainer_of(tmp_path, replace(config, rollout=rollout), total_steps=3, reward=failing)
+
+    stopped = trainer_with("timed_out", "reward_error")
+    text = "sample ended with reward_error, which --rollout.stop_on names:\nno opinion"
+    with pytest.raises(RuntimeError, match=text):
+        fit(stopped)
+    stopped.observer.journal.close()
+    assert read_journal(journal_steps(tmp_path / "run" / "rollouts")[stopped.step + 1])
+    fit(trainer_with("timed_out", "env_error"))
+
+
+def test_samples_that_ran_out_of_tokens_are_compared_and_not_trained_on(tmp_path):
+    config = config_of(tmp_path)
+    config = replace(config, rollout=replace(config.rollout, mask_truncated=True))
+    assert not config.skips_old_log_probs
+    trainer = trainer_of(tmp_path, config, total_steps=1)
+    trainer.rollout.truncated = {1}
+    fit(trainer)
+    ((batch, schedule, _),) = trainer.policy.updates
+    assert len(batch) == 4
+    assert sorted(i for step in schedule for rank in step for i in rank) == [0, 2]
+    trainer = trainer_of(tmp_path, config, total_steps=1)
+    trainer.rollout.truncated = {0, 1}
+    with pytest.raises(RuntimeError, match=r"mask_truncated leaves nothing to train on, all 4 samples"):
+        fit(trainer)
 
 
 def with_critic(path: Path, **critic) -> PPOConfig:

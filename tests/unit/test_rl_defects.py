@@ -174,7 +174,9 @@ def sample_of(length: int, number: int = 0) -> Trajectory:
 
 def schedule_of(batch: Batch, num_batches: int, num_ranks: int) -> Schedule:
     lengths = batch.lengths.tolist()
-    return training_schedule(lengths, num_batches=num_batches, epochs=1, num_ranks=num_ranks, seed=())
+    return training_schedule(
+        lengths, range(len(lengths)), num_batches=num_batches, epochs=1, num_ranks=num_ranks, seed=()
+    )
 
 
 def numbers_of(batch: Batch) -> list[int]:

@@ -14,15 +14,13 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from namespaces import needs_namespaces
 
+from openrlhf.rollout.agents import check_agent_file
 from openrlhf.utils import isolation
 from openrlhf.utils.sandbox import ENVIRONMENT, SYSTEM, Sandbox, SandboxResult, SandboxUnavailable
 
-FLAGS = ["--mount", "--pid", "--net", "--fork", *["--user"] * (os.geteuid() != 0)]
-pytestmark = pytest.mark.skipif(
-    subprocess.run(["unshare", *FLAGS, "true"], stderr=subprocess.DEVNULL).returncode != 0,
-    reason="unshare: nobody makes namespaces on this machine",
-)
+pytestmark = needs_namespaces
 DENIED = "Operation not permitted"
 
 
@@ -320,22 +318,30 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.02)
 
 
-def test_where_there_is_no_isolation_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither on another system, nor where the kernel says no."""
-    with monkeypatch.context() as patch, pytest.raises(SandboxUnavailable, match="this is darwin on"):
-        patch.setattr("openrlhf.utils.sandbox.sys.platform", "darwin")
+def test_on_another_system_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openrlhf.utils.sandbox.sys.platform", "darwin")
+    with pytest.raises(SandboxUnavailable, match="this is darwin on"):
         Sandbox(seconds=9)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root, who may give rights up")
+def test_where_the_kernel_says_no_nothing_runs(tmp_path: Path) -> None:
+    """As in a container without CAP_SYS_ADMIN: an agent with a sandbox is refused before its run starts."""
     code = """
         from openrlhf.utils import isolation
+        from openrlhf.utils.agent import AgentExecutorBase
         from openrlhf.utils.sandbox import Sandbox
-        drop_from_bounding_set, sys_admin, no_new_privileges = 24, 21, 38
+        drop_from_bounding_set, sys_admin = 24, 21
         isolation._call("prctl", drop_from_bounding_set, sys_admin)
-        isolation._call("prctl", no_new_privileges, 1, 0, 0, 0)
-        Sandbox()
+        SANDBOX = Sandbox()
+        class AgentExecutor(AgentExecutorBase):
+            async def execute(self, prompt, label):
+                return {"reward": 1}
     """
-    if os.geteuid() == 0:
-        refused = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True)
-        assert "SandboxUnavailable: [Errno 1] unshare: Operation not permitted. Code is" in refused.stderr
+    (tmp_path / "agent.py").write_text(dedent(code))
+    refusal = "SandboxUnavailable: .* unshare: Operation not permitted. Code is run where it can be isolated"
+    with pytest.raises(ValueError, match=refusal):
+        check_agent_file(str(tmp_path / "agent.py"), "--train.agent_func_path")
 
 
 @pytest.mark.skipif(

@@ -1,5 +1,6 @@
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,9 +22,16 @@ from openrlhf.types import Group, Prompt, Purpose
 LENGTHS = st.lists(st.integers(2, 50), min_size=1, max_size=40)
 
 
+def schedule_of(lengths: Sequence[int], **options: Any) -> list[list[list[int]]]:
+    """Of all samples."""
+    return training_schedule(lengths, range(len(lengths)), **options)
+
+
 @given(LENGTHS, st.integers(1, 10), st.integers(1, 3), st.integers(1, 4))
 def test_each_epoch_visits_each_sample_once(lengths, num_batches, epochs, num_ranks):
-    steps = training_schedule(lengths, num_batches=num_batches, epochs=epochs, num_ranks=num_ranks, seed=(1,))
+    steps = training_schedule(
+        lengths, range(len(lengths)), num_batches=num_batches, epochs=epochs, num_ranks=num_ranks, seed=(1,)
+    )
     assert all(len(ranks) == num_ranks for ranks in steps)
     num_batches = min(num_batches, len(lengths))
     assert num_batches * epochs == len(steps)
@@ -45,13 +53,13 @@ def test_number_of_steps(num_sampled, batch_size, expected):
 
 
 def test_failed_samples_make_batches_smaller_not_fewer():
-    steps = training_schedule([5] * 3, num_batches=2, epochs=1, num_ranks=2, seed=(0,))
+    steps = schedule_of([5] * 3, num_batches=2, epochs=1, num_ranks=2, seed=(0,))
     assert sorted(sum(map(len, ranks)) for ranks in steps) == [1, 2]
 
 
 def test_the_order_is_that_of_the_seed():
     def order(seed):
-        return training_schedule([3] * 20, num_batches=4, epochs=2, num_ranks=1, seed=seed)
+        return schedule_of([3] * 20, num_batches=4, epochs=2, num_ranks=1, seed=seed)
 
     assert order((42, 0)) == order((42, 0))
     assert order((42, 0)) != order((42, 1)) != order((43, 1))
@@ -63,14 +71,18 @@ def test_batches_do_not_depend_on_the_number_of_ranks():
     lengths = [(7 * i) % 23 + 2 for i in range(24)]
 
     def batches(num_ranks):
-        steps = training_schedule(lengths, num_batches=3, epochs=2, num_ranks=num_ranks, seed=(1, 2))
+        steps = training_schedule(
+            lengths, range(len(lengths)), num_batches=3, epochs=2, num_ranks=num_ranks, seed=(1, 2)
+        )
         return [sorted(i for rank in ranks for i in rank) for ranks in steps]
 
     assert batches(1) == batches(2) == batches(5)
 
 
 def test_ranks_get_about_the_same_number_of_tokens():
-    (ranks,) = training_schedule([100, 1, 1, 98, 50, 50], num_batches=1, epochs=1, num_ranks=2, seed=(0,))
+    (ranks,) = training_schedule(
+        [100, 1, 1, 98, 50, 50], range(6), num_batches=1, epochs=1, num_ranks=2, seed=(0,)
+    )
     tokens = [sum([100, 1, 1, 98, 50, 50][i] for i in rank) for rank in ranks]
     assert sorted(tokens) == [150, 150]
 
@@ -123,7 +135,13 @@ def updates_of(config: PPOConfig, num_prompts: int) -> list[int]:
     while len(made) != config.train.max_steps and (batch := collector.next_batch(len(made) + 1).trajectories):
         count = num_batches(len(batch), config.train.batch_size)
         epochs, lengths = config.train.max_epochs, [2] * len(batch)
-        made.append(len(training_schedule(lengths, num_batches=count, epochs=epochs, num_ranks=1, seed=())))
+        made.append(
+            len(
+                training_schedule(
+                    lengths, range(len(lengths)), num_batches=count, epochs=epochs, num_ranks=1, seed=()
+                )
+            )
+        )
     return made
 
 

@@ -20,6 +20,7 @@ from openrlhf.rollout.batch_inference import Recorder, requests_for
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.utils import decode
 from openrlhf.utils.agent import Reward, SingleTurnAgentExecutor
+from openrlhf.utils.text import token_ids_within
 
 PROMPT, RESPONSE = "Question: 2 + 2 = ? Answer:", " the answer is 4"
 LLAMA, BYTES = llama_2_style(), tiny_tokenizer()
@@ -152,3 +153,14 @@ def test_the_journal_holds_what_the_policy_wrote() -> None:
         action_mask=[False] * len(prompt) + [True] * len(response),
     )
     assert response_of(t, partial(decode, LLAMA)) == RESPONSE
+
+
+def test_a_text_that_is_much_too_long_is_not_read_to_its_end():
+    """A thousandth of it is tokenised; one that may fit is read whole."""
+    tokenizer = tiny_tokenizer()
+    whole = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    text = "Tom has 3 apples. " * 50_000
+    found = token_ids_within(tokenizer, text, 50)
+    assert 100 < len(found) <= 16 * 50 and found[:-9] == whole(text[:2000])[: len(found) - 9]
+    for fits in ("", "3", "Tom has 3 apples. ", text[:4000]):
+        assert token_ids_within(tokenizer, fits, 2000) == whole(fits)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from namespaces import needs_namespaces
 from tool_episodes import END, call, run_episode
 
 from openrlhf.rollout.agents import AgentSetting, check_agent_file, load_agent
@@ -31,6 +32,7 @@ def test_the_calculator() -> None:
     assert episode("agent_tools.py", call("calculate", expression="1"), max_turns=1).truncated
 
 
+@needs_namespaces
 def test_code_with_feedback() -> None:
     """What the shown tests say is read; the hidden ones decide."""
     tests = json.dumps([["1", "2"], ["5", "10"]])
@@ -44,12 +46,13 @@ def test_code_with_feedback() -> None:
 
 
 def test_the_shop() -> None:
-    t = episode(
-        "agent_mcp.py", call("price", fruit="plum") + call("price", fruit="pear"), "It is 3", label="3"
-    )
+    calls = call("price", fruit="plum") + call("price", fruit="pear")
+    t = episode("agent_mcp.py", calls, "It is 3", label="3")
     assert (t.reward, t.extra_logs) == (1, {"tool_calls": 2, "tool_errors": 1})
 
 
-@pytest.mark.parametrize("file", ["agent_tools.py", "agent_code.py", "agent_mcp.py"])
+@pytest.mark.parametrize(
+    "file", ["agent_tools.py", pytest.param("agent_code.py", marks=needs_namespaces), "agent_mcp.py"]
+)
 def test_they_are_accepted(file: str) -> None:
     assert check_agent_file(str(EXAMPLES / file), "--train.agent_func_path", limits=["max_turns"]) == ""

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from argparse import Namespace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -81,7 +82,7 @@ def main() -> None:
     log_probs = [one_by_one(model, t) for t in trajectories]
     number = sum(map(len, log_probs))
     advantages = torch.linspace(-1, 1, number)
-    (-(advantages * torch.stack(sum(log_probs, []))).sum() / number).backward()
+    (-(advantages * torch.stack([*chain(*log_probs)])).sum() / number).backward()
     plain, packed = gradients(model), of_the_row(spec["model"], trajectories, advantages)
     report = {
         "masks": [t.action_mask.tolist() for t in trajectories],
