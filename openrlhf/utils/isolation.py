@@ -2,9 +2,9 @@
 back, and says how the code ended.
 
 `python -I -S isolation.py REPORT`, with a `Task` as JSON on stdin. The code's output is the program's own;
-the descriptor REPORT gets one line: the code's exit code, negative for a signal, or "refused" and why.
-SIGTERM ends the code and everything that it started. Only the standard library is imported: nothing else may
-be visible.
+the descriptor REPORT gets a line "started" and one with the code's exit code, negative for a signal, or
+"refused" and why. SIGTERM ends the code and everything that it started. Only the standard library is
+imported: nothing else may be visible.
 """
 
 import ctypes
@@ -102,11 +102,12 @@ def _write(path: str, text: str) -> None:
 def _be_first_process(task: Task, user: int, report: int) -> NoReturn:
     """Of the namespace: all others end with it."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a first process does not get from the others
     try:
         _call("prctl", PARENT_DEATH_SIGNAL, signal.SIGKILL)
         _leave_the_file_system(task, user)
         if not (child := os.fork()):
-            _run(task, user)
+            _run(task, user, report)
     except Exception as error:
         _refuse(report, error)
     ended, status = os.wait()
@@ -160,7 +161,7 @@ def _protect(path: str, flags: int = 0) -> None:
     _call("syscall", MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, len(attributes))
 
 
-def _run(task: Task, user: int) -> NoReturn:
+def _run(task: Task, user: int, report: int) -> NoReturn:
     """Become the code."""
     os.setsid()
     if os.geteuid() == 0:
@@ -177,6 +178,7 @@ def _run(task: Task, user: int) -> NoReturn:
         _limit(getattr(resource, name), value)
     _call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     _refuse_system_calls()
+    os.write(report, b"started\n")
     os.execve(task["python"], [task["python"], "-s", "-B", "main.py"], task["environment"])
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +23,8 @@ from typing import Literal
 
 from openrlhf.utils import isolation
 
-Status = Literal["ok", "error", "killed", "timeout", "output"]
+Stopped = Literal["timeout", "output"]
+Status = Literal["ok", "error", "killed"] | Stopped
 
 
 class SandboxUnavailable(RuntimeError):
@@ -63,7 +65,7 @@ class Sandbox:
     """
 
     seconds: float = 10.0
-    """From its start, wherever it spends them."""
+    """From its start, whatever it does with them."""
     memory: int = 512 << 20
     """Bytes of each of its processes. All together have at most `processes` times that, and `disk`."""
     processes: int = 8
@@ -153,7 +155,7 @@ REMEDY = (
 
 
 def _run(task: isolation.Task, seconds: float, output: int) -> SandboxResult:
-    started = time.monotonic()
+    began = time.monotonic()
     reader, report = os.pipe()
     with open(reader) as reports, tempfile.TemporaryFile("w+") as stdin:
         json.dump(task, stdin)
@@ -163,49 +165,56 @@ def _run(task: isolation.Task, seconds: float, output: int) -> SandboxResult:
             command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[report], env={}
         ) as process:
             os.close(report)
+            streams = [stream.fileno() for stream in (reports, process.stdout, process.stderr) if stream]
             try:
-                stopped, stdout, stderr = _read(process, output, started + seconds)
+                stopped, (told, stdout, stderr) = _read(streams, seconds, output)
             finally:
                 process.send_signal(signal.SIGTERM)  # after an end of its own it has none to receive
-        told = reports.readline().rstrip()
-    seconds = time.monotonic() - started
-    if told.startswith("refused"):
-        raise SandboxUnavailable(f"{told.removeprefix('refused ')}. {REMEDY}")
-    if not told and not stopped:
-        raise SandboxUnavailable(
-            f"the process that isolates ended with {process.returncode}: {stderr[-500:]}"
-        )
+    exit_code = _exit_code(told.splitlines(), stderr)
     return SandboxResult(
-        status=stopped or _status(int(told)),
-        exit_code=None if stopped else int(told),
+        status=stopped or _status(exit_code),
+        exit_code=None if stopped else exit_code,
         stdout=stdout,
         stderr=stderr,
-        seconds=seconds,
+        seconds=time.monotonic() - began,
     )
+
+
+def _read(streams: Sequence[int], seconds: float, limit: int) -> tuple[Stopped | None, list[str]]:
+    """What is said in them, and why they were not read to their ends. In the first it is said that the code
+    has started."""
+    said, stopped, deadline = dict.fromkeys(streams, b""), None, time.monotonic() + START_LIMIT
+    with selectors.DefaultSelector() as selector:
+        for stream in streams:
+            selector.register(stream, selectors.EVENT_READ)
+        while selector.get_map() and not stopped:
+            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                if key.fd == streams[0] and not said[key.fd]:
+                    deadline = time.monotonic() + seconds
+                part = os.read(key.fd, 1 << 16)
+                said[key.fd] += part
+                if not part:
+                    selector.unregister(key.fd)
+            if sum(map(len, said.values())) > limit:
+                stopped = "output"
+            elif time.monotonic() > deadline:
+                stopped = "timeout"
+    return stopped, [text[:limit].decode(errors="replace") for text in said.values()]
+
+
+START_LIMIT = 60.0
+"""Seconds until the code has started, on a machine that is busy."""
+
+
+def _exit_code(told: Sequence[str], stderr: str) -> int:
+    """Of code that has started. Where nothing is told but that, it has ended what tells it."""
+    nothing = [] if told else [f"the program that isolates said nothing but {stderr[-500:]!r}"]
+    for problem in nothing + [line.removeprefix("refused ") for line in told if line.startswith("refused ")]:
+        raise SandboxUnavailable(f"{problem}. {REMEDY}")
+    return int(told[1]) if len(told) > 1 else -signal.SIGKILL
 
 
 def _status(exit_code: int) -> Status:
     if exit_code == 0:
         return "ok"
     return "error" if exit_code > 0 else "killed"
-
-
-def _read(process: subprocess.Popen[bytes], limit: int, deadline: float) -> tuple[Status | None, str, str]:
-    """What it was stopped for, if anything, and what it printed until then."""
-    with selectors.DefaultSelector() as selector:
-        printed = {stream.fileno(): b"" for stream in (process.stdout, process.stderr) if stream}
-        for descriptor in printed:
-            selector.register(descriptor, selectors.EVENT_READ)
-        stopped: Status | None = None
-        while selector.get_map() and not stopped:
-            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                part = os.read(key.fd, 1 << 16)
-                printed[key.fd] += part
-                if not part:
-                    selector.unregister(key.fd)
-            if sum(map(len, printed.values())) > limit:
-                stopped = "output"
-            elif time.monotonic() > deadline:
-                stopped = "timeout"
-    stdout, stderr = (part[:limit].decode(errors="replace") for part in printed.values())
-    return stopped, stdout, stderr

@@ -318,6 +318,17 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.02)
 
 
+def test_who_ends_what_isolates_it_is_killed() -> None:
+    """It is code that did it, once it has started; before, the sandbox has failed."""
+    sandbox, program = Sandbox(seconds=7), Path(isolation.__file__)
+    program.write_text("import os, sys\nos.write(int(sys.argv[1]), b'started\\n')\nos.kill(os.getpid(), 9)")
+    result = sandbox.run("")
+    assert (result.status, result.exit_code) == ("killed", -9)
+    program.write_text("raise RuntimeError('no')")
+    with pytest.raises(SandboxUnavailable, match=r"the program that isolates said nothing but .*no"):
+        sandbox.run("")
+
+
 def test_on_another_system_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openrlhf.utils.sandbox.sys.platform", "darwin")
     with pytest.raises(SandboxUnavailable, match="this is darwin on"):
@@ -353,6 +364,7 @@ def test_a_user_who_is_not_root() -> None:
     python = os.path.realpath("/usr/bin/python3")
     code = """
         import os, time
+        os.kill(1, 2), os.kill(1, 15)
         print(os.getuid(), os.listdir("/sandbox"), os.path.exists("/proc"))
         children = 0
         try:
@@ -382,6 +394,6 @@ def test_a_user_who_is_not_root() -> None:
             extra_groups=[],
         )
         os.close(report)
-        assert told.read() == "1\n", ended.stderr
+        assert told.read() == "started\n1\n", ended.stderr
     assert ended.stdout == "65534 ['main.py'] False\n7\n"
     assert ended.stderr.endswith(f"PermissionError: [Errno 1] {DENIED}: '/'\n")
