@@ -99,6 +99,7 @@ def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
             check_agent_file,
             limits=[name for name, value in limits.items() if value],
             tokenizer=partial(policy_tokenizer, config),
+            is_chat=config.data.apply_chat_template,
         )
         ask("--train.agent_func_path", _check_file, check, path, "--train.agent_func_path")
     elif path := config.reward.function_path:

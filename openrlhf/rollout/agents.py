@@ -43,10 +43,12 @@ def check_agent_file(
     limits: Sequence[str] = (),
     limit: float = IMPORT_LIMIT,
     tokenizer: "Callable[[], PreTrainedTokenizerBase] | None" = None,
+    is_chat: bool = False,
 ) -> str:
     """As rewards.function.check_file, for its class AgentExecutor. No object is made. `limits`: of LIMITS,
-    those that the run sets. `tokenizer` loads the policy's, for executors that need its chat template."""
-    load = partial(load_agent, limits=tuple(limits), tokenizer=tokenizer)
+    those that the run sets. `tokenizer` loads the policy's, for executors that need its chat template.
+    `is_chat`: prompts have its markup."""
+    load = partial(load_agent, limits=tuple(limits), tokenizer=tokenizer, is_chat=is_chat)
     return check_file(path, flag, load, limit)
 
 
@@ -64,6 +66,7 @@ def load_agent(
     path: str,
     limits: Sequence[str] = (),
     tokenizer: "Callable[[], PreTrainedTokenizerBase] | None" = None,
+    is_chat: bool = False,
 ) -> Callable[[AgentSetting], AgentExecutorBase]:
     """What makes the file's executor, if it can be made and called and would keep to `limits`. UnusableFile
     otherwise, or what the file raises."""
@@ -88,11 +91,16 @@ def load_agent(
     if problem := _unusable(found) or _unlimited(found, limits):
         raise UnusableFile(f"{problem}.\n{FORM}")
     if tokenizer is not None and issubclass(found, OpenAIAgentExecutor):
-        _check_template(tokenizer())
+        _check_template(tokenizer(), is_chat)
     return lambda setting: found()
 
 
-def _check_template(tokenizer: "PreTrainedTokenizerBase") -> None:
+def _check_template(tokenizer: "PreTrainedTokenizerBase", is_chat: bool) -> None:
+    if is_chat:
+        raise UnusableFile(
+            "--data.apply_chat_template puts the chat template around prompts, and the agent's messages "
+            "get it too: the policy would read it twice. Leave the flag out"
+        )
     try:
         probe(tokenizer, with_tools=False)
     except TemplateProblem as error:

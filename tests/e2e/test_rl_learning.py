@@ -98,13 +98,13 @@ def test_a_reward_model_raises_the_share_of_solved_problems(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("agent", "flags"), [("agent_retry", "--train.max_turns 3"), ("agent_openai", "--train.max_turns 3")]
+    ("agent", "flags"), [("agent_retry", ""), ("agent_openai", "--data.no_apply_chat_template")]
 )
 def test_agents_that_try_again_are_right_more_often(train, agent: str, flags: str) -> None:
     """Over several turns: what they earn, and how often they are right in the end."""
     path = EXAMPLES / f"{agent}.py"
     _, metrics = train(
-        f"--algo.advantage.estimator group_norm --train.max_steps 10 {flags}",
+        f"--algo.advantage.estimator group_norm --train.max_steps 10 --train.max_turns 3 {flags}",
         reward=f"--train.agent_func_path {path}",
     )
     early, late = range(1, 4), range(8, 11)

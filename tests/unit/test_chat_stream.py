@@ -99,6 +99,8 @@ def test_a_template_is_tried_before_anything_starts(tmp_path: Path) -> None:
     check(tokenizer=tiny_tokenizer)
     with pytest.raises(ValueError, match=r"--train\.agent_func_path .*chat template does not fit an agent"):
         check(tokenizer=partial(with_template, ONLY_THE_LAST))
+    with pytest.raises(ValueError, match="the policy would read it twice"):
+        check(tokenizer=tiny_tokenizer, is_chat=True)
 
 
 def test_what_an_engine_remarks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
