@@ -21,6 +21,7 @@ class AgentExecutor(ToolAgentExecutor):
 import asyncio
 import inspect
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -31,12 +32,14 @@ from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from openrlhf.utils.agent import AgentExecutorBase, Engine, in_thread, within
-from openrlhf.utils.chat_stream import Message
-from openrlhf.utils.openai_agent import BadRequest, OpenAIAgentExecutor, Session
+from openrlhf.utils.chat_stream import TOOL, ChatStream, Message, probe
+from openrlhf.utils.openai_agent import BadRequest, Session
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class ToolError(Exception):
@@ -125,7 +128,13 @@ class ToolAgentExecutor(AgentExecutorBase, ABC):
         self.mistakes: tuple[type[Exception], ...] = (ToolError, *mistakes)
         self.max_result_length = max_result_length
 
-    check_tokenizer = OpenAIAgentExecutor.check_tokenizer
+    def check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Warnings where its chat template does not write what was sampled, or says nothing of tools."""
+        for remark in probe(tokenizer, with_tools=True):
+            logger.warning("%s What was sampled stays as it is.", remark)
+        stream, asked = ChatStream(tokenizer), self.messages("?", None)
+        if stream.render(asked) == stream.render(asked, [TOOL]):
+            logger.warning("the chat template does not tell the policy of its tools; let messages() do it")
 
     @abstractmethod
     async def reward(self, prompt: str, label: Any, messages: Sequence[Message]) -> Any:

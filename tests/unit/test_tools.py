@@ -7,9 +7,12 @@ from typing import Literal
 
 import pytest
 import tool_episodes
-from tool_episodes import END, call, tokens
+from tool_episodes import END, TOKENIZER, call, tokens
+from transformers import PreTrainedTokenizerBase
 
-from openrlhf.rollout.agents import check_agent_file
+from openrlhf.rewards.user_file import UnusableFile
+from openrlhf.rollout.agents import AgentSetting, UserExecutor, check_agent_file, load_agent
+from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Outcome
 from openrlhf.utils.tools import Tool, ToolError, _shortened, function_tool
 
@@ -230,3 +233,50 @@ def test_an_executor_without_a_reward_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="AgentExecutor does not define reward"):
         check_agent_file(str(path), "--train.agent_func_path")
+
+
+AGENT = """
+from openrlhf.utils.tools import ToolAgentExecutor
+
+def add(a: int) -> int:
+    '''
+    Adds one.
+
+    Args:
+        a: To this.
+    '''
+    return a + 1
+
+class AgentExecutor(ToolAgentExecutor):
+    def __init__(self):
+        super().__init__([add])
+
+    async def reward(self, prompt, label, messages):
+        return 0.0
+"""
+
+
+def deaf_to_tools() -> PreTrainedTokenizerBase:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}"
+    )
+    return tokenizer
+
+
+def test_templates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One that leaves results out is refused before a run; one that leaves the tools out is remarked upon."""
+    (path := tmp_path / "agent.py").write_text(AGENT)
+    check = partial(load_agent, str(path))
+    assert check(tokenizer=tiny_tokenizer)
+    with pytest.raises(UnusableFile, match="the policy would read it twice"):
+        check(tokenizer=tiny_tokenizer, is_chat=True)
+    with pytest.raises(UnusableFile, match="leaves out the message behind it, 'result 0'"):
+        check(tokenizer=deaf_to_tools)
+
+    def load(tokenizer: PreTrainedTokenizerBase) -> bool:
+        caplog.clear()
+        asyncio.run(UserExecutor.load(str(path), AgentSetting(tokenizer=tokenizer)))
+        return "does not tell the policy of its tools" in caplog.text
+
+    assert load(tiny_tokenizer()) and not load(TOKENIZER)
