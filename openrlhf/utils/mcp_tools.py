@@ -1,6 +1,8 @@
 """Tools of MCP servers, by the official client.
 
-ToolAgentExecutor([McpServer(command=["uvx", "mcp-server-time"]), McpServer(url="http://127.0.0.1:8000/mcp")])
+They stand in the list of a ToolAgentExecutor:
+
+    [McpServer(command=["uvx", "mcp-server-time"]), McpServer(url="http://127.0.0.1:8000/mcp")]
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -27,7 +29,7 @@ class McpServer:
 
     command: Sequence[str] = ()
     url: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables of a command's process, which else has only HOME, PATH and the like."""
 
     def __post_init__(self) -> None:

@@ -1,8 +1,9 @@
 """Python code that nobody trusts: a process of its own without network, secrets or the machine's files.
 
-sandbox = Sandbox(seconds=5)
-result = sandbox.run("print(int(input()) ** 2)", stdin="7")
-result.status, result.stdout    # "ok", "49\\n"
+What it printed, and how it ended, is its result:
+
+    result = Sandbox(seconds=5).run("print(int(input()) ** 2)", stdin="7")
+    result.status, result.stdout  # "ok", "49\\n"
 """
 
 import asyncio

@@ -1,21 +1,13 @@
 """Agents that call tools: Python functions, and those of MCP servers (openrlhf.utils.mcp_tools).
 
-def add(a: int, b: int) -> int:
-    \"\"\"
-    Adds two numbers.
+With a function `add`:
 
-    Args:
-        a: The first.
-        b: The second.
-    \"\"\"
-    return a + b
+    class AgentExecutor(ToolAgentExecutor):
+        def __init__(self):
+            super().__init__([add])
 
-class AgentExecutor(ToolAgentExecutor):
-    def __init__(self):
-        super().__init__([add])
-
-    async def reward(self, prompt, label, messages):
-        return float(label in messages[-1]["content"])
+        async def reward(self, prompt, label, messages):
+            return float(label in (messages[-1]["content"] or ""))
 """
 
 import asyncio
