@@ -119,7 +119,6 @@ time.sleep(60)
     ("code", "status", "text"),
     [
         ("while True: pass", "timeout", "[stopped: out of time]"),
-        ("import time; time.sleep(60)", "timeout", "[stopped: out of time]"),
         (DEAF, "timeout", "deaf\n[stopped: out of time]"),
         ("import os, time\nos.close(1), os.close(2)\ntime.sleep(60)", "timeout", "[stopped: out of time]"),
         ("import os; os.kill(os.getpid(), 9)", "killed", "[killed by signal 9]"),
@@ -128,7 +127,7 @@ time.sleep(60)
     ],
 )
 def test_endings(code: str, status: str, text: str) -> None:
-    result = run(code, seconds=2 if status == "timeout" else 20)
+    result = run(code, seconds=1 if status == "timeout" else 20)
     assert (result.status, result.text) == (status, text)
     assert (result.exit_code is None) == (status == "timeout")
 
@@ -159,7 +158,7 @@ def test_a_fork_bomb() -> None:
     """
     assert run(code, processes=8).stdout == "7\n"
     for_ever = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    assert run(for_ever, seconds=2).status == "timeout"
+    assert run(for_ever, seconds=1).status == "timeout"
 
 
 def test_threads_are_processes() -> None:
@@ -199,9 +198,9 @@ def test_others_cannot_be_killed() -> None:
     assert len(killed) == 4  # it goes on, and `errors_of` sees it end
 
 
-@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG"])
-def test_no_network(family: str) -> None:
-    assert errors_of(f"socket.socket(socket.{family})") == [DENIED]
+def test_no_network() -> None:
+    families = ("AF_INET", "AF_INET6", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG")
+    assert errors_of(*(f"socket.socket(socket.{family})" for family in families)) == [DENIED] * 6
 
 
 def test_what_listens_on_this_machine_is_not_reached() -> None:
@@ -267,14 +266,15 @@ def test_it_is_nobody_and_becomes_nobody_else() -> None:
     assert run(code).stdout.endswith(f"-1 {DENIED}\n")
 
 
-@pytest.mark.parametrize("number", isolation.MACHINES[os.uname().machine].refused)
-def test_system_calls_that_no_limit_counts(number: int) -> None:
+def test_system_calls_that_no_limit_counts() -> None:
+    numbers = isolation.MACHINES[os.uname().machine].refused
     code = f"""
         import ctypes, os
         libc = ctypes.CDLL(None, use_errno=True)
-        print(libc.syscall({number}, 0, 0, 0, 0, 0), os.strerror(ctypes.get_errno()))
+        for number in {numbers}:
+            print(libc.syscall(number, 0, 0, 0, 0, 0), os.strerror(ctypes.get_errno()))
     """
-    assert run(code).stdout == f"-1 {DENIED}\n"
+    assert run(code).stdout == f"-1 {DENIED}\n" * len(numbers)
 
 
 def test_many_at_a_time() -> None:
@@ -286,8 +286,8 @@ def test_many_at_a_time() -> None:
         return await asyncio.gather(*map(sandbox.run_async, codes))
 
     assert [result.text for result in asyncio.run(all_of_them())] == list(map(str, range(16)))
-    with ThreadPoolExecutor(4) as threads:
-        assert [result.text for result in threads.map(sandbox.run, ["print(1)"] * 4)] == ["1"] * 4
+    with ThreadPoolExecutor(2) as threads:
+        assert [result.text for result in threads.map(sandbox.run, ["print(1)"] * 2)] == ["1"] * 2
 
 
 def test_the_tool() -> None:
