@@ -22,6 +22,7 @@ from openrlhf.rollout.old_agents import QueueExecutor, has_step, is_handed_every
 from openrlhf.utils.agent import AgentExecutorBase, Engine, MultiTurnAgentExecutor, RewardError, StepTimeout
 from openrlhf.utils.chat_stream import TemplateProblem, probe
 from openrlhf.utils.openai_agent import OpenAIAgentExecutor
+from openrlhf.utils.tools import ToolAgentExecutor
 
 if TYPE_CHECKING:  # the import of a file is checked without what takes seconds
     from transformers import PreTrainedTokenizerBase
@@ -90,19 +91,19 @@ def load_agent(
         )
     if problem := _unusable(found) or _unlimited(found, limits):
         raise UnusableFile(f"{problem}.\n{FORM}")
-    if tokenizer is not None and issubclass(found, OpenAIAgentExecutor):
-        _check_template(tokenizer(), is_chat)
+    if tokenizer is not None and issubclass(found, (OpenAIAgentExecutor, ToolAgentExecutor)):
+        _check_template(tokenizer(), is_chat, with_tools=issubclass(found, ToolAgentExecutor))
     return lambda setting: found()
 
 
-def _check_template(tokenizer: "PreTrainedTokenizerBase", is_chat: bool) -> None:
+def _check_template(tokenizer: "PreTrainedTokenizerBase", is_chat: bool, *, with_tools: bool) -> None:
     if is_chat:
         raise UnusableFile(
             "--data.apply_chat_template puts the chat template around prompts, and the agent's messages "
             "get it too: the policy would read it twice. Leave the flag out"
         )
     try:
-        probe(tokenizer, with_tools=False)
+        probe(tokenizer, with_tools=with_tools)
     except TemplateProblem as error:
         raise UnusableFile(
             f"the policy's chat template does not fit an agent of many turns: {error}"

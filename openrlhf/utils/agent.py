@@ -261,18 +261,20 @@ async def _make(agent_class: Any) -> Any:
 
 async def _call(method: Callable, states: dict, seconds: float | None) -> Any:
     """`method(states)`; in a thread where it is no coroutine."""
+    is_async = inspect.iscoroutinefunction(method)
+    return await within(seconds, method(states) if is_async else in_thread(method, states), method.__name__)
+
+
+async def within(seconds: float | None, work: Awaitable[Any], name: str) -> Any:
+    """StepTimeout where it takes longer."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
-            if inspect.iscoroutinefunction(method):
-                return await method(states)
-            return await in_thread(method, states)
+            return await work
     except TimeoutError:
         if not limit.expired():
             raise
-        raise StepTimeout(
-            f"{method.__name__} took longer than --rollout.step_timeout {seconds:g} s"
-        ) from None
+        raise StepTimeout(f"{name} took longer than --rollout.step_timeout {seconds:g} s") from None
 
 
 async def in_thread(function: Callable, *arguments: Any) -> Any:

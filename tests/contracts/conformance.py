@@ -59,6 +59,8 @@ from openrlhf.types import (
     UnpairedRow,
 )
 from openrlhf.utils.agent import AgentExecutorBase, Engine, Reward, SingleTurnAgentExecutor
+from openrlhf.utils.mcp_tools import McpServer
+from openrlhf.utils.tools import ToolServer
 
 ResultT = TypeVar("ResultT")
 RowT = TypeVar("RowT", bound=Row)
@@ -166,6 +168,10 @@ def engine(sampler: VLLMEngine | EngineActor | RecordingEngine) -> Engine:
 
 def executor(agent: SingleTurnAgentExecutor | UserExecutor) -> AgentExecutorBase:
     return agent
+
+
+def tools(server: McpServer) -> ToolServer:
+    return server
 
 
 def reward(
