@@ -94,7 +94,8 @@ def start_roles(
     starting.append(roles.policy.start(updates, ray.put(texts)))
     if roles.critic:
         starting.append(roles.critic.start(num_updates(config, num_prompts)))
-    starting += [model.start() for name, model in roles.models.items() if name not in ("policy", "critic")]
+    reference = None if isinstance(roles.reference, Unadapted) else roles.reference
+    starting += [model.start() for model in (reference, roles.teacher, roles.reward) if model]
     for start in starting:
         start.result()
     if engines_come_last:
