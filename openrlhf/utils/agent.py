@@ -158,7 +158,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
     ) -> dict:
         """An answer has at most `sampling_params.max_tokens` tokens, the sequence at most `max_length`. The
         episode is truncated where one of them or `max_turns` ends it, and not its environment."""
-        call = partial(_call, seconds=step_timeout)
+        call = partial(call_in_time, seconds=step_timeout)
         environment = await _make(self.agent_instance_cls)
         first = await call(environment.reset, {"observation": prompt, "label": label})
         history = History(hf_tokenizer, _get(first, "observation", "reset"))
@@ -249,14 +249,14 @@ async def _make(agent_class: Any) -> Any:
     return agent
 
 
-async def _call(method: Callable, states: dict, seconds: float | None) -> Any:
-    """`method(states)`; in a thread where it is no coroutine."""
+async def call_in_time(method: Callable, *arguments: Any, seconds: float | None, **options: Any) -> Any:
+    """`method(*arguments, **options)`; in a thread where it is no coroutine. StepTimeout after `seconds`."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
             if inspect.iscoroutinefunction(method):
-                return await method(states)
-            return await asyncio.to_thread(method, states)
+                return await method(*arguments, **options)
+            return await asyncio.to_thread(method, *arguments, **options)
     except TimeoutError:
         if not limit.expired():
             raise

@@ -311,7 +311,8 @@ class Server:
         return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
     def _session(self, request: web.Request) -> Session:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = request.headers.get("X-API-Key", bearer)  # of clients that take no key but headers
         if (session := self.sessions.get(key)) is None:
             raise web.HTTPUnauthorized(text="no episode has this key; session.api_key is that of run_agent")
         return session

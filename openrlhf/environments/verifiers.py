@@ -1,0 +1,105 @@
+"""Environments of verifiers: its tasks and rewards, the policy as the model of its agents."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from openrlhf.environments.packages import package
+from openrlhf.utils.openai_agent import OpenAIAgentExecutor, Session
+
+package("verifiers")
+
+import verifiers.v1 as vf  # noqa: E402
+from openai import AsyncOpenAI, BadRequestError  # noqa: E402
+from verifiers.v1.dialects.chat import message_to_wire  # noqa: E402
+
+CHAT = {"harness": {"id": "openrlhf_chat"}, "runtime": {"type": "subprocess"}}
+"""An agent of an environment: a conversation without tools, which needs no program beside this process."""
+
+
+class ChatHarness(vf.Harness[vf.HarnessConfig]):
+    """Asks for the next answer. A conversation for which there is no room ends."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+    ) -> vf.ProgramResult:
+        system, prompt = self.resolve_prompt(data)
+        messages: list[Any] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += map(message_to_wire, prompt or [])
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+            try:
+                await client.chat.completions.create(model=ctx.model, messages=messages)
+            except BadRequestError as error:
+                if "context_length_exceeded" not in str(error):
+                    raise
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+__all__ = ["ChatHarness"]  # verifiers looks for it here
+sys.modules["openrlhf_chat"] = sys.modules[__name__]  # it finds top-level modules by their name only
+
+
+class VerifiersExecutor(OpenAIAgentExecutor):
+    """Labels are the numbers of tasks, see `rows`. The reward is that of the agent, or the mean over those
+    of several that are trainable; metrics and the parts of rewards become metrics of the run."""
+
+    def __init__(self, config: Mapping[str, Any], tool_parser: str | None = None) -> None:
+        """`config`: an `[env]` block of verifiers, such as {"taskset": {"id": "gsm8k-v1"}, "agent": CHAT}.
+        `tool_parser`: as of OpenAIAgentExecutor."""
+        super().__init__(tool_parser)
+        self.config = vf.resolve_env_config(dict(config))
+        self._coming = iter(vf.load_taskset(self.config.taskset))
+        self._tasks: list[vf.Task] = []
+
+    def rows(self, count: int) -> Iterator[dict[str, Any]]:
+        """Of --data.prompt_dataset: `input`, which is what the task asks, and its number as `label`."""
+        for task in islice(vf.load_taskset(self.config.taskset), count):
+            yield {"input": task.data.prompt_text or f"task {task.data.idx}", "label": task.data.idx}
+
+    async def run_agent(self, prompt: str, label: Any, session: Session) -> dict:
+        client = vf.EvalClientConfig(
+            base_url=session.base_url, api_key_var="", headers={"X-API-Key": session.api_key}
+        )
+        environment = vf.load_environment(self.config)
+        async with environment.serving():
+            context = vf.ModelContext(model=session.model, client=client)
+            episode = await environment.run_episode(self._task(int(label)), context)
+        if errors := [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]:
+            raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}")
+        return result_of([trace for trace in episode.traces if trace.agent.trainable])
+
+    def _task(self, number: int) -> vf.Task:
+        self._tasks += islice(self._coming, max(0, number + 1 - len(self._tasks)))
+        if not 0 <= number < len(self._tasks):
+            raise ValueError(
+                f"the label {number} is no task of {self.config.taskset.id}: it has {len(self._tasks)}"
+            )
+        return self._tasks[number]
+
+
+def result_of(traces: list[vf.Trace]) -> dict:
+    logs: dict[str, float] = {}
+    for trace in traces:
+        parts = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+        logs |= parts | {name: value for name, value in trace.metrics.items() if value is not None}
+    return {
+        "reward": sum(trace.reward for trace in traces) / len(traces),
+        "truncated": any(trace.is_truncated or trace.calls[-1].error for trace in traces),
+        "extra_logs": logs,
+    }
