@@ -23,7 +23,7 @@ def any_move(told):
 
 class AgentExecutor(TextArenaExecutor):
     def __init__(self):
-        super().__init__(num_players=2, opponent=any_move, piles=[1, 2])
+        super().__init__(num_players=2, opponent=any_move, unfinished=-1.0, piles=[1, 2])
 
 
 def main(path):

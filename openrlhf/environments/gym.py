@@ -31,7 +31,7 @@ class GymExecutor(AgentExecutorBase, ABC):
 
     draws_globally = True
     """The environment draws from the global random numbers of Python or numpy: each episode has its own, and
-    calls of environments run one at a time. False: side by side."""
+    calls of environments run one at a time. False: side by side, and methods may be `async`."""
 
     @abstractmethod
     def make(self, prompt: str, label: Any) -> TextEnvironment:

@@ -18,15 +18,21 @@ textarena = package("textarena")
 
 class TextArenaExecutor(AgentExecutorBase):
     """The prompt is the game's name, such as GuessTheNumber-v0, the label its seed. The trained player is
-    number `seed % num_players`, and the reward what the game gives it; 0 where the game did not end."""
+    number `seed % num_players`, and the reward what the game gives it."""
 
     def __init__(
-        self, num_players: int = 1, opponent: Callable[[str], str] | None = None, **options: Any
+        self,
+        num_players: int = 1,
+        opponent: Callable[[str], str] | None = None,
+        unfinished: float = 0.0,
+        **options: Any,
     ) -> None:
         """`opponent(told)`: the move of every other player. None: the policy plays them too, and is not
-        trained on what it does there. `options`: of textarena.make."""
+        trained on what it does there. `unfinished`: the reward where the game did not end. `options`: of
+        textarena.make."""
         super().__init__()
-        self.num_players, self.opponent, self.options = num_players, opponent, options
+        self.num_players, self.opponent = num_players, opponent
+        self.unfinished, self.options = unfinished, options
 
     async def execute(
         self,
@@ -66,7 +72,7 @@ class TextArenaExecutor(AgentExecutorBase):
         if not talk.token_ids:
             raise ValueError(f"{prompt} ended before player {trained} moved: there is nothing to train on")
         return {
-            "reward": game.reward(trained),
+            "reward": game.reward(trained) if game.is_over else self.unfinished,
             "observation_tokens": talk.token_ids,
             "action_ranges": talk.action_ranges,
             "truncated": not game.is_over or talk.is_cut,
@@ -103,4 +109,4 @@ class Game:
 
     def reward(self, player: int) -> float:
         rewards, _ = self.env.close()
-        return float((rewards or {}).get(player, 0.0)) if self.is_over else 0.0
+        return float(rewards[player])

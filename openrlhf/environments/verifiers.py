@@ -1,7 +1,9 @@
 """Environments of verifiers: its tasks and rewards, the policy as the model of its agents."""
 
+import asyncio
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from itertools import islice
 from typing import Any
 
@@ -10,8 +12,8 @@ from openrlhf.utils.openai_agent import OpenAIAgentExecutor, Session
 
 package("verifiers")
 
+import aiohttp  # noqa: E402
 import verifiers.v1 as vf  # noqa: E402
-from openai import AsyncOpenAI, BadRequestError  # noqa: E402
 from verifiers.v1.dialects.chat import message_to_wire  # noqa: E402
 
 CHAT = {"harness": {"id": "openrlhf_chat"}, "runtime": {"type": "subprocess"}}
@@ -42,12 +44,17 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
             messages.append({"role": "user", "content": prompt})
         else:
             messages += map(message_to_wire, prompt or [])
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
-            try:
-                await client.chat.completions.create(model=ctx.model, messages=messages)
-            except BadRequestError as error:
-                if "context_length_exceeded" not in str(error):
-                    raise
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client,
+            client.post(
+                f"{endpoint}/chat/completions",
+                json={"model": ctx.model, "messages": messages},
+                headers={"Authorization": f"Bearer {secret}"},
+            ) as response,
+        ):
+            text = await response.text()
+        if not response.ok and "context_length_exceeded" not in text:
+            raise RuntimeError(f"status {response.status}: {text}")
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
@@ -66,6 +73,7 @@ class VerifiersExecutor(OpenAIAgentExecutor):
         self.config = vf.resolve_env_config(dict(config))
         self._coming = iter(vf.load_taskset(self.config.taskset))
         self._tasks: list[vf.Task] = []
+        self._playing = 0
 
     def rows(self, count: int) -> Iterator[dict[str, Any]]:
         """Of --data.prompt_dataset: `input`, which is what the task asks, and its number as `label`."""
@@ -73,16 +81,41 @@ class VerifiersExecutor(OpenAIAgentExecutor):
             yield {"input": task.data.prompt_text or f"task {task.data.idx}", "label": task.data.idx}
 
     async def run_agent(self, prompt: str, label: Any, session: Session) -> dict:
-        client = vf.EvalClientConfig(
-            base_url=session.base_url, api_key_var="", headers={"X-API-Key": session.api_key}
+        context = vf.ModelContext(
+            model=session.model,
+            client=vf.EvalClientConfig(base_url=session.base_url, api_key_var=""),
+            sampling=vf.Sampling(session_key=session.api_key),
         )
-        environment = vf.load_environment(self.config)
-        async with environment.serving():
-            context = vf.ModelContext(model=session.model, client=client)
+        async with self._environment() as environment:
             episode = await environment.run_episode(self._task(int(label)), context)
         if errors := [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]:
             raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}")
         return result_of([trace for trace in episode.traces if trace.agent.trainable])
+
+    @asynccontextmanager
+    async def _environment(self) -> AsyncIterator[vf.Env]:
+        """With its servers, which episodes that run at the same time share."""
+        if self._playing == 0:
+            self._over, self._served = asyncio.Event(), asyncio.get_running_loop().create_future()
+            self._keeper = asyncio.create_task(self._serve(self._served, self._over))
+        self._playing += 1
+        try:
+            yield await asyncio.shield(self._served)
+        finally:
+            self._playing -= 1
+            if self._playing == 0:
+                self._over.set()
+
+    async def _serve(self, served: asyncio.Future[vf.Env], over: asyncio.Event) -> None:
+        try:
+            environment = vf.load_environment(self.config)
+            async with environment.serving():
+                served.set_result(environment)
+                await over.wait()
+        except Exception as error:
+            if served.done():
+                raise
+            served.set_exception(error)
 
     def _task(self, number: int) -> vf.Task:
         self._tasks += islice(self._coming, max(0, number + 1 - len(self._tasks)))

@@ -289,9 +289,11 @@ def test_an_invalid_move_is_the_games_to_judge() -> None:
     assert "attempted an invalid move" in turns(t)[2][0]
 
 
-def test_a_game_that_does_not_end_is_worth_nothing() -> None:
-    (t,) = play(TextArenaExecutor(), "GuessTheNumber-v0", 3, "[1]", max_turns=1)
-    assert (t.outcome, t.reward, t.truncated) == (Outcome.OK, 0, True), t.error
+@pytest.mark.parametrize("unfinished", [0, -1])
+def test_a_game_that_does_not_end(unfinished: float) -> None:
+    executor = TextArenaExecutor(unfinished=unfinished)
+    (t,) = play(executor, "GuessTheNumber-v0", 3, "[1]", max_turns=1)
+    assert (t.outcome, t.reward, t.truncated) == (Outcome.OK, unfinished, True), t.error
 
 
 @pytest.mark.parametrize(("name", "extra"), [("gem", "gem"), ("textarena", "textarena")])

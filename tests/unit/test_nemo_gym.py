@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,16 +12,11 @@ from fake_engine import Engine, log_prob
 from nemo_gym_server import NemoGym, row
 
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
+from openrlhf.engine.distributed import free_port
 from openrlhf.environments.nemo_gym import SESSION, NeMoGymExecutor, rows
 from openrlhf.rollout.agents import AgentSetting, UserExecutor, check_agent_file
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.types import Outcome, Prompt, Trajectory
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def play(
