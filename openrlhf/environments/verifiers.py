@@ -90,6 +90,10 @@ class VerifiersExecutor(OpenAIAgentExecutor):
             episode = await environment.run_episode(self._task(int(label)), context)
         if errors := [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]:
             raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}")
+        if fixed := [t.agent.name for t in episode.traces if not t.agent.trainable and _asks(t, session)]:
+            raise ValueError(
+                f"{', '.join(fixed)}: not trainable, but it asks the policy; give it a model and a client"
+            )
         return result_of([trace for trace in episode.traces if trace.agent.trainable])
 
     @asynccontextmanager
@@ -126,6 +130,11 @@ class VerifiersExecutor(OpenAIAgentExecutor):
         return self._tasks[number]
 
 
+def _asks(trace: vf.Trace, session: Session) -> bool:
+    client = trace.agent.config.client
+    return client is not None and client.base_url == session.base_url
+
+
 def result_of(traces: list[vf.Trace]) -> dict:
     logs: dict[str, float] = {}
     for trace in traces:
@@ -133,6 +142,6 @@ def result_of(traces: list[vf.Trace]) -> dict:
         logs |= parts | {name: value for name, value in trace.metrics.items() if value is not None}
     return {
         "reward": sum(trace.reward for trace in traces) / len(traces),
-        "truncated": any(trace.is_truncated or trace.calls[-1].error for trace in traces),
+        "truncated": any(t.is_truncated or any(call.error for call in t.calls[-1:]) for t in traces),
         "extra_logs": logs,
     }

@@ -67,6 +67,13 @@ class PlayerConfig(vf.EnvConfig):
     player: vf.AgentConfig = vf.AgentConfig()
 
 class Game(vf.Env[PlayerConfig]):
+    async def setup(self, agents):
+        agents.player.trainable = "FIXED" not in globals()
+
+    async def start(self):
+        if "BROKEN" in globals():
+            raise OSError("no pieces")
+
     async def run(self, task, agents):
         async with agents.player.interaction(task) as interaction:
             segment = await interaction.turn()
@@ -125,6 +132,18 @@ def test_a_conversation_without_room_is_truncated(guessing: AgentExecutorBase) -
 def test_errors_of_environments(guessing: AgentExecutorBase, label: int, answer: str, text: str) -> None:
     (t,) = play(guessing, "", label, answer)
     assert t.outcome is Outcome.ENV_ERROR and text in t.error, t.error
+
+
+def test_servers_that_do_not_start_are_an_error_of_every_episode(guessing: AgentExecutorBase) -> None:
+    sys.modules["guessing_v1"].BROKEN = True
+    found = play(guessing, "", 6, "6", samples=4)
+    assert all(t.outcome is Outcome.ENV_ERROR and "OSError: no pieces" in t.error for t in found)
+
+
+def test_an_agent_that_is_not_trained_needs_a_model(guessing: AgentExecutorBase) -> None:
+    sys.modules["guessing_v1"].FIXED = True
+    (t,) = play(guessing, "", 6, "6")
+    assert t.outcome is Outcome.ENV_ERROR and "player: not trainable, but it asks the policy" in t.error
 
 
 def test_sixteen_episodes_never_mix(guessing: AgentExecutorBase) -> None:
