@@ -59,6 +59,7 @@ PROBLEM = next(gym_rows("reasoning_gym:leg_counting?size=1&seed=1&max_animals=4"
         ("verifiers", "1 + 1 = ?", "3"),
         ("nemo_gym", "1 + 1 = ?", json.dumps(nemo_gym_server.row(3))),
     ],
+    ids=lambda value: value.partition(" ")[0][:20],
 )
 def test_every_example_of_an_environment(
     task: TaskFiles, tmp_path: Path, name: str, prompt: str, label: str
