@@ -246,7 +246,7 @@ def test_a_key_is_that_of_an_episode() -> None:
 def test_a_client_that_episodes_share_names_the_key_in_the_body() -> None:
     async def agent(prompt, label, session):
         async with openai.AsyncOpenAI(base_url=session.base_url, api_key="none") as client:
-            request = {"model": session.model, "messages": [user("?")]}
+            request: Any = {"model": session.model, "messages": [user("?")]}
             with pytest.raises(openai.AuthenticationError):
                 await client.chat.completions.create(**request)
             key = {"session_key": session.api_key}
