@@ -166,7 +166,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
     ) -> dict:
         """An answer has at most `sampling_params.max_tokens` tokens, the sequence at most `max_length`. The
         episode is truncated where one of them or `max_turns` ends it, and not its environment."""
-        call = partial(_call, seconds=step_timeout)
+        call = partial(call_in_time, seconds=step_timeout)
         environment = await _make(self.agent_instance_cls)
         first = await call(environment.reset, {"observation": prompt, "label": label})
         history = History(hf_tokenizer, _get(first, "observation", "reset"), max_length)
@@ -259,10 +259,11 @@ async def _make(agent_class: Any) -> Any:
     return agent
 
 
-async def _call(method: Callable, states: dict, seconds: float | None) -> Any:
-    """`method(states)`; in a thread where it is no coroutine."""
-    is_async = inspect.iscoroutinefunction(method)
-    return await within(seconds, method(states) if is_async else in_thread(method, states), method.__name__)
+async def call_in_time(method: Callable, *arguments: Any, seconds: float | None, **options: Any) -> Any:
+    """`method(*arguments, **options)`; in a thread where it is no coroutine. StepTimeout after `seconds`."""
+    call = partial(method, *arguments, **options)
+    work = call() if inspect.iscoroutinefunction(method) else in_thread(call)
+    return await within(seconds, work, method.__name__)
 
 
 async def within(seconds: float | None, work: Awaitable[Any], name: str) -> Any:

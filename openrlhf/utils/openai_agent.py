@@ -317,8 +317,9 @@ class Server:
         await site.start()
         return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
-    def _session(self, request: web.Request) -> Session:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    def _session(self, request: web.Request, body: Mapping[str, Any] | None = None) -> Session:
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = (body or {}).get("session_key", bearer)  # of a client that several episodes share
         if (session := self.sessions.get(key)) is None:
             raise web.HTTPUnauthorized(text="no episode has this key; session.api_key is that of run_agent")
         return session
@@ -328,13 +329,15 @@ class Server:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        session, body = self._session(request), await _body(request)
+        body = await _body(request)
+        session = self._session(request, body)
         tokens = session.prompt_of(_messages(body), body.get("tools") or None)
         found = {"tokens": tokens, "count": len(tokens), "max_model_len": session.max_length}
         return web.json_response(found)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session, body = self._session(request), await _body(request)
+        body = await _body(request)
+        session = self._session(request, body)
         answer = await session.complete(body)
         if not body.get("stream"):
             return web.json_response(answer)

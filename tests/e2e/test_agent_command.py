@@ -1,11 +1,18 @@
 """`openrlhf agent try` with a real engine."""
 
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import nemo_gym_server
 import pytest
 from processes import run_ranks
 
+from openrlhf.engine.distributed import free_port
 from openrlhf.tasks.prepare import TaskFiles
+from openrlhf.tasks.reasoning_gym import gym_rows
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 
@@ -30,3 +37,43 @@ def test_every_kind_of_agent(
     printed = (tmp_path / "log").read_text(errors="replace")
     assert "episode 0: ok" in printed and f"turn {turns}: " in printed, printed
     assert "the token stream holds: one sequence" in printed
+
+
+@pytest.fixture
+def nemo_gym(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Servers that the example finds."""
+    model_port, agent_port = free_port(), free_port()
+    monkeypatch.setenv("NEMO_GYM_MODEL_PORT", str(model_port))
+    monkeypatch.setenv("NEMO_GYM_AGENT", f"http://127.0.0.1:{agent_port}")
+    command = [sys.executable, nemo_gym_server.__file__, f"http://127.0.0.1:{model_port}/v1", str(agent_port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        assert server.stdout and server.stdout.readline()
+        yield
+        server.terminate()
+
+
+PROBLEM = next(gym_rows("reasoning_gym:leg_counting?size=1&seed=1&max_animals=4", "--data.prompt_dataset"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cpu_engines", "nemo_gym")
+@pytest.mark.parametrize(
+    ("name", "prompt", "label"),
+    [
+        ("guess", "guess", "3"),
+        ("gem", "game:GuessTheNumber-v0-easy", "3"),
+        ("textarena", "Nim-v0", "4"),
+        ("reasoning_gym", PROBLEM["input"], PROBLEM["label"]),
+        ("verifiers", "1 + 1 = ?", "3"),
+        ("nemo_gym", "1 + 1 = ?", json.dumps(nemo_gym_server.row(3))),
+    ],
+    ids=lambda value: value.partition(" ")[0][:20],
+)
+def test_every_example_of_an_environment(
+    task: TaskFiles, tmp_path: Path, name: str, prompt: str, label: str
+) -> None:
+    command = ["openrlhf.cli.agent", "try", str(EXAMPLES / f"agent_{name}.py"), "--model", str(task.model)]
+    command += ["--prompt", prompt, "--label", label, "--samples", "3"]
+    run_ranks([*command, "--rollout.max_new_tokens", "8", "--data.max_len", "500"], log=tmp_path / "log")
+    printed = (tmp_path / "log").read_text(errors="replace")
+    assert printed.count("ok, reward") == printed.count("the token stream holds: one sequence") == 3, printed

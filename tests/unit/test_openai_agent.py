@@ -249,6 +249,20 @@ def test_a_key_is_that_of_an_episode() -> None:
     asyncio.run(run())
 
 
+def test_a_client_that_episodes_share_names_the_key_in_the_body() -> None:
+    async def agent(prompt, label, session):
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key="none") as client:
+            request: Any = {"model": session.model, "messages": [user("?")]}
+            with pytest.raises(openai.AuthenticationError):
+                await client.chat.completions.create(**request)
+            key = {"session_key": session.api_key}
+            answer = await client.chat.completions.create(**request, extra_body=key)
+        return float(answer.choices[0].message.content == "3")
+
+    (t,), _ = episodes(agent, f"3{END}")
+    assert t.reward == 1, t.error
+
+
 def test_sixteen_conversations_never_mix() -> None:
     """Each hears its own history, whoever is slow."""
     number = iter(range(1000))

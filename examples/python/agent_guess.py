@@ -1,0 +1,56 @@
+"""Number guessing with hints: an environment in one file, to be copied.
+
+python examples/python/agent_guess.py rows.jsonl
+--train.agent_func_path examples/python/agent_guess.py --data.prompt_dataset rows.jsonl --data.label_key label
+
+Without --data.apply_chat_template: what the environment says are user messages in the policy's template.
+"""
+
+import json
+import random
+import sys
+
+from openrlhf.environments.gym import GymExecutor
+from openrlhf.utils import extract_boxed_answer
+
+HIGHEST, MAX_TRIES = 8, 4
+
+
+class Guess:
+    """The seed decides the number, so that all samples of a prompt look for the same one. A guess that the
+    hints have excluded costs something."""
+
+    def reset(self, *, seed):
+        self.secret, self.tries = random.Random(seed).randint(1, HIGHEST), 0
+        self.low, self.high = 1, HIGHEST
+        return f"Guess a number from 1 to {HIGHEST}. Answer \\boxed{{number}}.", {}
+
+    def step(self, action):
+        self.tries += 1
+        guess = extract_boxed_answer(action) or ""
+        if guess == str(self.secret):
+            return "", 1.0, True, False, {}
+        over = self.tries == MAX_TRIES
+        if not guess.isdecimal() or not self.low <= int(guess) <= self.high:
+            return f"It is between {self.low} and {self.high}.", -0.25, False, over, {}
+        if int(guess) < self.secret:
+            self.low = int(guess) + 1
+            return f"Higher than {guess}.", 0.0, False, over, {}
+        self.high = int(guess) - 1
+        return f"Lower than {guess}.", 0.0, False, over, {}
+
+
+class AgentExecutor(GymExecutor):
+    draws_globally = False
+
+    def make(self, prompt, label):
+        return Guess()
+
+
+def main(path):
+    with open(path, "w") as file:
+        file.writelines(json.dumps({"input": "guess", "label": seed}) + "\n" for seed in range(512))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,30 @@
+"""Environments of NVIDIA NeMo Gym, whose servers run beside the training (docs/environments.md).
+
+python examples/python/agent_nemo_gym.py dataset_of_nemo_gym.jsonl rows.jsonl
+--train.agent_func_path examples/python/agent_nemo_gym.py
+--data.prompt_dataset rows.jsonl --data.label_key label
+"""
+
+import json
+import os
+import sys
+
+from openrlhf.environments.nemo_gym import NeMoGymExecutor, rows
+
+AGENTS = {"simple_agent": os.environ.get("NEMO_GYM_AGENT", "http://127.0.0.1:8001")}
+MODEL_PORT = int(os.environ.get("NEMO_GYM_MODEL_PORT", "8100"))
+"""Its model server's base_url is http://127.0.0.1:8100/v1."""
+
+
+class AgentExecutor(NeMoGymExecutor):
+    def __init__(self):
+        super().__init__(AGENTS, MODEL_PORT)
+
+
+def main(dataset, path):
+    with open(dataset) as lines, open(path, "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows(lines))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,35 @@
+"""Games of TextArena (pip install openrlhf[textarena]): the prompt is the game's name, the label its seed.
+The policy plays Nim against a player who takes what comes; without `opponent` it would play against itself.
+
+python examples/python/agent_textarena.py rows.jsonl
+--train.agent_func_path examples/python/agent_textarena.py
+--data.prompt_dataset rows.jsonl --data.label_key label
+"""
+
+import json
+import random
+import re
+import sys
+
+from openrlhf.environments.textarena import TextArenaExecutor
+
+
+def any_move(told):
+    """One object of any pile that has some."""
+    board = told.rpartition("Current Pile:")[2]
+    piles = [pile for pile, objects in re.findall(r"pile (\d+): (\d+)", board) if int(objects)]
+    return f"[{random.choice(piles)} 1]"
+
+
+class AgentExecutor(TextArenaExecutor):
+    def __init__(self):
+        super().__init__(num_players=2, opponent=any_move, unfinished=-1.0, piles=[1, 2])
+
+
+def main(path):
+    with open(path, "w") as file:
+        file.writelines(json.dumps({"input": "Nim-v0", "label": seed}) + "\n" for seed in range(512))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,128 @@
+"""Environments of NVIDIA NeMo Gym: its agent servers play the episodes, and their model server asks the
+policy."""
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from openrlhf.utils.openai_agent import OpenAIAgentExecutor, Session
+
+SESSION = "openrlhf_session"
+"""Of a request's body: where its episode's own server is, and the key."""
+OF_TOKENS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+"""What NeMo Gym adds to the messages that it hands back. The engine has recorded them."""
+
+
+class NeMoGymExecutor(OpenAIAgentExecutor):
+    """Labels are rows of NeMo Gym, see `rows`: each is posted to the `/run` of the agent that its `agent_ref`
+    names, and comes back with the reward.
+
+    All episodes of a machine share one model server of NeMo Gym, whose `base_url` is
+    `http://127.0.0.1:{port}/v1`. It hands on what `responses_create_params.metadata.extra_body` says, and by
+    that a request finds its episode, in whichever engine's process that runs."""
+
+    def __init__(self, agents: Mapping[str, str], port: int, tool_parser: str | None = None) -> None:
+        """`agents`: addresses by name, such as {"simple_agent": "http://127.0.0.1:8001"}. `tool_parser`: as
+        of OpenAIAgentExecutor."""
+        super().__init__(tool_parser)
+        self.agents, self.port = agents, port
+        self._door: asyncio.Task[None] | None = None
+
+    async def run_agent(self, prompt: str, label: Any, session: Session) -> dict:
+        self._door = self._door or asyncio.create_task(open_door(self.port))
+        await asyncio.shield(self._door)
+        row = json.loads(label) if isinstance(label, str) else label
+        address = f"{self._address(row)}/run"
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client,
+            client.post(address, json=addressed(row, session)) as response,
+        ):
+            if not response.ok:
+                text = (await response.text())[:500]
+                raise RuntimeError(f"{address} answered {response.status}: {text}")
+            return result_of(await response.json())
+
+    def _address(self, row: Mapping[str, Any]) -> str:
+        name = (row.get("agent_ref") or {}).get("name")
+        if name not in self.agents:
+            raise ValueError(
+                f"the row's agent_ref names {name!r}; there are addresses of {', '.join(self.agents)}"
+            )
+        return self.agents[name].rstrip("/")
+
+
+def rows(lines: Iterable[str]) -> Iterator[dict[str, str]]:
+    """Of --data.prompt_dataset, from the JSON lines of a dataset of NeMo Gym. `input` is there to be read
+    in reports; the policy reads what the agent asks."""
+    for line in lines:
+        asked = json.loads(line)["responses_create_params"]["input"]
+        text = asked if isinstance(asked, str) else asked[-1]["content"]
+        yield {"input": text if isinstance(text, str) else json.dumps(text), "label": line.strip()}
+
+
+def addressed(row: Mapping[str, Any], session: Session) -> dict:
+    """The row, whose requests carry the session."""
+    params = row["responses_create_params"]
+    metadata = params.get("metadata") or {}
+    own = json.loads(metadata.get("extra_body") or "{}")
+    own[SESSION] = {"base_url": session.base_url, "api_key": session.api_key}
+    metadata = metadata | {"extra_body": json.dumps(own)}
+    return {**row, "responses_create_params": {**params, "metadata": metadata}}
+
+
+def result_of(answer: Mapping[str, Any]) -> dict:
+    """Numbers beside the reward become metrics. RuntimeError where the agent says that it failed."""
+    if failure := answer.get("_ng_failure_class"):
+        raise RuntimeError(f"the agent's episode failed: {failure}")
+    numbers = {name: value for name, value in answer.items() if isinstance(value, int | float)}
+    reward = numbers.pop("reward", None)
+    cut = ((answer.get("response") or {}).get("incomplete_details") or {}).get("reason")
+    return {
+        "reward": reward,
+        "truncated": cut == "max_output_tokens",
+        "extra_logs": {name: float(value) for name, value in numbers.items() if name[0] != "_"},
+    }
+
+
+async def open_door(port: int) -> None:
+    """Listen on 127.0.0.1. Every engine's process of a machine does so on the same port, and hands on what
+    is another's."""
+    app = web.Application(client_max_size=64 << 20)
+    app.router.add_post("/v1/chat/completions", _hand_on)
+    app.router.add_post("/tokenize", _hand_on)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port, reuse_port=True).start()
+
+
+async def _hand_on(request: web.Request) -> web.Response:
+    body = await request.json()
+    episode = body.pop(SESSION, None)
+    if episode is None:
+        text = f"the request has no {SESSION}: does the agent hand on responses_create_params.metadata?"
+        return web.json_response({"error": {"message": text}}, status=401)
+    for message in body["messages"]:
+        for name in OF_TOKENS:
+            message.pop(name, None)
+    address = episode["base_url"].removesuffix("/v1") + request.path
+    key = {"Authorization": f"Bearer {episode['api_key']}"}
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client,
+        client.post(address, json=body, headers=key) as response,
+    ):
+        return web.json_response(_as_vllm(await response.json(), body), status=response.status)
+
+
+def _as_vllm(answer: dict, body: Mapping[str, Any]) -> dict:
+    """What NeMo Gym asks vLLM for: ids as the names of tokens, and "context length" in an error of that."""
+    if answer.get("error", {}).get("code") == "context_length_exceeded":
+        answer["error"]["message"] += " (context length)"
+    if body.get("return_tokens_as_token_ids"):
+        for choice in answer.get("choices", ()):
+            for entry in (choice.get("logprobs") or {}).get("content", ()):
+                entry["token"] = f"token_id:{entry['token_id']}"
+    return answer

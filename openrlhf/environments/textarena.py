@@ -1,0 +1,112 @@
+"""Games of TextArena: the policy alone, against an opponent, or against itself."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.environments.conversation import Conversation
+from openrlhf.environments.gym import seed_of
+from openrlhf.environments.packages import package
+from openrlhf.environments.randomness import GlobalRandom
+from openrlhf.utils.agent import AgentExecutorBase, Engine, call_in_time
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm.sampling_params import SamplingParams
+
+textarena = package("textarena")
+
+
+class TextArenaExecutor(AgentExecutorBase):
+    """The prompt is the game's name, such as GuessTheNumber-v0, the label its seed. The trained player is
+    number `seed % num_players`, and the reward what the game gives it."""
+
+    def __init__(
+        self,
+        num_players: int = 1,
+        opponent: Callable[[str], str] | None = None,
+        unfinished: float = 0.0,
+        **options: Any,
+    ) -> None:
+        """`opponent(told)`: the move of every other player. None: the policy plays them too, and is not
+        trained on what it does there. `unfinished`: the reward where the game did not end. `options`: of
+        textarena.make."""
+        super().__init__()
+        self.num_players, self.opponent = num_players, opponent
+        self.unfinished, self.options = unfinished, options
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: "SamplingParams",
+        max_length: int,
+        hf_tokenizer: "PreTrainedTokenizerBase",
+        llm_engine: Engine,
+        images: Any = None,
+        *,
+        max_turns: int | None = None,
+        step_timeout: float | None = None,
+    ) -> dict:
+        """As GymExecutor."""
+        seed = seed_of(label)
+        own, trained = GlobalRandom(seed), seed % self.num_players
+        talks = [
+            Conversation(llm_engine, hf_tokenizer, sampling_params, max_length, max_turns)
+            for _ in range(self.num_players)
+        ]
+
+        async def call(method: Callable, *arguments: Any) -> Any:
+            return await call_in_time(own.within(method), *arguments, seconds=step_timeout)
+
+        game = await call(Game, prompt, self.num_players, seed, self.options)
+        while not game.is_over:
+            player, told = await call(game.look)
+            if player == trained or self.opponent is None:
+                move = await talks[player].answer(told)
+            else:
+                move = await call(self.opponent, told)
+            if move is None:
+                break
+            await call(game.move, move)
+        talk = talks[trained]
+        if not talk.token_ids:
+            raise ValueError(f"{prompt} ended before player {trained} moved: there is nothing to train on")
+        return {
+            "reward": game.reward(trained) if game.is_over else self.unfinished,
+            "observation_tokens": talk.token_ids,
+            "action_ranges": talk.action_ranges,
+            "truncated": not game.is_over or talk.is_cut,
+            "extra_logs": {"turns": len(talk.action_ranges)},
+        }
+
+
+class Game:
+    """One that has begun."""
+
+    def __init__(self, name: str, num_players: int, seed: int, options: dict[str, Any]) -> None:
+        self.env = textarena.make(name, **options)
+        self.env.reset(num_players=num_players, seed=seed)
+        self.is_over = False
+
+    def look(self) -> tuple[int, str]:
+        """Whose turn it is, and what this player has not been told yet."""
+        bare = self.env
+        while isinstance(bare, textarena.Wrapper):  # they tell the whole game again in every turn
+            bare = bare.env
+        player, events = bare.get_observation()
+        return player, self._text(player, events)
+
+    def _text(self, player: int, events: Sequence[tuple[int, str, Any]]) -> str:
+        """Without what the player did itself."""
+        names = self.env.state.role_mapping
+        others = [event for event in events if event[0] != player]
+        return "\n".join(
+            text if sender == textarena.GAME_ID else f"[{names[sender]}] {text}" for sender, text, _ in others
+        )
+
+    def move(self, text: str) -> None:
+        self.is_over, _ = self.env.step(text)
+
+    def reward(self, player: int) -> float:
+        rewards, _ = self.env.close()
+        return float(rewards[player])
