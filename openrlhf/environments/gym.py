@@ -29,6 +29,7 @@ class GymExecutor(AgentExecutorBase, ABC):
     """An environment for each episode, whose observations are user messages to the policy. The reward is the
     sum over the turns; the metric `rollout/turns` their number."""
 
+    writes_messages = True
     draws_globally = True
     """The environment draws from the global random numbers of Python or numpy: each episode has its own, and
     calls of environments run one at a time. False: side by side, and methods may be `async`."""

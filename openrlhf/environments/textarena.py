@@ -20,6 +20,8 @@ class TextArenaExecutor(AgentExecutorBase):
     """The prompt is the game's name, such as GuessTheNumber-v0, the label its seed. The trained player is
     number `seed % num_players`, and the reward what the game gives it."""
 
+    writes_messages = True
+
     def __init__(
         self,
         num_players: int = 1,

@@ -21,8 +21,6 @@ from openrlhf.rewards.user_file import (
 from openrlhf.rollout.old_agents import QueueExecutor, has_step, is_handed_everything, step_environment
 from openrlhf.utils.agent import AgentExecutorBase, Engine, MultiTurnAgentExecutor, RewardError, StepTimeout
 from openrlhf.utils.chat_stream import TemplateProblem, probe
-from openrlhf.utils.openai_agent import OpenAIAgentExecutor
-from openrlhf.utils.tools import ToolAgentExecutor
 
 if TYPE_CHECKING:  # the import of a file is checked without what takes seconds
     from transformers import PreTrainedTokenizerBase
@@ -91,8 +89,8 @@ def load_agent(
         )
     if problem := _unusable(found) or _unlimited(found, limits):
         raise UnusableFile(f"{problem}.\n{FORM}")
-    if tokenizer is not None and issubclass(found, (OpenAIAgentExecutor, ToolAgentExecutor)):
-        _check_template(tokenizer(), is_chat, with_tools=issubclass(found, ToolAgentExecutor))
+    if tokenizer is not None and found.writes_messages:
+        _check_template(tokenizer(), is_chat, with_tools=found.calls_tools)
     return lambda setting: found()
 
 

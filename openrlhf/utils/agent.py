@@ -53,6 +53,11 @@ class AgentExecutorBase:
     """One object for each engine process. `execute` runs for many samples at a time, so it keeps no state of
     one."""
 
+    writes_messages = False
+    """Prompts become messages, which the policy reads by its chat template: that is tried before a run."""
+    calls_tools = False
+    """Messages may have calls of tools, and their results."""
+
     def __init__(
         self,
         agent_instance_cls: Any = None,

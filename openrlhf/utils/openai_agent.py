@@ -46,6 +46,8 @@ class OpenAIAgentExecutor(AgentExecutorBase, ABC):
     each engine process. Every call is recorded. A conversation that goes on keeps the tokens that were
     sampled; one that was rewritten begins a new sequence, which shares the reward."""
 
+    writes_messages = True
+
     def __init__(self, tool_parser: str | None = None) -> None:
         """`tool_parser`: the name of one of vLLM's, such as hermes, which finds calls of tools in an answer.
         None: requests with tools are refused."""

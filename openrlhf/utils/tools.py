@@ -101,6 +101,8 @@ class ToolAgentExecutor(AgentExecutorBase, ABC):
     """The policy answers, its calls of tools are run, it reads their results behind what it has sampled, and
     goes on until an answer calls nothing. All of it is one stream of tokens."""
 
+    writes_messages = calls_tools = True
+
     def __init__(
         self,
         tools: Sequence[Callable | Tool | ToolServer],

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from test_chat_templates import ALL, MODELS, tokenizer_of
 
-from openrlhf.rollout.agents import AgentSetting, UserExecutor, check_agent_file
+from openrlhf.rewards.user_file import UnusableFile
+from openrlhf.rollout.agents import AgentSetting, UserExecutor, check_agent_file, load_agent
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.utils.chat_stream import CALL, ChatStream, TemplateProblem, probe
 
@@ -95,12 +96,13 @@ def test_templates_that_no_agent_can_use(template: str | None, problem: str) -> 
 
 def test_a_template_is_tried_before_anything_starts(tmp_path: Path) -> None:
     (path := tmp_path / "agent.py").write_text(AGENT)
-    check = partial(check_agent_file, str(path), "--train.agent_func_path")
-    check(tokenizer=tiny_tokenizer)
+    load_agent(str(path), tokenizer=tiny_tokenizer)
+    with pytest.raises(UnusableFile, match="the policy would read it twice"):
+        load_agent(str(path), tokenizer=tiny_tokenizer, is_chat=True)
     with pytest.raises(ValueError, match=r"--train\.agent_func_path .*chat template does not fit an agent"):
-        check(tokenizer=partial(with_template, ONLY_THE_LAST))
-    with pytest.raises(ValueError, match="the policy would read it twice"):
-        check(tokenizer=tiny_tokenizer, is_chat=True)
+        check_agent_file(
+            str(path), "--train.agent_func_path", tokenizer=partial(with_template, ONLY_THE_LAST)
+        )
 
 
 def test_what_an_engine_remarks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
