@@ -122,7 +122,8 @@ class Session:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         plain = DefaultAsyncHttpxClient(verify=False)  # no TLS here, and certificates take 20 ms to read
-        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=plain, max_retries=0)
+        options: Any = {"http_client": plain, "max_retries": 0, "timeout": None}  # episodes have limits
+        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
 
     async def complete(self, request: Mapping[str, Any]) -> dict:
         """The answer to /v1/chat/completions, as OpenAI has it, with the token ids of prompt and answers."""
