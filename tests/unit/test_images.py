@@ -394,6 +394,6 @@ def test_the_next_address_is_tried(monkeypatch):
     found = [(0, 0, 0, "", (address, 443)) for address in ("93.184.215.14", "2606:2800:21f::1")]
     monkeypatch.setattr(image_urls.socket, "getaddrinfo", lambda *_, **__: found)
     monkeypatch.setattr(image_urls.socket, "create_connection", refuse)
-    with pytest.raises(ValueError, match="/a.png: refused"):
+    with pytest.raises(ValueError, match=r"/a\.png: refused"):
         fetch(f"https://{HOST}/a.png", (HOST,), 10)
     assert tried == [("93.184.215.14", 443), ("2606:2800:21f::1", 443)]
