@@ -1,0 +1,137 @@
+"""Images as a vision-language model reads them: patches, in place of the tokens that stand for them.
+
+A row carries image files. They become tensors here, by the processor that belongs to the model, for each
+forward pass; the last ones are kept, because the samples of a prompt share its images. Where a token of an
+image has positions in height and width, they are counted in each sequence alone, so that a row may hold
+several.
+"""
+
+import hashlib
+import inspect
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image as PILImage
+from PIL import ImageOps
+from torch import Tensor, nn
+from transformers import AutoProcessor, PreTrainedConfig
+
+from openrlhf.types import Image, PackedRow, Sample
+
+KEPT_IMAGES = 64
+"""Of which a process keeps the patches."""
+BLANK_SIDE = 56
+"""Pixels of the picture that stands behind a row without images."""
+SHAPES = ((64, 64), (96, 160))
+"""Height and width of pictures that are read as different numbers of patches."""
+
+
+class ImageReader:
+    """What belongs to a model that reads images: its processor, and the token that stands for patches."""
+
+    def __init__(self, processor: Any, image_token_id: int) -> None:
+        self.processor, self.image_token_id = processor, image_token_id
+        self.patches = lru_cache(KEPT_IMAGES)(self._patches)
+
+    def inputs(self, token_ids: Tensor, images: Sequence[Image]) -> dict[str, Tensor]:
+        """Of token ids (N,): the patches of their images, end to end, and which tokens stand for them, by the
+        names that transformers' models have for it."""
+        read = [self.patches(image.data) for image in images]
+        inputs = {name: torch.cat([of_image[name] for of_image in read]) for name in read[0]}
+        kinds = self.kinds(token_ids)
+        return inputs | {"mm_token_type_ids": kinds, "token_type_ids": kinds}
+
+    def kinds(self, token_ids: Tensor) -> Tensor:
+        """(1, N) int32: 1 for patches, 0 for text."""
+        return (token_ids == self.image_token_id).int()[None]
+
+    @cached_property
+    def blank(self) -> Sample:
+        return self.alone(PILImage.new("RGB", (BLANK_SIDE, BLANK_SIDE), "grey"))
+
+    def noise(self, shape: tuple[int, int]) -> Sample:
+        """A picture of `shape`, height and width, the same one at every call."""
+        pixels = np.random.default_rng(shape).integers(256, size=(*shape, 3), dtype=np.uint8)
+        return self.alone(PILImage.fromarray(pixels))
+
+    def alone(self, picture: PILImage.Image) -> Sample:
+        """As a sequence that has nothing else, and nothing to learn."""
+        read = self.processor(text=[self.processor.image_token], images=[picture])
+        token_ids = torch.tensor(read["input_ids"][0])
+        mask = torch.zeros(len(token_ids), dtype=torch.bool)
+        return Sample(token_ids=token_ids, action_mask=mask, images=(encoded(picture),))
+
+    def _patches(self, data: bytes) -> dict[str, Tensor]:
+        return dict(self.processor.image_processor(images=[decoded(data)], return_tensors="pt"))
+
+
+def image_reader(path: str, config: PreTrainedConfig) -> ImageReader:
+    token_id = getattr(config, "image_token_id", None) or getattr(config, "image_token_index")
+    return ImageReader(AutoProcessor.from_pretrained(path), token_id)
+
+
+def decoded(data: bytes) -> PILImage.Image:
+    """The picture of a file, upright, in RGB."""
+    return ImageOps.exif_transpose(PILImage.open(io.BytesIO(data))).convert("RGB")
+
+
+def encoded(picture: PILImage.Image) -> Image:
+    """Without loss."""
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return Image(f"sha256:{hashlib.sha256(file.getvalue()).hexdigest()}", file.getvalue())
+
+
+def with_blank(row: PackedRow, reader: ImageReader) -> PackedRow:
+    """`row`; where it has no images a grey picture behind it, as a sequence of its own. Ranks that share
+    parameters or sum up gradients must all pass through the vision tower."""
+    if row.images:
+        return row
+    blank = PackedRow.of([reader.blank]).to(row.token_ids.device)
+    return replace(
+        row,
+        token_ids=torch.cat([row.token_ids, blank.token_ids]),
+        position_ids=torch.cat([row.position_ids, blank.position_ids]),
+        lengths=row.lengths + blank.lengths,
+        images=((),) * len(row.lengths) + blank.images,
+    )
+
+
+def inputs_of_row(backbone: nn.Module, row: PackedRow, reader: ImageReader) -> dict[str, Tensor]:
+    """What `backbone` is called with for a row of one or more images, beside its token ids."""
+    inputs = reader.inputs(row.token_ids, [image for images in row.images for image in images])
+    inputs["position_ids"] = row.position_ids[None]
+    if hasattr(backbone, "get_rope_index"):
+        inputs["position_ids"] = _positions(backbone, row, reader)
+    return _accepted(backbone, inputs, row.token_ids.device)
+
+
+def inputs_of_one(
+    backbone: nn.Module, token_ids: Tensor, images: Sequence[Image], reader: ImageReader
+) -> dict[str, Tensor]:
+    """The same for a sequence alone (L,), whose positions are left to the model."""
+    return _accepted(backbone, reader.inputs(token_ids, images), token_ids.device)
+
+
+def _positions(backbone: Any, row: PackedRow, reader: ImageReader) -> Tensor:
+    """(4, 1, N): the place in the sequence, then time, height and width as the model counts them."""
+    places = []
+    for token_ids, images in zip(row.token_ids.cpu().split(row.lengths), row.images, strict=True):
+        grids = [reader.patches(image.data)["image_grid_thw"] for image in images]
+        kinds = reader.kinds(token_ids)
+        of_sequence, _ = backbone.get_rope_index(
+            token_ids[None], kinds, image_grid_thw=torch.cat(grids) if grids else None
+        )
+        places.append(of_sequence)
+    return torch.cat([row.position_ids[None, None], torch.cat(places, dim=2).to(row.position_ids.device)])
+
+
+def _accepted(backbone: nn.Module, inputs: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Those that the architecture takes."""
+    names = inspect.signature(backbone.forward).parameters
+    return {name: value.to(device, non_blocking=True) for name, value in inputs.items() if name in names}
