@@ -78,6 +78,7 @@ def pair_columns(config: RMConfig | DPOConfig) -> dict[str, str | None]:
         "--data.prompt_key": data.prompt_key,
         "--data.chosen_key": data.chosen_key,
         "--data.rejected_key": data.rejected_key,
+        "--data.image_key": data.image_key if data.reads_images else None,
     }
 
 

@@ -9,10 +9,12 @@ from urllib.parse import urlsplit
 from openrlhf.algos.traits import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from openrlhf.config.checks import (
     COMMON_UNREAD,
+    IMAGES_UNREAD,
     IN_BASH,
     Unread,
     batches,
     first_of_each,
+    image_rows,
     local_datasets,
     local_models,
     not_yet,
@@ -50,6 +52,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
                 ("eval.dataset", None),
             ),
             *template(config, explicit),
+            *image_rows(config),
             *_reward_source(config),
             *_gym_datasets(config),
             *_reward_shaping(config),
@@ -264,11 +267,7 @@ PPO_UNREAD = (
         why="train.async_enable is off",
     ),
     Unread(keys=("train.ema_beta",), when=lambda c: not c.train.enable_ema, why="train.enable_ema is off"),
-    Unread(
-        keys=("data.image_key",),
-        when=lambda c: c.data.max_images_per_prompt == 0,
-        why="data.max_images_per_prompt is 0",
-    ),
+    IMAGES_UNREAD,
     Unread(
         keys=("ckpt.best_metric_key",),
         when=lambda c: c.eval.dataset is None,
