@@ -334,7 +334,7 @@ class PromptDataConfig:
     image_key: str = "images"
     """Column with images."""
     max_images_per_prompt: CountOrZero = 0
-    """Images in one prompt at most. 0: text only."""
+    """Images in one prompt at most, with those that an agent's environment adds. 0: text only."""
     bad_rows: BadRows | None = None
     """A row that cannot be used (a line that is no JSON, missing column, wrong type, empty prompt, prompt of
     data.max_len tokens or more) stops the run, or is left out and counted. None: prompts that are too long
@@ -573,6 +573,10 @@ class PPOConfig:
     @property
     def uses_reward_model(self) -> bool:
         return bool(self.reward.models)
+
+    @property
+    def reads_images(self) -> bool:
+        return self.data.max_images_per_prompt > 0
 
     @property
     def uses_reference(self) -> bool:

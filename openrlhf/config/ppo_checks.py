@@ -79,8 +79,6 @@ PPO_NOT_YET: Mapping[str, str] = {
     "train.partial_rollout_enable": "partial rollout is",
     "actor.optim": "Muon is",
     "critic.optim": "Muon is",
-    "actor.freeze_visual_encoder": "training with images is",
-    "data.max_images_per_prompt": "training with images is",
     "vllm.sync_with_ray": "weight sync with ray.util.collective is",
     "ds.lora.rank": "LoRA is",
     "ds.load_in_4bit": "4-bit training is",
@@ -265,7 +263,7 @@ PPO_UNREAD = (
     ),
     Unread(keys=("train.ema_beta",), when=lambda c: not c.train.enable_ema, why="train.enable_ema is off"),
     Unread(
-        keys=("data.image_key",),
+        keys=("data.image_key", "actor.freeze_visual_encoder"),
         when=lambda c: c.data.max_images_per_prompt == 0,
         why="data.max_images_per_prompt is 0",
     ),
