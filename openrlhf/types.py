@@ -99,7 +99,7 @@ class Turn:
     executor makes of it."""
 
     prompt_ids: np.ndarray
-    """(P,) int32: all that the policy had read when it chose. An image is as many tokens as the model reads of
+    """(P,) int32: all that the policy had read when it chose, an image as many tokens as the model reads of
     it."""
     action_ids: np.ndarray
     """(A,) int32"""

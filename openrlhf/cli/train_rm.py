@@ -52,6 +52,7 @@ class RewardModelTask(task.Task[RMConfig]):
             experts=config.ds.experts_implementation,
             liger=config.ds.use_liger_kernel,
             in_4bit=config.ds.load_in_4bit,
+            images=config.data.reads_images,
         )
 
     def objective(self, run: task.Run[RMConfig]) -> "RewardObjective":

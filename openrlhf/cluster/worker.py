@@ -38,18 +38,20 @@ from openrlhf.models.loading import (
     load_causal_lm,
     load_config,
     load_tokenizer,
+    policy_processor,
     policy_tokenizer,
     room_of,
     stop_token_ids,
 )
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, ValueModel, load_scorer, score_statistics
+from openrlhf.models.vision import freeze_vision
 from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.balanced import BalancedObjective
 from openrlhf.objectives.critic import CriticObjective
 from openrlhf.objectives.ptx import PTXObjective
 from openrlhf.rewards.models import RewardReader
-from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, Trajectory
+from openrlhf.types import Batch, ExperienceRow, Image, Metrics, PackedRow, Sample, Trajectory
 
 ModelT = TypeVar("ModelT", DeepSpeedEngine, FrozenModel)
 
@@ -131,6 +133,7 @@ class ModelWorker(Worker, Generic[ModelT]):
                 max_len=self.config.data.max_len,
                 experts=ds.experts_implementation,
                 liger=ds.use_liger_kernel,
+                images=self.config.reads_images,
             )
         )
 
@@ -216,7 +219,7 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
     def export(self, folder: str) -> None:
         self.model.export(folder)
         if self.rank == 0:
-            policy_tokenizer(self.config).save_pretrained(folder)
+            policy_processor(self.config).save_pretrained(folder)
 
     def _engine(
         self,
@@ -282,6 +285,12 @@ class PolicyWorker(TrainedWorker):
         self._find_place_in_texts()
         rest_optimizer(self.model, self.config.ds.enable_sleep)
 
+    def build_model(self, path: str, flag: str) -> RowModel:
+        module = super().build_model(path, flag)
+        if self.config.actor.freeze_visual_encoder:
+            freeze_vision(module.model)
+        return module
+
     def objective(self, kl_coef: float, seen: list[Tensor] | None = None) -> Objective[ExperienceRow]:
         objective = ActorObjective.from_config(self.config, kl_coef, seen)
         return balanced(objective, self.config.actor.aux_loss_coef, "policy")
@@ -336,10 +345,10 @@ class PolicyWorker(TrainedWorker):
             rank=self.rank,
         )
 
-    def probe(self, token_ids: list[int]) -> Tensor:
+    def probe(self, token_ids: list[int], images: tuple[Image, ...]) -> Tensor:
         """(L - 1,) log-probs of every token but the first at temperature 1."""
         ids = torch.tensor(token_ids)
-        row = PackedRow.of([Sample(token_ids=ids, action_mask=torch.arange(len(ids)) > 0)])
+        row = PackedRow.of([Sample(token_ids=ids, action_mask=torch.arange(len(ids)) > 0, images=images)])
         return self.model.forward([row], lambda model, row: model(row).log_probs)[0]
 
     def weight_bytes(self) -> int:
@@ -402,6 +411,7 @@ def _build_scorer(config: PPOConfig, path: str, flag: str, trained: bool = False
         head_prefix=ds.value_head_prefix,
         experts=ds.experts_implementation,
         liger=ds.use_liger_kernel,
+        images=config.reads_images,
         trained=trained,
     )
 

@@ -334,7 +334,7 @@ class PromptDataConfig:
     image_key: str = "images"
     """Column with images: a path, https:// address, data: URI, base64 or bytes, or a list of them."""
     max_images_per_prompt: CountOrZero = 0
-    """Images in one prompt at most. 0: text only."""
+    """Images in one prompt at most, with those that an agent's environment adds. 0: text only."""
     image_root: str | None = None
     """Folder that the paths of images begin at and may not leave. None: that of each file of rows."""
     image_hosts: tuple[str, ...] | None = None
@@ -577,6 +577,10 @@ class PPOConfig:
     @property
     def uses_reward_model(self) -> bool:
         return bool(self.reward.models)
+
+    @property
+    def reads_images(self) -> bool:
+        return self.data.max_images_per_prompt > 0
 
     @property
     def uses_reference(self) -> bool:

@@ -82,8 +82,6 @@ PPO_NOT_YET: Mapping[str, str] = {
     "train.partial_rollout_enable": "partial rollout is",
     "actor.optim": "Muon is",
     "critic.optim": "Muon is",
-    "actor.freeze_visual_encoder": "training with images is",
-    "data.max_images_per_prompt": "training with images is",
     "vllm.sync_with_ray": "weight sync with ray.util.collective is",
     "ds.lora.rank": "LoRA is",
     "ds.load_in_4bit": "4-bit training is",
@@ -268,6 +266,11 @@ PPO_UNREAD = (
     ),
     Unread(keys=("train.ema_beta",), when=lambda c: not c.train.enable_ema, why="train.enable_ema is off"),
     IMAGES_UNREAD,
+    Unread(
+        keys=("actor.freeze_visual_encoder",),
+        when=lambda c: c.data.max_images_per_prompt == 0,
+        why="data.max_images_per_prompt is 0",
+    ),
     Unread(
         keys=("ckpt.best_metric_key",),
         when=lambda c: c.eval.dataset is None,

@@ -10,6 +10,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoProcessor,
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
@@ -161,6 +162,17 @@ def policy_tokenizer(config: PPOConfig) -> PreTrainedTokenizerBase:
         use_fast=not config.data.disable_fast_tokenizer,
         chat_template=config.data.tokenizer_chat_template,
     )
+
+
+def policy_processor(config: PPOConfig) -> Any:
+    """What is handed out and saved with a policy: its tokenizer; where it reads images, the processor around
+    it."""
+    tokenizer = policy_tokenizer(config)
+    if not config.reads_images:
+        return tokenizer
+    processor = AutoProcessor.from_pretrained(config.actor.model_name_or_path)
+    processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
+    return processor
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

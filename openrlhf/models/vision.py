@@ -6,9 +6,7 @@ image has positions in height and width, they are counted in each sequence alone
 several.
 """
 
-import hashlib
 import inspect
-import io
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -17,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image as PILImage
-from PIL import ImageOps
 from torch import Tensor, nn
-from transformers import AutoProcessor, PreTrainedConfig
+from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel
 
+from openrlhf.datasets.pictures import decoded, encoded
 from openrlhf.types import Image, PackedRow, Sample
 
 KEPT_IMAGES = 64
@@ -71,20 +69,22 @@ class ImageReader:
 
 
 def image_reader(path: str, config: PreTrainedConfig) -> ImageReader:
-    token_id = getattr(config, "image_token_id", None) or getattr(config, "image_token_index")
-    return ImageReader(AutoProcessor.from_pretrained(path), token_id)
+    return ImageReader(AutoProcessor.from_pretrained(path), image_token_id(config))
 
 
-def decoded(data: bytes) -> PILImage.Image:
-    """The picture of a file, upright, in RGB."""
-    return ImageOps.exif_transpose(PILImage.open(io.BytesIO(data))).convert("RGB")
+def image_token_id(config: Any) -> int:
+    """Of the token that stands for patches. Older architectures call it an index."""
+    found = getattr(config, "image_token_id", None)
+    return config.image_token_index if found is None else found
 
 
-def encoded(picture: PILImage.Image) -> Image:
-    """Without loss."""
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return Image(f"sha256:{hashlib.sha256(file.getvalue()).hexdigest()}", file.getvalue())
+def freeze_vision(model: PreTrainedModel) -> None:
+    """Only the language part is trained: not the tower, nor what projects its patches."""
+    head = model.get_output_embeddings()
+    learns = {id(p) for part in (model.get_decoder(), head) if part for p in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in learns:
+            parameter.requires_grad_(False)
 
 
 def with_blank(row: PackedRow, reader: ImageReader) -> PackedRow:

@@ -106,11 +106,12 @@ def _unlimited(executor: type[AgentExecutorBase], limits: Sequence[str]) -> str:
     return ""
 
 
-LIMITS = {"max_turns": "--train.max_turns", "step_timeout": "--rollout.step_timeout"}
-PARAMETERS = (
-    *("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine", "images"),
-    *LIMITS,
-)
+LIMITS = {
+    "max_turns": "--train.max_turns",
+    "step_timeout": "--rollout.step_timeout",
+    "images": "--data.max_images_per_prompt",
+}
+PARAMETERS = (*("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine"), *LIMITS)
 
 
 def _accepted(execute: Callable) -> tuple[str, ...]:

@@ -6,24 +6,39 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from openrlhf.datasets.pictures import encoded
 from openrlhf.rollout.seeds import seed_at
-from openrlhf.types import Turn, present
+from openrlhf.types import Image, Turn, present
 from openrlhf.utils.agent import Engine
 
 if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
+    from PIL.Image import Image as Picture
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
+
+
+NEVER = -100.0
+"""What a token's logit is added that is never sampled: the least that vLLM takes."""
 
 
 class RecordingEngine:
     """One episode's view of an engine. Whatever an executor makes of the answers, `turns` is exact."""
 
     def __init__(
-        self, engine: Engine, seed_address: tuple[int | str, ...], stop_token_ids: Sequence[int]
+        self,
+        engine: Engine,
+        seed_address: tuple[int | str, ...],
+        stop_token_ids: Sequence[int],
+        pictures: Sequence[tuple[Image, "Picture"]] = (),
+        image_token_id: int | None = None,
     ) -> None:
-        """`seed_address`: of the first turn; the others have their number behind it."""
+        """`seed_address`: of the first turn; the others have their number behind it. `pictures`: those of
+        the prompt, as an executor is handed them. `image_token_id`: what stands for patches, which an answer
+        never has: whoever reads it would look for an image."""
         self._engine, self._address, self._stop_token_ids = engine, seed_address, list(stop_token_ids)
+        self._known = {id(picture): (image, picture) for image, picture in pictures}
+        self._bias = None if image_token_id is None else {image_token_id: NEVER}
         self._answers: list[list[Turn]] = []  # of each request
         self._death: Exception | None = None
 
@@ -43,6 +58,7 @@ class RecordingEngine:
         turn = len(self._answers)
         seed = seed_at(*self._address, *((turn,) if turn else ()))
         params = self._of_request(sampling_params, seed)
+        images = tuple(self._image(picture) for picture in _pictures(multi_modal_data))
         turns: list[Turn] = []
         self._answers.append(turns)
         try:
@@ -51,14 +67,21 @@ class RecordingEngine:
             if _is_death(error):
                 self._death = error
             raise
-        prompt_ids = np.asarray(prompt_token_ids, np.int32)
-        turns += [_turn(prompt_ids, answer, seed + answer.index) for answer in output.outputs]
+        # As the policy read it, with all tokens of its images.
+        prompt_ids = np.asarray(output.prompt_token_ids if images else prompt_token_ids, np.int32)
+        turns += [_turn(prompt_ids, images, answer, seed + answer.index) for answer in output.outputs]
         return output
 
     def check_alive(self) -> None:
         """Raise the engine's death, if an executor has seen it."""
         if self._death is not None:
             raise self._death
+
+    def _image(self, picture: "Picture") -> Image:
+        """The file that it was read from; of a picture that an executor made, one without loss."""
+        if id(picture) not in self._known:
+            self._known[id(picture)] = encoded(picture), picture
+        return self._known[id(picture)][0]
 
     def _of_request(self, sampling_params: "SamplingParams", seed: int) -> "SamplingParams":
         from vllm.sampling_params import RequestOutputKind
@@ -69,6 +92,8 @@ class RecordingEngine:
         params.output_kind = RequestOutputKind.FINAL_ONLY
         params.stop_token_ids = params.stop_token_ids or self._stop_token_ids
         params.logprobs = params.logprobs or 0  # at least that of the sampled token
+        if self._bias:
+            params.logit_bias = {**(params.logit_bias or {}), **self._bias}
         params.flat_logprobs = True  # half the time for each token, and it reads like a list
         return params
 
@@ -79,7 +104,13 @@ def _is_death(error: Exception) -> bool:
     return isinstance(error, EngineDeadError)
 
 
-def _turn(prompt_ids: np.ndarray, answer: "CompletionOutput", seed: int) -> Turn:
+def _pictures(multi_modal_data: dict | None) -> "list[Picture]":
+    """One or a list, as vLLM takes them."""
+    found = (multi_modal_data or {}).get("image", [])
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
+def _turn(prompt_ids: np.ndarray, images: tuple[Image, ...], answer: "CompletionOutput", seed: int) -> Turn:
     action_ids = np.asarray(answer.token_ids, np.int32)
     spans = [(int(span.version), span.end - span.start) for span in answer.weight_versions or ()]
     if not spans and len(action_ids):
@@ -91,6 +122,7 @@ def _turn(prompt_ids: np.ndarray, answer: "CompletionOutput", seed: int) -> Turn
         weight_versions=np.array(spans, np.int32).reshape(-1, 2),
         finish_reason=present(answer.finish_reason),
         seed=seed,
+        images=images,
     )
 
 

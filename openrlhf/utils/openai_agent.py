@@ -66,7 +66,6 @@ class OpenAIAgentExecutor(AgentExecutorBase, ABC):
         max_length: int,
         hf_tokenizer: "PreTrainedTokenizerBase",
         llm_engine: Engine,
-        images: Any = None,
     ) -> dict:
         session = Session(llm_engine, hf_tokenizer, sampling_params, max_length, self.tool_parser)
         async with self._server.serving(session):
