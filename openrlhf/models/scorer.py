@@ -121,7 +121,7 @@ def register_classifier(config: PreTrainedConfig) -> None:
     pretrained = next(c for c in generator.__mro__[1:] if issubclass(c, PreTrainedModel))
     name = generator.__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
     classifier = type(name, (GenericForSequenceClassification, pretrained), {"config_class": type(config)})
-    AutoModelForSequenceClassification.register(type(config), classifier)
+    AutoModelForSequenceClassification.register(type(config), classifier, exist_ok=True)
 
 
 def check_reward_model(path: str, flag: str, head_prefix: str) -> None:
