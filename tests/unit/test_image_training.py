@@ -76,14 +76,16 @@ def gradients(model):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def assert_same_gradients(ours, theirs, scale=1.0):
+def assert_same_gradients(ours, theirs):
     """Sums of float32 in another order: of numbers of the size of the largest."""
     ours, theirs = gradients(ours), gradients(theirs)
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         assert expected is not None and expected.abs().max() > 0, name
         atol = 1e-4 * float(expected.abs().max())
-        torch.testing.assert_close(ours[name], expected, atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours[name], expected, atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_the_loss_and_gradient_of_sft_are_those_of_transformers(folder, rows, tokenizer, processor, images):
@@ -142,9 +144,7 @@ def test_the_loss_of_dpo_is_that_of_transformers(folder, rows, tokenizer, proces
     assert pair_log_probs(reference, row).shape == (len(ROWS), 2)
     loss, _ = objective(policy, row, norm_of(row))
 
-    ours, base = (
-        AutoModelForImageTextToText.from_pretrained(folder / name) for name in ("model", "other")
-    )
+    ours, base = (AutoModelForImageTextToText.from_pretrained(folder / name) for name in ("model", "other"))
 
     def log_prob(model, values, answer):
         inputs, start = read_by_the_processor(folder, processor, values, answer)
@@ -173,7 +173,9 @@ def test_the_scores_of_a_reward_model_are_those_of_its_backbone(folder, rows, to
         inputs, _ = read_by_the_processor(folder, processor, values, answer)
         return (plain(**inputs).last_hidden_state[0, -1] @ head.T).squeeze()
 
-    margins = torch.stack([score(values, values["output"]) - score(values, values["worse"]) for values in ROWS])
+    margins = torch.stack(
+        [score(values, values["output"]) - score(values, values["worse"]) for values in ROWS]
+    )
     expected = -logsigmoid(margins).mean()
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
