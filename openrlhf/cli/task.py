@@ -142,8 +142,11 @@ class Run(Generic[ConfigT]):
 
     def _build_model(self) -> "RowModel":
         from openrlhf.models.lora import prepare_for_training
+        from openrlhf.models.vision import freeze_vision
 
         module = self.task.load_model(self.tokenizer)
+        if self.config.model.freeze_visual_encoder:
+            freeze_vision(module.model)
         prepare_for_training(module.model, self.config.ds)
         return module
 
@@ -244,9 +247,15 @@ class Run(Generic[ConfigT]):
         return origin_of(config, self.task.command, models, more)
 
     def export(self, folder: str) -> None:
-        """Model and tokenizer in Hugging Face format. On every rank."""
+        """Model and tokenizer, or processor, in Hugging Face format. On every rank."""
+        from openrlhf.models.loading import processor_around
+
         self.engine.export(folder)
-        if self.mesh.is_first:
+        if not self.mesh.is_first:
+            return
+        if self.config.data.reads_images:
+            processor_around(self.tokenizer, self.config.model.model_name_or_path).save_pretrained(folder)
+        else:
             self.tokenizer.save_pretrained(folder)
 
     def _observer(self, resume_step: int | None) -> "Observer":

@@ -40,6 +40,8 @@ class ModelConfig:
     dropout_enable: bool = False
     """Train with the dropout, skipped layers and router noise that the model's config.json asks for. Not in
     DPO and KTO, whose policy must begin as its reference. Adapters have ds.lora.dropout."""
+    freeze_visual_encoder: bool = False
+    """Vision-language models: train the language part only."""
     aux_loss_coef: PositiveOrZero = 0.0
     """Weight of the balance loss of MoE models, which rises where routers use experts unevenly."""
 

@@ -165,6 +165,11 @@ SUPERVISED_UNREAD = (
         why="data.cache_enable is off",
     ),
     Unread(
+        keys=("model.freeze_visual_encoder",),
+        when=lambda c: not c.data.reads_images,
+        why="the rows have no images (data.max_images_per_prompt)",
+    ),
+    Unread(
         keys=("ds.enable_sleep",), when=lambda c: True, why="supervised training shares its GPUs with nobody"
     ),
 )

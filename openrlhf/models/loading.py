@@ -170,7 +170,12 @@ def policy_processor(config: PPOConfig) -> Any:
     tokenizer = policy_tokenizer(config)
     if not config.reads_images:
         return tokenizer
-    processor = AutoProcessor.from_pretrained(config.actor.model_name_or_path)
+    return processor_around(tokenizer, config.actor.model_name_or_path)
+
+
+def processor_around(tokenizer: PreTrainedTokenizerBase, path: str) -> Any:
+    """The processor of a vision-language model, with this tokenizer and its chat template."""
+    processor = AutoProcessor.from_pretrained(path)
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
     return processor
 

@@ -12,6 +12,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from openrlhf.models.backbone import RowModel, hidden_states
@@ -114,7 +118,7 @@ def load_scorer(
 
 def register_classifier(config: PreTrainedConfig) -> None:
     """Most vision-language models have no sequence classifier in transformers. It is made of the parts of
-    those that have one."""
+    those that have one, and reads the files of the generator, whatever their weights are called."""
     if type(config) in AutoModelForSequenceClassification._model_mapping:
         return
     generator = AutoModelForImageTextToText._model_mapping[type(config)]
@@ -122,6 +126,9 @@ def register_classifier(config: PreTrainedConfig) -> None:
     name = generator.__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
     classifier = type(name, (GenericForSequenceClassification, pretrained), {"config_class": type(config)})
     AutoModelForSequenceClassification.register(type(config), classifier, exist_ok=True)
+    names = (get_checkpoint_conversion_mapping(key) for key in (generator.__name__, config.model_type))
+    if (renaming := next(filter(None, names), None)) is not None:
+        register_checkpoint_conversion_mapping(name, renaming, overwrite=True)
 
 
 def check_reward_model(path: str, flag: str, head_prefix: str) -> None:

@@ -105,6 +105,7 @@ SUPERVISED = {
     "ds.enable_sleep",
     "eval.max_samples",
     "logger.run_dir",
+    "model.freeze_visual_encoder",
     "train.dynamic_batch_enable",
     "train.max_steps",
     "train.max_tokens_per_gpu",

@@ -1010,6 +1010,7 @@ REMARKS = [
         for command in (PPO, RM, DPO)
         for flag in ("image_key", "image_root")
     ),
+    (KTO, "--model.freeze_visual_encoder", "has no effect: the rows have no images"),
     (RM, "--data.image_hosts a.org", "has no effect: data.max_images_per_prompt is 0"),
     (PPO, "--actor.freeze_visual_encoder", "has no effect: data.max_images_per_prompt is 0"),
     (PPO, "--critic_learning_rate 1", "--critic.adam.lr 1.0: has no effect: only estimator gae has a critic"),
