@@ -178,6 +178,9 @@ class VLLMEngine:
                 enable_prefix_caching=options.enable_prefix_caching,
                 max_num_seqs=options.max_num_seqs,
                 limit_mm_per_prompt={"image": options.max_images, "video": 0} if options.max_images else {},
+                # Else the model has mean and deviation of pixels as buffers: no checkpoint holds them, so a
+                # model that waits for a weight sync would keep random ones.
+                mm_device_do_normalize=False,
                 # There are no graphs to capture on a CPU, and compiling there costs more than it gives back.
                 enforce_eager=options.enforce_eager or not options.on_gpu,
                 # A prompt computed in parts would rewind the random state of its request, which CPU

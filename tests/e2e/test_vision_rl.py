@@ -44,7 +44,7 @@ def seeing(openrlhf: Callable[[str], None], build_once: Callable) -> tuple[Pictu
             f"--ds.param_dtype fp32 --adam.lr 3e-3 --ckpt.output_dir {folder / 'model'}"
         )
 
-    folder = build_once("seeing", build)
+    folder = build_once("glimpsing", build)
     paths = json.loads((folder / "files.json").read_text())
     return PictureFiles(**{name: Path(path) for name, path in paths.items()}), folder / "model"
 
