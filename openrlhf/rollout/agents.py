@@ -66,6 +66,11 @@ def load_agent(path: str, limits: Sequence[str] = ()) -> Callable[[AgentSetting]
         problem = "AgentExecutor is no subclass of openrlhf.utils.agent.AgentExecutorBase"
         raise UnusableFile(f"{problem}.\n{FORM}")
     if is_handed_everything(found):
+        if "images" in limits:
+            raise UnusableFile(
+                f"{LIMITS['images']} is set, and executors that are handed everything at their start know no "
+                f"images.\n{FORM}"
+            )
         return lambda setting: QueueExecutor(
             found,
             max_steps=setting.max_turns,

@@ -38,7 +38,7 @@ class RecordingEngine:
         never has: whoever reads it would look for an image."""
         self._engine, self._address, self._stop_token_ids = engine, seed_address, list(stop_token_ids)
         self._known = {id(picture): (image, picture) for image, picture in pictures}
-        self._bias = None if image_token_id is None else {image_token_id: NEVER}
+        self._image_token_id = image_token_id
         self._answers: list[list[Turn]] = []  # of each request
         self._death: Exception | None = None
 
@@ -59,6 +59,7 @@ class RecordingEngine:
         seed = seed_at(*self._address, *((turn,) if turn else ()))
         params = self._of_request(sampling_params, seed)
         pictures = _pictures(multi_modal_data)
+        self._check_placeholders(prompt_token_ids, len(pictures))
         images = tuple(self._image(picture) for picture in pictures)
         if multi_modal_data and pictures:
             multi_modal_data = {**multi_modal_data, "image": [picture.convert("RGB") for picture in pictures]}
@@ -80,6 +81,16 @@ class RecordingEngine:
         if self._death is not None:
             raise self._death
 
+    def _check_placeholders(self, token_ids: Sequence[int], num_images: int) -> None:
+        """vLLM would leave what has no image as it is, and the trainer would look for one."""
+        if self._image_token_id is None:
+            return
+        if (found := list(token_ids).count(self._image_token_id)) != num_images:
+            raise ValueError(
+                f"llm_engine.generate got {found} tokens that stand for an image, and {num_images} images. "
+                "Each image has one, and multi_modal_data has all of the prompt's and of feedback's."
+            )
+
     def _image(self, picture: "Picture") -> Image:
         """The file that it was read from; of a picture that an executor made, one without loss."""
         if id(picture) not in self._known:
@@ -95,8 +106,8 @@ class RecordingEngine:
         params.output_kind = RequestOutputKind.FINAL_ONLY
         params.stop_token_ids = params.stop_token_ids or self._stop_token_ids
         params.logprobs = params.logprobs or 0  # at least that of the sampled token
-        if self._bias:
-            params.logit_bias = {**(params.logit_bias or {}), **self._bias}
+        if self._image_token_id is not None:
+            params.logit_bias = {**(params.logit_bias or {}), self._image_token_id: NEVER}
         params.flat_logprobs = True  # half the time for each token, and it reads like a list
         return params
 

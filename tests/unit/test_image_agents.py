@@ -195,6 +195,13 @@ def test_an_executor_that_takes_no_images_is_refused(tmp_path: Path) -> None:
     path.write_text(TOLD.replace("{tokens}", "ids").replace(", images)", ")"))
     with pytest.raises(ValueError, match="execute has no parameter images"):
         check_agent_file(str(path), FLAG, limits=("images",))
+    path.write_text(
+        "from openrlhf.utils.agent import AgentExecutorBase\n\nclass AgentExecutor(AgentExecutorBase):\n"
+        "    def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):\n"
+        "        super().__init__(None, max_steps, max_length, llm_engine, hf_tokenizer, result_queue)\n"
+    )
+    with pytest.raises(ValueError, match="know no images"):
+        check_agent_file(str(path), FLAG, limits=("images",))
 
 
 def test_the_placeholder_is_what_the_chat_template_writes(processor) -> None:

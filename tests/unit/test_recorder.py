@@ -188,3 +188,12 @@ def test_the_engine_sees_the_pixels_that_are_recorded() -> None:
     asyncio.run(engine.generate([PATCH], SamplingParams(), {"image": PILImage.new("LA", (2, 2), (7, 9))}))
     (shown,), (recorded,) = fake.pictures, engine.turns[0].images
     assert shown.mode == "RGB" and shown.tobytes() == decoded(recorded.data).tobytes()
+
+
+@pytest.mark.parametrize("prompt, count", [([1, PATCH], 0), ([1], 1), ([PATCH, PATCH], 1)])
+def test_every_image_has_one_placeholder(prompt: list[int], count: int) -> None:
+    fake, pictures = Expanding([5]), [PILImage.new("RGB", (2, 2))] * count
+    engine = RecordingEngine(fake, ADDRESS, [2], image_token_id=PATCH)
+    with pytest.raises(ValueError, match=f"{prompt.count(PATCH)} tokens that .* and {count} "):
+        asyncio.run(engine.generate(prompt, SamplingParams(), {"image": pictures}))
+    assert not fake.asked and not engine.turns
