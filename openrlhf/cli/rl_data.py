@@ -181,12 +181,19 @@ def pretrain_column(config: PPOConfig) -> dict[str, str]:
 def check_reward_templates(
     config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", prompts: "Sequence[Prompt]"
 ) -> None:
-    """Raise ValueError where a reward model's own chat template cannot show the prompts."""
-    from openrlhf.models.loading import load_tokenizer
+    """Raise ValueError where a reward model's own chat template cannot show the prompts, or a prompt's images
+    have places in the policy's tokens alone."""
+    from openrlhf.models.loading import load_tokenizer, reads_the_tokens_of
     from openrlhf.rewards.models import check_conversations, has_own_template
 
     for path in config.reward.models:
         own = load_tokenizer(path, flag=REWARD_FLAG)
+        is_another = has_own_template(own, tokenizer) or not reads_the_tokens_of(own, tokenizer)
+        if config.reads_images and is_another:
+            raise ValueError(
+                f"{REWARD_FLAG} {path}: its chat template or its tokens are not the policy's, so it could "
+                "not tell where\nan image stands. Train one from the policy's family."
+            )
         if has_own_template(own, tokenizer):
             check_conversations(prompts, own, path)
 

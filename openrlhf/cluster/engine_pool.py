@@ -12,7 +12,7 @@ from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.pending import Gathered, Handle, first
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.residency import Residency
-from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.datasets.pictures import decoded
 from openrlhf.engine.stored_weights import (
@@ -24,8 +24,8 @@ from openrlhf.engine.stored_weights import (
     probe_picture,
 )
 from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
-from openrlhf.models.loading import load_config, policy_processor, policy_tokenizer, stop_token_ids
-from openrlhf.models.vision import image_reader, image_token_id
+from openrlhf.models.loading import policy_processor, policy_tokenizer, stop_token_ids
+from openrlhf.models.vision import image_reader
 from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rewards.user_file import UserFiles
@@ -85,7 +85,7 @@ class EngineActor(VLLMEngine):
             retries=config.rollout.retries,
             at_a_time=config.rollout.episodes_at_a_time,
             reward_is_optional=config.uses_reward_model or config.uses_teacher,
-            image_token_id=image_token_id(load_config(path, ACTOR_FLAG)) if config.reads_images else None,
+            image_token_id=processor.image_token_id if config.reads_images else None,
         )
         self.samplings = {
             s.purpose: s for s in (Sampling.for_training(config), Sampling.for_evaluation(config))
@@ -249,8 +249,7 @@ class EnginePool:
     def _probe_picture(self) -> ProbePicture:
         if not self.config.reads_images:
             return ProbePicture()
-        path = self.config.actor.model_name_or_path
-        return probe_picture(image_reader(path, load_config(path, ACTOR_FLAG)))
+        return probe_picture(image_reader(self.config.actor.model_name_or_path))
 
 
 class _Sampler:

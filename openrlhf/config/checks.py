@@ -230,6 +230,8 @@ def image_rows(config: Any) -> Iterator[Problem]:
     data, key = config.data, "data.max_images_per_prompt"
     if data.max_images_per_prompt and not data.apply_chat_template:
         yield Problem(key=key, text="needs --data.apply_chat_template, which writes where an image stands")
+    if data.max_images_per_prompt and config.ds.use_liger_kernel:
+        yield Problem(key="ds.use_liger_kernel", text=f"its kernels read no images (--{key}); remove it")
     if data.image_root is not None and not os.path.isdir(data.image_root):
         yield Problem(
             key="data.image_root", text="is no folder; name the one that the paths of images begin at"

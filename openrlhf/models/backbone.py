@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from openrlhf.models.attention import packing_kwargs
-from openrlhf.models.vision import ImageReader, inputs_of_one, inputs_of_row, with_blank
+from openrlhf.models.vision import ImageReader, inputs_of_row, with_blank
 from openrlhf.types import Image, PackedRow
 
 
@@ -88,7 +88,7 @@ def inputs_alone(model: PreTrainedModel, token_ids: Tensor, images: Sequence[Ima
     if not images:  # as in `with_blank`; what stands behind a sequence changes nothing in it
         images, blank = reader.blank.images, reader.blank.token_ids.to(token_ids.device)
         token_ids = torch.cat([token_ids, blank])
-    return {"input_ids": token_ids[None]} | inputs_of_one(backbone_of(model), token_ids, images, reader)
+    return {"input_ids": token_ids[None]} | reader.inputs(token_ids, images)
 
 
 def _one_by_one(model: PreTrainedModel, row: PackedRow) -> Tensor:
@@ -96,7 +96,7 @@ def _one_by_one(model: PreTrainedModel, row: PackedRow) -> Tensor:
     sequences = zip(row.token_ids.split(row.lengths), row.images or [()] * len(row.lengths), strict=True)
     hidden = torch.cat([alone(model, *sequence) for sequence in sequences])
     for _ in range(num_passes - len(row.lengths)):
-        hidden = hidden + 0 * alone(model, row.token_ids[:2]).sum()
+        hidden = hidden + 0 * alone(model, row.token_ids.new_zeros(2)).sum()
     return hidden
 
 

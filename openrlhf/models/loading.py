@@ -99,7 +99,7 @@ def load_for_rows(
     )
     reading = reading_of(model)
     reading.flag, reading.packed = attention, takes_it
-    reading.images = image_reader(path, config) if images else None
+    reading.images = image_reader(path) if images else None
     if model.dtype == torch.bfloat16 and _emulates_bf16():
         device = torch.cuda.get_device_name()
         logger.warning("a %s only emulates bf16, slowly; --ds.param_dtype fp16 is its own type", device)

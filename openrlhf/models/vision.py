@@ -6,7 +6,6 @@ image has positions in height and width, they are counted in each sequence alone
 several.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image as PILImage
 from torch import Tensor, nn
-from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel
+from transformers import AutoProcessor, PreTrainedModel
 
 from openrlhf.datasets.pictures import decoded, encoded
 from openrlhf.types import Image, PackedRow, Sample
@@ -30,23 +29,23 @@ SHAPES = ((64, 64), (96, 160))
 
 
 class ImageReader:
-    """What belongs to a model that reads images: its processor, and the token that stands for patches."""
+    """The processor of a model that reads images."""
 
-    def __init__(self, processor: Any, image_token_id: int) -> None:
-        self.processor, self.image_token_id = processor, image_token_id
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
         self.patches = lru_cache(KEPT_IMAGES)(self._patches)
 
     def inputs(self, token_ids: Tensor, images: Sequence[Image]) -> dict[str, Tensor]:
         """Of token ids (N,): the patches of their images, end to end, and which tokens stand for them, by the
         names that transformers' models have for it."""
         read = [self.patches(image.data) for image in images]
-        inputs = {name: torch.cat([of_image[name] for of_image in read]) for name in read[0]}
-        kinds = self.kinds(token_ids)
-        return inputs | {"mm_token_type_ids": kinds, "token_type_ids": kinds}
+        patches = {name: torch.cat([of_image[name] for of_image in read]) for name in read[0]}
+        on_device = {name: x.to(token_ids.device, non_blocking=True) for name, x in patches.items()}
+        return on_device | {"mm_token_type_ids": self.kinds(token_ids)}
 
     def kinds(self, token_ids: Tensor) -> Tensor:
         """(1, N) int32: 1 for patches, 0 for text."""
-        return (token_ids == self.image_token_id).int()[None]
+        return (token_ids == self.processor.image_token_id).int()[None]
 
     @cached_property
     def blank(self) -> Sample:
@@ -68,14 +67,8 @@ class ImageReader:
         return dict(self.processor.image_processor(images=[decoded(data)], return_tensors="pt"))
 
 
-def image_reader(path: str, config: PreTrainedConfig) -> ImageReader:
-    return ImageReader(AutoProcessor.from_pretrained(path), image_token_id(config))
-
-
-def image_token_id(config: Any) -> int:
-    """Of the token that stands for patches. Older architectures call it an index."""
-    found = getattr(config, "image_token_id", None)
-    return config.image_token_index if found is None else found
+def image_reader(path: str) -> ImageReader:
+    return ImageReader(AutoProcessor.from_pretrained(path))
 
 
 def freeze_vision(model: PreTrainedModel) -> None:
@@ -105,17 +98,7 @@ def with_blank(row: PackedRow, reader: ImageReader) -> PackedRow:
 def inputs_of_row(backbone: nn.Module, row: PackedRow, reader: ImageReader) -> dict[str, Tensor]:
     """What `backbone` is called with for a row of one or more images, beside its token ids."""
     inputs = reader.inputs(row.token_ids, [image for images in row.images for image in images])
-    inputs["position_ids"] = row.position_ids[None]
-    if hasattr(backbone, "get_rope_index"):
-        inputs["position_ids"] = _positions(backbone, row, reader)
-    return _accepted(backbone, inputs, row.token_ids.device)
-
-
-def inputs_of_one(
-    backbone: nn.Module, token_ids: Tensor, images: Sequence[Image], reader: ImageReader
-) -> dict[str, Tensor]:
-    """The same for a sequence alone (L,), whose positions are left to the model."""
-    return _accepted(backbone, reader.inputs(token_ids, images), token_ids.device)
+    return inputs | {"position_ids": _positions(backbone, row, reader)}
 
 
 def _positions(backbone: Any, row: PackedRow, reader: ImageReader) -> Tensor:
@@ -123,15 +106,8 @@ def _positions(backbone: Any, row: PackedRow, reader: ImageReader) -> Tensor:
     places = []
     for token_ids, images in zip(row.token_ids.cpu().split(row.lengths), row.images, strict=True):
         grids = [reader.patches(image.data)["image_grid_thw"] for image in images]
-        kinds = reader.kinds(token_ids)
         of_sequence, _ = backbone.get_rope_index(
-            token_ids[None], kinds, image_grid_thw=torch.cat(grids) if grids else None
+            token_ids[None], reader.kinds(token_ids), image_grid_thw=torch.cat(grids) if grids else None
         )
         places.append(of_sequence)
     return torch.cat([row.position_ids[None, None], torch.cat(places, dim=2).to(row.position_ids.device)])
-
-
-def _accepted(backbone: nn.Module, inputs: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Those that the architecture takes."""
-    names = inspect.signature(backbone.forward).parameters
-    return {name: value.to(device, non_blocking=True) for name, value in inputs.items() if name in names}

@@ -58,7 +58,10 @@ class RecordingEngine:
         turn = len(self._answers)
         seed = seed_at(*self._address, *((turn,) if turn else ()))
         params = self._of_request(sampling_params, seed)
-        images = tuple(self._image(picture) for picture in _pictures(multi_modal_data))
+        pictures = _pictures(multi_modal_data)
+        images = tuple(self._image(picture) for picture in pictures)
+        if multi_modal_data and pictures:
+            multi_modal_data = {**multi_modal_data, "image": [picture.convert("RGB") for picture in pictures]}
         turns: list[Turn] = []
         self._answers.append(turns)
         try:

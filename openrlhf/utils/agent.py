@@ -132,8 +132,8 @@ class AgentInstanceBase(ABC):
             observation: instead of feedback, everything that the policy reads next. A rewritten history
                 begins a new sequence, which shares the reward.
             environment_images: for a policy that reads images, those of the feedback, or of what an
-                observation adds to the history: PIL images, one for each `<image>` in the text. Where the
-                text has none, they stand in front of it.
+                observation adds to the history: PIL images, bytes of their files or data: URIs, one for each
+                `<image>` in the text. Where the text has none, they stand in front of it.
             done: the episode ends.
             scores: what filtering and evaluation look at; that of the last turn that has one. Missing: the
                 reward.
@@ -231,7 +231,7 @@ class History:
 
     def read(self, step: dict) -> None:
         """What the environment says to it."""
-        images = step.get("environment_images") or []
+        images = [_picture(value) for value in step.get("environment_images") or ()]
         if images and self.processor is self.tokenizer:
             raise ValueError(
                 "environment_images: the policy reads no images; set --data.max_images_per_prompt, or leave "
@@ -244,6 +244,13 @@ class History:
         else:
             new, self.text, self.token_ids, self.images = whole, "", [], []
         self.add(with_placeholders(self.processor, new, len(images)) if images else new, images)
+
+
+def _picture(value: Any) -> "Picture":
+    from openrlhf.datasets.images import ImageSources, load_image  # most environments show none
+    from openrlhf.datasets.pictures import decoded
+
+    return decoded(load_image(value, ImageSources()).data)
 
 
 def _result(steps: Sequence[dict], *, truncated: bool) -> dict:

@@ -24,7 +24,6 @@ NOT_YET = {
     "train_reinforce_baseline_ray_agent_async.sh": {
         *("ds.ring_attn_size", "train.async_enable", "train.partial_rollout_enable"),
     },
-    "train_vlm_math_hybrid_engine.sh": {"actor.freeze_visual_encoder", "data.max_images_per_prompt"},
 }
 """Flags and commands that a script uses and that are not available yet."""
 

@@ -492,6 +492,11 @@ CHECKS = [
         for command in (SFT, RM, DPO)
     ),
     (
+        PPO,
+        "--data.max_images_per_prompt 1 --data.apply_chat_template --ds.use_liger_kernel",
+        "--ds.use_liger_kernel: its kernels read no images (--data.max_images_per_prompt); remove it",
+    ),
+    (
         SFT,
         "--data.max_images_per_prompt 1 --data.apply_chat_template --model.pretrain_mode_enable",
         "--data.max_images_per_prompt 1: contradicts model.pretrain_mode_enable",
@@ -1007,6 +1012,7 @@ REMARKS = [
     ),
     (KTO, "--model.freeze_visual_encoder", "has no effect: the rows have no images"),
     (RM, "--data.image_hosts a.org", "has no effect: data.max_images_per_prompt is 0"),
+    (PPO, "--actor.freeze_visual_encoder", "has no effect: data.max_images_per_prompt is 0"),
     (PPO, "--critic_learning_rate 1", "--critic.adam.lr 1.0: has no effect: only estimator gae has a critic"),
     (PPO, "--use_icepop", "has no effect: algo.advantage.is_correction_enable is off"),
 ]

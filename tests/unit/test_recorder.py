@@ -5,12 +5,14 @@ import asyncio
 import numpy as np
 import pytest
 from fake_engine import Engine
+from PIL import Image as PILImage
 from vllm import SamplingParams
 from vllm.outputs import WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from openrlhf.rollout.recorder import RecordingEngine
+from openrlhf.datasets.pictures import decoded, encoded
+from openrlhf.rollout.recorder import NEVER, RecordingEngine
 from openrlhf.rollout.seeds import seed_at
 
 ADDRESS = (42, "train", 0, 7, 3)
@@ -139,3 +141,50 @@ def test_an_answer_that_was_given_up_before_its_first_token() -> None:
     asyncio.run(engine.generate([1], SamplingParams()))
     (turn,) = engine.turns
     assert turn.log_probs.shape == (0,) and turn.weight_versions.shape == (0, 2)
+
+
+class Expanding(Engine):
+    """Reads two tokens for each image, and remembers the pictures."""
+
+    async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
+        self.pictures = (multi_modal_data or {}).get("image", [])
+        read = [token for token in prompt_token_ids for _ in range(2 if token == PATCH else 1)]
+        return await super().generate(read, sampling_params)
+
+
+PATCH = 90
+
+
+def test_images_are_recorded_with_all_their_tokens() -> None:
+    """The prompt's is the file that it came from; of one that an executor made, a file with its pixels."""
+    image = encoded(PILImage.new("RGB", (4, 3), "red"))
+    picture, own = decoded(image.data), PILImage.new("L", (2, 2), 7)
+    fake = Expanding([5])
+    engine = RecordingEngine(fake, ADDRESS, [2], [(image, picture)], PATCH)
+
+    async def ask() -> None:
+        await engine.generate([1, PATCH], SamplingParams(), {"image": picture})
+        await engine.generate([1, PATCH, 5, PATCH], SamplingParams(), {"image": [picture, own]})
+        await engine.generate([1], SamplingParams(logit_bias={3: 1.0}))
+
+    asyncio.run(ask())
+    one, two, none = engine.turns
+    assert one.prompt_ids.tolist() == [1, PATCH, PATCH] and one.images == (image,)
+    assert two.prompt_ids.tolist() == [1, PATCH, PATCH, 5, PATCH, PATCH]
+    assert two.images[0] is image and two.images[1].reference.startswith("sha256:")
+    seen = decoded(two.images[1].data)
+    assert (seen.size, seen.getpixel((0, 0))) == ((2, 2), (7, 7, 7))
+    assert none.prompt_ids.tolist() == [1] and none.images == ()
+    assert [params.logit_bias for _, params in fake.asked] == [
+        {PATCH: NEVER},
+        {PATCH: NEVER},
+        {3: 1.0, PATCH: NEVER},
+    ]
+
+
+def test_the_engine_sees_the_pixels_that_are_recorded() -> None:
+    fake = Expanding([5])
+    engine = RecordingEngine(fake, ADDRESS, [2])
+    asyncio.run(engine.generate([PATCH], SamplingParams(), {"image": PILImage.new("LA", (2, 2), (7, 9))}))
+    (shown,), (recorded,) = fake.pictures, engine.turns[0].images
+    assert shown.mode == "RGB" and shown.tobytes() == decoded(recorded.data).tobytes()
