@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image as PILImage
 from transformers import AutoProcessor, PreTrainedTokenizerBase
 
@@ -48,13 +49,11 @@ class ImageTokens:
 
     def expand(self, tokens: Tokens, counts: Sequence[int]) -> Tokens:
         """With each placeholder as many times as its image has tokens. None of them is learned."""
-        left, token_ids, learned = iter(counts), [], []
-        for token_id, is_learned in zip(*tokens, strict=True):
-            is_image = token_id == self.token_id
-            times = next(left, 0) if is_image else 1
-            token_ids += [token_id] * times
-            learned += [is_learned and not is_image] * times
-        return token_ids, learned
+        token_ids, learned = np.array(tokens[0], dtype=np.int64), np.array(tokens[1], dtype=np.bool_)
+        is_image = token_ids == self.token_id
+        times = np.ones(len(token_ids), dtype=np.int64)
+        times[is_image] = counts
+        return token_ids.repeat(times).tolist(), (learned & ~is_image).repeat(times).tolist()
 
     def _check_repeats(self) -> None:
         processor, header = self._processor, ImageHeader("", height=96, width=160)
@@ -123,8 +122,11 @@ class ImageColumn:
 
     def expand(self, headers: Sequence[ImageHeader], texts: Sequence[Tokens]) -> list[Tokens]:
         """Texts of a row, each of which shows all of its images, with all tokens of the images. BadRow where
-        one holds more placeholders, or fewer."""
-        counts = self.tokens.counts(headers)
+        one holds more placeholders, or fewer, or the processor refuses an image."""
+        try:
+            counts = self.tokens.counts(headers)
+        except ValueError as refusal:  # of its shape
+            raise BadRow(f"column {self.key!r}: the processor refuses an image: {refusal}.") from refusal
         for token_ids, _ in texts:
             found = token_ids.count(self.tokens.token_id)
             if found != len(counts):

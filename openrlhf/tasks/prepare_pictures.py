@@ -28,7 +28,7 @@ class PictureFiles:
     sft_eval: Path
     """As `sft`, of the pictures of `eval`."""
     pairs: Path
-    """`prompt`, `images`, `chosen`, `rejected`: the colours, and with one of them wrong."""
+    """`prompt`, `images`, `chosen`, `rejected`: the colours, and four wrong ones."""
     pairs_eval: Path
     """As `pairs`, of the pictures of `eval`."""
     reward: Path = REWARD_FILE
@@ -74,15 +74,13 @@ def pairs(pictures: Sequence[Picture], seed: int) -> list[dict[str, Any]]:
 
 
 def pair(picture: Picture, rng: random.Random) -> dict[str, Any]:
-    colours = list(picture.colours)
-    wrong = rng.randrange(len(colours))
-    colours[wrong] = rng.choice([colour for colour in COLOURS if colour != colours[wrong]])
+    wrong = [rng.choice([colour for colour in COLOURS if colour != right]) for right in picture.colours]
     row = asked(picture)
     return {
         "prompt": row["input"],
         "images": row["images"],
         "chosen": picture.answer,
-        "rejected": " ".join(colours),
+        "rejected": " ".join(wrong),
     }
 
 

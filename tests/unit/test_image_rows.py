@@ -11,11 +11,13 @@ import torch
 from PIL import Image as PILImage
 from transformers import AutoProcessor, AutoTokenizer
 
+from openrlhf.cli.rl_data import build_prompt_datasets
 from openrlhf.cli.task import tokenise
 from openrlhf.cli.train_dpo import DPOTask
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.commands import DPO, SFT
 from openrlhf.config.parse import parse
+from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig
 from openrlhf.datasets import image_rows
 from openrlhf.datasets.bad_rows import BadRow
 from openrlhf.datasets.image_rows import ImageColumn, ImageTokens, place_images
@@ -27,7 +29,13 @@ from openrlhf.datasets.sources import load_rows
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
 
-SIZES = {"square.png": (56, 56), "wide.png": (200, 60), "high.png": (30, 170), "large.png": (500, 400)}
+SIZES = {
+    "square.png": (56, 56),
+    "wide.png": (200, 60),
+    "high.png": (30, 170),
+    "large.png": (500, 400),
+    "thin.png": (1, 300),
+}
 """Width and height."""
 
 
@@ -237,6 +245,7 @@ BAD = {
     "too few tags": ({"input": "<image>", "images": ["square.png"] * 2}, "1 places for images"),
     "no image": ({"input": "<image>x"}, "1 places for images .*'images' has 0 images"),
     "token in the text": ({"input": "<|image_pad|>", "images": "square.png"}, "has 2 tokens that stand for"),
+    "too thin": ({"input": "x", "images": ["thin.png"]}, "the processor refuses an image: abs"),
     "number": ({"input": "x", "images": [7]}, "an image is a number"),
 }
 
@@ -301,6 +310,19 @@ def test_the_digest_of_prompts_tells_pictures_apart(folder, tokenizer, column):
         for prompts in [prompts_of(rows_of(folder, [{"input": "x", "images": name}]), tokenizer, column)]
     ]
     assert digests[0][0] != digests[1][0] and digests[0][1] != digests[1][1]
+
+
+def test_prompts_of_a_run_have_their_images(folder, model, reads):
+    rows_of(folder, ROWS)
+    data = PromptDataConfig(
+        prompt_dataset=str(folder / "rows.jsonl"), apply_chat_template=True, max_images_per_prompt=2
+    )
+    evaluation = EvalConfig(dataset=f"{folder / 'rows.jsonl'},{folder / 'rows.jsonl'}")
+    config = PPOConfig(actor=ActorConfig(model_name_or_path=str(model)), data=data, eval=evaluation)
+    prompts, eval_prompts, _ = build_prompt_datasets(config)
+    assert reads == [] and (len(prompts), len(eval_prompts)) == (5, 10)
+    assert [image.reference for prompt in eval_prompts for image in prompt.images] == reads
+    assert reads == ["square.png", "wide.png", "high.png", "large.png"] * 2
 
 
 def sft_task(model, folder, **flags):
