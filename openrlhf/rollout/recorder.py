@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from openrlhf.datasets.pictures import encoded
+from openrlhf.rollout.agents import EnvironmentFailed
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.types import Image, Turn, present
 from openrlhf.utils.agent import Engine
@@ -16,10 +17,6 @@ if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
-
-
-NEVER = -100.0
-"""What a token's logit is added that is never sampled: the least that vLLM takes."""
 
 
 class RecordingEngine:
@@ -34,8 +31,8 @@ class RecordingEngine:
         image_token_id: int | None = None,
     ) -> None:
         """`seed_address`: of the first turn; the others have their number behind it. `pictures`: those of
-        the prompt, as an executor is handed them. `image_token_id`: what stands for patches, which an answer
-        never has: whoever reads it would look for an image."""
+        the prompt, as an executor is handed them. `image_token_id`: what stands for patches; None where the
+        policy reads no images."""
         self._engine, self._address, self._stop_token_ids = engine, seed_address, list(stop_token_ids)
         self._known = {id(picture): (image, picture) for image, picture in pictures}
         self._image_token_id = image_token_id
@@ -54,7 +51,8 @@ class RecordingEngine:
         multi_modal_data: dict | None = None,
     ) -> "RequestOutput":
         """One request. `sampling_params` stay as they are: the request has a copy with the seed of this turn,
-        log-probs, and the stop tokens of training where it has none."""
+        log-probs, and the stop tokens of training where it has none. EnvironmentFailed where the answer
+        cannot be read as text."""
         turn = len(self._answers)
         seed = seed_at(*self._address, *((turn,) if turn else ()))
         params = self._of_request(sampling_params, seed)
@@ -74,6 +72,7 @@ class RecordingEngine:
         # As the policy read it, with all tokens of its images.
         prompt_ids = np.asarray(output.prompt_token_ids if images else prompt_token_ids, np.int32)
         turns += [_turn(prompt_ids, images, answer, seed + answer.index) for answer in output.outputs]
+        self._check_answers(turns)
         return output
 
     def check_alive(self) -> None:
@@ -91,6 +90,14 @@ class RecordingEngine:
                 "Each image has one, and multi_modal_data has all of the prompt's and of feedback's."
             )
 
+    def _check_answers(self, turns: Sequence[Turn]) -> None:
+        if self._image_token_id is None:
+            return
+        if any(self._image_token_id in turn.action_ids for turn in turns):
+            raise EnvironmentFailed(
+                "the policy answered with the token that stands for an image: whoever reads it looks for one"
+            )
+
     def _image(self, picture: "Picture") -> Image:
         """The file that it was read from; of a picture that an executor made, one without loss."""
         if id(picture) not in self._known:
@@ -106,8 +113,6 @@ class RecordingEngine:
         params.output_kind = RequestOutputKind.FINAL_ONLY
         params.stop_token_ids = params.stop_token_ids or self._stop_token_ids
         params.logprobs = params.logprobs or 0  # at least that of the sampled token
-        if self._image_token_id is not None:
-            params.logit_bias = {**(params.logit_bias or {}), self._image_token_id: NEVER}
         params.flat_logprobs = True  # half the time for each token, and it reads like a list
         return params
 

@@ -12,7 +12,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf.datasets.pictures import decoded, encoded
-from openrlhf.rollout.recorder import NEVER, RecordingEngine
+from openrlhf.rollout.agents import EnvironmentFailed
+from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.rollout.seeds import seed_at
 
 ADDRESS = (42, "train", 0, 7, 3)
@@ -165,7 +166,7 @@ def test_images_are_recorded_with_all_their_tokens() -> None:
     async def ask() -> None:
         await engine.generate([1, PATCH], SamplingParams(), {"image": picture})
         await engine.generate([1, PATCH, 5, PATCH], SamplingParams(), {"image": [picture, own]})
-        await engine.generate([1], SamplingParams(logit_bias={3: 1.0}))
+        await engine.generate([1], SamplingParams())
 
     asyncio.run(ask())
     one, two, none = engine.turns
@@ -175,11 +176,6 @@ def test_images_are_recorded_with_all_their_tokens() -> None:
     seen = decoded(two.images[1].data)
     assert (seen.size, seen.getpixel((0, 0))) == ((2, 2), (7, 7, 7))
     assert none.prompt_ids.tolist() == [1] and none.images == ()
-    assert [params.logit_bias for _, params in fake.asked] == [
-        {PATCH: NEVER},
-        {PATCH: NEVER},
-        {3: 1.0, PATCH: NEVER},
-    ]
 
 
 def test_the_engine_sees_the_pixels_that_are_recorded() -> None:
@@ -197,3 +193,10 @@ def test_every_image_has_one_placeholder(prompt: list[int], count: int) -> None:
     with pytest.raises(ValueError, match=f"{prompt.count(PATCH)} tokens that .* and {count} "):
         asyncio.run(engine.generate(prompt, SamplingParams(), {"image": pictures}))
     assert not fake.asked and not engine.turns
+
+
+def test_an_answer_with_the_token_of_an_image_is_a_failure() -> None:
+    engine = RecordingEngine(Expanding([5, PATCH]), ADDRESS, [2], image_token_id=PATCH)
+    with pytest.raises(EnvironmentFailed, match="the token that stands for an image"):
+        asyncio.run(engine.generate([1], SamplingParams()))
+    assert [turn.action_ids.tolist() for turn in engine.turns] == [[5, PATCH]]
