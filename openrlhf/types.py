@@ -99,7 +99,8 @@ class Turn:
     executor makes of it."""
 
     prompt_ids: np.ndarray
-    """(P,) int32: all that the policy had read when it chose."""
+    """(P,) int32: all that the policy had read when it chose, an image as many tokens as the model reads of
+    it."""
     action_ids: np.ndarray
     """(A,) int32"""
     log_probs: np.ndarray
@@ -109,6 +110,8 @@ class Turn:
     finish_reason: str
     """The sampler's word for why it ended: stop, length or abort."""
     seed: int
+    images: tuple[Image, ...] = ()
+    """That the policy had seen, in the order of their tokens."""
     reward: float | None = None
     """What the turn itself earned, of the episode's reward. None: not known."""
 
@@ -145,13 +148,16 @@ class Trajectory:
     part: int = 0
     """Which of its episode's trajectories this is. All have the episode's reward."""
     token_ids: np.ndarray
-    """(L,) int32: prompt, then actions and feedback in the order they came."""
+    """(L,) int32: prompt, then actions and feedback in the order they came. An image is as many tokens as the
+    model reads of it."""
     action_mask: np.ndarray
     """(L,) bool: True where the policy chose the token."""
     rollout_log_probs: np.ndarray
     """(A,) float32, from the sampler, under the distribution it sampled from."""
     weight_versions: np.ndarray
     """(R, 2) int32: version of the weights that chose the next actions, and how many; see `runs`."""
+    images: tuple[Image, ...] = ()
+    """In the order of their tokens: of the prompt, and of feedback."""
     turn_starts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """(T,) int32: the index in `token_ids` of each turn's first action."""
     turn_rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
@@ -255,6 +261,7 @@ class Batch:
     action_mask: np.ndarray  # (N,) bool; False at the first token of a sequence, because nothing predicts it
     lengths: np.ndarray  # (B,) int64
     num_actions: np.ndarray  # (B,) int64
+    images: tuple[tuple[Image, ...], ...] = ()  # B entries; empty where no sequence has any
     rollout_log_probs: np.ndarray  # (A,) float32, from the sampler
     log_probs: np.ndarray | None = None  # (A,) of the policy before the update; None: not known before it
     ref_log_probs: np.ndarray | None = None  # (A,) None without a reference model
@@ -270,6 +277,7 @@ class Batch:
             action_mask=np.concatenate([t.action_mask for t in trajectories]),
             lengths=np.array([len(t.token_ids) for t in trajectories]),
             num_actions=np.array([t.num_actions for t in trajectories]),
+            images=_images(trajectories),
             rollout_log_probs=np.concatenate([t.rollout_log_probs for t in trajectories]),
         )
 
@@ -292,13 +300,14 @@ class Batch:
         """The sequences at `indices`, in that order, with every column."""
         of_tokens = _slices(self.lengths, indices)
         of_actions = _slices(self.num_actions, indices)
-        actions = {f.name: _gather(getattr(self, f.name), of_actions) for f in fields(self)[4:]}
+        actions = {f.name: _gather(getattr(self, f.name), of_actions) for f in fields(self)[5:]}
         return replace(
             self,
             token_ids=_gather(self.token_ids, of_tokens),
             action_mask=_gather(self.action_mask, of_tokens),
             lengths=self.lengths[list(indices)],
             num_actions=self.num_actions[list(indices)],
+            images=tuple(self.images[i] for i in indices) if self.images else (),
             **actions,
         )
 
@@ -310,6 +319,12 @@ class Batch:
             for place in _slices(self.num_actions, share):
                 whole[place] = part[start : (start := start + place.stop - place.start)]
         return whole
+
+
+def _images(sequences: Sequence["Trajectory | Sample"]) -> tuple[tuple[Image, ...], ...]:
+    """Of each sequence; empty where none has any."""
+    images = tuple(sequence.images for sequence in sequences)
+    return images if any(images) else ()
 
 
 def _slices(sizes: np.ndarray, indices: Sequence[int]) -> list[slice]:
@@ -390,6 +405,7 @@ class PackedRow:
     action_mask: Tensor  # (N,) bool
     actions: Tensor  # (A,) int64, where `action_mask` is True: known before the row is on a device
     lengths: tuple[int, ...]  # B entries
+    images: tuple[tuple[Image, ...], ...] = ()  # B entries; empty where no sequence has any
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Self:
@@ -401,6 +417,7 @@ class PackedRow:
             action_mask=action_mask,
             actions=action_mask.nonzero()[:, 0],
             lengths=tuple(s.length for s in samples),
+            images=_images(samples),
         )
 
     @classmethod
@@ -414,6 +431,7 @@ class PackedRow:
             action_mask=torch.from_numpy(batch.action_mask),
             actions=torch.from_numpy(batch.action_mask.nonzero()[0]),
             lengths=tuple(batch.lengths.tolist()),
+            images=batch.images,
         )
 
     @classmethod

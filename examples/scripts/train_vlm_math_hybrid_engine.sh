@@ -41,7 +41,6 @@ python -m openrlhf.cli.train_ppo_ray \
     --algo.kl.init_coef 0 \
     --ds.zero_stage 3 \
     --ds.enable_sleep \
-    --ds.attn_implementation eager \
     --ckpt.output_dir "$OUT" \
     --ckpt.path "$OUT/checkpoints" \
     --ckpt.save_steps 20 \

@@ -76,7 +76,7 @@ def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> "Ref
 def _remembered(
     run: "ComparingRun", path: str, dataset: "TokenisedDataset", compute: "Callable[[], np.ndarray]"
 ) -> "np.ndarray":
-    """From the data cache, where model, precision and tokens are the same."""
+    """From the data cache, where model, precision, tokens and images are the same."""
     from openrlhf.datasets.cache import arrays_digest, digest
     from openrlhf.engine.precompute import kept
     from openrlhf.files import cache_folder
@@ -87,7 +87,8 @@ def _remembered(
         return compute()
     folder = Path(data.cache_dir).expanduser() if data.cache_dir else cache_folder()
     precision = (ds.param_dtype, ds.load_in_4bit)
-    key = digest([model_digest(path, REF_FLAG), arrays_digest(dataset.arrays()), precision])
+    read = [arrays_digest(dataset.arrays()), dataset.images_digest]
+    key = digest([model_digest(path, REF_FLAG), *read, precision])
     return kept(folder / "reference" / f"{key}.npy", compute)
 
 

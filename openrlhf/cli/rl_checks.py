@@ -94,7 +94,11 @@ def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
     from openrlhf.rollout.agents import check_agent_file
 
     if path := config.train.agent_func_path:
-        limits = {"max_turns": config.train.max_turns, "step_timeout": config.rollout.step_timeout}
+        limits = {
+            "max_turns": config.train.max_turns,
+            "step_timeout": config.rollout.step_timeout,
+            "images": config.reads_images,
+        }
         check = partial(
             check_agent_file,
             limits=[name for name, value in limits.items() if value],

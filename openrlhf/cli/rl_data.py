@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from openrlhf.config.ppo import CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from openrlhf.datasets.image_rows import ImageColumn
     from openrlhf.datasets.sampler import PromptDataset
     from openrlhf.datasets.sources import Rows
     from openrlhf.datasets.store import SampleStore
@@ -18,7 +19,7 @@ PRETRAIN_FLAG = "--data.pretrain_dataset"
 
 class RLData(NamedTuple):
     prompts: "PromptDataset"
-    eval_prompts: "list[Prompt]"
+    eval_prompts: "PromptDataset"
     """Empty without evaluation."""
     texts: "SampleStore | None"
     """None without data.pretrain_dataset."""
@@ -33,10 +34,11 @@ def build_data(config: PPOConfig) -> RLData:
 
 def build_prompt_datasets(
     config: PPOConfig,
-) -> "tuple[PromptDataset, list[Prompt], PreTrainedTokenizerBase]":
+) -> "tuple[PromptDataset, PromptDataset, PreTrainedTokenizerBase]":
     """(training prompts, evaluation prompts, tokenizer)"""
     from openrlhf.config.checks import split_spec
     from openrlhf.datasets.prompts import source_names
+    from openrlhf.datasets.sampler import PromptDataset
     from openrlhf.models.loading import policy_tokenizer
 
     data, evaluation = config.data, config.eval
@@ -50,17 +52,18 @@ def build_prompt_datasets(
         probs=data.prompt_probs,
         max_samples=data.max_samples,
     )
-    prompts = _prompts(config, tokenizer, rows)
-    eval_prompts, num_rows = [], 0
+    images = images_of(config, tokenizer)
+    prompts = _prompts(config, tokenizer, rows, images)
+    held_out, num_rows = [], 0
     sets = split_spec(evaluation.dataset or "")
     for item, source in zip(sets, source_names(sets), strict=True):
         rows = _prompt_rows(
             config, item, flag="--eval.dataset", split=evaluation.split, max_samples=evaluation.max_samples
         )
-        held_out = _prompts(config, tokenizer, rows, source=source, first_id=num_rows)
-        eval_prompts += held_out
-        num_rows += len(held_out) + held_out.dropped.total()
-    check_reward_templates(config, tokenizer, [*prompts, *eval_prompts])
+        held_out.append(_prompts(config, tokenizer, rows, images, source=source, first_id=num_rows))
+        num_rows += len(rows)
+    eval_prompts = PromptDataset.joined(held_out)
+    check_reward_templates(config, tokenizer, [*prompts.without_images, *eval_prompts.without_images])
     return prompts, eval_prompts, tokenizer
 
 
@@ -91,6 +94,7 @@ def _prompts(
     config: PPOConfig,
     tokenizer: "PreTrainedTokenizerBase",
     rows: "Rows",
+    images: "ImageColumn | None",
     *,
     source: str = "default",
     first_id: int = 0,
@@ -109,7 +113,15 @@ def _prompts(
         bad_rows=data.bad_rows,
         source=source,
         first_id=first_id,
+        images=images,
     )
+
+
+def images_of(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> "ImageColumn | None":
+    """None where prompts have no images."""
+    from openrlhf.datasets.image_rows import ImageColumn
+
+    return ImageColumn.of(config.data, config.actor.model_name_or_path, ACTOR_FLAG, tokenizer)
 
 
 def build_pretrain_texts(
@@ -151,7 +163,13 @@ def build_pretrain_texts(
 
 
 def prompt_columns(config: PPOConfig) -> dict[str, str | None]:
-    return {"--data.input_key": config.data.input_key, "--data.label_key": config.label_key}
+    data = config.data
+    image_key = data.image_key if data.max_images_per_prompt else None
+    return {
+        "--data.input_key": data.input_key,
+        "--data.label_key": config.label_key,
+        "--data.image_key": image_key,
+    }
 
 
 def pretrain_column(config: PPOConfig) -> dict[str, str]:
@@ -163,12 +181,19 @@ def pretrain_column(config: PPOConfig) -> dict[str, str]:
 def check_reward_templates(
     config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", prompts: "Sequence[Prompt]"
 ) -> None:
-    """Raise ValueError where a reward model's own chat template cannot show the prompts."""
-    from openrlhf.models.loading import load_tokenizer
+    """Raise ValueError where a reward model's own chat template cannot show the prompts, or a prompt's images
+    have places in the policy's tokens alone."""
+    from openrlhf.models.loading import load_tokenizer, reads_the_tokens_of
     from openrlhf.rewards.models import check_conversations, has_own_template
 
     for path in config.reward.models:
         own = load_tokenizer(path, flag=REWARD_FLAG)
+        is_another = has_own_template(own, tokenizer) or not reads_the_tokens_of(own, tokenizer)
+        if config.reads_images and is_another:
+            raise ValueError(
+                f"{REWARD_FLAG} {path}: its chat template or its tokens are not the policy's, so it could "
+                "not tell where\nan image stands. Train one from the policy's family."
+            )
         if has_own_template(own, tokenizer):
             check_conversations(prompts, own, path)
 

@@ -4,7 +4,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_type_hints
 
 from openrlhf.cli.errors import catch_signals, short_errors, telling
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from openrlhf.datasets.batches import Dataset, TokenisedDataset, Windows
+    from openrlhf.datasets.image_rows import ImageColumn
+    from openrlhf.datasets.sources import Rows
     from openrlhf.engine.distributed import ProcessMesh
     from openrlhf.engine.interfaces import Objective, Row
     from openrlhf.models.backbone import RowModel
@@ -60,10 +62,18 @@ class Task(ABC, Generic[ConfigT]):
     def columns(self) -> Mapping[str, str | None]:
         """Flag -> the column that it names."""
 
+    def images(self, tokenizer: "PreTrainedTokenizerBase") -> "ImageColumn | None":
+        """What the rows have of them; None where they have none."""
+        from openrlhf.datasets.image_rows import ImageColumn
+
+        if not self.config.data.reads_images:
+            return None
+        return ImageColumn.of(self.config.data, self.config.model.model_name_or_path, MODEL_FLAG, tokenizer)
+
     @abstractmethod
     def builder(self) -> partial:
-        """(rows, tokenizer) -> what training visits, an item for each row that teaches something. Its
-        function and arguments are part of the key in the data cache."""
+        """(rows, tokenizer) -> what training visits, an item for each row that teaches something; with
+        `images` where rows have some. Its function and arguments are part of the key in the data cache."""
 
     @abstractmethod
     def collate(self, items: list) -> "Row":
@@ -132,8 +142,11 @@ class Run(Generic[ConfigT]):
 
     def _build_model(self) -> "RowModel":
         from openrlhf.models.lora import prepare_for_training
+        from openrlhf.models.vision import freeze_vision
 
         module = self.task.load_model(self.tokenizer)
+        if self.config.model.freeze_visual_encoder:
+            freeze_vision(module.model)
         prepare_for_training(module.model, self.config.ds)
         return module
 
@@ -234,9 +247,15 @@ class Run(Generic[ConfigT]):
         return origin_of(config, self.task.command, models, more)
 
     def export(self, folder: str) -> None:
-        """Model and tokenizer in Hugging Face format. On every rank."""
+        """Model and tokenizer, or processor, in Hugging Face format. On every rank."""
+        from openrlhf.models.loading import processor_around
+
         self.engine.export(folder)
-        if self.mesh.is_first:
+        if not self.mesh.is_first:
+            return
+        if self.config.data.reads_images:
+            processor_around(self.tokenizer, self.config.model.model_name_or_path).save_pretrained(folder)
+        else:
             self.tokenizer.save_pretrained(folder)
 
     def _observer(self, resume_step: int | None) -> "Observer":
@@ -391,24 +410,33 @@ def tokenise(
     from openrlhf.datasets.cache import cached, tokenizer_digest
     from openrlhf.datasets.sources import load_rows, rows_digest
 
-    data, builder = task.config.data, task.builder()
+    data, builder, images = task.config.data, task.builder(), task.images(tokenizer)
+
+    @cache
+    def rows() -> "Rows":
+        return load_rows(spec, flag=flag, required_columns=task.columns(), bad_rows=data.bad_rows, **mix)
 
     def build() -> Any:
-        columns, bad_rows = task.columns(), data.bad_rows
-        rows = load_rows(spec, flag=flag, required_columns=columns, bad_rows=bad_rows, **mix)
-        return builder(rows, tokenizer)
+        return builder(rows(), tokenizer, **({} if images is None else {"images": images}))
 
-    if not data.cache_enable:
-        return build()
-    key_parts = {
-        "rows": rows_digest(spec, flag=flag, split=mix["split"]),
-        "mix": mix,
-        "tokenizer": tokenizer_digest(tokenizer),
-        "builder": builder.func.__qualname__,
-        "options": builder.keywords,
-    }
-    dataset_type = get_type_hints(builder.func)["return"]
-    return cached(dataset_type, key_parts, build, cache_dir=data.cache_dir, source=spec)
+    images_digest = "" if images is None else images.digest(rows())
+
+    def kept() -> Any:
+        key_parts = {
+            "rows": rows_digest(spec, flag=flag, split=mix["split"]),
+            "images": images_digest,
+            "mix": mix,
+            "tokenizer": tokenizer_digest(tokenizer),
+            "builder": builder.func.__qualname__,
+            "options": builder.keywords,
+        }
+        dataset_type = get_type_hints(builder.func)["return"]
+        return cached(dataset_type, key_parts, build, cache_dir=data.cache_dir, source=spec)
+
+    dataset = kept() if data.cache_enable else build()
+    if images is not None:
+        dataset.read_images_with(images.reader(rows()), images_digest)
+    return dataset
 
 
 def balanced(
@@ -436,4 +464,5 @@ def load_language_model(
         experts=config.ds.experts_implementation,
         liger=config.ds.use_liger_kernel,
         in_4bit=in_4bit,
+        images=config.data.reads_images,
     )

@@ -52,6 +52,7 @@ class RewardModelTask(task.Task[RMConfig]):
             experts=config.ds.experts_implementation,
             liger=config.ds.use_liger_kernel,
             in_4bit=config.ds.load_in_4bit,
+            images=config.data.reads_images,
         )
 
     def objective(self, run: task.Run[RMConfig]) -> "RewardObjective":
@@ -78,6 +79,7 @@ def pair_columns(config: RMConfig | DPOConfig) -> dict[str, str | None]:
         "--data.prompt_key": data.prompt_key,
         "--data.chosen_key": data.chosen_key,
         "--data.rejected_key": data.rejected_key,
+        "--data.image_key": data.image_key if data.reads_images else None,
     }
 
 

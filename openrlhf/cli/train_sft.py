@@ -21,7 +21,11 @@ class ResponsesTask(task.Task[ConfigT]):
     def columns(self) -> Mapping[str, str | None]:
         data = self.config.data
         output_key = None if self.config.model.pretrain_mode_enable else data.output_key
-        return {"--data.input_key": data.input_key, "--data.output_key": output_key}
+        return {
+            "--data.input_key": data.input_key,
+            "--data.output_key": output_key,
+            "--data.image_key": data.image_key if data.reads_images else None,
+        }
 
     def builder(self) -> partial:
         from openrlhf.datasets.sft import build_sft_samples

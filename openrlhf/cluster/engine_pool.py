@@ -15,17 +15,27 @@ from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.residency import Residency
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serve_rm import KEY_VARIABLE
-from openrlhf.engine.stored_weights import PROBE_TOKENS, EngineProbe, check_stored, probe_of
+from openrlhf.datasets.pictures import decoded
+from openrlhf.engine.stored_weights import (
+    PROBE_TOKENS,
+    EngineProbe,
+    ProbePicture,
+    check_stored,
+    probe_of,
+    probe_picture,
+)
 from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
-from openrlhf.models.loading import policy_tokenizer, stop_token_ids
+from openrlhf.models.loading import policy_processor, policy_tokenizer, stop_token_ids
+from openrlhf.models.vision import image_reader
 from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rewards.user_file import UserFiles
 from openrlhf.rollout.agents import AgentSetting, UserExecutor
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
-from openrlhf.types import Group, Metrics, Prompt, Purpose
+from openrlhf.types import Group, Image, Metrics, Prompt, Purpose
 from openrlhf.utils.agent import SingleTurnAgentExecutor
+from openrlhf.utils.text import text_tokenizer
 
 if TYPE_CHECKING:  # an engine's process needs no trainer, whose libraries take seconds to import
     from openrlhf.cluster.group import PolicyGroup, RewardGroup
@@ -53,14 +63,15 @@ class EngineActor(VLLMEngine):
     async def start(self, free_share: float | None = None) -> None:
         await super().start(free_share)
         config, path = self.config, self.config.actor.model_name_or_path
-        tokenizer = policy_tokenizer(config)
+        processor = policy_processor(config)
+        tokenizer = text_tokenizer(processor)
         self.reward = self._build_reward()
         executor = SingleTurnAgentExecutor(self.reward, is_chat=config.data.apply_chat_template)
         if agent := config.train.agent_func_path:
             executor = await UserExecutor.load(
                 self.files.here(agent),
                 AgentSetting(
-                    tokenizer=tokenizer,
+                    tokenizer=processor,
                     max_length=config.data.max_len,
                     max_turns=config.train.max_turns,
                     step_timeout=config.rollout.step_timeout,
@@ -68,7 +79,7 @@ class EngineActor(VLLMEngine):
             )
         self.runner = EpisodeRunner(
             self,
-            tokenizer,
+            processor,
             executor,
             stop_token_ids(path, tokenizer),
             timeout=config.rollout.episode_timeout,
@@ -76,6 +87,7 @@ class EngineActor(VLLMEngine):
             retry_on=config.rollout.retry_on,
             at_a_time=config.rollout.episodes_at_a_time,
             reward_is_optional=config.uses_reward_model or config.uses_teacher,
+            image_token_id=processor.image_token_id if config.reads_images else None,
         )
         self.samplings = {
             s.purpose: s for s in (Sampling.for_training(config), Sampling.for_evaluation(config))
@@ -108,10 +120,9 @@ class EngineActor(VLLMEngine):
         """See `EpisodeRunner`."""
         return await self.runner.run_group(prompt, self.samplings[purpose], samples)
 
-    async def probe(self, token_ids: list[int]) -> EngineProbe:
-        return EngineProbe(
-            log_probs=await self.log_probs(token_ids), unwritten=await self.unwritten_parameters()
-        )
+    async def probe(self, token_ids: list[int], images: Sequence[Image]) -> EngineProbe:
+        log_probs = await self.log_probs(token_ids, [decoded(image.data) for image in images])
+        return EngineProbe(log_probs=log_probs, unwritten=await self.unwritten_parameters())
 
     async def close(self) -> None:
         self.reward.close()
@@ -130,6 +141,7 @@ def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False)
         enable_prefix_caching=config.vllm.enable_prefix_caching,
         enable_sleep=config.engines_sleep,
         load_weights=from_files,
+        max_images=config.data.max_images_per_prompt,
         float32_head=on_gpu,  # on a CPU vLLM casts the whole head at every step, which takes 7 times as long
     )
 
@@ -235,11 +247,19 @@ class EnginePool:
 
     def _check_stored(self, policy: "PolicyGroup") -> None:
         """The engines show that they compute with the weights that they were sent."""
-        length = min(PROBE_TOKENS, self.config.data.max_len - 1)
+        picture = self._probe_picture()
+        length = min(PROBE_TOKENS, self.config.data.max_len - 1 - len(picture.read))
         token_ids = probe_of(policy_tokenizer(self.config), length)
         self.residency.wake()
-        answers = ray.get([member.probe.remote(token_ids) for member in self.members])
-        check_stored(policy.probe(token_ids).result(), answers, self.config.ds.param_dtype)
+        asked = [*picture.placeholder, *token_ids]
+        answers = ray.get([member.probe.remote(asked, picture.images) for member in self.members])
+        trainer = policy.probe([*picture.read, *token_ids], picture.images).result()
+        check_stored(trainer, answers, self.config.ds.param_dtype)
+
+    def _probe_picture(self) -> ProbePicture:
+        if not self.config.reads_images:
+            return ProbePicture()
+        return probe_picture(image_reader(self.config.actor.model_name_or_path))
 
 
 class _Sampler:

@@ -27,7 +27,7 @@ from openrlhf.cluster.worker import (
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.rewards.models import add_model_rewards, short_names
 from openrlhf.trainer.schedule import mean_metrics
-from openrlhf.types import Batch, Group, Schedule, Trajectory, Updated
+from openrlhf.types import Batch, Group, Image, Schedule, Trajectory, Updated
 
 WorkerT = TypeVar("WorkerT", bound=Worker)
 AnswerT = TypeVar("AnswerT")
@@ -191,9 +191,9 @@ class PolicyGroup(TrainedGroup[PolicyWorker]):
         """Of what `send_weights` sends."""
         return ray.get(self.workers[0].weight_bytes.remote())
 
-    def probe(self, token_ids: list[int]) -> Gathered[Tensor]:
+    def probe(self, token_ids: list[int], images: tuple[Image, ...] = ()) -> Gathered[Tensor]:
         """(L - 1,) log-probs of every token but the first at temperature 1."""
-        return Gathered(self.run("probe", [(token_ids,)] * self.mesh.data), first)
+        return Gathered(self.run("probe", [(token_ids, images)] * self.mesh.data), first)
 
     def send_weights(self, version: int) -> Gathered[None]:
         return self.on_all(lambda worker: worker.send_weights.remote(version))

@@ -39,6 +39,7 @@ from openrlhf.models.loading import (
     load_causal_lm,
     load_config,
     load_tokenizer,
+    policy_processor,
     policy_tokenizer,
     room_of,
     stop_token_ids,
@@ -46,12 +47,13 @@ from openrlhf.models.loading import (
 from openrlhf.models.lora import disabled_adapters, prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, ValueModel, load_scorer, score_statistics
+from openrlhf.models.vision import freeze_vision
 from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.balanced import BalancedObjective
 from openrlhf.objectives.critic import CriticObjective
 from openrlhf.objectives.ptx import PTXObjective
 from openrlhf.rewards.models import RewardReader
-from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, Trajectory
+from openrlhf.types import Batch, ExperienceRow, Image, Metrics, PackedRow, Sample, Trajectory
 
 ModelT = TypeVar("ModelT", DeepSpeedEngine, FrozenModel)
 
@@ -136,6 +138,7 @@ class ModelWorker(Worker, Generic[ModelT]):
             experts=ds.experts_implementation,
             in_4bit=in_4bit,
             liger=ds.use_liger_kernel,
+            images=self.config.reads_images,
         )
 
 
@@ -220,7 +223,7 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
     def export(self, folder: str) -> None:
         self.model.export(folder)
         if self.rank == 0:
-            policy_tokenizer(self.config).save_pretrained(folder)
+            policy_processor(self.config).save_pretrained(folder)
 
     def _engine(
         self,
@@ -288,7 +291,10 @@ class PolicyWorker(TrainedWorker):
 
     def build_model(self, path: str, flag: str) -> RowModel:
         ds = self.config.ds
-        return PolicyModel(prepare_for_training(self.load(path, flag, in_4bit=ds.load_in_4bit), ds))
+        model = prepare_for_training(self.load(path, flag, in_4bit=ds.load_in_4bit), ds)
+        if self.config.actor.freeze_visual_encoder:
+            freeze_vision(model)
+        return PolicyModel(model)
 
     def forward_unadapted(self, batch: Batch) -> np.ndarray:
         """(A,) log-probs of the model below the adapters."""
@@ -349,10 +355,10 @@ class PolicyWorker(TrainedWorker):
             rank=self.rank,
         )
 
-    def probe(self, token_ids: list[int]) -> Tensor:
+    def probe(self, token_ids: list[int], images: tuple[Image, ...]) -> Tensor:
         """(L - 1,) log-probs of every token but the first at temperature 1."""
         ids = torch.tensor(token_ids)
-        row = PackedRow.of([Sample(token_ids=ids, action_mask=torch.arange(len(ids)) > 0)])
+        row = PackedRow.of([Sample(token_ids=ids, action_mask=torch.arange(len(ids)) > 0, images=images)])
         return self.model.forward([row], lambda model, row: model(row).log_probs)[0]
 
     def weight_bytes(self) -> int:
@@ -420,6 +426,7 @@ def _build_scorer(
         experts=ds.experts_implementation,
         in_4bit=in_4bit,
         liger=ds.use_liger_kernel,
+        images=config.reads_images,
         trained=trained,
     )
 

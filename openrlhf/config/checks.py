@@ -7,6 +7,7 @@ contradicts others is refused with the remedy.
 import difflib
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,13 @@ def not_yet(config: Any, table: Mapping[str, str]) -> Iterator[Problem]:
 def _back_to(default: Any) -> str:
     unset = default is None or default is False
     return "remove it" if unset else f"leave it at {' '.join(to_words(default))}"
+
+
+IMAGES_UNREAD = Unread(
+    keys=("data.image_key", "data.image_root", "data.image_hosts"),
+    when=lambda c: not c.data.max_images_per_prompt,
+    why="data.max_images_per_prompt is 0",
+)
 
 
 def unread(config: Any, explicit: Explicit, table: tuple[Unread, ...]) -> Iterator[Problem]:
@@ -216,6 +224,26 @@ def template(config: Any, explicit: Explicit) -> Iterator[Problem]:
         yield Problem(key=key, text="has no {} for the prompt to go to; use None for the prompt alone")
     elif "\\n" in template:
         yield Problem(key=key, text=IN_BASH, fatal=False)
+
+
+def image_rows(config: Any) -> Iterator[Problem]:
+    data, key = config.data, "data.max_images_per_prompt"
+    if data.max_images_per_prompt and not data.apply_chat_template:
+        yield Problem(key=key, text="needs --data.apply_chat_template, which writes where an image stands")
+    if data.max_images_per_prompt and config.ds.use_liger_kernel:
+        yield Problem(key="ds.use_liger_kernel", text=f"its kernels read no images (--{key}); remove it")
+    if data.image_root is not None and not os.path.isdir(data.image_root):
+        yield Problem(
+            key="data.image_root", text="is no folder; name the one that the paths of images begin at"
+        )
+    if not all(_HOST.fullmatch(host) for host in data.image_hosts or ()):
+        yield Problem(
+            key="data.image_hosts",
+            text="names of hosts are without https:// and paths, as images.example.org",
+        )
+
+
+_HOST = re.compile(r"[a-z0-9.-]+")
 
 
 def python_file(key: str, path: str, *, alone: bool) -> Iterator[Problem]:

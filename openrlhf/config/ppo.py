@@ -341,9 +341,13 @@ class PromptDataConfig:
     """Accepted for old commands: rows are tokenised before training starts, by the tokenizer's own
     threads."""
     image_key: str = "images"
-    """Column with images."""
+    """Column with images: a path, https:// address, data: URI, base64 or bytes, or a list of them."""
     max_images_per_prompt: CountOrZero = 0
-    """Images in one prompt at most. 0: text only."""
+    """Images in one prompt at most, with those that an agent's environment adds. 0: text only."""
+    image_root: str | None = None
+    """Folder that the paths of images begin at and may not leave. None: that of each file of rows."""
+    image_hosts: tuple[str, ...] | None = None
+    """Hosts whose https:// addresses are read. None: no image is downloaded."""
     bad_rows: BadRows | None = None
     """A row that cannot be used (a line that is no JSON, missing column, wrong type, empty prompt, prompt of
     data.max_len tokens or more) stops the run, or is left out and counted. None: prompts that are too long
@@ -583,6 +587,10 @@ class PPOConfig:
     @property
     def uses_reward_model(self) -> bool:
         return bool(self.reward.models)
+
+    @property
+    def reads_images(self) -> bool:
+        return self.data.max_images_per_prompt > 0
 
     @property
     def uses_reference(self) -> bool:

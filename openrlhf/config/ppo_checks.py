@@ -9,11 +9,13 @@ from urllib.parse import urlsplit
 from openrlhf.algos.traits import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from openrlhf.config.checks import (
     COMMON_UNREAD,
+    IMAGES_UNREAD,
     IN_BASH,
     Unread,
     batches,
     first_of_each,
     four_bits,
+    image_rows,
     local_datasets,
     local_models,
     not_yet,
@@ -51,6 +53,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
                 ("eval.dataset", None),
             ),
             *template(config, explicit),
+            *image_rows(config),
             *_reward_source(config),
             *_gym_datasets(config),
             *_reward_shaping(config),
@@ -80,8 +83,6 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
 PPO_NOT_YET: Mapping[str, str] = {
     "actor.optim": "Muon is",
     "critic.optim": "Muon is",
-    "actor.freeze_visual_encoder": "training with images is",
-    "data.max_images_per_prompt": "training with images is",
     "vllm.sync_with_ray": "weight sync with ray.util.collective is",
     "ds.ring_attn_size": "ring attention is",
     "ds.tensor_parallel_size": "tensor parallel training is",
@@ -269,8 +270,9 @@ PPO_UNREAD = (
         why="train.async_enable is off",
     ),
     Unread(keys=("train.ema_beta",), when=lambda c: not c.train.enable_ema, why="train.enable_ema is off"),
+    IMAGES_UNREAD,
     Unread(
-        keys=("data.image_key",),
+        keys=("actor.freeze_visual_encoder",),
         when=lambda c: c.data.max_images_per_prompt == 0,
         why="data.max_images_per_prompt is 0",
     ),

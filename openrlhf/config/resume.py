@@ -50,6 +50,7 @@ CONTENT = {
 FREE_SECTIONS = ("ckpt.", "eval.", "logger.")
 FREE = {
     *("local_rank", "use_ms"),
+    *("data.image_root", "data.image_hosts"),
     *("data.dataloader_num_workers", "data.cache_enable", "data.cache_dir"),
     # Ranks: at --ds.zero_stage 1 to 3 their number is part of a checkpoint, see trainer/origin.py.
     *(f"{role}.num_nodes" for role in ("actor", "critic", "ref", "teacher", "reward")),

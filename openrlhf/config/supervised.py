@@ -40,6 +40,8 @@ class ModelConfig:
     dropout_enable: bool = False
     """Train with the dropout, skipped layers and router noise that the model's config.json asks for. Not in
     DPO and KTO, whose policy must begin as its reference. Adapters have ds.lora.dropout."""
+    freeze_visual_encoder: bool = False
+    """Vision-language models: train the language part only."""
     aux_loss_coef: PositiveOrZero = 0.0
     """Weight of the balance loss of MoE models, which rises where routers use experts unevenly."""
 
@@ -74,6 +76,10 @@ class DataConfig:
     cache_dir: str | None = None
     """Where they are kept. None: `$OPENRLHF_CACHE`, or `~/.cache/openrlhf`."""
 
+    @property
+    def reads_images(self) -> bool:
+        return False
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateDataConfig(DataConfig):
@@ -83,6 +89,24 @@ class TemplateDataConfig(DataConfig):
     """Format rows with the tokenizer's chat template."""
     tokenizer_chat_template: str | None = None
     """Jinja chat template in place of the tokenizer's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageDataConfig(TemplateDataConfig):
+    """Where rows come from, and how they become tokens."""
+
+    image_key: str = "images"
+    """Column with images: a path, https:// address, data: URI, base64 or bytes, or a list of them."""
+    max_images_per_prompt: CountOrZero = 0
+    """Images in one row at most. 0: text only. Needs apply_chat_template."""
+    image_root: str | None = None
+    """Folder that the paths of images begin at and may not leave. None: that of each file of rows."""
+    image_hosts: tuple[str, ...] | None = None
+    """Hosts whose https:// addresses are read. None: no image is downloaded."""
+
+    @property
+    def reads_images(self) -> bool:
+        return self.max_images_per_prompt > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +189,7 @@ class SFTModelConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SFTDataConfig(TemplateDataConfig):
+class SFTDataConfig(ImageDataConfig):
     """Where rows come from, and how they become tokens."""
 
     input_key: str = "input"
@@ -202,7 +226,7 @@ class RMModelConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PairDataConfig(TemplateDataConfig):
+class PairDataConfig(ImageDataConfig):
     """Where rows come from, and how they become tokens."""
 
     prompt_key: str | None = None

@@ -6,10 +6,12 @@ from itertools import chain
 
 from openrlhf.config.checks import (
     COMMON_UNREAD,
+    IMAGES_UNREAD,
     Unread,
     batches,
     first_of_each,
     four_bits,
+    image_rows,
     local_datasets,
     local_models,
     not_yet,
@@ -38,15 +40,23 @@ def sft_problems(config: SFTConfig, explicit: Explicit) -> list[Problem]:
         config,
         explicit,
         template(config, explicit),
+        image_rows(config),
+        _pretrained_images(config),
         _multiturn(config),
         _responses(config),
         _no_template(config, explicit),
-        unread(config, explicit, PRETRAIN_UNREAD),
+        unread(config, explicit, (*PRETRAIN_UNREAD, IMAGES_UNREAD)),
     )
 
 
 def rm_problems(config: RMConfig, explicit: Explicit) -> list[Problem]:
-    return _supervised(config, explicit, template(config, explicit), unread(config, explicit, RM_UNREAD))
+    return _supervised(
+        config,
+        explicit,
+        template(config, explicit),
+        image_rows(config),
+        unread(config, explicit, (*RM_UNREAD, IMAGES_UNREAD)),
+    )
 
 
 def prm_problems(config: PRMConfig, explicit: Explicit) -> list[Problem]:
@@ -59,8 +69,9 @@ def dpo_problems(config: DPOConfig, explicit: Explicit) -> list[Problem]:
         explicit,
         local_models(config, "ref.model_name_or_path"),
         template(config, explicit),
+        image_rows(config),
         _dropout(config),
-        unread(config, explicit, DPO_UNREAD),
+        unread(config, explicit, (*DPO_UNREAD, IMAGES_UNREAD)),
     )
 
 
@@ -80,13 +91,14 @@ def kd_problems(config: KDConfig, explicit: Explicit) -> list[Problem]:
     return _supervised(
         config,
         explicit,
+        not_yet(config, KD_NOT_YET),
         required(config, "teacher.model_name_or_path"),
         local_models(config, "teacher.model_name_or_path"),
         template(config, explicit),
         _multiturn(config),
         _responses(config),
         _no_template(config, explicit),
-        unread(config, explicit, PRETRAIN_UNREAD + KD_UNREAD),
+        unread(config, explicit, (*PRETRAIN_UNREAD, *KD_UNREAD, IMAGES_UNREAD)),
     )
 
 
@@ -123,6 +135,8 @@ SUPERVISED_NOT_YET: Mapping[str, str] = {
 """Flags whose feature does not exist yet: anything but the default is refused."""
 
 
+KD_NOT_YET: Mapping[str, str] = {"data.max_images_per_prompt": "distillation with images is"}
+
 SUPERVISED_UNREAD = (
     Unread(
         keys=("muon.ns_steps", "muon.nesterov"),
@@ -149,6 +163,11 @@ SUPERVISED_UNREAD = (
         keys=("data.cache_dir",),
         when=lambda c: not c.data.cache_enable,
         why="data.cache_enable is off",
+    ),
+    Unread(
+        keys=("model.freeze_visual_encoder",),
+        when=lambda c: not c.data.reads_images,
+        why="the rows have no images (data.max_images_per_prompt)",
     ),
     Unread(
         keys=("ds.enable_sleep",), when=lambda c: True, why="supervised training shares its GPUs with nobody"
@@ -220,6 +239,14 @@ def _muon(config: SupervisedConfig) -> Iterator[Problem]:
         )
     if config.ds.adam_offload:
         yield Problem(key="ds.adam_offload", text="keeps states of Adam on the CPU, not of Muon; remove it")
+
+
+def _pretrained_images(config: SFTConfig) -> Iterator[Problem]:
+    if config.data.reads_images and config.model.pretrain_mode_enable:
+        yield Problem(
+            key="data.max_images_per_prompt",
+            text="contradicts model.pretrain_mode_enable, which takes plain text; remove one",
+        )
 
 
 def _multiturn(config: SFTConfig | KDConfig) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import takewhile
 from operator import eq
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,6 +13,9 @@ from openrlhf.datasets.bad_rows import BadRow, value_of
 from openrlhf.datasets.encode import Text
 from openrlhf.datasets.files import Row
 from openrlhf.datasets.templates import Message, as_messages, check_templates, render_messages, render_prompt
+
+if TYPE_CHECKING:
+    from openrlhf.datasets.image_rows import ImageColumn
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +46,18 @@ def read_answer(
     apply_chat_template: bool,
     input_template: str | None,
     multiturn: bool = False,
+    images: "ImageColumn | None" = None,
 ) -> Text:
     """The text of a row with its answer marked; with `multiturn` the assistant's part of the whole
-    conversation."""
+    conversation. Images have their placeholders in it, which needs a chat template."""
     if apply_chat_template:
         messages = as_messages(value_of(row, input_key, str, list))
         first = len(messages) - 1
         if output_key is not None:
             first += 1
             messages += as_messages(value_of(row, output_key, str, list), role="assistant")
+        if images is not None:
+            messages = images.place(row, messages)
         return mark_answer(messages, 0 if multiturn else first, tokenizer)
     assert output_key is not None  # check_answer_flags
     prompt = render_prompt(

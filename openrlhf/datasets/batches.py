@@ -9,6 +9,7 @@ import numpy as np
 
 from openrlhf.algos.balance import estimated_cost, pack_to_budget, partition
 from openrlhf.datasets.order import epoch_order
+from openrlhf.types import Image
 
 
 class Row(Protocol):
@@ -39,6 +40,15 @@ class TokenisedDataset(Dataset, Protocol):
     @property
     def sequence_lengths(self) -> Sequence[int]:
         """Tokens of each sequence, of which an item may have several."""
+        ...
+
+    @property
+    def images_digest(self) -> str:
+        """Changes when an image does. Empty: there are none."""
+        ...
+
+    def read_images_with(self, read: Callable[[int], tuple[Image, ...]], images_digest: str) -> None:
+        """From now on samples come with the images that `read` reads of their row."""
         ...
 
     def arrays(self) -> Mapping[str, np.ndarray]:

@@ -5,17 +5,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.datasets.bad_rows import BadRowAction, read_each
+from openrlhf.datasets.bad_rows import BadRow, BadRowAction, read_each, refuse
 from openrlhf.datasets.files import Row
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.store import Drop
 from openrlhf.utils.text import decode, first_token_ids, with_first
+
+if TYPE_CHECKING:
+    from openrlhf.datasets.image_rows import ImageColumn
 
 ItemT = TypeVar("ItemT")
 LabelT = TypeVar("LabelT")
@@ -42,14 +45,22 @@ def read_tokens(
     tokenizer: PreTrainedTokenizerBase,
     policy: BadRowAction,
     dropped: Counter[str],
+    images: "ImageColumn | None" = None,
 ) -> Iterator[tuple[int, list[Tokens], LabelT]]:
     """Row number, the tokens of its texts, and its label, of each row of which `read` makes texts and a
-    label. For rows that it refuses see `read_each`."""
+    label. For rows that it refuses, or whose images cannot be used, see `read_each`."""
     encode = Encoder(tokenizer)
     for block in _blocks(read_each(rows, read, policy, dropped)):
         encoded = iter(encode([text for _, (texts, _) in block for text in texts]))
         for i, (texts, label) in block:
-            yield i, list(islice(encoded, len(texts))), label
+            tokens = list(islice(encoded, len(texts)))
+            try:
+                if images is not None:
+                    tokens = images.expand(images.headers(rows, i, policy), tokens)
+            except BadRow as reason:
+                refuse(rows.origin(i), reason, policy, dropped)
+            else:
+                yield i, tokens, label
 
 
 class Encoder:
@@ -182,6 +193,16 @@ def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> Drop | None:
     return None
 
 
+def cut_image(images: "ImageColumn | None", tokens: Tokens, max_len: int) -> Drop | None:
+    """None unless max_len cuts tokens of an image off."""
+    if images is None:
+        return None
+    token_ids, image = tokens[0], images.tokens.token_id
+    needed_len = max((i + 1 for i, token_id in enumerate(token_ids) if token_id == image), default=0)
+    return Drop(CUT_IMAGE, needed_len) if needed_len > max_len else None
+
+
+CUT_IMAGE = "image cut at max_len"
 NOTHING_TO_LEARN = "nothing to learn"
 LONG_PROMPT = "prompt of max_len - 2 tokens or more"
 

@@ -69,7 +69,15 @@ class Part:
 
     @classmethod
     def of_table(cls, name: str, rows: datasets.Dataset) -> "Part":
-        return cls(name=name, rows=rows, columns=tuple(rows.column_names))
+        return cls(name=name, rows=_with_image_files(rows), columns=tuple(rows.column_names))
+
+    @property
+    def folder(self) -> Path | None:
+        """That the file is in, or that was saved; None of a name on the hub."""
+        place = Path(self.name)
+        if not place.exists():
+            return None
+        return place if place.is_dir() else place.parent
 
     def origin(self, row: int) -> str:
         return f"{self.name} row {row + 1}" if self.lines is None else f"{self.name}:{self.lines[row]}"
@@ -84,6 +92,25 @@ class Part:
         column_alone = cast(Iterable[Row], self.rows.select_columns([column]))
         values = ((i, row[column]) for i, row in enumerate(column_alone) if row[column] is not None)
         return {kind(value): (i, len(self.rows)) for i, value in islice(values, 1)}
+
+
+def _with_image_files(rows: datasets.Dataset) -> datasets.Dataset:
+    """Images as the table has them, not as PIL decodes them: what may be opened is decided in
+    datasets/images.py."""
+    features = datasets.Features({name: _undecoded(feature) for name, feature in rows.features.items()})
+    if features == rows.features:
+        return rows
+    return datasets.Dataset(
+        rows.data, info=datasets.DatasetInfo(features=features), fingerprint=rows._fingerprint
+    )
+
+
+def _undecoded(feature: Any) -> Any:
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(mode=feature.mode, decode=False)
+    if isinstance(feature, datasets.List):
+        return datasets.List(_undecoded(feature.feature), length=feature.length)
+    return feature
 
 
 Kinds = dict[str, dict[str, tuple[int, int]]]

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Self
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.datasets.store import SampleStore
+from openrlhf.types import Image
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,6 +42,15 @@ class LabelledSamples:
     def sequence_lengths(self) -> Sequence[int]:
         """Tokens of each sequence, of which an item may have several."""
         return self.samples.lengths
+
+    @property
+    def images_digest(self) -> str:
+        """As in `SampleStore`."""
+        return self.samples.images_digest
+
+    def read_images_with(self, read: Callable[[int], tuple[Image, ...]], images_digest: str) -> None:
+        """As in `SampleStore`."""
+        self.samples.read_images_with(read, images_digest)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Those of the store and its own."""

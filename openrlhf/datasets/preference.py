@@ -16,11 +16,13 @@ from openrlhf.datasets.encode import (
     Tokens,
     check_left,
     cut_before_end,
+    cut_image,
     finish,
     read_tokens,
     reason_to_drop,
 )
 from openrlhf.datasets.files import Row, kind
+from openrlhf.datasets.image_rows import ImageColumn
 from openrlhf.datasets.labelled import TwoSamples
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.store import Drop, SampleStore
@@ -66,6 +68,7 @@ def build_pairs(
     score_last_token: bool,
     margin_key: str | None = None,
     bad_rows: BadRowAction = "error",
+    images: ImageColumn | None = None,
 ) -> PairDataset:
     """One pair of each row whose two answers differ within max_len tokens.
 
@@ -79,6 +82,7 @@ def build_pairs(
                        sequence that is cut at max_len has no end. True (reward models): the last token alone
                        is marked, and it is the end-of-sequence token, also where the text is cut for it.
     margin_key         Column with a number: by how much the scores shall differ.
+    images             As in `build_sft_samples`: both answers are to the same images.
 
     A pair is dropped and counted when one side has nothing to learn, or a prompt of max_len - 2 tokens or
     more, or when both sides are the same, also where only cutting makes them so.
@@ -96,21 +100,24 @@ def build_pairs(
             return tuple(plain_answer(prompt, value_of(row, column, str)) for column in columns), margin
         mark = scored_answer if score_last_token else mark_answer
         talks, first = _conversations(row, prompt_key, columns)
+        if images is not None:
+            talks = [images.place(row, talk) for talk in talks]
         return tuple(mark(talk, first, tokenizer) for talk in talks), margin
 
     end = _end_scored if score_last_token else _end_learned
     store, margins = SampleStore(), []
-    for _, sides, margin in read_tokens(rows, read, tokenizer, bad_rows, store.dropped):
+    for i, sides, margin in read_tokens(rows, read, tokenizer, bad_rows, store.dropped, images):
         for side in sides:
             finish(side, tokenizer.eos_token_id)
         cut = [end(side, max_len) for side in sides]
         drop = _reason_to_drop_pair(sides, cut, max_len, end_is_kept=score_last_token)
+        drop = drop or next(filter(None, (cut_image(images, side, max_len) for side in sides)), None)
         if drop:
             store.drop(drop)
             continue
         store.truncated += any(len(token_ids) > max_len for token_ids, _ in sides)
         for token_ids, action_mask in cut:
-            store.append(token_ids, action_mask)
+            store.append(token_ids, action_mask, None if images is None else i)
         margins.append(margin)
     check_left(store, rows, max_len, unit="pair")
     return PairDataset(samples=store, margins=np.array(margins, dtype=np.float32))

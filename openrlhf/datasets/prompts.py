@@ -8,13 +8,14 @@ from pathlib import PurePath
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.datasets.bad_rows import BadRowAction, read_each, refuse, value_of
+from openrlhf.datasets.bad_rows import BadRow, BadRowAction, read_each, refuse, value_of
 from openrlhf.datasets.encode import check_left, encode_prompts
 from openrlhf.datasets.files import READERS, Row
+from openrlhf.datasets.image_rows import ImageColumn
 from openrlhf.datasets.sampler import PromptDataset
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.templates import as_messages, check_templates, render_prompt
-from openrlhf.types import Prompt
+from openrlhf.types import Image, Prompt
 
 
 def build_prompts(
@@ -29,6 +30,7 @@ def build_prompts(
     bad_rows: BadRowAction | None = None,
     source: str = "default",
     first_id: int = 0,
+    images: ImageColumn | None = None,
 ) -> PromptDataset:
     """One prompt of each row; its id is `first_id` plus the number of the row, so ids stay the same when
     other rows are skipped. Its source is the row's `datasource` column, else `source`.
@@ -37,11 +39,16 @@ def build_prompts(
     of max_len tokens or more leaves no room for a response. bad_rows None: bad rows are an error, and prompts
     that are too long are dropped and counted; "error" and "skip" are for both. The label keeps the type it
     has in the file.
+
+    images: where rows have some, for a chat template, which writes one placeholder for each. The length of a
+    prompt counts all tokens of its images.
     """
     check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
 
     def read(row: Row) -> Prompt:
         value = value_of(row, input_key, str, list)
+        if images is not None:
+            value = images.place(row, as_messages(value))
         text = render_prompt(
             value, tokenizer, apply_chat_template=apply_chat_template, input_template=input_template
         )
@@ -59,10 +66,15 @@ def build_prompts(
     read_prompts = dict(read_each(rows, read, policy, dropped))
     prompts, needed_len = [], 0
     texts = (prompt.text for prompt in read_prompts.values())
-    lengths = map(len, encode_prompts(texts, tokenizer, is_chat=apply_chat_template))
-    for (i, prompt), length in zip(read_prompts.items(), lengths, strict=True):
+    encoded = encode_prompts(texts, tokenizer, is_chat=apply_chat_template)
+    for (i, prompt), token_ids in zip(read_prompts.items(), encoded, strict=True):
+        try:
+            length, seen = _with_images(images, rows, i, policy, token_ids)
+        except BadRow as reason:
+            refuse(rows.origin(i), reason, policy, dropped)
+            continue
         if 0 < length < max_len:
-            prompts.append(replace(prompt, prompt_id=first_id + i))
+            prompts.append(replace(prompt, prompt_id=first_id + i, images=seen))
         elif length and bad_rows is None:
             dropped[LONG_PROMPT] += 1
             needed_len = max(needed_len, length + 1)
@@ -70,8 +82,22 @@ def build_prompts(
             room = f"--data.max_len {max_len} leaves room for 1 to {max_len - 1}"
             refuse(rows.origin(i), f"the prompt has {length} tokens; {room}.", policy, dropped)
     dataset = PromptDataset(prompts, dropped, needed_len)
+    if images is not None:
+        read_images = images.reader(rows)
+        dataset.read_images_with(lambda prompt: read_images(prompt.prompt_id - first_id))
     check_left(dataset, rows, max_len, unit="prompt")
     return dataset
+
+
+def _with_images(
+    images: ImageColumn | None, rows: Rows, i: int, policy: BadRowAction, token_ids: list[int]
+) -> tuple[int, tuple[Image, ...]]:
+    """How many tokens row i has, whose text has these, and what its images are called."""
+    if images is None:
+        return len(token_ids), ()
+    headers = images.headers(rows, i, policy)
+    ((whole, _),) = images.expand(headers, [(token_ids, [False] * len(token_ids))])
+    return len(whole), tuple(Image(header.reference, b"") for header in headers)
 
 
 LONG_PROMPT = "prompt of max_len tokens or more"

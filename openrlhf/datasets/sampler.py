@@ -4,16 +4,18 @@ import hashlib
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from openrlhf.datasets.order import epoch_order
-from openrlhf.types import Prompt
+from openrlhf.types import Image, Prompt
+
+ReadImages = Callable[[Prompt], tuple[Image, ...]]
 
 
 class PromptDataset:
-    """All prompts of a run."""
+    """All prompts of a run. Those that are handed out have their images; held are only the names."""
 
     def __init__(
         self, prompts: Sequence[Prompt], dropped: Mapping[str, int] | None = None, needed_len: int = 0
@@ -23,26 +25,52 @@ class PromptDataset:
         self._prompts = tuple(prompts)
         self.dropped = Counter(dropped)
         self.needed_len = needed_len
+        self._read_images: ReadImages | None = None
+
+    @classmethod
+    def joined(cls, datasets: "Sequence[PromptDataset]") -> Self:
+        """The prompts of several, one dataset after the other; their ids must differ."""
+        whole = cls([prompt for dataset in datasets for prompt in dataset.without_images])
+        home = {prompt.prompt_id: dataset for dataset in datasets for prompt in dataset.without_images}
+        if any(dataset._read_images for dataset in datasets):
+            whole.read_images_with(lambda prompt: home[prompt.prompt_id]._whole(prompt).images)
+        return whole
+
+    def read_images_with(self, read: ReadImages) -> None:
+        """From now on prompts come with the images that `read` reads, anew each time."""
+        self._read_images = read
+
+    @property
+    def without_images(self) -> Sequence[Prompt]:
+        """With the names of their images alone: nothing is read."""
+        return self._prompts
+
+    def _whole(self, prompt: Prompt) -> Prompt:
+        return prompt if self._read_images is None else replace(prompt, images=self._read_images(prompt))
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def __getitem__(self, i: int) -> Prompt:
-        return self._prompts[i]
+        return self._whole(self._prompts[i])
 
     def __iter__(self) -> Iterator[Prompt]:
-        return iter(self._prompts)
+        return map(self._whole, self._prompts)
 
     def fingerprint(self) -> int:
         """Changes when a prompt, or the order of the prompts, does."""
         crc = 0
         for prompt in self._prompts:
-            crc = zlib.crc32(prompt.text.encode(), crc)
+            for text in (prompt.text, *(image.reference for image in prompt.images)):
+                crc = zlib.crc32(text.encode(), crc)
         return crc
 
     def digest(self) -> str:
         """Of all that a run reads of its prompts."""
-        read = [(p.prompt_id, p.text, p.label, p.source) for p in self._prompts]
+        read = [
+            [p.prompt_id, p.text, p.label, p.source, *(image.reference for image in p.images)]
+            for p in self._prompts
+        ]
         return hashlib.sha256(json.dumps(read, default=repr).encode()).hexdigest()
 
 

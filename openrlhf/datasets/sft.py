@@ -4,8 +4,9 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.answers import check_answer_flags, read_answer
 from openrlhf.datasets.bad_rows import BadRowAction, value_of
-from openrlhf.datasets.encode import Text, check_left, finish, read_tokens, reason_to_drop
+from openrlhf.datasets.encode import Text, check_left, cut_image, finish, read_tokens, reason_to_drop
 from openrlhf.datasets.files import Row
+from openrlhf.datasets.image_rows import ImageColumn
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.store import SampleStore
 
@@ -22,6 +23,7 @@ def build_sft_samples(
     pretrain: bool,
     max_len: int,
     bad_rows: BadRowAction = "error",
+    images: ImageColumn | None = None,
 ) -> SampleStore:
     """One sample of each row that has something to learn.
 
@@ -35,6 +37,9 @@ def build_sft_samples(
     Where the response does not end with the end-of-sequence token, that token is appended. A sample of more
     than max_len tokens is cut there and is not given an end: its text did not end. Rows without a token to
     learn, or with a prompt of max_len - 2 tokens or more, are dropped and counted.
+
+    images: where rows have some, for a chat template. Each is as many tokens of the text as the model reads
+    of it, none of which is learned. A sample in which an image would be cut is dropped.
 
     ValueError for a bad row (see `read_each`), for a template that shows an assistant turn differently once
     other messages follow, and when no sample is left.
@@ -54,18 +59,19 @@ def build_sft_samples(
     def read(row: Row) -> tuple[tuple[Text], None]:
         if pretrain:
             return (_pretrain_text(row, input_key),), None
-        return (read_answer(row, tokenizer, input_key=input_key, multiturn=multiturn, **answer),), None
+        text = read_answer(row, tokenizer, input_key=input_key, multiturn=multiturn, images=images, **answer)
+        return (text,), None
 
     store = SampleStore()
-    for _, (tokens,), _ in read_tokens(rows, read, tokenizer, bad_rows, store.dropped):
+    for i, (tokens,), _ in read_tokens(rows, read, tokenizer, bad_rows, store.dropped, images):
         finish(tokens, None if pretrain else tokenizer.eos_token_id)
         token_ids, learned = tokens
-        drop = reason_to_drop(learned, None if pretrain else max_len)
+        drop = reason_to_drop(learned, None if pretrain else max_len) or cut_image(images, tokens, max_len)
         if drop:
             store.drop(drop)
             continue
         store.truncated += len(token_ids) > max_len
-        store.append(token_ids[:max_len], learned[:max_len])
+        store.append(token_ids[:max_len], learned[:max_len], None if images is None else i)
     check_left(store, rows, max_len)
     return store
 

@@ -62,6 +62,10 @@ class Rows:
         part, row = self._index[i].tolist()
         return self._parts[part].origin(row)
 
+    def folder(self, i: int) -> Path | None:
+        """Of the file that row i stands in; None where it comes from the hub."""
+        return self._parts[self._index[i, 0]].folder
+
 
 def load_rows(
     spec: str,

@@ -2,14 +2,14 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 import torch
 
-from openrlhf.types import Sample
+from openrlhf.types import Image, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,10 @@ class SampleStore:
         self._token_ids: array[int] | np.ndarray = array("i")
         self._action_mask: array[int] | np.ndarray = array("b")
         self._starts: array[int] | np.ndarray = array("q", [0])
+        self._rows: array[int] | np.ndarray = array("q")
+        self._read_images: Callable[[int], tuple[Image, ...]] | None = None
+        self.images_digest = ""
+        """Changes when an image does. Empty: there are none."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -46,7 +50,13 @@ class SampleStore:
         return Sample(
             token_ids=torch.from_numpy(np.array(self._token_ids[start:stop], dtype=np.int64)),
             action_mask=torch.from_numpy(np.array(self._action_mask[start:stop], dtype=np.bool_)),
+            images=self._read_images(int(self._rows[i])) if self._read_images else (),
         )
+
+    def read_images_with(self, read: Callable[[int], tuple[Image, ...]], images_digest: str) -> None:
+        """From now on samples come with the images that `read` reads of their row, anew each time. Only where
+        samples were appended with their rows."""
+        self._read_images, self.images_digest = read, images_digest
 
     @property
     def sequence_lengths(self) -> Sequence[int]:
@@ -57,23 +67,27 @@ class SampleStore:
         self.dropped[drop.reason] += 1
         self.needed_len = max(self.needed_len, drop.needed_len)
 
-    def append(self, token_ids: Sequence[int], action_mask: Sequence[bool]) -> None:
-        """Only to a store that was not loaded."""
+    def append(self, token_ids: Sequence[int], action_mask: Sequence[bool], row: int | None = None) -> None:
+        """Only to a store that was not loaded. row: the number of that which has the sample's images."""
         assert isinstance(self._token_ids, array) and isinstance(self._action_mask, array)
         assert isinstance(self._starts, array) and isinstance(self.lengths, array)
+        assert isinstance(self._rows, array)
         self._token_ids.extend(token_ids)
         self._action_mask.extend(action_mask)
         self._starts.append(len(self._token_ids))
         self.lengths.append(len(token_ids))
+        if row is not None:
+            self._rows.append(row)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """token_ids (T,) int32 and action_mask (T,) int8 of all samples end to end; starts (samples + 1,)
-        int64, where each begins."""
-        return {
+        int64, where each begins; with images rows (samples,) int64."""
+        arrays = {
             "token_ids": np.asarray(self._token_ids),
             "action_mask": np.asarray(self._action_mask),
             "starts": np.asarray(self._starts),
         }
+        return arrays | ({"rows": np.asarray(self._rows)} if len(self._rows) else {})
 
     def meta(self) -> dict[str, Any]:
         return {
@@ -89,6 +103,7 @@ class SampleStore:
         store._token_ids, store._action_mask, store._starts = (
             np.asarray(arrays[name]) for name in ("token_ids", "action_mask", "starts")
         )
+        store._rows = np.asarray(arrays.get("rows", ()), dtype=np.int64)
         if not len(store._token_ids) == len(store._action_mask) == store._starts[-1]:
             raise ValueError("the arrays have different lengths")
         store.lengths = array("q", np.diff(store._starts).astype(np.int64).tobytes())

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.models.vision import SHAPES, ImageReader
+from openrlhf.types import Image
+
 PROBE_TOKENS = 128
 ROUNDING = {"fp32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Largest relative error of one rounding by `--ds.param_dtype`. GPUs may round the factors of float32
@@ -40,6 +43,24 @@ def probe_of(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
     drawn = torch.randint(len(ordinary), (length,), generator=torch.Generator().manual_seed(0))
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     return [*first, *ordinary[drawn].tolist()][:length]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePicture:
+    """What stands in front of the tokens of a probe, for a policy that reads images."""
+
+    placeholder: tuple[int, ...] = ()
+    """As an engine is asked."""
+    read: tuple[int, ...] = ()
+    """All tokens that it reads of it."""
+    images: tuple[Image, ...] = ()
+
+
+def probe_picture(reader: ImageReader) -> ProbePicture:
+    """The same one at every call."""
+    processor, picture = reader.processor, reader.noise(SHAPES[0])
+    placeholder = processor.tokenizer(processor.image_token, add_special_tokens=False)["input_ids"]
+    return ProbePicture(tuple(placeholder), tuple(picture.token_ids.tolist()), picture.images)
 
 
 def check_stored(trainer: Tensor, engines: Sequence[EngineProbe], dtype: str) -> None:

@@ -8,7 +8,7 @@ import gc
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Set
+from collections.abc import AsyncIterator, Awaitable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,8 +17,11 @@ import torch
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.generation import Decoding
+from openrlhf.types import present
+from openrlhf.utils.text import image_data
 
 if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
+    from PIL.Image import Image as Picture
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
@@ -61,6 +64,8 @@ class EngineOptions:
     """Off: the weights are random until a weight sync."""
     float32_head: bool = False
     """Logits in float32 whatever the dtype, as a trainer has them."""
+    max_images: int = 0
+    """In one prompt. 0: text only."""
     max_num_seqs: int | None = None
     """Sequences in one step of the engine. None: as vLLM chooses for offline batches, at least 256."""
 
@@ -172,6 +177,10 @@ class VLLMEngine:
                 tensor_parallel_size=options.tensor_parallel_size,
                 enable_prefix_caching=options.enable_prefix_caching,
                 max_num_seqs=options.max_num_seqs,
+                limit_mm_per_prompt={"image": options.max_images, "video": 0} if options.max_images else {},
+                # Else the model has mean and deviation of pixels as buffers: no checkpoint holds them, so a
+                # model that waits for a weight sync would keep random ones.
+                mm_device_do_normalize=False,
                 # There are no graphs to capture on a CPU, and compiling there costs more than it gives back.
                 enforce_eager=options.enforce_eager or not options.on_gpu,
                 # A prompt computed in parts would rewind the random state of its request, which CPU
@@ -224,16 +233,15 @@ class VLLMEngine:
         async for latest in self.llm.generate(prompt, sampling_params, request_id=uuid.uuid4().hex):
             yield list(latest.outputs[0].token_ids)
 
-    async def log_probs(self, token_ids: list[int]) -> list[float]:
-        """Of every token but the first, at temperature 1."""
+    async def log_probs(self, token_ids: list[int], pictures: Sequence["Picture"] = ()) -> list[float]:
+        """Of every token but the first, at temperature 1. `token_ids`: with one placeholder for each of the
+        pictures, which is answered as all of its tokens."""
         from vllm.sampling_params import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        of_positions: Any = (await self.generate(token_ids, params)).prompt_logprobs
-        return [
-            of_position[token].logprob
-            for token, of_position in zip(token_ids[1:], of_positions[1:], strict=True)
-        ]
+        output = await self.generate(token_ids, params, image_data(pictures))
+        read, of_positions = present(output.prompt_token_ids), present(output.prompt_logprobs)
+        return [present(of)[token].logprob for token, of in zip(read[1:], of_positions[1:], strict=True)]
 
     async def init_weight_transfer_engine(self, init_info: dict) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest

@@ -50,7 +50,6 @@ class GymExecutor(AgentExecutorBase, ABC):
         max_length: int,
         hf_tokenizer: "PreTrainedTokenizerBase",
         llm_engine: Engine,
-        images: Any = None,
         *,
         max_turns: int | None = None,
         step_timeout: float | None = None,

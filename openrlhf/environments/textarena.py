@@ -44,7 +44,6 @@ class TextArenaExecutor(AgentExecutorBase):
         max_length: int,
         hf_tokenizer: "PreTrainedTokenizerBase",
         llm_engine: Engine,
-        images: Any = None,
         *,
         max_turns: int | None = None,
         step_timeout: float | None = None,

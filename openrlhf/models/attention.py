@@ -66,6 +66,11 @@ def resolve_attention(name: str, model_config: PreTrainedConfig) -> str:
     return name
 
 
+def of_text(name: str, model_config: PreTrainedConfig) -> str | dict[str, str]:
+    """`name` as transformers takes it, for all of a model but its vision tower."""
+    return {"": name, "text_config": name} if "vision_config" in model_config.sub_configs else name
+
+
 def lacks_its_kernel(name: str) -> bool:
     """Whether it is a flash attention that this machine cannot run: `auto` takes its place. That its package
     is not installed was said when the flags were checked."""

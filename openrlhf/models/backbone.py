@@ -1,5 +1,6 @@
 """Hugging Face models on packed rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from openrlhf.models.attention import packing_kwargs
-from openrlhf.types import PackedRow
+from openrlhf.models.vision import ImageReader, inputs_of_row, with_blank
+from openrlhf.types import Image, PackedRow
 
 
 @dataclass(slots=True)
@@ -21,6 +23,8 @@ class Reading:
     """A row in one pass. Else one pass for each of its sequences: always right, and slower."""
     liger: bool = False
     """With Liger's kernels, `--ds.use_liger_kernel`."""
+    images: ImageReader | None = None
+    """None: text only."""
 
 
 class RowModel(nn.Module):
@@ -55,28 +59,44 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
 def in_one_pass(model: PreTrainedModel, row: PackedRow) -> Tensor:
     attention = model.config._attn_implementation
     assert attention is not None  # models/loading.py chose it
-    packing = packing_kwargs(attention, row.lengths, row.token_ids.device)
-    output = backbone_of(model)(
+    backbone, reader, length = backbone_of(model), reading_of(model).images, len(row.token_ids)
+    inputs = {"position_ids": row.position_ids[None]}
+    if reader is not None:
+        row = with_blank(row, reader)
+        inputs = inputs_of_row(backbone, row, reader)
+    output = backbone(
         input_ids=row.token_ids[None],
-        position_ids=row.position_ids[None],
         # A cache makes transformers take the row for one sequence: attention would leak without an error.
         use_cache=False,
-        **packing,
+        **inputs,
+        **packing_kwargs(attention, row.lengths, row.token_ids.device),
     )
-    return output.last_hidden_state[0].to(model.dtype)  # Mamba keeps its residual in float32
+    return output.last_hidden_state[0, :length].to(model.dtype)  # Mamba keeps its residual in float32
 
 
-def alone(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+def alone(model: PreTrainedModel, token_ids: Tensor, images: Sequence[Image] = ()) -> Tensor:
     """(L,) one sequence -> (L, H), as transformers itself reads it."""
-    output = backbone_of(model)(input_ids=token_ids[None], use_cache=False)
-    return output.last_hidden_state[0].to(model.dtype)
+    output = backbone_of(model)(**inputs_alone(model, token_ids, images), use_cache=False)
+    return output.last_hidden_state[0, : len(token_ids)].to(model.dtype)
+
+
+def inputs_alone(model: PreTrainedModel, token_ids: Tensor, images: Sequence[Image]) -> dict[str, Tensor]:
+    """What transformers' forward of one sequence is called with."""
+    reader = reading_of(model).images
+    if reader is None:
+        return {"input_ids": token_ids[None]}
+    if not images:  # as in `with_blank`; what stands behind a sequence changes nothing in it
+        images, blank = reader.blank.images, reader.blank.token_ids.to(token_ids.device)
+        token_ids = torch.cat([token_ids, blank])
+    return {"input_ids": token_ids[None]} | reader.inputs(token_ids, images)
 
 
 def _one_by_one(model: PreTrainedModel, row: PackedRow) -> Tensor:
     num_passes = _most_sequences(model, row)
-    hidden = torch.cat([alone(model, ids) for ids in row.token_ids.split(row.lengths)])
+    sequences = zip(row.token_ids.split(row.lengths), row.images or [()] * len(row.lengths), strict=True)
+    hidden = torch.cat([alone(model, *sequence) for sequence in sequences])
     for _ in range(num_passes - len(row.lengths)):
-        hidden = hidden + 0 * alone(model, row.token_ids[:2]).sum()
+        hidden = hidden + 0 * alone(model, row.token_ids.new_zeros(2)).sum()
     return hidden
 
 

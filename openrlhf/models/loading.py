@@ -9,6 +9,8 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
@@ -19,11 +21,12 @@ from transformers import (
 
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.datasets.cache import digest, file_digest, sampled_digest
-from openrlhf.models.attention import PACKED, lacks_its_kernel, resolve_attention
+from openrlhf.models.attention import PACKED, lacks_its_kernel, of_text, resolve_attention
 from openrlhf.models.backbone import reading_of
 from openrlhf.models.checkpoint_layout import forget_unused_conversions
 from openrlhf.models.liger import apply_liger
 from openrlhf.models.rope import fix_frequencies
+from openrlhf.models.vision import image_reader
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +50,11 @@ def load_causal_lm(
     experts: str | None = None,
     in_4bit: bool = False,
     liger: bool = False,
+    images: bool = False,
 ) -> PreTrainedModel:
     """The model in `dtype` (bf16, fp16 or fp32) for packed rows; with `in_4bit` its linear layers but the
-    head in NF4, for models that only carry adapters; with `liger` see `apply_liger`.
+    head in NF4, for models that only carry adapters; with `liger` see `apply_liger`; with `images` a
+    vision-language model, whose rows may have them.
 
     max_len: tokens of the longest sequence of the run, see `fix_frequencies`.
     """
@@ -58,7 +63,8 @@ def load_causal_lm(
     if in_4bit:
         options["quantization_config"] = nf4(dtype)
     options |= {"config": config, "dtype": DTYPES[dtype]}
-    return load_for_rows(AutoModelForCausalLM, path, attention, max_len, liger, **options)[0]
+    auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    return load_for_rows(auto_class, path, attention, max_len, liger, images, **options)[0]
 
 
 def load_generator(path: str, *, flag: str, dtype: str, attention: str, max_len: int) -> PreTrainedModel:
@@ -74,17 +80,26 @@ def load_generator(path: str, *, flag: str, dtype: str, attention: str, max_len:
 
 
 def load_for_rows(
-    auto_class: Any, path: str, attention: str, max_len: int | None, liger: bool, **options: Any
+    auto_class: Any,
+    path: str,
+    attention: str,
+    max_len: int | None,
+    liger: bool,
+    images: bool = False,
+    **options: Any,
 ) -> tuple[Any, dict]:
     """The model, and what transformers says about loading it. It has the attention for packed rows where its
     architecture takes one; whether a row may be packed is found out by models/self_check.py."""
-    name = resolve_attention(attention, options["config"])
-    takes_it = name != PACKED or _takes_attention(auto_class, options["config"])
+    config = options["config"]
+    name = resolve_attention(attention, config)
+    takes_it = name != PACKED or _takes_attention(auto_class, config)
+    implementation = of_text(name, config) if takes_it else None
     model, info = auto_class.from_pretrained(
-        path, attn_implementation=name if takes_it else None, output_loading_info=True, **options
+        path, attn_implementation=implementation, output_loading_info=True, **options
     )
     reading = reading_of(model)
     reading.flag, reading.packed = attention, takes_it
+    reading.images = image_reader(path) if images else None
     if model.dtype == torch.bfloat16 and _emulates_bf16():
         device = torch.cuda.get_device_name()
         logger.warning("a %s only emulates bf16, slowly; --ds.param_dtype fp16 is its own type", device)
@@ -147,6 +162,22 @@ def policy_tokenizer(config: PPOConfig) -> PreTrainedTokenizerBase:
         use_fast=not config.data.disable_fast_tokenizer,
         chat_template=config.data.tokenizer_chat_template,
     )
+
+
+def policy_processor(config: PPOConfig) -> Any:
+    """What is handed out and saved with a policy: its tokenizer; where it reads images, the processor around
+    it."""
+    tokenizer = policy_tokenizer(config)
+    if not config.reads_images:
+        return tokenizer
+    return processor_around(tokenizer, config.actor.model_name_or_path)
+
+
+def processor_around(tokenizer: PreTrainedTokenizerBase, path: str) -> Any:
+    """The processor of a vision-language model, with this tokenizer and its chat template."""
+    processor = AutoProcessor.from_pretrained(path)
+    processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
+    return processor
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -6,11 +6,17 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from openrlhf.models.backbone import RowModel, hidden_states
 from openrlhf.models.loading import DTYPES, load_config, load_for_rows, nf4
@@ -69,6 +75,7 @@ def load_scorer(
     experts: str | None = None,
     in_4bit: bool = False,
     liger: bool = False,
+    images: bool = False,
     trained: bool = False,
 ) -> ScoreModel:
     """A reward model, or a language model with a new scalar head; with `trained` that is a ValueError.
@@ -76,12 +83,15 @@ def load_scorer(
     `head_prefix` names the head in the files that this model will be saved to; a `value_head_prefix` in the
     model's config.json wins. `tokenizer` of a model that will be saved: tokenizer and model are made to agree
     on a padding token that is not the end of a sequence. `max_len`: tokens of the longest sequence of the
-    run, see `fix_frequencies`. `dtype`: see `DTYPES`. `liger`: see `apply_liger`.
+    run, see `fix_frequencies`. `dtype`: see `DTYPES`. `liger`: see `apply_liger`. `images`: rows may have
+    some.
     """
     config = load_config(path, flag)
     name = getattr(config, "value_head_prefix", None) or head_prefix
     config.num_labels = 1
     config.value_head_prefix = name
+    if images:
+        register_classifier(config)
     if tokenizer is not None:
         tokenizer.pad_token_id = config.pad_token_id = padding_token_id(tokenizer)
     model, loaded = load_for_rows(
@@ -90,6 +100,7 @@ def load_scorer(
         attention,
         max_len,
         liger,
+        images,
         config=config,
         dtype=DTYPES[dtype],
         key_mapping={rf"^{name}\.": f"{CLASSIFIER_HEAD}."} if name != CLASSIFIER_HEAD else None,
@@ -103,6 +114,21 @@ def load_scorer(
         del model.score
         setattr(model, name, head)
     return ScoreModel(model)
+
+
+def register_classifier(config: PreTrainedConfig) -> None:
+    """Most vision-language models have no sequence classifier in transformers. It is made of the parts of
+    those that have one, and reads the files of the generator, whatever their weights are called."""
+    if type(config) in AutoModelForSequenceClassification._model_mapping:
+        return
+    generator = AutoModelForImageTextToText._model_mapping[type(config)]
+    pretrained = next(c for c in generator.__mro__[1:] if issubclass(c, PreTrainedModel))
+    name = generator.__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
+    classifier = type(name, (GenericForSequenceClassification, pretrained), {"config_class": type(config)})
+    AutoModelForSequenceClassification.register(type(config), classifier, exist_ok=True)
+    names = (get_checkpoint_conversion_mapping(key) for key in (generator.__name__, config.model_type))
+    if (renaming := next(filter(None, names), None)) is not None:
+        register_checkpoint_conversion_mapping(name, renaming, overwrite=True)
 
 
 def check_reward_model(path: str, flag: str, head_prefix: str) -> None:

@@ -30,10 +30,11 @@ from transformers import PreTrainedModel
 
 from openrlhf.datasets.cache import digest
 from openrlhf.files import cache_folder, write_atomically
-from openrlhf.models.attention import PACKED, CannotPack
-from openrlhf.models.backbone import Reading, RowModel, alone, in_one_pass, reading_of
+from openrlhf.models.attention import PACKED, CannotPack, of_text
+from openrlhf.models.backbone import Reading, RowModel, alone, in_one_pass, inputs_alone, reading_of
 from openrlhf.models.liger import transformers_kernels
 from openrlhf.models.policy import head_of, head_options
+from openrlhf.models.vision import SHAPES
 from openrlhf.types import PackedRow, Sample
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ def read_one_by_one(model: PreTrainedModel) -> None:
     """From now on, with the attention that transformers chooses for the architecture."""
     reading_of(model).packed = False
     if model.config._attn_implementation == PACKED:
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        _set_attention(model, "sdpa" if model._supports_sdpa else "eager")
 
 
 def _find_out(run: Callable, model: PreTrainedModel) -> dict[str, str]:
@@ -108,8 +109,10 @@ def _find_out(run: Callable, model: PreTrainedModel) -> dict[str, str]:
 def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
     """What goes wrong in a row of two sequences; "" where nothing does."""
     probe = _probe(model)
-    start, changed = len(probe.a), len(probe.a) + probe.place
-    rows = [_row(probe.a, probe.b), _row(probe.other_a, probe.b), _row(probe.a, probe.other_b)]
+    start = probe.a.length
+    changed = start + probe.place
+    pairs = (probe.a, probe.b), (probe.other_a, probe.b), (probe.a, probe.other_b)
+    rows = [_row(model, *pair) for pair in pairs]
     try:
         row, with_other_a, with_other_b = [run(lambda row=row: in_one_pass(model, row)) for row in rows]
     except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError):
@@ -125,7 +128,7 @@ def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
     if not into_earlier <= MAX_LEAK[model.dtype]:
         return f"a token changes earlier ones ({into_earlier:.2g} times as much as later ones)"
     with transformers_attention(model):
-        expected = [run(lambda ids=ids: alone(model, ids)) for ids in (probe.a, probe.b)]
+        expected = [run(lambda s=s: _alone(model, s)) for s in (probe.a, probe.b)]
     error = max(
         _error(found, wanted) for found, wanted in zip((row[:start], row[start:]), expected, strict=True)
     )
@@ -138,7 +141,7 @@ def why_not_at_all(run: Callable, model: PreTrainedModel) -> str:
     """What would be wrong even with one sequence at a time; "" where nothing is."""
     probe = _probe(model)
     with transformers_attention(model):
-        hidden, with_other_b = (run(lambda ids=ids: alone(model, ids)) for ids in (probe.b, probe.other_b))
+        hidden, with_other_b = (run(lambda s=s: _alone(model, s)) for s in (probe.b, probe.other_b))
         effect = _change(hidden[probe.place + 1 :], with_other_b[probe.place + 1 :])
         into_earlier = _error(hidden[: probe.place], with_other_b[: probe.place])
         if not into_earlier <= MAX_LEAK[model.dtype] * effect + torch.finfo(model.dtype).eps:
@@ -158,9 +161,9 @@ def why_not_liger(run: Callable, model: PreTrainedModel) -> str:
     """How Liger's kernels change what the model computes; "" where they only round otherwise."""
     b = _probe(model).b
     with transformers_attention(model):
-        found = run(lambda: alone(model, b))
+        found = run(lambda: _alone(model, b))
         with transformers_kernels(model):
-            expected = run(lambda: alone(model, b))
+            expected = run(lambda: _alone(model, b))
     error = _error(found, expected)
     if not error <= MAX_ERROR[model.dtype]:
         return (
@@ -177,20 +180,24 @@ def transformers_attention(model: PreTrainedModel) -> Iterator[None]:
     if own is None or not model._can_set_attn_implementation():
         yield
         return
-    model.set_attn_implementation("eager")
+    _set_attention(model, "eager")
     try:
         yield
     finally:
-        model.set_attn_implementation(own)
+        _set_attention(model, own)
+
+
+def _set_attention(model: PreTrainedModel, name: str) -> None:
+    model.set_attn_implementation(of_text(name, model.config))
 
 
 class _Probe(NamedTuple):
-    """Token ids on the model's device."""
+    """Of a model that reads images every sequence begins with one, of another size in a and b."""
 
-    a: Tensor
-    b: Tensor
-    other_a: Tensor
-    other_b: Tensor
+    a: Sample
+    b: Sample
+    other_a: Sample
+    other_b: Sample
     """b with another token at `place`."""
     place: int
 
@@ -198,8 +205,9 @@ class _Probe(NamedTuple):
 def _probe(model: PreTrainedModel) -> _Probe:
     config = model.config.get_text_config()
     facts = config.to_dict()
+    named = model.config.to_dict() | facts
     special = {
-        value for name, value in facts.items() if name.endswith("_token_id") and isinstance(value, int)
+        value for name, value in named.items() if name.endswith("_token_id") and isinstance(value, int)
     }
     words = torch.tensor([i for i in range(min(config.vocab_size, 1024)) if i not in special])
     windows = [
@@ -215,16 +223,29 @@ def _probe(model: PreTrainedModel) -> _Probe:
     a, b = (words[place] for place in places)
     other_a, other_b, place = words[(places[0] + 1) % len(words)], b.clone(), lengths[1] // 2
     other_b[place] = words[(places[1][place] + 1) % len(words)]
-    device = next(model.parameters()).device
-    a, b, other_a, other_b = (ids.to(device) for ids in (a, b, other_a, other_b))
-    return _Probe(a, b, other_a, other_b, place)
+    reader = reading_of(model).images
+    nothing = Sample(token_ids=a[:0], action_mask=a[:0].bool())
+    before_a, before_b = map(reader.noise, SHAPES) if reader else (nothing, nothing)
+    return _Probe(
+        a=_behind(before_a, a),
+        b=_behind(before_b, b),
+        other_a=_behind(before_a, other_a),
+        other_b=_behind(before_b, other_b),
+        place=before_b.length + place,
+    )
 
 
-def _row(*sequences: Tensor) -> PackedRow:
-    none = [
-        Sample(token_ids=ids.cpu(), action_mask=torch.zeros(len(ids), dtype=torch.bool)) for ids in sequences
-    ]
-    return PackedRow.of(none).to(sequences[0].device)
+def _behind(image: Sample, token_ids: Tensor) -> Sample:
+    whole = torch.cat([image.token_ids, token_ids])
+    return Sample(token_ids=whole, action_mask=torch.zeros_like(whole).bool(), images=image.images)
+
+
+def _row(model: PreTrainedModel, *sequences: Sample) -> PackedRow:
+    return PackedRow.of(sequences).to(next(model.parameters()).device)
+
+
+def _alone(model: PreTrainedModel, sample: Sample) -> Tensor:
+    return alone(model, sample.token_ids.to(next(model.parameters()).device), sample.images)
 
 
 def _change(before: Tensor, after: Tensor) -> float:
@@ -242,14 +263,15 @@ def _differences(x: Tensor, y: Tensor) -> Tensor:
     return (x - y).norm(dim=-1) / y.norm(dim=-1).clamp_min(1e-20)
 
 
-def _head_error(model: PreTrainedModel, hidden: Tensor, token_ids: Tensor) -> Tensor:
+def _head_error(model: PreTrainedModel, hidden: Tensor, sample: Sample) -> Tensor:
     """() nats between log-probs as models/policy.py makes them and those of the model's logits: the mean."""
     scale, softcap = head_options(model.config)
     ours = head_of(model)(hidden).float() * scale
     if softcap is not None:
         ours = softcap * torch.tanh(ours / softcap)
-    own = model(input_ids=token_ids[None], use_cache=False).logits[0].float()
-    next_ids = token_ids[1:, None]
+    inputs = inputs_alone(model, sample.token_ids.to(hidden.device), sample.images)
+    own = model(**inputs, use_cache=False).logits[0].float()
+    next_ids = inputs["input_ids"][0, 1:, None]
     log_probs = [logits[:-1].log_softmax(-1).gather(1, next_ids) for logits in (ours, own)]
     return (log_probs[0] - log_probs[1]).abs().mean()
 
@@ -299,6 +321,7 @@ def _cache_entry(model: PreTrainedModel) -> Path:
         "run": [str(model.dtype), next(model.parameters()).device.type],
         "versions": [version("torch"), version("transformers"), digest(code)],
         "liger": version("liger-kernel") if reading_of(model).liger else None,
+        "images": reading_of(model).images is not None,
     }
     return cache_folder() / "packing" / f"{digest(parts)}.json"
 

@@ -2,6 +2,7 @@
 packed rows, and the lengths of all."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -107,17 +108,26 @@ def plain_text(side: Side) -> str:
     for learned, group in groupby(side.stretches, lambda stretch: (stretch.learned, stretch.label)):
         text = "".join(stretch.text for stretch in group)
         parts.append(f"⟦{text}⟧" + (f"({learned[1]})" if learned[1] else "") if learned[0] else text)
-    return clean_text("".join(parts))
+    return _shown("".join(parts))
 
 
 def coloured_text(side: Side) -> Text:
     text = Text()
     for stretch in side.stretches:
         style = ("green" if stretch.learned else "dim") + (" reverse" if stretch.special else "")
-        text.append(clean_text(stretch.text), style=style)
+        text.append(_shown(stretch.text), style=style)
         if stretch.label:
             text.append(f" {clean_text(stretch.label)} ", style="bold black on yellow")
     return text
+
+
+def _shown(text: str) -> str:
+    """A special token that is repeated, as that of an image is, once, and how often it stands there."""
+    times = lambda found: f"{found[1]}×{len(found[0]) // len(found[1])}"
+    return clean_text(_REPEATED.sub(times, text))
+
+
+_REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")
 
 
 class Preview:

@@ -3,6 +3,7 @@
     prompt_id, episode, sample_index, part, seed, source   where the trajectory comes from
     label                                                  JSON
     prompt, response                                       text; response is null without a decoder
+    images                                                 what each is called; the pictures are not kept
     reward, score, outcome, error, finish_reason, truncated
     extra_logs                                             [{name, value}, ...]
     token_ids                                              [L]
@@ -27,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 
 from openrlhf.observe.run_folder import plain, read_jsonl
-from openrlhf.types import Batch, Outcome, Prompt, Trajectory
+from openrlhf.types import Batch, Image, Outcome, Prompt, Trajectory
 
 Visits = Sequence[Sequence[tuple[int, int]]]
 """Of each sequence, by epoch: the optimizer step that learned from it, and the rank."""
@@ -46,6 +47,7 @@ FACTS = pa.schema(
         "label": pa.string(),
         "prompt": pa.string(),
         "response": pa.string(),
+        "images": pa.list_(pa.string()),
         "reward": pa.float64(),
         "score": pa.float64(),
         "outcome": pa.string(),
@@ -94,6 +96,8 @@ def to_trajectories(table: pa.Table) -> list[Trajectory]:
     """Their arrays are views of the table's columns."""
     if "turn_rewards" not in table.column_names:  # as in journals of older versions
         table = table.append_column("turn_rewards", _lists([np.zeros(0)] * len(table), pa.float32()))
+    if "images" not in table.column_names:
+        table = table.append_column("images", pa.array([[]] * len(table), pa.list_(pa.string())))
     facts = table.select(FACTS.names).to_pylist()
     arrays = zip(*(_split(table[name]) for name in ARRAYS.names), strict=True)
     return [_trajectory(row, *of_row) for row, of_row in zip(facts, arrays, strict=True)]
@@ -118,6 +122,7 @@ def _facts(trajectories: Sequence[Trajectory], responses: Sequence[str | None]) 
     values["label"] = [_text(json.dumps(p.label, ensure_ascii=False, default=plain)) for p in prompts]
     values["prompt"] = [_text(p.text) for p in prompts]
     values["response"] = [None if text is None else _text(text) for text in responses]
+    values["images"] = [[_text(image.reference) for image in t.images] for t in trajectories]
     values["outcome"] = [t.outcome.value for t in trajectories]
     values["error"] = [_text(t.error) for t in trajectories]
     values["extra_logs"] = [
@@ -219,6 +224,7 @@ def _trajectory(
         ),
         token_ids=token_ids,
         action_mask=action_mask,
+        images=tuple(Image(reference, b"") for reference in row["images"]),
         turn_starts=turn_starts,
         turn_rewards=turn_rewards,
         weight_versions=weight_versions,
@@ -239,6 +245,7 @@ def _trajectory_of_json(row: Mapping[str, Any]) -> Trajectory:
         {
             **row,
             "part": 0,
+            "images": [],
             "label": json.dumps(row["label"]),
             "reward": number(row["reward"]),
             "score": number(row["score"]),

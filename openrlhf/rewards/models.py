@@ -48,8 +48,10 @@ class RewardReader:
         token_ids = self._token_ids(trajectory)
         if trajectory.truncated:
             token_ids = token_ids[: self.max_len]
-            return score_last(token_ids, len(token_ids))
-        return score_last(with_end(token_ids, self.own), self.max_len or len(token_ids) + 1)
+            sample = score_last(token_ids, len(token_ids))
+        else:
+            sample = score_last(with_end(token_ids, self.own), self.max_len or len(token_ids) + 1)
+        return replace(sample, images=trajectory.images)
 
     def _token_ids(self, t: Trajectory) -> list[int]:
         is_talk = self.has_template and t.prompt.messages is not None

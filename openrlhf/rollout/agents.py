@@ -81,6 +81,11 @@ def load_agent(
         problem = "AgentExecutor is no subclass of openrlhf.utils.agent.AgentExecutorBase"
         raise UnusableFile(f"{problem}.\n{FORM}")
     if is_handed_everything(found):
+        if "images" in limits:
+            raise UnusableFile(
+                f"{LIMITS['images']} is set, and executors that are handed everything at their start know no "
+                f"images.\n{FORM}"
+            )
         return lambda setting: QueueExecutor(
             found,
             max_steps=setting.max_turns,
@@ -137,11 +142,12 @@ def _unlimited(executor: type[AgentExecutorBase], limits: Sequence[str]) -> str:
     return ""
 
 
-LIMITS = {"max_turns": "--train.max_turns", "step_timeout": "--rollout.step_timeout"}
-PARAMETERS = (
-    *("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine", "images"),
-    *LIMITS,
-)
+LIMITS = {
+    "max_turns": "--train.max_turns",
+    "step_timeout": "--rollout.step_timeout",
+    "images": "--data.max_images_per_prompt",
+}
+PARAMETERS = (*("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine"), *LIMITS)
 
 
 def _accepted(execute: Callable) -> tuple[str, ...]:

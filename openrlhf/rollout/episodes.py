@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.pictures import decoded
 from openrlhf.rollout.agents import EnvironmentFailed, UserExecutor
 from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.rollout.results import read_result
@@ -17,6 +18,7 @@ from openrlhf.types import Episode, Group, Outcome, Prompt
 from openrlhf.utils.agent import AgentExecutorBase, Engine, RewardError, StepTimeout
 
 if TYPE_CHECKING:  # both take seconds, and vLLM reads its environment
+    from PIL.Image import Image as Picture
     from transformers import PreTrainedTokenizerBase
     from vllm.sampling_params import SamplingParams
 
@@ -77,14 +79,16 @@ class EpisodeRunner:
         retry_on: Collection[str] = (),
         at_a_time: int | None = None,
         reward_is_optional: bool = False,
+        image_token_id: int | None = None,
     ) -> None:
         """`timeout`: seconds for one episode. `retries`: how often one runs again that ended with an
         Outcome of `retry_on`. `at_a_time`: episodes that run, None: all.
-        `reward_is_optional`: None is a reward too, because others are added to it."""
+        `reward_is_optional`: None is a reward too, because others are added to it. `image_token_id`: see
+        RecordingEngine."""
         self.engine, self.tokenizer, self.executor = engine, tokenizer, executor
         self.stop_token_ids, self.timeout = stop_token_ids, timeout
         self.retries, self.retry_on = retries, retry_on
-        self.reward_is_optional = reward_is_optional
+        self.reward_is_optional, self.image_token_id = reward_is_optional, image_token_id
         self._room = nullcontext() if at_a_time is None else asyncio.Semaphore(at_a_time)
         self.is_users = isinstance(executor, UserExecutor)
         self.source = executor.source if isinstance(executor, UserExecutor) else type(executor).__name__
@@ -113,18 +117,21 @@ class EpisodeRunner:
             *(sampling.run_seed, sampling.purpose, prompt.episode, prompt.prompt_id, sample_index),
             *(("attempt", attempt) if attempt else ()),
         )
-        engine = RecordingEngine(self.engine, address, self.stop_token_ids)
+        pictures = [(image, decoded(image.data)) for image in prompt.images]
+        engine = RecordingEngine(self.engine, address, self.stop_token_ids, pictures, self.image_token_id)
         async with self._room:
-            ending = await self._ending(prompt, sampling, engine)
+            ending = await self._ending(prompt, sampling, engine, [picture for _, picture in pictures])
         known: dict[str, Any] = {"turns": engine.turns, "reward": None}
         return Episode(prompt=prompt, sample_index=sample_index, seed=seed_at(*address), **(known | ending))
 
-    async def _ending(self, prompt: Prompt, sampling: Sampling, engine: RecordingEngine) -> dict[str, Any]:
+    async def _ending(
+        self, prompt: Prompt, sampling: Sampling, engine: RecordingEngine, pictures: "list[Picture]"
+    ) -> dict[str, Any]:
         """The border: fields of the Episode, whatever the executor did."""
         limit = asyncio.timeout(self.timeout)
         try:
             async with limit:
-                result = await self._execute(prompt, sampling, engine)
+                result = await self._execute(prompt, sampling, engine, pictures)
             if engine.turns and engine.turns[-1].finish_reason == "abort":
                 return {"outcome": Outcome.ABORTED}
             return read_result(
@@ -146,7 +153,9 @@ class EpisodeRunner:
         finally:
             engine.check_alive()
 
-    async def _execute(self, prompt: Prompt, sampling: Sampling, engine: RecordingEngine) -> Any:
+    async def _execute(
+        self, prompt: Prompt, sampling: Sampling, engine: RecordingEngine, pictures: "list[Picture]"
+    ) -> Any:
         return await self.executor.execute(
             prompt.text,
             prompt.label,
@@ -154,6 +163,7 @@ class EpisodeRunner:
             sampling.max_len,
             self.tokenizer,
             engine,
+            **({"images": pictures} if pictures else {}),
         )
 
     def _sampling_params(self, sampling: Sampling) -> "SamplingParams":

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from openrlhf.datasets.pictures import encoded
+from openrlhf.rollout.agents import EnvironmentFailed
 from openrlhf.rollout.seeds import seed_at
-from openrlhf.types import Turn, present
+from openrlhf.types import Image, Turn, present
 from openrlhf.utils.agent import Engine
 
 if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
+    from PIL.Image import Image as Picture
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
@@ -20,10 +23,19 @@ class RecordingEngine:
     """One episode's view of an engine. Whatever an executor makes of the answers, `turns` is exact."""
 
     def __init__(
-        self, engine: Engine, seed_address: tuple[int | str, ...], stop_token_ids: Sequence[int]
+        self,
+        engine: Engine,
+        seed_address: tuple[int | str, ...],
+        stop_token_ids: Sequence[int],
+        pictures: Sequence[tuple[Image, "Picture"]] = (),
+        image_token_id: int | None = None,
     ) -> None:
-        """`seed_address`: of the first turn; the others have their number behind it."""
+        """`seed_address`: of the first turn; the others have their number behind it. `pictures`: those of
+        the prompt, as an executor is handed them. `image_token_id`: what stands for patches; None where the
+        policy reads no images."""
         self._engine, self._address, self._stop_token_ids = engine, seed_address, list(stop_token_ids)
+        self._known = {id(picture): (image, picture) for image, picture in pictures}
+        self._image_token_id = image_token_id
         self._answers: list[list[Turn]] = []  # of each request
         self._death: Exception | None = None
 
@@ -39,10 +51,16 @@ class RecordingEngine:
         multi_modal_data: dict | None = None,
     ) -> "RequestOutput":
         """One request. `sampling_params` stay as they are: the request has a copy with the seed of this turn,
-        log-probs, and the stop tokens of training where it has none."""
+        log-probs, and the stop tokens of training where it has none. EnvironmentFailed where the answer
+        cannot be read as text."""
         turn = len(self._answers)
         seed = seed_at(*self._address, *((turn,) if turn else ()))
         params = self._of_request(sampling_params, seed)
+        pictures = _pictures(multi_modal_data)
+        self._check_placeholders(prompt_token_ids, len(pictures))
+        images = tuple(self._image(picture) for picture in pictures)
+        if multi_modal_data and pictures:
+            multi_modal_data = {**multi_modal_data, "image": [picture.convert("RGB") for picture in pictures]}
         turns: list[Turn] = []
         self._answers.append(turns)
         try:
@@ -51,14 +69,40 @@ class RecordingEngine:
             if _is_death(error):
                 self._death = error
             raise
-        prompt_ids = np.asarray(prompt_token_ids, np.int32)
-        turns += [_turn(prompt_ids, answer, seed + answer.index) for answer in output.outputs]
+        # As the policy read it, with all tokens of its images.
+        prompt_ids = np.asarray(output.prompt_token_ids if images else prompt_token_ids, np.int32)
+        turns += [_turn(prompt_ids, images, answer, seed + answer.index) for answer in output.outputs]
+        self._check_answers(turns)
         return output
 
     def check_alive(self) -> None:
         """Raise the engine's death, if an executor has seen it."""
         if self._death is not None:
             raise self._death
+
+    def _check_placeholders(self, token_ids: Sequence[int], num_images: int) -> None:
+        """vLLM would leave what has no image as it is, and the trainer would look for one."""
+        if self._image_token_id is None:
+            return
+        if (found := list(token_ids).count(self._image_token_id)) != num_images:
+            raise ValueError(
+                f"llm_engine.generate got {found} tokens that stand for an image, and {num_images} images. "
+                "Each image has one, and multi_modal_data has all of the prompt's and of feedback's."
+            )
+
+    def _check_answers(self, turns: Sequence[Turn]) -> None:
+        if self._image_token_id is None:
+            return
+        if any(self._image_token_id in turn.action_ids for turn in turns):
+            raise EnvironmentFailed(
+                "the policy answered with the token that stands for an image: whoever reads it looks for one"
+            )
+
+    def _image(self, picture: "Picture") -> Image:
+        """The file that it was read from; of a picture that an executor made, one without loss."""
+        if id(picture) not in self._known:
+            self._known[id(picture)] = encoded(picture), picture
+        return self._known[id(picture)][0]
 
     def _of_request(self, sampling_params: "SamplingParams", seed: int) -> "SamplingParams":
         from vllm.sampling_params import RequestOutputKind
@@ -79,7 +123,13 @@ def _is_death(error: Exception) -> bool:
     return isinstance(error, EngineDeadError)
 
 
-def _turn(prompt_ids: np.ndarray, answer: "CompletionOutput", seed: int) -> Turn:
+def _pictures(multi_modal_data: dict | None) -> "list[Picture]":
+    """One or a list, as vLLM takes them."""
+    found = (multi_modal_data or {}).get("image", [])
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
+def _turn(prompt_ids: np.ndarray, images: tuple[Image, ...], answer: "CompletionOutput", seed: int) -> Turn:
     action_ids = np.asarray(answer.token_ids, np.int32)
     spans = [(int(span.version), span.end - span.start) for span in answer.weight_versions or ()]
     if not spans and len(action_ids):
@@ -91,6 +141,7 @@ def _turn(prompt_ids: np.ndarray, answer: "CompletionOutput", seed: int) -> Turn
         weight_versions=np.array(spans, np.int32).reshape(-1, 2),
         finish_reason=present(answer.finish_reason),
         seed=seed,
+        images=images,
     )
 
 

@@ -90,6 +90,12 @@ def _told(observation_tokens: Any, action_ranges: Any, turns: Sequence[Turn], so
         chosen, read = chosen_turns(_token_ids(observation_tokens, source), ranges, turns)
     except NeverSampled as error:
         raise EnvironmentFailed(f"{source} returned an {error}") from error
+    if not read and any(turn.images for turn in turns):
+        raise EnvironmentFailed(
+            f"{source} returned observation_tokens in which an image is not all the tokens that the policy "
+            "read of it. Make them of the prompt_token_ids and token_ids of llm_engine.generate's answers, "
+            "or leave them out."
+        )
     if not read:
         _warn_of_another_context(source)
     return chosen

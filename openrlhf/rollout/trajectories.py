@@ -41,10 +41,12 @@ def _histories(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def _goes_on(turn: Turn, before: Turn) -> bool:
-    """The prompt begins with all of `before`."""
+    """The prompt begins with all of `before`, its images too."""
     start, prompt = len(before.prompt_ids), turn.prompt_ids
-    return np.array_equal(prompt[:start], before.prompt_ids) and np.array_equal(
-        prompt[start : _end(before)], before.action_ids
+    return (
+        np.array_equal(prompt[:start], before.prompt_ids)
+        and np.array_equal(prompt[start : _end(before)], before.action_ids)
+        and turn.images[: len(before.images)] == before.images
     )
 
 
@@ -68,6 +70,7 @@ def _trajectory(episode: Episode, part: int, turns: Sequence[Turn]) -> Trajector
         action_mask=action_mask,
         rollout_log_probs=np.concatenate([turn.log_probs for turn in turns]),
         weight_versions=_joined([turn.weight_versions for turn in turns]),
+        images=last.images,
         turn_starts=np.array([len(turn.prompt_ids) for turn in acted], np.int32),
         turn_rewards=np.array([turn.reward for turn in acted if turn.reward is not None], np.float32),
         reward=episode.reward,
@@ -170,4 +173,5 @@ def _part(token_ids: np.ndarray, start: int, stop: int, turn: Turn, first: int) 
         weight_versions=runs(np.repeat(*turn.weight_versions.T)[taken]),
         finish_reason=turn.finish_reason,
         seed=turn.seed,
+        images=turn.images,
     )

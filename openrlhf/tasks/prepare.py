@@ -76,16 +76,16 @@ def prepare(
     rng = random.Random(f"prepare/{seed}")
     return TaskFiles(
         model=tiny_chat_model(folder / "model", seed=seed),
-        pretrain=_write(
+        pretrain=write_rows(
             folder / "pretrain.jsonl",
             ({"input": worked_problem(problem)} for problem in problems[:num_pretrain]),
         ),
-        sft=_write(
+        sft=write_rows(
             folder / "sft.jsonl",
             (demonstration(problem, careful=rng.random() < careful_share) for problem in problems[:num_sft]),
         ),
-        prompts=_write(folder / "prompts.jsonl", map(labelled, problems[:num_prompts])),
-        eval=_write(folder / "eval.jsonl", map(labelled, held_out)),
+        prompts=write_rows(folder / "prompts.jsonl", map(labelled, problems[:num_prompts])),
+        eval=write_rows(folder / "eval.jsonl", map(labelled, held_out)),
         **_preference_files(folder, problems[:num_preferences], seed=seed),
         **_preference_files(folder, held_out, seed=_EVAL_SEED, suffix="_eval"),
     )
@@ -100,7 +100,9 @@ def _preference_files(
         "unpaired": [unpaired(problem, rng) for problem in problems],
         "steps": [labelled_steps(problem, rng) for problem in problems],
     }
-    return {f"{name}{suffix}": _write(folder / f"{name}{suffix}.jsonl", some) for name, some in rows.items()}
+    return {
+        f"{name}{suffix}": write_rows(folder / f"{name}{suffix}.jsonl", some) for name, some in rows.items()
+    }
 
 
 def pair(problem: Problem, rng: random.Random) -> dict[str, str]:
@@ -141,7 +143,7 @@ def labelled(problem: Problem) -> dict[str, str]:
     return {"input": problem.question, "label": problem.answer}
 
 
-def _write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

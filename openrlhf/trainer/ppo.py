@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from openrlhf.algos.kl import KLController
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import is_due
-from openrlhf.datasets.sampler import PromptSampler
+from openrlhf.datasets.sampler import PromptDataset, PromptSampler
 from openrlhf.engine.interfaces import ModelGroup, Rollout, TrainableGroup
 from openrlhf.observe.journal import Trained
 from openrlhf.observe.observer import Observer
@@ -36,7 +36,7 @@ class PPOTrainer(Generic[PolicyT]):
     critic: TrainableGroup | None = None
     """None for the estimators that have none."""
     prompts: InitVar[PromptSampler]
-    eval_prompts: Sequence[Prompt]
+    eval_prompts: PromptDataset | Sequence[Prompt]
     """Empty without evaluation."""
     checkpoints: CheckpointFolder
     observer: Observer
@@ -50,6 +50,8 @@ class PPOTrainer(Generic[PolicyT]):
     optimizer_steps: int = field(default=0, init=False)
     """Of the policy."""
     best_metric: float | None = field(default=None, init=False)
+    eval_sources: list[str] = field(default_factory=list, init=False)
+    """Of the prompts that were evaluated last."""
     collector: Collector = field(init=False)
 
     def __post_init__(self, prompts: PromptSampler, restored: dict | None) -> None:
@@ -212,7 +214,8 @@ class PPOTrainer(Generic[PolicyT]):
     def evaluate(self) -> Metrics:
         num_samples = len(self.eval_prompts) * self.config.eval.n_samples_per_prompt
         with self.observer.phase("evaluate", total=num_samples):
-            trajectories = self.sample_all(self.eval_prompts)
+            trajectories = self.sample_all(list(self.eval_prompts))  # their images are read once
+        self.eval_sources = sorted({t.prompt.source for t in trajectories})
         metrics = evaluation_metrics(trajectories)
         self.observer.log_rollouts(self.step, trajectories, name="eval")
         self._keep_if_best(metrics)
@@ -269,12 +272,11 @@ class PPOTrainer(Generic[PolicyT]):
         evaluated = sorted(name for name in metrics if name.startswith("eval/"))
         if key == "none" or not evaluated:
             return None
-        sources = sorted({p.source for p in self.eval_prompts})
-        asked = key.removeprefix("eval/") or f"{sources[0]}_score_mean"
+        asked = key.removeprefix("eval/") or f"{self.eval_sources[0]}_score_mean"
         names = (f"eval/{asked}", f"eval/{asked.removeprefix('eval_')}")  # older versions: eval_default_pass1
         names += tuple(as_scores(name) for name in names)
         name = next((name for name in names if name in metrics), names[1])
-        failed = [s for s in sources if f"eval/{s}_score_mean" not in metrics]
+        failed = [source for source in self.eval_sources if f"eval/{source}_score_mean" not in metrics]
         if name in metrics or any(name.startswith(f"eval/{source}_") for source in failed):
             return metrics.get(name)
         raise ValueError(f"--ckpt.best_metric_key {key}: no such metric; there are {', '.join(evaluated)}")

@@ -16,9 +16,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from openrlhf.utils.text import decode, prompt_token_ids, token_ids_within
+from openrlhf.utils.text import (
+    decode,
+    image_data,
+    more_tokens,
+    prompt_token_ids,
+    text_tokenizer,
+    token_ids_within,
+    with_placeholders,
+)
 
 if TYPE_CHECKING:  # users' files are checked without what takes seconds, and vLLM reads its environment
+    from PIL.Image import Image as Picture
     from transformers import PreTrainedTokenizerBase
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
@@ -82,6 +91,10 @@ class AgentExecutorBase:
         """One episode. To be defined as `execute(self, prompt, label, sampling_params, max_length,
         hf_tokenizer, llm_engine, images=None)`; what it has no parameter for, it is not handed.
 
+        `images`: those of the prompt, as PIL images; None where it has none. For a policy that reads images
+        `hf_tokenizer` is its processor, and they go to the engine beside the tokens, in which each has one
+        placeholder: `generate(prompt_token_ids, sampling_params, {"image": images})`.
+
         `await llm_engine.generate(prompt_token_ids, sampling_params)` returns vLLM's RequestOutput, as often
         as it is asked; `sampling_params` is this episode's own, `max_length` bounds a sequence, prompt and
         actions together. `max_turns` and `step_timeout`, where it has such parameters, are those of the
@@ -132,6 +145,9 @@ class AgentInstanceBase(ABC):
             environment_feedback: text that the policy reads next. Nothing of it is trained on.
             observation: instead of feedback, everything that the policy reads next. A rewritten history
                 begins a new sequence, which shares the reward.
+            environment_images: for a policy that reads images, those of the feedback, or of what an
+                observation adds to the history: PIL images, bytes of their files or data: URIs, one for each
+                `<image>` in the text. Where the text has none, they stand in front of it.
             done: the episode ends.
             scores: what filtering and evaluation look at; that of the last turn that has one. Missing: the
                 reward.
@@ -174,19 +190,20 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         call = partial(call_in_time, seconds=step_timeout)
         environment = await _make(self.agent_instance_cls)
         first = await call(environment.reset, {"observation": prompt, "label": label})
-        history = History(hf_tokenizer, _get(first, "observation", "reset"), max_length)
-        if len(history.token_ids) >= max_length:
+        history = History(hf_tokenizer, _get(first, "observation", "reset"), max_length, images or ())
+        if history.length >= max_length:
             room = f"no room in --data.max_len {max_length}"
-            raise ValueError(f"an observation of {len(history.token_ids)} tokens leaves {room}")
+            raise ValueError(f"an observation of {history.length} tokens leaves {room}")
         steps: list[dict] = []
         limit = sampling_params.max_tokens
         while True:
-            room = max_length - len(history.token_ids)
+            room = max_length - history.length
             if room < 1 or len(steps) == max_turns:
                 return _result(steps, truncated=True)
             params = copy.copy(sampling_params)
             params.max_tokens = asked = min(room, limit or room)
-            answer = (await llm_engine.generate(history.token_ids, params)).outputs[0]
+            data = image_data(history.images)
+            answer = (await llm_engine.generate(history.token_ids, params, data)).outputs[0]
             if answer.finish_reason == "abort":
                 return {"reward": None}
             states = {"observation_text": history.text, "action_text": history.act(answer.token_ids)}
@@ -201,15 +218,23 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 
 
 class History:
-    """What the policy has read: as text for the environment, as tokens for the engine. Where it is longer
-    than `max_length`, which ends the episode, not all tokens need be there."""
+    """What the policy has read: as text for the environment, as tokens and images for the engine. Where it is
+    longer than `max_length`, which ends the episode, not all tokens need be there."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", text: str, max_length: int) -> None:
-        self.tokenizer, self.max_length = tokenizer, max_length
-        self.text, self.token_ids = "", []
-        self.add(text)
+    def __init__(self, tokenizer: Any, text: str, max_length: int, images: Sequence["Picture"] = ()) -> None:
+        """`tokenizer`: or a processor. `images`: in the order of their placeholders in `text`."""
+        self.processor, self.tokenizer = tokenizer, text_tokenizer(tokenizer)
+        self.max_length = max_length
+        self.text, self.token_ids, self.images = "", [], []
+        self.add(text, images)
 
-    def add(self, text: str) -> None:
+    @property
+    def length(self) -> int:
+        """Tokens that the policy has read."""
+        return len(self.token_ids) + more_tokens(self.processor, self.images)
+
+    def add(self, text: str, images: Sequence["Picture"] = ()) -> None:
+        self.images = [*self.images, *images]
         self.text += text
         self.token_ids = [*self.token_ids, *token_ids_within(self.tokenizer, text, self.max_length)]
 
@@ -222,15 +247,26 @@ class History:
 
     def read(self, step: dict) -> None:
         """What the environment says to it."""
-        if step.get("environment_images"):
-            raise ValueError("environment_images: the policy reads no images yet; leave them out")
+        images = [_picture(value) for value in step.get("environment_images") or ()]
+        if images and self.processor is self.tokenizer:
+            raise ValueError(
+                "environment_images: the policy reads no images; set --data.max_images_per_prompt, or leave "
+                "them out"
+            )
         if (whole := step.get("observation")) is None:
-            self.add(_get(step, "environment_feedback", "step"))
+            new = _get(step, "environment_feedback", "step")
         elif whole.startswith(self.text):
-            self.add(whole[len(self.text) :])
+            new = whole[len(self.text) :]
         else:
-            self.text, self.token_ids = "", []
-            self.add(whole)
+            new, self.text, self.token_ids, self.images = whole, "", [], []
+        self.add(with_placeholders(self.processor, new, len(images)) if images else new, images)
+
+
+def _picture(value: Any) -> "Picture":
+    from openrlhf.datasets.images import ImageSources, load_image  # most environments show none
+    from openrlhf.datasets.pictures import decoded
+
+    return decoded(load_image(value, ImageSources()).data)
 
 
 def _result(steps: Sequence[dict], *, truncated: bool) -> dict:
@@ -317,16 +353,16 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         llm_engine: Engine,
         images: Any = None,
     ) -> dict:
-        prompt_ids = prompt_token_ids(hf_tokenizer, prompt, is_chat=self.is_chat)
-        room = max_length - len(prompt_ids)
+        tokenizer = text_tokenizer(hf_tokenizer)
+        prompt_ids = prompt_token_ids(tokenizer, prompt, is_chat=self.is_chat)
+        length = len(prompt_ids) + more_tokens(hf_tokenizer, images or ())
+        room = max_length - length
         if room < 1:
-            raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room in --data.max_len {max_length}"
-            )
+            raise ValueError(f"a prompt of {length} tokens leaves no room in --data.max_len {max_length}")
         sampling_params.max_tokens = min(room, sampling_params.max_tokens or room)
-        output = (await llm_engine.generate(prompt_ids, sampling_params)).outputs[0]
+        output = (await llm_engine.generate(prompt_ids, sampling_params, image_data(images))).outputs[0]
         if output.finish_reason == "abort":
             return {"reward": None}
-        response = decode(hf_tokenizer, output.token_ids, after=prompt_ids)
+        response = decode(tokenizer, output.token_ids, after=prompt_ids)
         reward = await self.reward(prompt + response, prompt, label)
         return {"reward": reward.reward, "scores": reward.score, "extra_logs": reward.extra_logs}

@@ -75,7 +75,6 @@ class OpenAIAgentExecutor(AgentExecutorBase, ABC):
         max_length: int,
         hf_tokenizer: "PreTrainedTokenizerBase",
         llm_engine: Engine,
-        images: Any = None,
         *,
         max_turns: int | None = None,
     ) -> dict:

@@ -1,9 +1,10 @@
-"""Tokens as the text that they are, and prompts as tokens."""
+"""Tokens as the text that they are, and prompts as tokens, also where an image stands for some."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
     from transformers import PreTrainedTokenizerBase
 
 
@@ -85,6 +86,50 @@ def decode_each(
         if not is_part:
             before, start = start, end
     return texts
+
+
+def text_tokenizer(tokenizer: Any) -> "PreTrainedTokenizerBase":
+    """That of a processor, which is what belongs to a model that reads images."""
+    return getattr(tokenizer, "tokenizer", tokenizer) if hasattr(tokenizer, "image_processor") else tokenizer
+
+
+def more_tokens(processor: Any, images: Sequence["Picture"]) -> int:
+    """Beside their placeholders: what a model reads of an image is as many tokens as its size makes."""
+    if not images:
+        return 0
+    sizes = [(image.height, image.width) for image in images]
+    return sum(processor._get_num_multimodal_tokens(image_sizes=sizes).num_image_tokens) - len(images)
+
+
+def image_data(images: Sequence["Picture"] | None) -> dict | None:
+    """As vLLM takes them beside a prompt."""
+    return {"image": list(images)} if images else None
+
+
+IMAGE_TAG = "<image>"
+
+
+def with_placeholders(processor: Any, text: str, count: int) -> str:
+    """`text` with the model's placeholder for each `<image>`; without any, all of them in front of it.
+    ValueError where there are not as many as images."""
+    if IMAGE_TAG not in text:
+        text = IMAGE_TAG * count + text
+    if (tags := text.count(IMAGE_TAG)) != count:
+        raise ValueError(f"{count} images, and {tags} times {IMAGE_TAG} in the text: {text!r}")
+    return text.replace(IMAGE_TAG, placeholder(processor))
+
+
+def placeholder(processor: Any) -> str:
+    """What the chat template writes for an image. ValueError where that is nothing."""
+    text = {"type": "text", "text": IMAGE_TAG}
+    with_image, without = (
+        processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+        for parts in ([{"type": "image"}, text], [text])
+    )
+    written = with_image.partition(IMAGE_TAG)[0].removeprefix(without.partition(IMAGE_TAG)[0])
+    if not written:
+        raise ValueError("the chat template writes nothing for an image, so the policy cannot be shown any")
+    return written
 
 
 _LONGEST_CHARACTER = 4

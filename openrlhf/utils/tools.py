@@ -148,7 +148,6 @@ class ToolAgentExecutor(AgentExecutorBase, ABC):
         max_length: int,
         hf_tokenizer: "PreTrainedTokenizerBase",
         llm_engine: Engine,
-        images: Any = None,
         *,
         max_turns: int | None = None,
         step_timeout: float | None = None,

@@ -22,7 +22,6 @@ SCRIPTS = sorted(script for script in (EXAMPLES / "scripts").glob("*.sh") if not
 NOT_YET = {
     "train_reinforce_baseline_hybrid_engine.sh": {"ds.ring_attn_size"},
     "train_reinforce_baseline_ray_agent_async.sh": {"ds.ring_attn_size"},
-    "train_vlm_math_hybrid_engine.sh": {"actor.freeze_visual_encoder", "data.max_images_per_prompt"},
 }
 """Flags and commands that a script uses and that are not available yet."""
 

@@ -105,18 +105,22 @@ SUPERVISED = {
     "ds.enable_sleep",
     "eval.max_samples",
     "logger.run_dir",
+    "model.freeze_visual_encoder",
     "train.dynamic_batch_enable",
     "train.max_steps",
     "train.max_tokens_per_gpu",
 }
+IMAGES = {"data.image_hosts", "data.image_root"}
+IMAGE_ROWS = SUPERVISED | IMAGES | {"data.image_key", "data.max_images_per_prompt"}
 OURS = {
-    "sft": SUPERVISED,
-    "rm": SUPERVISED,
+    "sft": IMAGE_ROWS,
+    "rm": IMAGE_ROWS,
     "prm": SUPERVISED,
-    "dpo": SUPERVISED | {"ref.precompute_enable"},
+    "dpo": IMAGE_ROWS | {"ref.precompute_enable"},
     "kto": SUPERVISED | {"ref.precompute_enable"},
-    "kd": SUPERVISED | {"model.kd_loss_type", "model.kd_temperature"},
+    "kd": IMAGE_ROWS | {"model.kd_loss_type", "model.kd_temperature"},
     "ppo": {
+        *IMAGES,
         "actor.loss_aggregation",
         "algo.dynamic_filtering_max_batches",
         "algo.advantage.is_correction_sequence_threshold",

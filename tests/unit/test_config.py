@@ -23,6 +23,7 @@ from openrlhf.config.sections import is_due
 from openrlhf.config.supervised import DPOConfig
 from openrlhf.config.supervised_checks import (
     DPO_UNREAD,
+    KD_NOT_YET,
     KD_UNREAD,
     PRETRAIN_UNREAD,
     RM_UNREAD,
@@ -484,6 +485,34 @@ CHECKS = [
     (SFT, "--data.input_template hello", "--data.input_template hello: has no {} for the prompt to go to"),
     (PPO, "--data.input_template {a}", "--data.input_template {a}: must have one {} for the prompt"),
     (SFT, "--data.multiturn", "--data.multiturn: needs messages; add --data.apply_chat_template"),
+    *(
+        (
+            command,
+            "--data.max_images_per_prompt 1",
+            "--data.max_images_per_prompt 1: needs --data.apply_chat_template",
+        )
+        for command in (SFT, RM, DPO)
+    ),
+    (
+        PPO,
+        "--data.max_images_per_prompt 1 --data.apply_chat_template --ds.use_liger_kernel",
+        "--ds.use_liger_kernel: its kernels read no images (--data.max_images_per_prompt); remove it",
+    ),
+    (
+        SFT,
+        "--data.max_images_per_prompt 1 --data.apply_chat_template --model.pretrain_mode_enable",
+        "--data.max_images_per_prompt 1: contradicts model.pretrain_mode_enable",
+    ),
+    (
+        DPO,
+        "--data.max_images_per_prompt 1 --data.apply_chat_template --data.image_root missing",
+        "--data.image_root missing: is no folder; name the one that the paths of images begin at",
+    ),
+    (
+        RM,
+        "--data.max_images_per_prompt 1 --data.apply_chat_template --data.image_hosts a.org https://b.org",
+        "--data.image_hosts a.org https://b.org: names of hosts are without https:// and paths",
+    ),
     (
         SFT,
         "--data.output_key None --data.multiturn --model.pretrain_mode_enable",
@@ -724,7 +753,7 @@ def test_one_mistake_gives_one_problem_that_says_what_to_do(command, line, messa
 
 NOT_YET = [
     (command, key, what)
-    for command, table in ((PPO, PPO_NOT_YET), (SFT, SUPERVISED_NOT_YET))
+    for command, table in ((PPO, PPO_NOT_YET), (SFT, SUPERVISED_NOT_YET), (KD, KD_NOT_YET))
     for key, what in table.items()
 ]
 
@@ -986,7 +1015,14 @@ REMARKS = [
     ),
     (PPO, "--train.ema_beta 0.5", "has no effect: train.enable_ema is off"),
     (PPO, "--ds.lora.rank 4 --ref.offload", "ds.lora.rank makes the policy without its adapters the"),
-    (PPO, "--data.image_key x", "has no effect: data.max_images_per_prompt is 0"),
+    *(
+        (command, f"--data.{flag} .", "has no effect: data.max_images_per_prompt is 0")
+        for command in (PPO, RM, DPO)
+        for flag in ("image_key", "image_root")
+    ),
+    (KTO, "--model.freeze_visual_encoder", "has no effect: the rows have no images"),
+    (RM, "--data.image_hosts a.org", "has no effect: data.max_images_per_prompt is 0"),
+    (PPO, "--actor.freeze_visual_encoder", "has no effect: data.max_images_per_prompt is 0"),
     (PPO, "--critic_learning_rate 1", "--critic.adam.lr 1.0: has no effect: only estimator gae has a critic"),
     (PPO, "--use_icepop", "has no effect: algo.advantage.is_correction_enable is off"),
 ]

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+import records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,8 +29,9 @@ from openrlhf.observe.journal import (
     read_table,
 )
 from openrlhf.observe.observer import Observer
+from openrlhf.observe.rollout_table import to_table, to_trajectories
 from openrlhf.observe.run_folder import RunFolder
-from openrlhf.types import Batch, Outcome, Prompt, Trajectory, runs
+from openrlhf.types import Batch, Image, Outcome, Prompt, Trajectory, runs
 
 TWO_TURNS = Trajectory(
     prompt=Prompt(prompt_id=7, text="2+2?", label={"answer": [4]}, source="sums", episode=2),
@@ -413,3 +415,16 @@ def test_a_killed_writer_leaves_whole_steps(tmp_path):
     steps = journal_steps(tmp_path)
     assert list(steps) == list(range(1, len(steps) + 1))
     assert {len(read_journal(path)) for path in steps.values()} == {1000}
+
+
+def test_images_are_kept_by_name():
+    """In journals of older versions nothing says what they were."""
+    pixels = bytes(range(256)) * 100
+    some = [
+        replace(records.trajectory(), images=(Image("a.png", pixels), Image("sha256:1", pixels))),
+        records.trajectory(),
+    ]
+    table = to_table(some, ["", ""])
+    assert table["images"].to_pylist() == [["a.png", "sha256:1"], []] and table.nbytes < len(pixels)
+    assert to_trajectories(table)[0].images == (Image("a.png", b""), Image("sha256:1", b""))
+    assert [t.images for t in to_trajectories(table.drop_columns("images"))] == [(), ()]

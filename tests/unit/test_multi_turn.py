@@ -174,7 +174,7 @@ def agent(tmp_path: Path, step: str, more: str = "") -> Path:
         ("return {'done': False, 'rewards': 1}", "step returned a dict without 'environment_feedback'"),
         (
             "return {'done': False, 'rewards': 1, 'environment_images': ['a.png']}",
-            "environment_images: the policy reads no images yet",
+            "environment_images: the policy reads no images;",
         ),
         ("return states['nothing']", "line 6: KeyError: 'nothing'"),
     ],

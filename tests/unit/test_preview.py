@@ -10,6 +10,7 @@ import torch
 from openrlhf.cli.data import USAGE, main
 from openrlhf.observe.preview import Preview, coloured_text, histogram, plain_text, sides_of, stretches_of
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
+from openrlhf.tasks.tiny_vision_model import IMAGE_TOKEN, tiny_vision_tokenizer
 from openrlhf.types import Pair, Sample, Steps, UnpairedExample
 
 
@@ -128,6 +129,15 @@ def test_the_parts_together_are_what_the_tokenizer_makes_of_the_whole(tokenizer)
 def test_learned_tokens_are_marked_and_keep_their_spaces(tokenizer):
     item = sample(tokenizer, "<|user|>1+2<|assistant|>", " 3 <|end|>", "\n<|user|>so", " 4")
     assert plain(item, tokenizer) == [("", "<|user|>1+2<|assistant|>⟦ 3 <|end|>⟧\n<|user|>so⟦ 4⟧")]
+
+
+def test_the_tokens_of_an_image_are_counted():
+    tokenizer = tiny_vision_tokenizer()
+    image = f"<|vision_start|>{IMAGE_TOKEN * 300}<|vision_end|>"
+    item = sample(tokenizer, f"<|user|>{image}A{IMAGE_TOKEN * 3}<|assistant|>", "red")
+    shown = f"<|user|><|vision_start|>{IMAGE_TOKEN}×300<|vision_end|>A{IMAGE_TOKEN * 3}<|assistant|>"
+    assert plain(item, tokenizer) == [("", f"{shown}⟦red⟧")]
+    assert coloured_text(sides_of(item, tokenizer)[0]).plain == f"{shown}red"
 
 
 def test_both_sides_of_a_pair(tokenizer):

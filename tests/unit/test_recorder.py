@@ -5,11 +5,14 @@ import asyncio
 import numpy as np
 import pytest
 from fake_engine import Engine
+from PIL import Image as PILImage
 from vllm import SamplingParams
 from vllm.outputs import WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from openrlhf.datasets.pictures import decoded, encoded
+from openrlhf.rollout.agents import EnvironmentFailed
 from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.rollout.seeds import seed_at
 
@@ -139,3 +142,61 @@ def test_an_answer_that_was_given_up_before_its_first_token() -> None:
     asyncio.run(engine.generate([1], SamplingParams()))
     (turn,) = engine.turns
     assert turn.log_probs.shape == (0,) and turn.weight_versions.shape == (0, 2)
+
+
+class Expanding(Engine):
+    """Reads two tokens for each image, and remembers the pictures."""
+
+    async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
+        self.pictures = (multi_modal_data or {}).get("image", [])
+        read = [token for token in prompt_token_ids for _ in range(2 if token == PATCH else 1)]
+        return await super().generate(read, sampling_params)
+
+
+PATCH = 90
+
+
+def test_images_are_recorded_with_all_their_tokens() -> None:
+    """The prompt's is the file that it came from; of one that an executor made, a file with its pixels."""
+    image = encoded(PILImage.new("RGB", (4, 3), "red"))
+    picture, own = decoded(image.data), PILImage.new("L", (2, 2), 7)
+    fake = Expanding([5])
+    engine = RecordingEngine(fake, ADDRESS, [2], [(image, picture)], PATCH)
+
+    async def ask() -> None:
+        await engine.generate([1, PATCH], SamplingParams(), {"image": picture})
+        await engine.generate([1, PATCH, 5, PATCH], SamplingParams(), {"image": [picture, own]})
+        await engine.generate([1], SamplingParams())
+
+    asyncio.run(ask())
+    one, two, none = engine.turns
+    assert one.prompt_ids.tolist() == [1, PATCH, PATCH] and one.images == (image,)
+    assert two.prompt_ids.tolist() == [1, PATCH, PATCH, 5, PATCH, PATCH]
+    assert two.images[0] is image and two.images[1].reference.startswith("sha256:")
+    seen = decoded(two.images[1].data)
+    assert (seen.size, seen.getpixel((0, 0))) == ((2, 2), (7, 7, 7))
+    assert none.prompt_ids.tolist() == [1] and none.images == ()
+
+
+def test_the_engine_sees_the_pixels_that_are_recorded() -> None:
+    fake = Expanding([5])
+    engine = RecordingEngine(fake, ADDRESS, [2])
+    asyncio.run(engine.generate([PATCH], SamplingParams(), {"image": PILImage.new("LA", (2, 2), (7, 9))}))
+    (shown,), (recorded,) = fake.pictures, engine.turns[0].images
+    assert shown.mode == "RGB" and shown.tobytes() == decoded(recorded.data).tobytes()
+
+
+@pytest.mark.parametrize("prompt, count", [([1, PATCH], 0), ([1], 1), ([PATCH, PATCH], 1)])
+def test_every_image_has_one_placeholder(prompt: list[int], count: int) -> None:
+    fake, pictures = Expanding([5]), [PILImage.new("RGB", (2, 2))] * count
+    engine = RecordingEngine(fake, ADDRESS, [2], image_token_id=PATCH)
+    with pytest.raises(ValueError, match=f"{prompt.count(PATCH)} tokens that .* and {count} "):
+        asyncio.run(engine.generate(prompt, SamplingParams(), {"image": pictures}))
+    assert not fake.asked and not engine.turns
+
+
+def test_an_answer_with_the_token_of_an_image_is_a_failure() -> None:
+    engine = RecordingEngine(Expanding([5, PATCH]), ADDRESS, [2], image_token_id=PATCH)
+    with pytest.raises(EnvironmentFailed, match="the token that stands for an image"):
+        asyncio.run(engine.generate([1], SamplingParams()))
+    assert [turn.action_ids.tolist() for turn in engine.turns] == [[5, PATCH]]

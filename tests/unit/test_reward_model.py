@@ -1,6 +1,7 @@
 """What reward models read of a trajectory, and what their scores make of it."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from openrlhf.datasets.sources import Rows
 from openrlhf.models.scorer import check_reward_model, load_scorer
 from openrlhf.rewards.models import RewardReader, add_model_rewards, check_conversations, short_names
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
-from openrlhf.types import Outcome, Prompt, Trajectory
+from openrlhf.types import Image, Outcome, Prompt, Trajectory
 from openrlhf.utils import decode
 
 PROMPT, ANSWER = "<|user|>How many?<|end|><|assistant|>", "3 apples"
@@ -226,3 +227,11 @@ def test_a_model_without_a_head_is_refused_before_it_is_loaded(tmp_path: Path):
         model = load_scorer(str(plain), flag="", dtype="fp32", attention="auto", head_prefix=prefix)
         model.model.save_pretrained(tmp_path / prefix)
         check_reward_model(str(tmp_path / prefix), "--reward.model_name_or_path", "score")
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_images_are_read_where_the_policy_read_them(truncated: bool) -> None:
+    tokenizer, images = tiny_tokenizer(), (Image("a.png", b"a"),)
+    t = replace(sampled(tokenizer, ANSWER, truncated=truncated), images=images)
+    sample = reader(tokenizer, tokenizer)(t)
+    assert sample.images == images and sample.token_ids.tolist()[: len(t.token_ids)] == t.token_ids.tolist()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf.rollout.trajectories import NeverSampled, chosen_turns, trajectories
-from openrlhf.types import Episode, Outcome, Prompt, Trajectory, Turn, runs
+from openrlhf.types import Episode, Image, Outcome, Prompt, Trajectory, Turn, runs
 
 PROMPT = Prompt(prompt_id=0, text="?")
 
@@ -240,3 +240,16 @@ def test_an_action_behind_other_tokens_keeps_what_was_recorded_of_it() -> None:
 def test_tokens_that_nobody_sampled(token_ids, ranges, problem) -> None:
     with pytest.raises(NeverSampled, match=problem):
         choose(token_ids, ranges, FIRST, replace(FIRST))
+
+
+def test_images_are_part_of_a_history() -> None:
+    """The tokens of two images of one size are the same."""
+    a, b = Image("a", b"a"), Image("b", b"b")
+    first = replace(turn([9, 9, 1], [5]), images=(a,))
+    goes_on = replace(turn([9, 9, 1, 5, 9, 9], [6]), images=(a, b))
+    another = replace(turn([9, 9, 1, 5, 9, 9], [7]), images=(b, b))
+    found = trajectories(episode(first, goes_on, another))
+    assert [t.images for t in found] == [(a, b), (b, b)]
+    assert [t.num_actions for t in found] == [2, 1]
+    cut, read = chosen_turns(np.array([9, 9, 1, 5]), [(3, 4)], [first])
+    assert read and cut[0].images == (a,)

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import batch_of, plain, trajectory
 
-from openrlhf.types import _ARRAYS, Batch, ExperienceRow, Group, PackedRow, Prompt, Trajectory, runs
+from openrlhf.types import (
+    _ARRAYS,
+    Batch,
+    ExperienceRow,
+    Group,
+    Image,
+    PackedRow,
+    Prompt,
+    Trajectory,
+    runs,
+)
 
 # ---- runs
 
@@ -197,3 +207,20 @@ def test_columns_that_are_not_known_are_not_in_the_row():
     assert [column.tolist() for column in columns if column is not None] == [[-1] * 2, [-2] * 2, [0.5] * 2]
     with pytest.raises(AssertionError):
         ExperienceRow.of(replace(known, advantages=None))
+
+
+def test_images_go_with_their_sequences():
+    """Also through a row, and in one copy for all samples of a prompt."""
+    a, b = Image("a", b"a" * 10_000), Image("b", b"b")
+    own = [(a,), (), (b, a)]
+    samples = [replace(trajectory(i / 2, range(i + 2)), images=images) for i, images in enumerate(own)]
+    batch = Batch.of(samples)
+    assert batch.images == tuple(own)
+    chosen = batch.select([2, 0])
+    assert chosen.images == ((b, a), (a,)) == PackedRow.of_batch(chosen).to("cpu").images
+    assert PackedRow.empty().images == Batch.of(samples[1:2]).images == ()
+    prompt = Prompt(prompt_id=0, text="?", images=(a,))
+    same = [replace(t, images=(a,), prompt=prompt) for t in samples * 4]
+    sent = pickle.dumps(Group(prompt=prompt, trajectories=same))
+    assert len(sent) < 2 * len(a.data)
+    assert [t.images for t in pickle.loads(sent).trajectories] == [(a,)] * 12

@@ -1,0 +1,113 @@
+"""Images as a vision-language model reads them: patches, in place of the tokens that stand for them.
+
+A row carries image files. They become tensors here, by the processor that belongs to the model, for each
+forward pass; the last ones are kept, because the samples of a prompt share its images. Where a token of an
+image has positions in height and width, they are counted in each sequence alone, so that a row may hold
+several.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image as PILImage
+from torch import Tensor, nn
+from transformers import AutoProcessor, PreTrainedModel
+
+from openrlhf.datasets.pictures import decoded, encoded
+from openrlhf.types import Image, PackedRow, Sample
+
+KEPT_IMAGES = 64
+"""Of which a process keeps the patches."""
+BLANK_SIDE = 56
+"""Pixels of the picture that stands behind a row without images."""
+SHAPES = ((64, 64), (96, 160))
+"""Height and width of pictures that are read as different numbers of patches."""
+
+
+class ImageReader:
+    """The processor of a model that reads images."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        self.patches = lru_cache(KEPT_IMAGES)(self._patches)
+
+    def inputs(self, token_ids: Tensor, images: Sequence[Image]) -> dict[str, Tensor]:
+        """Of token ids (N,): the patches of their images, end to end, and which tokens stand for them, by the
+        names that transformers' models have for it."""
+        read = [self.patches(image.data) for image in images]
+        patches = {name: torch.cat([of_image[name] for of_image in read]) for name in read[0]}
+        on_device = {name: x.to(token_ids.device, non_blocking=True) for name, x in patches.items()}
+        return on_device | {"mm_token_type_ids": self.kinds(token_ids)}
+
+    def kinds(self, token_ids: Tensor) -> Tensor:
+        """(1, N) int32: 1 for patches, 0 for text."""
+        return (token_ids == self.processor.image_token_id).int()[None]
+
+    @cached_property
+    def blank(self) -> Sample:
+        return self.alone(PILImage.new("RGB", (BLANK_SIDE, BLANK_SIDE), "grey"))
+
+    def noise(self, shape: tuple[int, int]) -> Sample:
+        """A picture of `shape`, height and width, the same one at every call."""
+        pixels = np.random.default_rng(shape).integers(256, size=(*shape, 3), dtype=np.uint8)
+        return self.alone(PILImage.fromarray(pixels))
+
+    def alone(self, picture: PILImage.Image) -> Sample:
+        """As a sequence that has nothing else, and nothing to learn."""
+        read = self.processor(text=[self.processor.image_token], images=[picture])
+        token_ids = torch.tensor(read["input_ids"][0])
+        mask = torch.zeros(len(token_ids), dtype=torch.bool)
+        return Sample(token_ids=token_ids, action_mask=mask, images=(encoded(picture),))
+
+    def _patches(self, data: bytes) -> dict[str, Tensor]:
+        return dict(self.processor.image_processor(images=[decoded(data)], return_tensors="pt"))
+
+
+def image_reader(path: str) -> ImageReader:
+    return ImageReader(AutoProcessor.from_pretrained(path))
+
+
+def freeze_vision(model: PreTrainedModel) -> None:
+    """Only the language part is trained: not the tower, nor what projects its patches."""
+    head = model.get_output_embeddings()
+    learns = {id(p) for part in (model.get_decoder(), head) if part for p in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in learns:
+            parameter.requires_grad_(False)
+
+
+def with_blank(row: PackedRow, reader: ImageReader) -> PackedRow:
+    """`row`; where it has no images a grey picture behind it, as a sequence of its own. Ranks that share
+    parameters or sum up gradients must all pass through the vision tower."""
+    if row.images:
+        return row
+    blank = PackedRow.of([reader.blank]).to(row.token_ids.device)
+    return replace(
+        row,
+        token_ids=torch.cat([row.token_ids, blank.token_ids]),
+        position_ids=torch.cat([row.position_ids, blank.position_ids]),
+        lengths=row.lengths + blank.lengths,
+        images=((),) * len(row.lengths) + blank.images,
+    )
+
+
+def inputs_of_row(backbone: nn.Module, row: PackedRow, reader: ImageReader) -> dict[str, Tensor]:
+    """What `backbone` is called with for a row of one or more images, beside its token ids."""
+    inputs = reader.inputs(row.token_ids, [image for images in row.images for image in images])
+    return inputs | {"position_ids": _positions(backbone, row, reader)}
+
+
+def _positions(backbone: Any, row: PackedRow, reader: ImageReader) -> Tensor:
+    """(4, 1, N): the place in the sequence, then time, height and width as the model counts them."""
+    places = []
+    for token_ids, images in zip(row.token_ids.cpu().split(row.lengths), row.images, strict=True):
+        grids = [reader.patches(image.data)["image_grid_thw"] for image in images]
+        of_sequence, _ = backbone.get_rope_index(
+            token_ids[None], reader.kinds(token_ids), image_grid_thw=torch.cat(grids) if grids else None
+        )
+        places.append(of_sequence)
+    return torch.cat([row.position_ids[None, None], torch.cat(places, dim=2).to(row.position_ids.device)])

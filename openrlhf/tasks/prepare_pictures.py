@@ -1,0 +1,87 @@
+"""Everything that a run on the pictures needs, written into one folder."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openrlhf import device as device  # before anything that imports transformers
+from openrlhf.tasks.picture import COLOURS, QUESTION, Picture, make_pictures
+from openrlhf.tasks.prepare import write_rows
+from openrlhf.tasks.tiny_vision_model import tiny_vision_model
+
+REWARD_FILE = Path(__file__).with_name("picture_reward.py")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PictureFiles:
+    model: Path
+    """Untrained weights, the tokenizer and the processor."""
+    sft: Path
+    """`input`, `images`, `output`: `<image>` and the question; a list with the path of a PNG, which begins in
+    this folder; the colours."""
+    prompts: Path
+    """`input`, `images`, `label`: the same pictures."""
+    eval: Path
+    """As `prompts`; none of these pictures is in another file."""
+    sft_eval: Path
+    """As `sft`, of the pictures of `eval`."""
+    pairs: Path
+    """`prompt`, `images`, `chosen`, `rejected`: the colours, and four wrong ones."""
+    pairs_eval: Path
+    """As `pairs`, of the pictures of `eval`."""
+    reward: Path = REWARD_FILE
+    """For --reward.remote_url."""
+
+
+def prepare_pictures(
+    folder: str | Path, *, seed: int = 0, num_pictures: int = 1024, num_eval: int = 64
+) -> PictureFiles:
+    """The same files for the same arguments. The evaluation pictures are the same for every seed."""
+    folder = Path(folder)
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    held_out = make_pictures(num_eval, seed=_EVAL_SEED)
+    pictures = make_pictures(num_pictures, seed=seed, exclude=frozenset(held_out))
+    for picture in [*pictures, *held_out]:
+        (folder / "pictures" / picture.name).write_bytes(picture.png())
+    return PictureFiles(
+        model=tiny_vision_model(folder / "model", seed=seed),
+        sft=write_rows(folder / "sft.jsonl", map(demonstration, pictures)),
+        prompts=write_rows(folder / "prompts.jsonl", map(labelled, pictures)),
+        eval=write_rows(folder / "eval.jsonl", map(labelled, held_out)),
+        sft_eval=write_rows(folder / "sft_eval.jsonl", map(demonstration, held_out)),
+        pairs=write_rows(folder / "pairs.jsonl", pairs(pictures, seed)),
+        pairs_eval=write_rows(folder / "pairs_eval.jsonl", pairs(held_out, _EVAL_SEED)),
+    )
+
+
+def asked(picture: Picture) -> dict[str, Any]:
+    return {"input": f"<image>{QUESTION}", "images": [f"pictures/{picture.name}"]}
+
+
+def demonstration(picture: Picture) -> dict[str, Any]:
+    return asked(picture) | {"output": picture.answer}
+
+
+def labelled(picture: Picture) -> dict[str, Any]:
+    return asked(picture) | {"label": picture.answer}
+
+
+def pairs(pictures: Sequence[Picture], seed: int) -> list[dict[str, Any]]:
+    rng = random.Random(f"wrong colours/{seed}")
+    return [pair(picture, rng) for picture in pictures]
+
+
+def pair(picture: Picture, rng: random.Random) -> dict[str, Any]:
+    wrong = [rng.choice([colour for colour in COLOURS if colour != right]) for right in picture.colours]
+    row = asked(picture)
+    return {
+        "prompt": row["input"],
+        "images": row["images"],
+        "chosen": picture.answer,
+        "rejected": " ".join(wrong),
+    }
+
+
+_EVAL_SEED = 1_000_003

@@ -1,0 +1,227 @@
+"""Rows with images against transformers' own forward of one sequence at a time; what is frozen of a tower."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image as PILImage
+from torch import Tensor
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PreTrainedModel,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from openrlhf.datasets.pictures import decoded, encoded
+from openrlhf.models import self_check, vision
+from openrlhf.models.backbone import RowModel, reading_of
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.policy import PolicyModel
+from openrlhf.models.scorer import ValueModel, load_scorer
+from openrlhf.models.self_check import read_one_by_one, settle_reading
+from openrlhf.models.vision import freeze_vision
+from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
+from openrlhf.types import Image, PackedRow, Sample
+
+ROUNDING = 256 * 2.0**-24
+"""Of a float32 sum of as many products as the widest layer has, relative."""
+LAYERS = 8
+"""Attention and MLP of two layers of the tower and of two layers of the language model."""
+SHAPES = ((56, 56), (84, 140), (200, 70))
+"""Height and width of the pictures."""
+
+
+def qwen3_vl(folder: Path) -> Path:
+    """With patches that also go into later layers, beside the files of the tiny Qwen2.5-VL."""
+    tiny = AutoModelForImageTextToText.from_pretrained(tiny_vision_model(folder)).config
+    text, vision_config = tiny.text_config, tiny.vision_config
+    same = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+    )
+    config = Qwen3VLConfig(
+        text_config={
+            **{name: getattr(text, name) for name in same.split()},
+            "head_dim": 32,
+            "initializer_range": 0.05,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10.0,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "out_hidden_size": text.hidden_size,
+            "patch_size": vision_config.patch_size,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 64,
+            "initializer_range": 0.05,
+        },
+        tie_word_embeddings=True,
+        **{
+            name: getattr(tiny, name)
+            for name in ("image_token_id", "video_token_id", "vision_start_token_id")
+        },
+    )
+    torch.manual_seed(0)
+    Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+MODELS = {"qwen2_5_vl": tiny_vision_model, "qwen3_vl": qwen3_vl}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MODELS[request.param](tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision_model(tmp_path_factory.mktemp("tiny"))
+
+
+def policy(folder: Path, attention: str = "auto") -> PolicyModel:
+    module = PolicyModel(
+        load_causal_lm(str(folder), flag="--model", dtype="fp32", attention=attention, images=True)
+    )
+    settle_reading(module, module)
+    return module
+
+
+def noise(shape: tuple[int, int]) -> Image:
+    random = torch.Generator().manual_seed(shape[0])
+    pixels = torch.randint(256, (*shape, 3), generator=random, dtype=torch.uint8)
+    return encoded(PILImage.fromarray(pixels.numpy()))
+
+
+TEXTS = (
+    (f"{PLACEHOLDER}What is 3 + 4?", SHAPES[:1]),
+    ("Tom has 5 apples and eats 2 of them. How many are left?", ()),
+    (f"First {PLACEHOLDER} then {PLACEHOLDER}, which?", SHAPES[1:]),
+)
+
+
+def samples(folder: Path) -> list[Sample]:
+    """The last 6 tokens of each are actions. Expanded by the processor itself."""
+    processor, made = AutoProcessor.from_pretrained(folder), []
+    for text, shapes in TEXTS:
+        images = tuple(noise(shape) for shape in shapes)
+        pictures = [decoded(image.data) for image in images] or None
+        ids = torch.tensor(processor(text=[text], images=pictures)["input_ids"][0])
+        made.append(Sample(token_ids=ids, action_mask=torch.arange(len(ids)) >= len(ids) - 6, images=images))
+    return made
+
+
+@contextmanager
+def as_transformers_reads(folder: Path) -> Iterator[tuple[PreTrainedModel, list[Tensor]]]:
+    """The plain model, and its log-probs of the actions of each sample, from text and pictures."""
+    model, processor = (
+        AutoModelForImageTextToText.from_pretrained(folder),
+        AutoProcessor.from_pretrained(folder),
+    )
+    log_probs = []
+    for (text, shapes), sample in zip(TEXTS, samples(folder), strict=True):
+        pictures = [decoded(noise(shape).data) for shape in shapes] or None
+        logits = model(**processor(text=[text], images=pictures, return_tensors="pt")).logits[0, :-1]
+        of_all = logits.log_softmax(-1).gather(1, sample.token_ids[1:, None])[:, 0]
+        log_probs.append(of_all[sample.action_mask[1:]])
+    yield model, log_probs
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager", "one by one"])
+def test_a_row_is_what_transformers_reads_one_by_one(folder: Path, attention: str) -> None:
+    """Pictures of several sizes, two in one sequence, none in another: log-probs, and every gradient."""
+    module = policy(folder, "auto" if attention == "one by one" else attention)
+    assert reading_of(module.model).packed
+    if attention == "one by one":
+        read_one_by_one(module.model)
+    found = module(PackedRow.of(samples(folder))).log_probs
+    with as_transformers_reads(folder) as (reference, expected):
+        expected = torch.cat(expected)
+        assert (found - expected).abs().max() < LAYERS * ROUNDING * expected.abs().max()
+        found.sum().backward()
+        expected.sum().backward()
+    of_reference = dict(reference.named_parameters())
+    for name, parameter in module.model.named_parameters():
+        wanted = of_reference[name].grad
+        assert wanted.abs().max() > 0, name
+        assert (parameter.grad - wanted).norm() < 4 * LAYERS * ROUNDING * wanted.norm(), name
+
+
+def test_a_row_without_images_passes_through_the_tower(folder: Path) -> None:
+    """So that ranks make the same collectives. What it adds is nothing, also to gradients."""
+    module = policy(folder)
+    text = samples(folder)[1]
+    with as_transformers_reads(folder) as (_, expected):
+        found = module(PackedRow.of([text])).log_probs
+        assert (found - expected[1]).abs().max() < LAYERS * ROUNDING * expected[1].abs().max()
+    found.sum().backward()
+    tower = [p for name, p in module.model.named_parameters() if "visual" in name]
+    assert tower and all(p.grad is not None and not p.grad.any() for p in tower)
+    read_one_by_one(module.model)
+    assert (
+        module(PackedRow.of([text])).log_probs - found
+    ).abs().max() < LAYERS * ROUNDING * found.abs().max()
+
+
+def test_positions_that_are_wrong_are_found(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of text, which go on through an image."""
+    model = load_causal_lm(str(tiny), flag="--model", dtype="fp32", attention="auto", images=True).eval()
+    monkeypatch.setattr(vision, "_positions", lambda backbone, row, reader: row.position_ids[None])
+    with torch.no_grad():
+        assert "differ by" in self_check.why_not_packed(lambda question: question(), model)
+
+
+def test_the_samples_of_a_prompt_share_its_patches(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = policy(tiny)
+    reader, read = reading_of(module.model).images, []
+    monkeypatch.setattr(vision, "decoded", lambda data: read.append(data) or decoded(data))
+    sample = samples(tiny)[0]
+    other = Image("another object", bytes(bytearray(sample.images[0].data)))
+    again = Sample(token_ids=sample.token_ids, action_mask=sample.action_mask, images=(other,))
+    with torch.no_grad():
+        first, second = module(PackedRow.of([sample, again])).log_probs.view(2, -1)
+    assert len(read) == 1 and reader.patches.cache_info().hits > 0
+    assert (first - second).abs().max() < ROUNDING * first.abs().max()
+
+
+def test_what_is_frozen(folder: Path) -> None:
+    module = policy(folder)
+    freeze_vision(module.model)
+    frozen = {name for name, p in module.model.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name, _ in module.model.named_parameters() if ".visual." in name}
+    module(PackedRow.of(samples(folder))).log_probs.sum().backward()
+    assert all((p.grad is None) == (name in frozen) for name, p in module.model.named_parameters())
+
+
+def test_a_critic_reads_images(folder: Path, tmp_path: Path) -> None:
+    """Made of a language model; the values of a row are those of its sequences, and survive a file."""
+
+    def critic(path: Path) -> RowModel:
+        options = {"flag": "--critic", "dtype": "fp32", "attention": "auto", "images": True}
+        return ValueModel(load_scorer(str(path), **options).model).eval()
+
+    module, row = critic(folder), PackedRow.of(samples(folder))
+    torch.nn.init.normal_(module.model.score.weight)
+    settle_reading(module, module)
+    assert reading_of(module.model).packed
+    with torch.no_grad():
+        values = module(row)
+        alone = torch.cat([module(PackedRow.of([sample])) for sample in samples(folder)])
+        assert (values - alone).abs().max() < LAYERS * ROUNDING * values.abs().max()
+        module.model.save_pretrained(tmp_path)
+        AutoProcessor.from_pretrained(folder).save_pretrained(tmp_path)
+        assert (critic(tmp_path)(row) - values).abs().max() < LAYERS * ROUNDING * values.abs().max()
+        black = [encoded(PILImage.new("RGB", (56, 56)))]
+        row = PackedRow.of([Sample(token_ids=s.token_ids, action_mask=s.action_mask, images=tuple(black))
+                            for s in samples(folder)[:1]])  # fmt: skip
+        assert (critic(tmp_path)(row) - values[:6]).abs().max() > 1e-3  # it does see
