@@ -137,8 +137,8 @@ def test_an_environment_shows_pictures_to_a_frozen_tower(
         f"--train.agent_func_path {agent} --data.max_images_per_prompt 2 --actor.freeze_visual_encoder "
         "--data.max_samples 16 --rollout.batch_size 8 --train.batch_size 64 --ds.zero_stage 3 "
         "--actor.num_gpus_per_node 2 --vllm.num_engines 2 --algo.advantage.estimator gae "
-        "--critic.num_gpus_per_node 1 --critic.adam.lr 1e-3 --algo.kl.init_coef 0 --train.dynamic_batch_enable --train.max_tokens_per_gpu 256 "
-        "--actor.gradient_checkpointing_enable",
+        "--critic.num_gpus_per_node 1 --critic.adam.lr 1e-3 --algo.kl.init_coef 0 "
+        "--train.dynamic_batch_enable --train.max_tokens_per_gpu 256 --actor.gradient_checkpointing_enable",
     )
     assert max(m["mismatch/abs_diff_max"] for m in metrics.values()) < MISMATCH
     samples = read_journal(tmp_path / "run" / "rollouts" / "step_000002.parquet")
