@@ -3,10 +3,13 @@
 import sys
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
@@ -89,7 +92,6 @@ def _check_statistics(path: str) -> None:
 
 
 def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
-    from openrlhf.models.loading import policy_tokenizer
     from openrlhf.rewards.function import check_reward_file
     from openrlhf.rollout.agents import check_agent_file
 
@@ -102,12 +104,19 @@ def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
         check = partial(
             check_agent_file,
             limits=[name for name, value in limits.items() if value],
-            tokenizer=partial(policy_tokenizer, config),
+            tokenizer=partial(_tokenizer, config),
             is_chat=config.data.apply_chat_template,
         )
         ask("--train.agent_func_path", _check_file, check, path, "--train.agent_func_path")
     elif path := config.reward.function_path:
         ask("--reward.remote_url", _check_file, check_reward_file, path, "--reward.remote_url")
+
+
+def _tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":
+    """Called where a file is checked, if its agent needs one."""
+    from openrlhf.models.loading import policy_tokenizer
+
+    return policy_tokenizer(config)
 
 
 def _check_file(check: Callable[[str, str], str], path: str, flag: str) -> None:

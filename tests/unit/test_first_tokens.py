@@ -188,7 +188,7 @@ def test_what_a_policy_is_asked_in_rl_is_what_was_counted(tokenizer, is_chat):
     asked = []
 
     class Engine:
-        async def generate(self, prompt_ids, params):
+        async def generate(self, prompt_ids, params, images=None):
             asked.append(prompt_ids)
             output = SimpleNamespace(
                 token_ids=[5], finish_reason="stop", logprobs=[{5: SimpleNamespace(logprob=0.0)}]

@@ -114,7 +114,7 @@ def test_a_reward_function_reads_what_the_policy_wrote() -> None:
         return Reward(reward=0.0, score=0.0)
 
     class Engine:
-        async def generate(self, prompt_ids, params):
+        async def generate(self, prompt_ids, params, images=None):
             log_probs = [{i: SimpleNamespace(logprob=0.0)} for i in response]
             output = SimpleNamespace(
                 token_ids=response, finish_reason="stop", logprobs=log_probs, weight_versions=()
