@@ -62,6 +62,7 @@ def test_sft_learns_what_is_in_the_pictures(pictures: PictureFiles, seeing: Path
     assert right(seeing, pictures, lambda picture: Image.new("RGB", picture.size, "grey")) < 0.4
 
 
+@pytest.mark.slow
 def test_a_reward_model_sees_which_answer_is_wrong(openrlhf, pictures, seeing, tmp_path) -> None:
     openrlhf(
         f"rm --model.model_name_or_path {seeing} --data.dataset {pictures.pairs} --data.prompt_key prompt "

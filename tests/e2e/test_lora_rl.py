@@ -21,8 +21,11 @@ SHARED = "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all"
 @pytest.mark.parametrize(
     "place",
     [
-        "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --critic.num_gpus_per_node 1",
-        pytest.param(SHARED, marks=pytest.mark.slow),
+        pytest.param(
+            "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --critic.num_gpus_per_node 1",
+            marks=pytest.mark.slow,
+        ),
+        SHARED,
     ],
     ids=["zero 3, two ranks", "zero 2, colocated"],
 )
