@@ -231,12 +231,13 @@ class History:
 
     def read(self, step: dict) -> None:
         """What the environment says to it."""
-        images = [_picture(value) for value in step.get("environment_images") or ()]
-        if images and self.processor is self.tokenizer:
+        shown = step.get("environment_images") or ()
+        if shown and self.processor is self.tokenizer:
             raise ValueError(
                 "environment_images: the policy reads no images; set --data.max_images_per_prompt, or leave "
                 "them out"
             )
+        images = [_picture(value) for value in shown]
         if (whole := step.get("observation")) is None:
             new = _get(step, "environment_feedback", "step")
         elif whole.startswith(self.text):
