@@ -23,6 +23,7 @@ from PIL import Image as PILImage
 
 from openrlhf.datasets.files import kind
 from openrlhf.datasets.image_urls import check_url, fetch
+from openrlhf.datasets.pictures import name_of, png
 from openrlhf.files import cache_folder, replacing
 from openrlhf.types import Image
 
@@ -59,7 +60,7 @@ def load_image(value: Any, sources: ImageSources) -> Image:
         picture.load()
         is_plain = picture.mode in ("RGB", "L") and not picture.has_transparency_data
         if not is_plain or _orientation(picture) != 1:
-            data = _png(_on_white(ImageOps.exif_transpose(picture)))
+            data = png(_on_white(ImageOps.exif_transpose(picture)))
     return Image(reference, data)
 
 
@@ -93,7 +94,7 @@ def _find(value: Any, sources: ImageSources) -> tuple[str, Path | bytes]:
         case {"path": str() as path}:
             return _find_text(path, sources)
         case PILImage.Image():
-            return _named(_png(value))
+            return _named(png(value))
     raise ValueError(
         f"an image is {kind(value)}; it must be a path, an https:// address, a data: URI, base64 or bytes."
     )
@@ -110,7 +111,7 @@ def _find_text(text: str, sources: ImageSources) -> tuple[str, Path | bytes]:
 
 
 def _named(data: bytes) -> tuple[str, bytes]:
-    return f"sha256:{hashlib.sha256(data).hexdigest()}", data
+    return name_of(data), data
 
 
 def _of_data_uri(text: str) -> bytes:
@@ -185,12 +186,6 @@ def _on_white(picture: PILImage.Image) -> PILImage.Image:
     picture = picture.convert("RGBA")
     white = PILImage.new("RGBA", picture.size, "white")
     return PILImage.alpha_composite(white, picture).convert("RGB")
-
-
-def _png(picture: PILImage.Image) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return file.getvalue()
 
 
 _BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "UklGR")

@@ -16,7 +16,16 @@ def decoded(data: bytes) -> PILImage.Image:
 
 def encoded(picture: PILImage.Image) -> Image:
     """A file with exactly these pixels, in RGB, which has their digest for a name."""
+    data = png(picture.convert("RGB"))
+    return Image(name_of(data), data)
+
+
+def png(picture: PILImage.Image) -> bytes:
     file = io.BytesIO()
-    picture.convert("RGB").save(file, "PNG")
-    data = file.getvalue()
-    return Image(f"sha256:{hashlib.sha256(data).hexdigest()}", data)
+    picture.save(file, "PNG")
+    return file.getvalue()
+
+
+def name_of(data: bytes) -> str:
+    """What the file of a picture is called that has no other name."""
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"

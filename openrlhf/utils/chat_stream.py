@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -148,7 +149,9 @@ def _as_templates_read(message: Mapping[str, Any]) -> Message:
 
 
 def _with_arguments_read(call: Mapping[str, Any]) -> dict[str, Any]:
+    """What a policy wrote and is no JSON stays text."""
     function = dict(call["function"])
     if isinstance(arguments := function.get("arguments"), str):
-        function["arguments"] = json.loads(arguments)
+        with suppress(ValueError):
+            function["arguments"] = json.loads(arguments)
     return {**call, "function": function}

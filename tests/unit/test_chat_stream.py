@@ -72,6 +72,8 @@ def test_a_template_that_wants_the_calls_that_tools_answer() -> None:
     stream = ChatStream(tokenizer)
     assert stream.behind(messages, 1, None, "<|end|>") == "\n<|tool|>3<|end|>\n<|assistant|>"
     assert stream.behind(messages, 1, None, "") == "<|end|>\n<|tool|>3<|end|>\n<|assistant|>"
+    broken = {**call, "function": {"name": "count", "arguments": "{what"}}
+    assert stream.render([said("user", "?"), said("assistant", "no", tool_calls=[broken])])
     with pytest.raises(TemplateProblem, match="a result without a call"):
         stream.render([said("user", "?"), said("tool", "3")])
 
