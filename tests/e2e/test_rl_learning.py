@@ -98,7 +98,12 @@ def test_a_reward_model_raises_the_share_of_solved_problems(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("agent", "flags"), [("agent_retry", ""), ("agent_openai", "--data.no_apply_chat_template")]
+    ("agent", "flags"),
+    [
+        ("agent_retry", ""),
+        ("agent_retry", "--train.async_enable"),
+        ("agent_openai", "--data.no_apply_chat_template"),
+    ],
 )
 def test_agents_that_try_again_are_right_more_often(train, agent: str, flags: str) -> None:
     """Over several turns: what they earn, and how often they are right in the end."""
