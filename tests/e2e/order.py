@@ -87,7 +87,7 @@ class Engine:
         note("Engine", "run_group")
         return SimpleNamespace(prompt=prompt, trajectories=[])
 
-    async def probe(self, token_ids: list[int]) -> None:
+    async def probe(self, *_: Any) -> None:
         note("Engine", "probe")
 
     async def sleep(self) -> None:
