@@ -12,6 +12,7 @@ import torch.distributed as dist
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
 from openrlhf.engine.distributed import init_distributed, leave_distributed, seed_everything
+from openrlhf.models.checkpoint_layout import checkpoint_tensors
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
@@ -50,7 +51,9 @@ def build_engine(spec: dict, case: dict, ema_beta: float | None) -> DeepSpeedEng
 
 
 def weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.weights()}
+    """Adapters apart from what is below them."""
+    stored = checkpoint_tensors(engine.module.model).items()
+    return {name: tensor.clone() for name, tensor in engine._in_full(stored)}
 
 
 def bits(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
