@@ -13,6 +13,7 @@ import asyncio
 import copy
 import json
 import logging
+import resource
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODEL = "policy"
+MANY = 4096
+"""Episodes that may knock at a time."""
 OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty")
 """Of a request, what the run decides: log-probs are trained under the distribution that is sampled from."""
 
@@ -315,7 +318,8 @@ class Server:
         app.router.add_post("/v1/chat/completions", self._chat)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        _allow_many_files()
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=MANY)
         await site.start()
         return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
@@ -350,6 +354,13 @@ class Server:
             await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
+
+
+def _allow_many_files() -> None:
+    """Each episode has a connection, with both of its ends in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _health(request: web.Request) -> web.Response:

@@ -287,6 +287,17 @@ def test_sixteen_conversations_never_mix() -> None:
     assert len(engine.asked) == 64
 
 
+def test_hundreds_that_knock_at_once_are_let_in() -> None:
+    """asyncio would keep 128 waiting, and turn the others away."""
+
+    async def agent(prompt, label, session):
+        await chat(session, [user(prompt)])
+        return 1
+
+    found, _ = episodes(agent, f"3{END}", samples=300)
+    assert [t.error for t in found] == [""] * 300
+
+
 def test_what_the_run_decides_is_remarked_upon(caplog: pytest.LogCaptureFixture) -> None:
     async def agent(prompt, label, session):
         options = {"temperature": 0.3, "max_completion_tokens": 5, "stop": ["!"], "logprobs": True}
