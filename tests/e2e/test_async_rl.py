@@ -29,7 +29,7 @@ AHEAD = {
     "--rollout.batch_size 2 --train.batch_size 8 --data.max_len 480 --rollout.max_new_tokens 400",
 }
 CASES = [(place, ahead) for place in PLACES for ahead in AHEAD]
-IN_EVERY_RUN = ("separate", "pauses")
+IN_EVERY_RUN = ("shared", "pauses")
 
 
 def steps_of(folder: Path, count: int = 4) -> list[list[Trajectory]]:
