@@ -6,7 +6,8 @@ environment  an environment of MultiTurnAgentExecutor, which answers after --lat
 openai       the same conversation by an agent with the `openai` client, over HTTP
 
 All run in one process, one after the other, for each number of episodes that are in flight at a time, and
-then --calls single calls of the server and of the engine, one at a time. Trust the ratios.
+then --calls single calls, one at a time: of the engine, of an episode's session without HTTP, of its server
+by a bare client, and by the `openai` client. Trust the ratios.
 
     python benchmarks/agents.py --episodes 64 256 1024 --latency 0 50 500
 """
@@ -23,6 +24,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import aiohttp
 
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
@@ -204,27 +207,36 @@ async def replay(engine: VLLMEngine, requests: Sequence[Sequence[Request]]) -> N
 async def one_at_a_time(
     options: argparse.Namespace, engine: VLLMEngine, tokenizer: Any, stops: list[int]
 ) -> None:
-    """What the server adds to a call."""
-    times: dict[str, list[float]] = {"engine": [], "server": []}
+    """What a call costs beside the engine's work."""
+    times: dict[str, list[float]] = {"engine": [], "session": [], "bare client": [], "openai": []}
 
     class AgentExecutor(OpenAIAgentExecutor):
         async def run_agent(self, prompt: str, label: Any, session: Any) -> float:
             messages = [{"role": "user", "content": QUESTION}]
             prompt_ids = session.prompt_of(messages)
             params = copy.copy(session.sampling_params)  # which asks for one token
-            for _ in range(options.calls):
-                times["engine"].append(await seconds(session.engine.generate(prompt_ids, params)))
-                call = session.client.chat.completions.create(
-                    model=session.model, messages=messages, max_tokens=1
-                )
-                times["server"].append(await seconds(call))
+            body = {"model": session.model, "messages": messages, "max_tokens": 1}
+            headers = {"Authorization": f"Bearer {session.api_key}"}
+            async with aiohttp.ClientSession(headers=headers) as bare:
+                for _ in range(options.calls):
+                    ways = {
+                        "engine": session.engine.generate(prompt_ids, params),
+                        "session": session.complete(body),
+                        "bare client": post(bare, f"{session.base_url}/chat/completions", body),
+                        "openai": session.client.chat.completions.create(**body),
+                    }
+                    for name, call in ways.items():
+                        times[name].append(await seconds(call))
             return 0.0
 
     await play(runner(AgentExecutor(), engine, tokenizer, stops), 1, 1)
-    direct, server = (statistics.median(times[name]) * 1000 for name in ("engine", "server"))
-    print(
-        f"\none call of one token, median of {options.calls}: engine {direct:.2f} ms, server {server:.2f} ms"
-    )
+    medians = [f"{name} {statistics.median(taken) * 1000:.2f} ms" for name, taken in times.items()]
+    print(f"\none call of one token, median of {options.calls}: {', '.join(medians)}")
+
+
+async def post(client: aiohttp.ClientSession, url: str, body: dict) -> None:
+    async with client.post(url, json=body) as response:
+        await response.json()
 
 
 async def seconds(work: Awaitable) -> float:

@@ -23,8 +23,7 @@ class Conversation:
         max_turns: int | None = None,
     ) -> None:
         """`max_length`: of the whole stream. `max_turns`: answers, None: as many as have room."""
-        self.session = Session(engine, tokenizer, sampling_params, max_length)
-        self.max_turns = max_turns
+        self.session = Session(engine, tokenizer, sampling_params, max_length, max_turns=max_turns)
         self.messages: list[Message] = []
         self.token_ids: list[int] = []
         """The stream up to the last answer."""
@@ -36,14 +35,13 @@ class Conversation:
     async def answer(self, told: str) -> str | None:
         """Without its end-of-turn token. None: there is no further turn, no room for it, or the engine gave
         it up."""
-        turns = len(self.action_ranges)
-        if turns == self.max_turns:
+        if self.session.turns_left == 0:
             return None
         self.messages.append({"role": "user", "content": told})
         try:
             found = await self.session.complete({"messages": self.messages})
         except BadRequest as error:
-            if turns and error.code == "context_length_exceeded":
+            if self.session.num_turns and error.code == "context_length_exceeded":
                 return None
             raise
         (choice,) = found["choices"]

@@ -98,31 +98,44 @@ class EpisodeRunner:
     ) -> Group:
         """All samples of one prompt, concurrently, in order. `samples`: those that have failed elsewhere,
         for their last try."""
+        pictures = [decoded(image.data) for image in prompt.images]
         if samples is None:
-            running = [self.run(prompt, i, sampling) for i in range(sampling.num_samples)]
+            running = [self.run(prompt, i, sampling, pictures) for i in range(sampling.num_samples)]
         else:
-            running = [self._attempt(prompt, i, sampling, self.retries + 1) for i in samples]
+            last = self.retries + 1
+            running = [self._attempt(prompt, i, sampling, pictures, last) for i in samples]
         episodes = await asyncio.gather(*running)
         return Group(prompt=prompt, trajectories=[t for episode in episodes for t in trajectories(episode)])
 
-    async def run(self, prompt: Prompt, sample_index: int, sampling: Sampling) -> Episode:
-        episode = await self._attempt(prompt, sample_index, sampling, 0)
+    async def run(
+        self, prompt: Prompt, sample_index: int, sampling: Sampling, pictures: "Sequence[Picture]" = ()
+    ) -> Episode:
+        """`pictures`: the prompt's images."""
+        episode = await self._attempt(prompt, sample_index, sampling, pictures, 0)
         for attempt in range(1, self.retries + 1):
             if episode.outcome in self.retry_on:
-                episode = await self._attempt(prompt, sample_index, sampling, attempt)
+                episode = await self._attempt(prompt, sample_index, sampling, pictures, attempt)
         return episode
 
-    async def _attempt(self, prompt: Prompt, sample_index: int, sampling: Sampling, attempt: int) -> Episode:
+    async def _attempt(
+        self,
+        prompt: Prompt,
+        sample_index: int,
+        sampling: Sampling,
+        pictures: "Sequence[Picture]",
+        attempt: int,
+    ) -> Episode:
         address: tuple[int | str, ...] = (
             *(sampling.run_seed, sampling.purpose, prompt.episode, prompt.prompt_id, sample_index),
             *(("attempt", attempt) if attempt else ()),
         )
-        pictures = [(image, decoded(image.data)) for image in prompt.images]
-        engine = RecordingEngine(self.engine, address, self.stop_token_ids, pictures, self.image_token_id)
+        own = [picture.copy() for picture in pictures]  # an executor may draw on them
+        known = list(zip(prompt.images, own, strict=True))
+        engine = RecordingEngine(self.engine, address, self.stop_token_ids, known, self.image_token_id)
         async with self._room:
-            ending = await self._ending(prompt, sampling, engine, [picture for _, picture in pictures])
-        known: dict[str, Any] = {"turns": engine.turns, "reward": None}
-        return Episode(prompt=prompt, sample_index=sample_index, seed=seed_at(*address), **(known | ending))
+            ending = await self._ending(prompt, sampling, engine, own)
+        fields: dict[str, Any] = {"turns": engine.turns, "reward": None}
+        return Episode(prompt=prompt, sample_index=sample_index, seed=seed_at(*address), **(fields | ending))
 
     async def _ending(
         self, prompt: Prompt, sampling: Sampling, engine: RecordingEngine, pictures: "list[Picture]"

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from openrlhf.rewards.user_file import run_file
-from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, Engine, in_thread
+from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, Engine, called
 
 # 0.8.0 to 0.8.4: a module is the environment
 
@@ -30,8 +30,8 @@ def step_environment(path: str) -> type[AgentInstanceBase]:
 async def _step(function: Callable, states: Mapping[str, Any]) -> dict:
     """`step(observation, action, label, ...)`, its answer as a step of AgentInstanceBase gives it."""
     more = _accepted(function, {"sampling_params": states["sampling_params"]})
-    call = partial(function, states["observation_text"], states["action_text"], states["label"], **more)
-    answer = await call() if inspect.iscoroutinefunction(function) else await in_thread(call)
+    texts = states["observation_text"], states["action_text"]
+    answer = await called(partial(function, *texts, states["label"], **more))
     named = _named(answer) if isinstance(answer, tuple) else dict(answer)
     return {NEW_NAMES.get(name, name): value for name, value in named.items()}
 

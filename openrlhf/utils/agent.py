@@ -303,9 +303,7 @@ async def _make(agent_class: Any) -> Any:
 
 async def call_in_time(method: Callable, *arguments: Any, seconds: float | None, **options: Any) -> Any:
     """`method(*arguments, **options)`; in a thread where it is no coroutine. StepTimeout after `seconds`."""
-    call = partial(method, *arguments, **options)
-    work = call() if inspect.iscoroutinefunction(method) else in_thread(call)
-    return await within(seconds, work, method.__name__)
+    return await within(seconds, called(partial(method, *arguments, **options)), method.__name__)
 
 
 async def within(seconds: float | None, work: Awaitable[Any], name: str) -> Any:
@@ -318,6 +316,14 @@ async def within(seconds: float | None, work: Awaitable[Any], name: str) -> Any:
         if not limit.expired():
             raise
         raise StepTimeout(f"{name} took longer than --rollout.step_timeout {seconds:g} s") from None
+
+
+async def called(function: Callable[[], Any]) -> Any:
+    """What it returns, of users' functions that may be `async`; in a thread where it is not."""
+    if inspect.iscoroutinefunction(function):
+        return await function()
+    answer = await in_thread(function)
+    return await answer if inspect.isawaitable(answer) else answer  # a decorator may hide that it is
 
 
 async def in_thread(function: Callable, *arguments: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from openrlhf.utils.agent import AgentExecutorBase, Engine, in_thread, within
+from openrlhf.utils.agent import AgentExecutorBase, Engine, called, within
 from openrlhf.utils.chat_stream import TOOL, ChatStream, Message, probe
 from openrlhf.utils.openai_agent import BadRequest, Session
 
@@ -70,9 +70,7 @@ def function_tool(function: Callable) -> Tool:
         except TypeError as error:  # there are too many, or too few
             raise ToolError(str(error)) from error
         arguments = {name: _read(types[name], name, value) for name, value in given.items()}
-        if inspect.iscoroutinefunction(function):
-            return await function(**arguments)
-        return await in_thread(partial(function, **arguments))
+        return await called(partial(function, **arguments))
 
     return Tool(description["function"]["name"], description, call)
 
