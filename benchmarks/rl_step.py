@@ -1,10 +1,13 @@
 """Seconds of an RL step: GRPO on word problems with a verifier, as in `openrlhf demo`.
 
-ours   openrlhf ppo, its steps as they are in metrics.jsonl
-trl    TRL's GRPOTrainer, which samples with transformers
-floor  what a step cannot go below with these libraries: vLLM's AsyncLLM without anything else, with our
-       engine arguments, prompts and seeds; and a PyTorch loop over packed rows of the answers, with
-       neither DeepSpeed nor Ray
+ours     openrlhf ppo, its steps as they are in metrics.jsonl
+async    the same, with the next batch sampled while the models train
+partial  the same, where weight syncs pause requests instead of waiting for them
+trl      TRL's GRPOTrainer, which samples with transformers
+floor    what a step cannot go below with these libraries: vLLM's AsyncLLM without anything else, with our
+         engine arguments, prompts and seeds; and a PyTorch loop over packed rows of the answers, with
+         neither DeepSpeed nor Ray. One after the other a step takes their sum; at the same time, on cores
+         of their own, the longer of the two
 
 Every run has processes of its own, one run at a time. A round is one run of every way with every number of
 threads, in an order that turns around, so load on the machine meets all of them; trust the ratios, not the
@@ -32,6 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -45,7 +49,6 @@ from openrlhf.types import present
 
 SIZES = {"small": {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv_heads": 5}}
 """Arguments of `tiny_chat_model`."""
-LEARNING_RATE = 1e-12
 LENGTHS_AGREE = 0.15
 """Relative difference that the mean lengths of two ways may have: both are means over random answers."""
 PHASES = ("generate", "score", "update", "sync")
@@ -63,6 +66,8 @@ class Setting:
     max_new_tokens: int
     steps: int
     warmup: int
+    learning_rate: float = 1e-12
+    seed: int = 0
 
     @property
     def flags(self) -> str:
@@ -73,8 +78,8 @@ class Setting:
             f"--reward.remote_url {REWARD_FILE} --rollout.batch_size {self.batch_size} "
             f"--rollout.n_samples_per_prompt {self.num_samples} "
             f"--rollout.max_new_tokens {self.max_new_tokens} --train.batch_size {samples} "
-            f"--train.max_steps {self.steps} --train.num_episodes {self.steps} --train.seed 0 "
-            f"--actor.adam.lr {LEARNING_RATE}"
+            f"--train.max_steps {self.steps} --train.num_episodes {self.steps} --train.seed {self.seed} "
+            f"--actor.adam.lr {self.learning_rate}"
         )
 
     @property
@@ -99,6 +104,8 @@ class Run:
     """Of a step."""
     length: float
     """Tokens of an answer, on average."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean of each step, from the first on."""
 
 
 def main() -> None:
@@ -172,12 +179,17 @@ def measure(options: argparse.Namespace, setting: Setting) -> dict[tuple[str, in
     order = list(runs)
     for _ in range(options.rounds):
         for way, threads in order:
-            command = [__file__, "--way", way, "--setting", json.dumps(asdict(setting))]
-            answer = run_process(command, threads).splitlines()[-1]
-            runs[way, threads].append(Run(**json.loads(answer)))
-            print(f"{way:6} {threads} threads: {runs[way, threads][-1].step:.3f} s", file=sys.stderr)
+            runs[way, threads].append(in_process(way, setting, threads))
         order.reverse()  # nobody is always the first
     return runs
+
+
+def in_process(way: str, setting: Setting, threads: int) -> Run:
+    """In a process of its own."""
+    command = [__file__, "--way", way, "--setting", json.dumps(asdict(setting))]
+    run = Run(**json.loads(run_process(command, threads).splitlines()[-1]))
+    print(f"{way:8} {threads} threads: {run.step:.3f} s", file=sys.stderr)
+    return run
 
 
 def run_process(command: list[str], threads: int) -> str:
@@ -197,15 +209,23 @@ def run_process(command: list[str], threads: int) -> str:
 # Ours
 
 
-def ours(setting: Setting) -> Run:
+AHEAD = {
+    "async": "--train.async_enable --train.async_queue_size 1",
+    "partial": "--train.async_enable --train.async_queue_size 1 --train.partial_rollout_enable",
+}
+"""Flags of the ways that sample while they train."""
+
+
+def ours(setting: Setting, more: str = "") -> Run:
     with tempfile.TemporaryDirectory() as folder:
-        flags = f"{setting.flags} --logger.run_dir {folder}/run --ckpt.output_dir {folder}/policy"
+        flags = f"{setting.flags} --logger.run_dir {folder}/run --ckpt.output_dir {folder}/policy {more}"
         subprocess.run(
             [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *shlex.split(flags)],
             check=True,
             stdout=sys.stderr,
         )
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["rollout/reward_mean"] for row in rows]
     rows = [row for row in rows if row["step"] > setting.warmup]
     middle = lambda name: statistics.median(row[name] for row in rows)
     return Run(
@@ -213,6 +233,7 @@ def ours(setting: Setting) -> Run:
         phases={phase: middle(f"timing/{phase}") for phase in PHASES},
         samples=middle("rollout/num_samples"),
         length=statistics.mean(row["rollout/response_length_mean"] for row in rows),
+        rewards=rewards,
     )
 
 
@@ -231,11 +252,12 @@ def trl(setting: Setting) -> Run:
         num_generations=setting.num_samples,
         max_completion_length=setting.max_new_tokens,
         max_steps=setting.steps,
-        learning_rate=LEARNING_RATE,
+        learning_rate=setting.learning_rate,
         lr_scheduler_type="constant",
         beta=0.0,
         bf16=False,
         use_cpu=True,
+        seed=setting.seed,
         gradient_checkpointing=False,
         logging_steps=1,
         save_strategy="no",
@@ -257,11 +279,12 @@ def trl(setting: Setting) -> Run:
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    logs = [row for row in trainer.state.log_history if "completions/mean_length" in row][setting.warmup :]
+    logs = [row for row in trainer.state.log_history if "completions/mean_length" in row]
     return Run(
         step=statistics.median(stopwatch.seconds[setting.warmup :]),
         samples=present(arguments.generation_batch_size),
-        length=statistics.mean(row["completions/mean_length"] for row in logs),
+        length=statistics.mean(row["completions/mean_length"] for row in logs[setting.warmup :]),
+        rewards=[row["reward"] for row in logs],
     )
 
 
@@ -381,7 +404,12 @@ def timed(work: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-WAYS: dict[str, Callable[[Setting], Run]] = {"ours": ours, "trl": trl, "floor": floor}
+WAYS: dict[str, Callable[[Setting], Run]] = {
+    "ours": ours,
+    **{way: partial(ours, more=flags) for way, flags in AHEAD.items()},
+    "trl": trl,
+    "floor": floor,
+}
 
 
 # Report
@@ -417,16 +445,30 @@ def report(options: argparse.Namespace, runs: dict[tuple[str, int], list[Run]]) 
     """Medians of the rounds; ratios are of runs of the same round."""
     rival = next(iter(runs))
     columns = "".join(f"{name:>10}" for name in (*PHASES, "step"))
-    print(f"{'seconds':8}{'threads':>8}{columns}{'tokens':>8}   this / {rival[0]} {rival[1]} (min - max)")
+    head = f"{'seconds':8}{'threads':>8}{columns}{'tokens':>8}"
+    print(f"{head}   this / {rival[0]} {rival[1]} (min - max)   this / floor")
     for (way, threads), done in runs.items():
         middle = lambda read, done=done: statistics.median(map(read, done))
         phases = [f"{middle(lambda r, p=p: r.phases[p]):.3f}" if p in done[0].phases else "" for p in PHASES]
-        ratios = [run.step / other.step for run, other in zip(done, runs[rival], strict=True)]
         figures = "".join(f"{x:>10}" for x in (*phases, f"{middle(lambda r: r.step):.3f}"))
         print(
             f"{way:8}{threads or '-':>8}{figures}{middle(lambda r: r.length):8.1f}"
-            f"{statistics.median(ratios):10.3f} ({min(ratios):.3f} - {max(ratios):.3f})"
+            f"{compared(done, [run.step for run in runs[rival]])}"
+            f"{compared(done, [at_least(way, run) for run in runs.get(('floor', threads), [])])}"
         )
+
+
+def at_least(way: str, floor: Run) -> float:
+    """Seconds of a step of that way, with phases as fast as those of the floor."""
+    return (max if way in AHEAD else sum)(floor.phases.values())
+
+
+def compared(runs: Sequence[Run], seconds: Sequence[float]) -> str:
+    """The median, the smallest and the largest ratio to the seconds of the same round."""
+    if not seconds:
+        return ""
+    ratios = [run.step / other for run, other in zip(runs, seconds, strict=True)]
+    return f"{statistics.median(ratios):10.3f} ({min(ratios):.3f} - {max(ratios):.3f})"
 
 
 if __name__ == "__main__":

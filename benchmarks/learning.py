@@ -1,0 +1,73 @@
+"""Learning curves of RL: mean reward against samples, of several seeds, for those ways of `rl_step.py` that
+learn.
+
+Every way trains the demo's policy, after its supervised phases, on the same problems with the same learning
+rate, batch and group size. Where sampling ahead cost learning, its curve would lie below that of `ours`.
+
+    python benchmarks/learning.py --folder /tmp/learning
+"""
+
+import argparse
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from rl_step import AHEAD, Run, in_process, prepare
+
+WAYS = ("ours", *AHEAD, "trl")
+
+
+def main() -> None:
+    options = parse_options()
+    with tempfile.TemporaryDirectory() as folder:
+        setting = prepare(options, options.folder or Path(folder))
+        runs: dict[str, list[Run]] = {way: [] for way in options.modes}
+        for seed in range(options.seeds):
+            for way, done in runs.items():
+                of_seed = replace(setting, seed=seed, learning_rate=options.learning_rate)
+                done.append(in_process(way, of_seed, options.threads))
+    report(options, runs)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--modes", nargs="+", default=list(WAYS), choices=WAYS, help="default: all")
+    parser.add_argument("--model", default="tiny", choices=["tiny"], help=argparse.SUPPRESS)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--learning_rate", type=float, default=5e-4)
+    parser.add_argument("--prompts", type=int, default=32, help="of a step")
+    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--max_new_tokens", type=int, default=48)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--every", type=int, default=4, help="steps of one row of the table")
+    parser.add_argument("--folder", type=Path, help="where the policy is kept, to be trained only once")
+    parser.add_argument("--sft_rows", type=int, default=20_000, help="that the policy learns from")
+    parser.set_defaults(warmup=1)
+    return parser.parse_args()
+
+
+def report(options: argparse.Namespace, runs: dict[str, list[Run]]) -> None:
+    """Mean over seeds of the mean reward since the row above, and the spread of seeds."""
+    print(f"{'samples':>8}" + "".join(f"{way:>22}" for way in runs))
+    for end in range(options.every, options.steps + 1, options.every):
+        cells = [
+            curve_cell([run.rewards[end - options.every : end] for run in done]) for done in runs.values()
+        ]
+        print(f"{end * options.prompts * options.samples:8}" + "".join(f"{cell:>22}" for cell in cells))
+    cells = [curve_cell([run.rewards for run in done]) for done in runs.values()]
+    print(f"{'all':>8}" + "".join(f"{cell:>22}" for cell in cells))
+    seconds = [f"{statistics.median(run.step for run in done):.2f}" for done in runs.values()]
+    print(f"{'s / step':>8}" + "".join(f"{cell:>22}" for cell in seconds))
+
+
+def curve_cell(rewards: list[list[float]]) -> str:
+    means = [statistics.mean(of_seed) for of_seed in rewards]
+    return f"{statistics.mean(means):.3f} ({min(means):.3f} - {max(means):.3f})"
+
+
+if __name__ == "__main__":
+    main()
