@@ -1,6 +1,7 @@
 """Sampling while the models train: nothing is lost or used twice, weights are those that are told, and
 without staleness it is the synchronous run."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,21 +16,25 @@ from openrlhf.types import Trajectory
 
 pytestmark = pytest.mark.usefixtures("running_ray")
 FLAGS = (
-    f"{COMMON} --algo.kl.init_coef 0 --actor.adam.lr 1e-3 --train.batch_size 32 --train.max_steps 4 "
+    f"{COMMON} --algo.kl.init_coef 0.01 --actor.adam.lr 1e-3 --train.batch_size 32 --train.max_steps 4 "
     "--eval.steps 2 "
 )
+TWO = "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --vllm.num_engines 2"
 PLACES = {
-    "shared": "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all --vllm.num_engines 1",
-    "separate": "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --vllm.num_engines 2",
+    "alone": "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all --vllm.num_engines 1",
+    "colocated": f"{TWO} --train.colocate_all",
+    "separate": f"{TWO} --ref.num_gpus_per_node 1",
 }
 AHEAD = {
+    "at once": "",
     "waits": "--train.async_enable --train.async_queue_size 1 --rollout.max_new_tokens 48",
     # Few and long: sampling a batch takes several times as long as training on one.
     "pauses": "--train.async_enable --train.async_queue_size 2 --train.partial_rollout_enable "
     "--rollout.batch_size 2 --train.batch_size 8 --data.max_len 480 --rollout.max_new_tokens 400",
 }
-CASES = [(place, ahead) for place in PLACES for ahead in AHEAD]
-IN_EVERY_RUN = ("shared", "pauses")
+STALENESS = {"at once": 0, "waits": 1, "pauses": 2}
+IN_EVERY_RUN = ("alone", "pauses")
+CASES = [IN_EVERY_RUN, *product(("colocated", "separate"), AHEAD)]
 
 
 def steps_of(folder: Path, count: int = 4) -> list[list[Trajectory]]:
@@ -41,12 +46,13 @@ def steps_of(folder: Path, count: int = 4) -> list[list[Trajectory]]:
     ("place", "ahead"),
     [pytest.param(*case, marks=() if case == IN_EVERY_RUN else pytest.mark.slow) for case in CASES],
 )
-def test_a_run_that_samples_ahead(task: TaskFiles, tmp_path: Path, place: str, ahead: str) -> None:
-    """Weights of version v are those after v steps. Where syncs pause requests, these go on with new weights,
-    and every log-prob is that of the weights which chose the token."""
+def test_places_and_ways_to_sample(task: TaskFiles, tmp_path: Path, place: str, ahead: str) -> None:
+    """Two engines and two ranks, wherever they are and whoever waits: no prompt is lost or trained on twice,
+    weights of version v are those after v steps, and engines have them. Where syncs pause requests, these go
+    on with new weights, and every log-prob is that of the weights which chose the token."""
     flags = f"{FLAGS} {PLACES[place]} {AHEAD[ahead]} --ckpt.save_steps 1 --ckpt.save_hf --ckpt.disable_ds"
     metrics = train(task, tmp_path, f"{flags} --ckpt.max_num 9")
-    steps, staleness, prompts = steps_of(tmp_path), *{"waits": (1, 8), "pauses": (2, 2)}[ahead]
+    steps, staleness, prompts = steps_of(tmp_path), STALENESS[ahead], 2 if ahead == "pauses" else 8
     groups = [t.group for step in steps for t in step if t.sample_index == 0]
     assert len(groups) == len({*groups}) == 4 * prompts
     assert all(t.ok for step in steps for t in step)
@@ -57,7 +63,7 @@ def test_a_run_that_samples_ahead(task: TaskFiles, tmp_path: Path, place: str, a
             assert number - staleness <= versions[0] and versions[-1] <= number
     mixed = [t for step in steps for t in step if len(t.weight_versions) > 1]
     assert bool(mixed) == (ahead == "pauses")
-    assert metrics[4]["rollout/staleness_max"] > 0
+    assert bool(metrics[4]["rollout/staleness_max"]) == (ahead != "at once")
     check_log_probs(task, tmp_path, [*mixed[:4], *steps[-1][:4]])
     for name in ("eval_000002", "eval_000004"):
         evaluated = read_journal(tmp_path / "run" / "rollouts" / f"{name}.parquet")

@@ -81,6 +81,21 @@ DOCUMENTS: dict[str, str] = {
     --dynamic_filtering_reward_range 0.01 0.99 --enable_vllm_is_correction --vllm_enable_sleep
     --use_dynamic_batch --train_max_tokens_per_gpu 16192 --adam_betas 0.9 0.95 --ema_beta 0.992
     """,
+    "flat, 0.9: agents, asynchronous": f"""
+    python3 -m openrlhf.cli.train_ppo_ray --ref_num_nodes 1 --ref_num_gpus_per_node 4 --actor_num_nodes 1
+    --actor_num_gpus_per_node 4 --colocate_actor_ref --vllm_num_engines 4 --vllm_tensor_parallel_size 1
+    --vllm_gpu_memory_utilization 0.95 --pretrain OpenRLHF/Llama-3-8b-sft-mixture --label_key answer {FLAT_RL}
+    --n_samples_per_prompt 8 --param_dtype bf16 --advantage_estimator reinforce_baseline --use_kl_loss
+    --kl_estimator k2 --enable_vllm_is_correction --async_train --async_queue_size 1
+    --agent_func_path examples/python/agent_func.py
+    """,
+    "training guide for 0.9: asynchronous": f"""
+    python3 -m openrlhf.cli.train_ppo_ray --actor_num_nodes 1 --actor_num_gpus_per_node 4 --ref_num_nodes 1
+    --ref_num_gpus_per_node 4 --vllm_num_engines 4 --vllm_tensor_parallel_size 1
+    --pretrain OpenRLHF/Llama-3-8b-sft-mixture --remote_rm_url examples/scripts/reward_func.py
+    --label_key answer {FLAT_RL} --n_samples_per_prompt 8 --bf16 --flash_attn --advantage_estimator group_norm
+    --async_train --enable_prefix_caching
+    """,
     "how-to guide for 0.8: REINFORCE++-baseline": """
     python -m openrlhf.cli.train_ppo_ray --pretrain OpenRLHF/Llama-3-8b-sft-mixture
     --remote_rm_url examples/scripts/reward_func.py --label_key answer --critic_pretrain None
@@ -116,6 +131,21 @@ DOCUMENTS: dict[str, str] = {
     --data.apply_chat_template --reward.normalize_enable --actor.gradient_checkpointing_enable
     --ds.packing_samples --vllm.sync_backend nccl --vllm.enforce_eager --vllm.enable_sleep --ds.enable_sleep
     --algo.advantage.is_correction_enable --ds.attn_implementation flash_attention_2
+    """,
+    "dotted, 0.10.2 on: agents, partial rollouts": """
+    python3 -m openrlhf.cli.train_ppo_ray --actor.num_nodes 1 --actor.num_gpus_per_node 4 --ref.num_nodes 1
+    --ref.num_gpus_per_node 4 --train.colocate_actor_ref --vllm.num_engines 4 --vllm.tensor_parallel_size 1
+    --vllm.gpu_memory_utilization 0.95 --actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture
+    --train.agent_func_path examples/python/agent_func.py --data.label_key answer
+    --data.prompt_dataset OpenRLHF/prompt-collection-v0.1 --data.input_key context_messages
+    --data.apply_chat_template --ckpt.output_dir /openrlhf/final --ckpt.path /openrlhf/ckpt
+    --train.batch_size 1024 --rollout.batch_size 128 --rollout.n_samples_per_prompt 8 --data.max_len 74240
+    --train.dynamic_batch_enable --train.max_tokens_per_gpu 37120 --ds.zero_stage 3 --ds.param_dtype bf16
+    --ds.packing_samples --algo.advantage.estimator reinforce_baseline --algo.kl.use_loss
+    --algo.kl.estimator k2 --algo.kl.init_coef 1e-5 --actor.entropy_coef 0.0 --actor.adam.lr 5e-7
+    --actor.gradient_checkpointing_enable --algo.advantage.is_correction_enable
+    --algo.advantage.is_correction_type icepop --vllm.sync_backend nccl --vllm.enforce_eager
+    --train.async_enable --train.partial_rollout_enable --train.async_queue_size 1
     """,
     "dotted, 0.10.2 on: GRPO without a spread": """
     python3 -m openrlhf.cli.train_ppo_ray --actor.num_nodes 1 --actor.num_gpus_per_node 8
@@ -185,7 +215,9 @@ def here(knowing, reward_model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     models = dict.fromkeys(
         ("meta-llama/Meta-Llama-3-8B", "OpenRLHF/Llama-3-8b-sft-mixture"), str(knowing.chat)
     )
-    return found | models | {"OpenRLHF/Llama-3-8b-rm-700k": str(reward_model), "/openrlhf": str(tmp_path)}
+    agent = {"examples/python/agent_func.py": "examples/python/agent_retry.py"}
+    scorer = {"OpenRLHF/Llama-3-8b-rm-700k": str(reward_model)}
+    return found | models | agent | scorer | {"/openrlhf": str(tmp_path)}
 
 
 @pytest.fixture
@@ -221,5 +253,7 @@ def test_a_document_means_what_it_meant(name: str, run: Callable[[str, str], str
     assert models
     if "--ptx_coef" in command:
         assert metrics[1]["policy/ptx_loss"] > 0
+    if "async" in command:
+        assert metrics[2]["rollout/staleness_max"] <= 1
     if "flash" in command:
         assert "the package flash_attn is not installed: auto takes its place" in printed
