@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean, mean
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import PromptSampler
@@ -34,11 +34,12 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-    """How many prompts may be sampled, and in which order their groups are trained on.
+    """How many prompts may be sampled.
 
     Synchronous training asks for prompts when nothing is under way. With `max_staleness` above 0 sampling
-    goes on while the models train: in the order "submitted" a group is at most that many steps older than the
-    one that trains on it. In the order "arrival" one that takes long may be older.
+    goes on while the models train, for as many batches. Groups are trained on in the order in which their
+    prompts were asked for, so none is older than that many steps: a bound that leaves nothing to reorder. A
+    `chunk` that may exceed what is missing is sampled as much earlier.
     """
 
     batch_size: int
@@ -51,8 +52,6 @@ class Admission:
     """Prompts that one step may ask for. None: any number."""
     max_staleness: int = 0
     """Steps."""
-    order: Literal["submitted", "arrival"] = "submitted"
-    """Groups are handed out as their prompts were asked for, or as they finish."""
 
     @classmethod
     def from_config(cls, config: PPOConfig) -> Self:
@@ -230,14 +229,24 @@ class Collector:
 
     def _next_prompts(self, now: _Step) -> list[Prompt]:
         """What to sample next. Empty where nothing is missing, or the batch is what there is."""
-        under_way = len(self._under_way)
-        room = self.admission.room(kept=len(self._kept), under_way=under_way, asked=now.asked)
+        kept, under_way = len(self._kept) + self._left_empty, len(self._under_way)
+        room = self.admission.room(kept=kept, under_way=under_way, asked=now.asked)
         if room <= 0:
-            is_short = len(self._ready()) < self._config.rollout.batch_size
+            is_short = len(self._ready()) < self._config.rollout.batch_size and not self._is_end_of_episode
             if is_short and not under_way and not self._prompts.is_exhausted:
                 raise RuntimeError(self._kept_too_little(now))
             return []
         return [] if self._is_episode_over else self._prompts.next_batch(room)
+
+    @property
+    def _left_empty(self) -> int:
+        """Places in the last batches of episodes, which prompts of the next one do not fill: a step trains on
+        fewer, and those who wait behind would wait longer than they may."""
+        if self._filters or not self.admission.max_staleness:
+            return 0
+        waiting = Counter([*(g.prompt.episode for g in self._kept), *(e for e, _ in self._under_way)])
+        del waiting[self._prompts.episode]
+        return sum(-count % self._config.rollout.batch_size for count in waiting.values())
 
     @property
     def _is_episode_over(self) -> bool:
@@ -250,15 +259,10 @@ class Collector:
         """Wait for one group, and decide on those whose turn has come."""
         group = self._rollout.next_group("train", self._config.rollout.timeout)
         self._on_group(group)
-        key = key_of(group.prompt)
-        if self.admission.order == "arrival":
-            del self._under_way[key]
-            self._decide(group, now)
-        else:
-            self._finished[key] = group
-            while (first := next(iter(self._under_way), None)) in self._finished:
-                del self._under_way[first]
-                self._decide(self._finished.pop(first), now)
+        self._finished[key_of(group.prompt)] = group
+        while (first := next(iter(self._under_way), None)) in self._finished:
+            del self._under_way[first]
+            self._decide(self._finished.pop(first), now)
         if self._filters and not self._under_way:
             self._check_failures(now)
 
