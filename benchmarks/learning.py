@@ -2,7 +2,8 @@
 learn.
 
 Every way trains the demo's policy, after its supervised phases, on the same problems with the same learning
-rate, batch and group size. Where sampling ahead cost learning, its curve would lie below that of `ours`.
+rate, batch and group size. A reward is that of the policy which sampled, so a curve of samples that are a step
+old lies a step behind also where nothing is lost.
 
     python benchmarks/learning.py --folder /tmp/learning
 """
@@ -42,6 +43,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=32, help="of a step")
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--max_new_tokens", type=int, default=48)
+    parser.add_argument(
+        "--target", type=float, default=0.9, help="mean reward of a step that is to be reached"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--every", type=int, default=4, help="steps of one row of the table")
     parser.add_argument("--folder", type=Path, help="where the policy is kept, to be trained only once")
@@ -60,8 +64,18 @@ def report(options: argparse.Namespace, runs: dict[str, list[Run]]) -> None:
         print(f"{end * options.prompts * options.samples:8}" + "".join(f"{cell:>22}" for cell in cells))
     cells = [curve_cell([run.rewards for run in done]) for done in runs.values()]
     print(f"{'all':>8}" + "".join(f"{cell:>22}" for cell in cells))
+    reached = [
+        f"{statistics.mean(steps_until(options.target, run.rewards) for run in done):.1f}"
+        for done in runs.values()
+    ]
+    print(f"steps until {options.target:g}: " + ", ".join(map(" ".join, zip(runs, reached, strict=True))))
     seconds = [f"{statistics.median(run.step for run in done):.2f}" for done in runs.values()]
     print(f"{'s / step':>8}" + "".join(f"{cell:>22}" for cell in seconds))
+
+
+def steps_until(target: float, rewards: list[float]) -> int:
+    """The first step whose mean reward is that; one more than there are where none is."""
+    return next((step for step, reward in enumerate(rewards, 1) if reward >= target), len(rewards) + 1)
 
 
 def curve_cell(rewards: list[list[float]]) -> str:
