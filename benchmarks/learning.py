@@ -2,8 +2,8 @@
 learn.
 
 Every way trains the demo's policy, after its supervised phases, on the same problems with the same learning
-rate, batch and group size. A reward is that of the policy which sampled, so a curve of samples that are a step
-old lies a step behind also where nothing is lost.
+rate, batch and group size. A reward is that of the policy which sampled, so a curve of samples that are a
+step old lies a step behind also where nothing is lost.
 
     python benchmarks/learning.py --folder /tmp/learning
 """
