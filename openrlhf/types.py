@@ -263,6 +263,7 @@ class Batch:
     num_actions: np.ndarray  # (B,) int64
     images: tuple[tuple[Image, ...], ...] = ()  # B entries; empty where no sequence has any
     rollout_log_probs: np.ndarray  # (A,) float32, from the sampler
+    staleness: np.ndarray | None = None  # (A,) int32, updates by which the sampler was behind; None: all 0
     log_probs: np.ndarray | None = None  # (A,) of the policy before the update; None: not known before it
     ref_log_probs: np.ndarray | None = None  # (A,) None without a reference model
     values: np.ndarray | None = None  # (A,) None without a critic
@@ -270,8 +271,9 @@ class Batch:
     returns: np.ndarray | None = None  # (A,)
 
     @classmethod
-    def of(cls, trajectories: Sequence[Trajectory]) -> Self:
-        """`trajectories` must not be empty."""
+    def of(cls, trajectories: Sequence[Trajectory], version: int | None = None) -> Self:
+        """`trajectories` must not be empty. `version`: of the weights that will learn from them; None: of
+        those that sampled."""
         return cls(
             token_ids=np.concatenate([t.token_ids for t in trajectories]),
             action_mask=np.concatenate([t.action_mask for t in trajectories]),
@@ -279,6 +281,7 @@ class Batch:
             num_actions=np.array([t.num_actions for t in trajectories]),
             images=_images(trajectories),
             rollout_log_probs=np.concatenate([t.rollout_log_probs for t in trajectories]),
+            staleness=None if version is None else _staleness(trajectories, version),
         )
 
     def __len__(self) -> int:
@@ -319,6 +322,12 @@ class Batch:
             for place in _slices(self.num_actions, share):
                 whole[place] = part[start : (start := start + place.stop - place.start)]
         return whole
+
+
+def _staleness(trajectories: Sequence[Trajectory], version: int) -> np.ndarray | None:
+    """(A,) by how many updates the weights that chose each action are behind `version`. None: none is."""
+    versions, counts = np.concatenate([t.weight_versions for t in trajectories]).T
+    return np.repeat(version - versions, counts) if (versions != version).any() else None
 
 
 def _images(sequences: Sequence["Trajectory | Sample"]) -> tuple[tuple[Image, ...], ...]:
@@ -362,7 +371,8 @@ class Updated(NamedTuple):
     metrics: Metrics
     """Means over its optimizer steps."""
     log_probs: np.ndarray | None
-    """(A,) under the policy before the update, of a batch that came without them. None for a critic."""
+    """(A,) under the policy before the update, where the update itself has seen them: of a batch that came
+    without them, all of which was read by one optimizer step. Else None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -591,10 +601,11 @@ class StepsRow(RowWithMore):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExperienceRow(RowWithMore):
-    old_log_probs: Tensor | None  # (A,) None: the policy itself
+    old_log_probs: Tensor | None  # (A,) None: the policy itself, or not read
     advantages: Tensor  # (A,)
     returns: Tensor  # (A,)
     rollout_log_probs: Tensor  # (A,)
+    staleness: Tensor | None = None  # (A,) None: all 0
     ref_log_probs: Tensor | None = None  # (A,) None without a reference model
     values: Tensor | None = None  # (A,) None without a critic
 
@@ -607,6 +618,7 @@ class ExperienceRow(RowWithMore):
             advantages=torch.from_numpy(present(batch.advantages)),
             returns=torch.from_numpy(present(batch.returns)),
             rollout_log_probs=torch.from_numpy(batch.rollout_log_probs),
+            staleness=tensor_of(batch.staleness),
             ref_log_probs=tensor_of(batch.ref_log_probs),
             values=tensor_of(batch.values),
         )

@@ -1,13 +1,15 @@
 """Off-policy correction: for a sampler that is not quite the policy, by its kernels, precision or staleness.
 
-Three policies: pi (being trained), pi_prox (the policy at the start of the step) and pi_behave (the sampler).
-The loss clips pi / pi_prox; a correction multiplies it by a function of pi_prox / pi_behave, through which no
-gradient flows. `log_ratio` (A,) is log(pi_prox / pi_behave), of tokens or of sequences, as `policy_loss`
-computes it: clamped, so that no weight is infinite. A weight of 0 still counts in the divisor of the loss:
-dropping must not raise the step size.
+Three policies: pi (being trained), pi_behave (the sampler) and pi_prox (from which the clip counts). The loss
+clips pi / pi_prox; a correction multiplies it by a function of pi_prox / pi_behave, through which no gradient
+flows: decoupled PPO, https://arxiv.org/abs/2110.00641. `log_ratio` (A,) is log(pi_prox / pi_behave),
+of tokens or of sequences, as `policy_loss` computes it: clamped, so that no weight is infinite. Staleness
+weighs an action by nothing but the age of the weights that chose it. A weight of 0 still counts in the
+divisor of the loss: dropping must not raise the step size.
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 from torch import Tensor
 
@@ -15,6 +17,44 @@ from openrlhf.algos.reduce import mean, segment_mean, spread
 from openrlhf.types import Metrics
 
 Bounds = tuple[float, float]
+
+
+def recomputed(
+    log_probs: Tensor, old_log_probs: Tensor | None, rollout_log_probs: Tensor, staleness: Tensor | None
+) -> Tensor:
+    """The policy before the step's update, which in a step of one update is the policy itself.
+    AReaL, https://arxiv.org/abs/2505.24298"""
+    return log_probs if old_log_probs is None else old_log_probs
+
+
+def rollout(
+    log_probs: Tensor, old_log_probs: Tensor | None, rollout_log_probs: Tensor, staleness: Tensor | None
+) -> Tensor:
+    """The sampler: the ratio is the importance weight, as in PPO as it was written."""
+    return rollout_log_probs
+
+
+def interpolated(
+    log_probs: Tensor, old_log_probs: Tensor | None, rollout_log_probs: Tensor, staleness: Tensor | None
+) -> Tensor:
+    """log pi_prox = alpha log pi_behave + (1 - alpha) log pi, alpha = 1 / max(staleness, 1)
+
+    So pi / pi_prox is (pi / pi_behave)^alpha, and up to staleness 1 pi_prox is the sampler. The staleness is
+    that at the start of the step. A-3PO, https://arxiv.org/abs/2512.06547
+    """
+    if staleness is None:
+        return rollout_log_probs
+    of_policy = 1 - 1 / staleness.clamp(min=1)
+    return rollout_log_probs + of_policy * (log_probs - rollout_log_probs)
+
+
+PROXIMAL_POLICIES: dict[str, Callable[[Tensor, Tensor | None, Tensor, Tensor | None], Tensor]] = {
+    "recomputed": recomputed,
+    "rollout": rollout,
+    "interpolated": interpolated,
+}
+"""(log pi without a gradient, of the policy before the update, log pi_behave, staleness) -> log pi_prox,
+all (A,). Without a staleness it is 0."""
 
 
 def tis(
@@ -51,22 +91,59 @@ CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float, float, Bounds | None], T
 """(log_ratio (A,), counts (B,), low, high, bounds of sequences) -> weights (A,)"""
 
 
-def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor) -> Metrics:
-    """How far the sampler is from the policy, both (A,): of the same weights, these are numerical noise.
+def staleness_weights(
+    staleness: Tensor, counts: Tensor, decay: float, limit: int | None, ratio: Literal["token", "sequence"]
+) -> Tensor:
+    """(A,) int -> (A,): decay^staleness, and 0 where the staleness is more than `limit`.
 
-    `mismatch/kl` estimates KL(sampler || policy): the mean of r - 1 - log r with r = pi_prox / pi_behave.
+    Where the ratio is of sequences, every action moves all others of its sequence, and a sequence is weighted
+    as a whole: its staleness is the mean over its actions, as its log ratio is. So its decay is the geometric
+    mean of theirs.
+    """
+    age = staleness.float()
+    if ratio == "sequence":
+        age = spread(segment_mean(age, counts), counts, len(age))
+    weights = decay**age
+    return weights if limit is None else weights.masked_fill(age > limit, 0)
+
+
+def mismatch_metrics(
+    log_probs: Tensor, rollout_log_probs: Tensor, staleness: Tensor | None = None
+) -> Metrics:
+    """How far the sampler is from the policy before the update, both (A,): of the same weights, these are
+    numerical noise.
+
+    `mismatch/kl` estimates KL(sampler || policy): the mean of r - 1 - log r, r the ratio policy / sampler.
     `mismatch/ess` is the effective sample size of the weights r, (sum r)^2 / (A sum r^2): 1 where all weigh
     the same, near 0 where few actions carry the update. `abs_diff_*` are of |log r|; p99 is exceeded by at
-    most 1 % of the actions.
+    most 1 % of the actions. Where actions differ in `staleness`, also for each.
     """
     log_ratio = (log_probs - rollout_log_probs).clamp(-20, 20)
     distance = log_ratio.abs()
-    return {
-        "mismatch/kl": float(mean(log_ratio.exp() - 1 - log_ratio)),
-        "mismatch/abs_diff_mean": float(mean(distance)),
+    metrics = {f"mismatch/{name}": value for name, value in _mismatch(log_ratio).items()} | {
         "mismatch/abs_diff_p99": _percentile(distance, 99),
         "mismatch/abs_diff_max": float(distance.max()) if len(distance) else 0.0,
-        "mismatch/ess": _effective_share(log_ratio.double().exp()),
+    }
+    if staleness is None:
+        return metrics
+    ages = staleness.clamp(max=OLD)
+    present = ages.unique().tolist()
+    for age in present if len(present) > 1 else ():
+        suffix = f"{age}_or_more" if age == OLD else str(age)
+        of_age = _mismatch(log_ratio[ages == age])
+        metrics |= {f"mismatch/{name}_staleness_{suffix}": value for name, value in of_age.items()}
+    return metrics
+
+
+OLD = 3
+"""From this staleness on, actions are counted together."""
+
+
+def _mismatch(log_ratio: Tensor) -> Metrics:
+    return {
+        "kl": float(mean(log_ratio.exp() - 1 - log_ratio)),
+        "abs_diff_mean": float(mean(log_ratio.abs())),
+        "ess": _effective_share(log_ratio.double().exp()),
     }
 
 

@@ -56,6 +56,16 @@ class Correction(Choice):
     """Reads the bounds of a sequence's ratio."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProximalPolicy(Choice):
+    """What the probability ratio is relative to: the clip bounds how far the policy moves away from it."""
+
+    needs_forward: bool = False
+    """Is computed before the first update of a step, where it is not the policy itself."""
+    is_sampler: bool = False
+    """A correction for the gap between the two has nothing to weigh."""
+
+
 ESTIMATORS: Mapping[str, Estimator] = {
     "gae": Estimator(summary="PPO with a critic", needs_critic=True, discounts=True, whiten=True),
     "reinforce": Estimator(summary="REINFORCE++", discounts=True, whiten=True),
@@ -90,4 +100,13 @@ CORRECTIONS: Mapping[str, Correction] = {
     "tis": Correction(summary="clip the weight of each token"),
     "icepop": Correction(summary="drop tokens outside the threshold"),
     "seq-mask-tis": Correction(summary="drop sequences, clip the tokens of the others", drops_sequences=True),
+}
+
+PROXIMAL_POLICIES: Mapping[str, ProximalPolicy] = {
+    "recomputed": ProximalPolicy(summary="the policy before this step's update", needs_forward=True),
+    "rollout": ProximalPolicy(summary="the sampler, which costs no forward pass", is_sampler=True),
+    "interpolated": ProximalPolicy(
+        summary="between sampler and policy, the closer to the policy the staler the action, without a "
+        "forward pass (A-3PO)"
+    ),
 }

@@ -154,7 +154,8 @@ class TrainedGroup(ModelRanks[TrainedT]):
 
         def combine(results: list[Learned]) -> Updated:
             steps, parts = zip(*self.of_leaders(results), strict=True)
-            log_probs = None if parts[0] is None else batch.put_together(shares, parts)
+            knows_all = parts[0] is not None and sum(map(len, shares)) == len(batch)
+            log_probs = batch.put_together(shares, parts) if knows_all else None
             return Updated(mean_metrics(steps[0]), log_probs)
 
         return Gathered(self.run("update", arguments), combine)

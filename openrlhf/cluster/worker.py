@@ -306,10 +306,10 @@ class PolicyWorker(TrainedWorker):
         return balanced(objective, self.config.actor.aux_loss_coef, "policy")
 
     def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
-        """Without log-probs in `batch` there is one window: what its forward passes see is told."""
-        seen: list[Tensor] = []
+        """Of a batch without log-probs, what the forward passes of a single window see is told."""
+        seen: list[Tensor] | None = [] if batch.log_probs is None and len(windows) == 1 else None
         steps = self.take_steps(batch, windows, self.objective(kl_coef, seen))
-        if batch.log_probs is not None:
+        if seen is None:
             return steps, None
         groups = self.groups(batch, *windows)
         return steps, batch.put_together(groups, [row.cpu().numpy() for row in seen[: len(groups)]])

@@ -1,10 +1,11 @@
 """Everything that `train_ppo_ray` can be told."""
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
-from openrlhf.algos.traits import ESTIMATORS, Estimator
+from openrlhf.algos.traits import ESTIMATORS, PROXIMAL_POLICIES, Estimator, ProximalPolicy
 from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import (
     BadRows,
@@ -21,6 +22,7 @@ from openrlhf.config.choices import (
     Positive,
     PositiveOrZero,
     PositiveShare,
+    ProximalPolicyName,
     Range,
     Share,
     Steps,
@@ -450,6 +452,18 @@ class AdvantageConfig:
     is_correction_sequence_threshold: tuple[PositiveOrZero, Positive] | None = None
     """`low high`: range of a sequence's geometric mean ratio in seq-mask-tis, which stays much closer to 1.
     None: is_correction_threshold."""
+    proximal_policy: ProximalPolicyName = "recomputed"
+    """Decoupled PPO: the policy from which the clip counts; a correction weighs its gap to the sampler."""
+    staleness_decay: PositiveShare = 1.0
+    """d in the weight d^s of an action's policy loss, where the weights that chose it are s steps behind. 1:
+    all weigh the same."""
+    max_token_staleness: CountOrZero | None = None
+    """Actions chosen by weights that are more than this many steps behind have no policy loss. None: all have
+    one."""
+
+    @property
+    def proximal(self) -> ProximalPolicy:
+        return PROXIMAL_POLICIES[self.proximal_policy]
 
     @property
     def traits(self) -> Estimator:
@@ -489,7 +503,8 @@ class AlgoConfig:
     skip_old_log_probs: bool | Literal["auto"] = "auto"
     """Where an RL step is one optimizer step, the policy before it is the policy itself: spare the forward
     pass that asks for its log-probs. auto: where nothing reads them before that step, as KL in the reward
-    and a teacher do."""
+    and a teacher do; with another algo.advantage.proximal_policy than recomputed whatever the number of
+    steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -652,6 +667,14 @@ class PPOConfig:
         return int(os.environ.get(QUEUE_VARIABLE) or 1) if asked == 1 else asked
 
     @property
+    def largest_staleness(self) -> float:
+        """Steps by which the weights that chose an action may be behind those that learn from it; inf where
+        groups that were sampled beyond what a step needs wait."""
+        at_a_time, rollout = self.rollout.vllm_generate_batch_size or 0, self.rollout
+        waits = at_a_time > rollout.batch_size or (at_a_time and self.algo.dynamic_filtering_enable)
+        return math.inf if waits else self.max_staleness
+
+    @property
     def engines_share(self) -> bool:
         """Engines are on the models' GPUs. Those that sample while models train have their own."""
         return self.train.colocate_all and not self.train.async_enable
@@ -678,12 +701,23 @@ class PPOConfig:
 
     @property
     def skips_old_log_probs(self) -> bool:
-        """The log-probs of the policy before an RL step are those of the forward pass that trains it."""
+        """No forward pass before an RL step asks for the policy's log-probs."""
         if self.algo.skip_old_log_probs != "auto":
             return self.algo.skip_old_log_probs
         kl_in_reward = self.uses_reference and not self.algo.kl.use_loss
-        needed_before = kl_in_reward or self.uses_teacher or self.rollout.mask_truncated
-        return self.updates_per_step == 1 and not needed_before
+        known_later = self.updates_per_step == 1 and not self.rollout.mask_truncated
+        are_read = self.algo.advantage.proximal.needs_forward or self.adapts_kl
+        return not (kl_in_reward or self.uses_teacher) and (known_later or not are_read)
+
+    @property
+    def adapts_kl(self) -> bool:
+        """The controller of the KL's weight wants to know the KL of each step."""
+        return self.uses_reference and self.algo.kl.target is not None
+
+    @property
+    def ratio_is_one(self) -> bool:
+        """The policy is its own pi_prox, in the one optimizer step of an RL step."""
+        return self.skips_old_log_probs and self.algo.advantage.proximal.needs_forward
 
     @property
     def longest_response(self) -> int:

@@ -61,6 +61,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_collecting(config),
             *_kl(config, explicit),
             *_policy_loss(config, explicit),
+            *_proximal_policy(config),
             *_old_log_probs(config),
             *_balance(config),
             *_lengths(config),
@@ -147,6 +148,16 @@ PPO_UNREAD = (
         why="only algo.advantage.is_correction_type seq-mask-tis drops sequences",
     ),
     Unread(
+        keys=("algo.advantage.staleness_decay", "algo.advantage.max_token_staleness"),
+        when=lambda c: c.largest_staleness == 0,
+        why="every step trains on samples of its own weights; train.async_enable samples ahead",
+    ),
+    Unread(
+        keys=("algo.advantage.max_token_staleness",),
+        when=lambda c: (c.algo.advantage.max_token_staleness or 0) >= c.largest_staleness,
+        why="train.async_queue_size lets nothing get older",
+    ),
+    Unread(
         keys=("algo.kl.target", "algo.kl.horizon", "algo.kl.estimator", "algo.kl.use_loss"),
         when=lambda c: not c.uses_reference,
         why="there is no KL penalty (algo.kl.init_coef 0)",
@@ -176,7 +187,7 @@ PPO_UNREAD = (
     ),
     Unread(
         keys=("actor.eps_clip", "actor.eps_clip_low_high", "actor.dual_clip"),
-        when=lambda c: c.skips_old_log_probs,
+        when=lambda c: c.ratio_is_one,
         why="an RL step is one optimizer step, so the ratio is 1, inside every bound",
     ),
     Unread(keys=("actor.muon.",), when=lambda c: c.actor.optim == "adam", why="the optimizer is adam"),
@@ -412,7 +423,7 @@ def _collecting(config: PPOConfig) -> Iterator[Problem]:
                 text="the scores of a reward model need not lie between 0 and 1; set a range of its own",
                 fatal=False,
             )
-    if at_a_time > rollout.batch_size and not algo.advantage.is_correction_enable:
+    if at_a_time > rollout.batch_size and not _corrects(config):
         yield Problem(
             key="rollout.vllm_generate_batch_size",
             text="samples ahead: groups that wait are of an earlier policy; "
@@ -446,7 +457,7 @@ def _policy_loss(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
             text=f"{name} compares sequences, which count alike however long they are; leave it at None",
         )
     clip_is_set = {"actor.eps_clip", "actor.eps_clip_low_high"} & set(explicit)
-    if loss.ratio == "sequence" and not clip_is_set and not config.skips_old_log_probs:
+    if loss.ratio == "sequence" and not clip_is_set and not config.ratio_is_one:
         yield Problem(
             key="actor.policy_loss_type",
             text=f"the ratio of a sequence hardly ever leaves actor.eps_clip {actor.eps_clip}; its paper has "
@@ -461,11 +472,36 @@ def _policy_loss(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
         )
 
 
+def _corrects(config: PPOConfig) -> bool:
+    """The loss knows the probabilities with which the sampler chose."""
+    advantage = config.algo.advantage
+    return advantage.is_correction_enable or advantage.proximal.is_sampler
+
+
+def _proximal_policy(config: PPOConfig) -> Iterator[Problem]:
+    advantage = config.algo.advantage
+    key, name = "algo.advantage.proximal_policy", advantage.proximal_policy
+    if advantage.proximal.is_sampler and advantage.is_correction_enable:
+        yield Problem(
+            key="algo.advantage.is_correction_enable",
+            text=f"weighs the gap between sampler and proximal policy, and {key} {name} makes them one; "
+            f"remove it, or use --{key} recomputed",
+        )
+    if name == "interpolated" and config.largest_staleness <= 1:
+        yield Problem(
+            key=key,
+            text="is the sampler where samples are at most 1 step old, as here; `rollout` says so, and "
+            "train.async_queue_size 2 or more lets them get older",
+            fatal=False,
+        )
+
+
 def _old_log_probs(config: PPOConfig) -> Iterator[Problem]:
     key = "algo.skip_old_log_probs"
     if config.algo.skip_old_log_probs is not True:
         return
-    if config.updates_per_step > 1:
+    several = config.updates_per_step > 1
+    if several and config.algo.advantage.proximal.needs_forward:
         yield Problem(
             key=key,
             text=f"an RL step makes {config.updates_per_step} optimizer steps, and only before the first the "
@@ -481,6 +517,11 @@ def _old_log_probs(config: PPOConfig) -> Iterator[Problem]:
     if config.uses_teacher:
         yield Problem(
             key=key, text="the teacher's reward needs those log-probs (teacher.model_name_or_path); remove it"
+        )
+    if config.adapts_kl and (several or config.rollout.mask_truncated):
+        yield Problem(
+            key=key,
+            text="algo.kl.target needs those log-probs of all samples; remove one of the two",
         )
 
 
@@ -534,7 +575,7 @@ def _ahead(config: PPOConfig) -> Iterator[Problem]:
             f"those of the models. The run needs {more} more",
             fatal=False,
         )
-    if config.max_staleness > 1 and not config.algo.advantage.is_correction_enable:
+    if config.max_staleness > 1 and not _corrects(config):
         yield Problem(
             key="train.async_queue_size",
             text=f"samples may be {config.max_staleness} steps older than the weights that they train; "

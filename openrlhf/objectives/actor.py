@@ -6,26 +6,33 @@ from typing import Self
 
 from torch import Tensor
 
-from openrlhf.algos.correction import CORRECTIONS
+from openrlhf.algos.correction import CORRECTIONS, PROXIMAL_POLICIES, staleness_weights
 from openrlhf.algos.kl import approx_kl
 from openrlhf.algos.policy_loss import LOG_RATIOS, SURROGATES
 from openrlhf.algos.reduce import AGGREGATIONS, token_mean
 from openrlhf.algos.traits import POLICY_LOSSES
-from openrlhf.config.choices import ISCorrectionType, KLEstimator, LossAggregation, PolicyLossType
+from openrlhf.config.choices import (
+    ISCorrectionType,
+    KLEstimator,
+    LossAggregation,
+    PolicyLossType,
+    ProximalPolicyName,
+)
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.types import ExperienceRow, LossNorm, present
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorObjective:
-    """mean(w * surrogate) + kl_coef * mean(KL to the reference) - entropy_coef * mean(entropy)
+    """mean(w * v * surrogate) + kl_coef * mean(KL to the reference) - entropy_coef * mean(entropy)
 
-    The ratio pi / pi_prox and the correction w of the sampler's mismatch are those of `loss_type`: of tokens
-    in `ppo` and `cispo`, of sequences in `gspo`. So in `gspo` w is made of the sequence's ratio
-    pi_prox / pi_behave, and one sequence is clipped, weighted or dropped as a whole. All three means are of
-    one kind, `aggregation`.
+    The ratio pi / pi_prox, the correction w of the sampler's mismatch and the weight v of its staleness are
+    those of `loss_type`: of tokens in `ppo` and `cispo`, of sequences in `gspo`. So in `gspo` w is made of
+    the sequence's ratio pi_prox / pi_behave, v of its mean staleness, and one sequence is clipped, weighted
+    or dropped as a whole. All three means are of one kind, `aggregation`.
 
-    A row without `old_log_probs` belongs to a step of one update: pi_prox is the policy itself.
+    Where pi_prox is recomputed, a row without `old_log_probs` belongs to a step of one update: pi_prox is the
+    policy itself.
     """
 
     loss_type: PolicyLossType = "ppo"
@@ -41,6 +48,10 @@ class ActorObjective:
     correction_high: float = 5.0
     correction_of_sequences: tuple[float, float] | None = None
     """Bounds of a sequence's ratio in seq-mask-tis. None: those of tokens."""
+    proximal_policy: ProximalPolicyName = "recomputed"
+    staleness_decay: float = 1.0
+    max_staleness: int | None = None
+    """v is 0 beyond it. None: nowhere."""
     kl_coef: float = 0.0
     """0 leaves the KL out of the loss."""
     kl_estimator: KLEstimator = "k1"
@@ -48,7 +59,7 @@ class ActorObjective:
     """None does not compute the entropy, 0 only reports it. It is that of the tempered distribution."""
     temperature: float = 1.0
     seen: list[Tensor] | None = None
-    """Where old log-probs go, (A,) of each row that comes without them."""
+    """Where the policy's log-probs go, (A,) of each row. None: they are not kept."""
 
     @classmethod
     def from_config(cls, config: PPOConfig, kl_coef: float, seen: list[Tensor] | None = None) -> Self:
@@ -67,6 +78,9 @@ class ActorObjective:
             correction_low=correction_low,
             correction_high=correction_high,
             correction_of_sequences=algo.advantage.is_correction_sequence_threshold,
+            proximal_policy=algo.advantage.proximal_policy,
+            staleness_decay=algo.advantage.staleness_decay,
+            max_staleness=algo.advantage.max_token_staleness,
             kl_coef=kl_coef if algo.kl.use_loss else 0.0,
             kl_estimator=algo.kl.estimator,
             entropy_coef=actor.entropy_coef,
@@ -81,30 +95,40 @@ class ActorObjective:
         kind, counts = POLICY_LOSSES[self.loss_type], batch.row.num_actions
         log_ratio, aggregate = LOG_RATIOS[kind.ratio], AGGREGATIONS[self.aggregation or kind.aggregation]
         scores = model(batch.row, temperature=self.temperature, with_entropy=self.entropy_coef is not None)
-        old = scores.log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+        now = scores.log_probs.detach()
+        if self.seen is not None:
+            self.seen.append(now)
+        proximal = PROXIMAL_POLICIES[self.proximal_policy](
+            now, batch.old_log_probs, batch.rollout_log_probs, batch.staleness
+        )
         policy_loss, at_low, at_high = SURROGATES[self.loss_type](
             scores.log_probs,
-            log_ratio(scores.log_probs, old, counts),
+            log_ratio(scores.log_probs, proximal, counts),
             batch.advantages,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
         )
         metrics = {
-            "policy/ppo_kl": token_mean(old - scores.log_probs, norm),
+            "policy/ppo_kl": token_mean(proximal - scores.log_probs, norm),
             "policy/clip_fraction": token_mean((at_low | at_high).float(), norm),
             "policy/clip_low_fraction": token_mean(at_low.float(), norm),
             "policy/clip_high_fraction": token_mean(at_high.float(), norm),
         }
-        if batch.old_log_probs is None and self.seen is not None:
-            self.seen.append(old)
         if self.correction is not None:
-            mismatch = log_ratio(old, batch.rollout_log_probs, counts)
+            mismatch = log_ratio(proximal, batch.rollout_log_probs, counts)
             bounds = self.correction_low, self.correction_high, self.correction_of_sequences
             weights = CORRECTIONS[self.correction](mismatch, counts, *bounds)
             policy_loss = policy_loss * weights
             metrics["policy/is_weight_mean"] = token_mean(weights, norm)
             metrics["policy/is_masked_fraction"] = token_mean((weights == 0).float(), norm)
+        if batch.staleness is not None and (self.staleness_decay < 1 or self.max_staleness is not None):
+            weights = staleness_weights(
+                batch.staleness, counts, self.staleness_decay, self.max_staleness, kind.ratio
+            )
+            policy_loss = policy_loss * weights
+            metrics["policy/staleness_weight_mean"] = token_mean(weights, norm)
+            metrics["policy/staleness_masked_fraction"] = token_mean((weights == 0).float(), norm)
 
         def share(x: Tensor) -> Tensor:
             return aggregate(x, counts, norm, self.longest_response)

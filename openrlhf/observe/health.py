@@ -105,6 +105,14 @@ RULES = (
         "or widen --algo.advantage.is_correction_threshold.",
     ),
     Rule(
+        metric="policy/staleness_masked_fraction",
+        sign=">",
+        limit=0.5,
+        steps=3,
+        text="most tokens are older than --algo.advantage.max_token_staleness, and nothing is learnt from "
+        "them. Raise it, or sample less far ahead: --train.async_queue_size.",
+    ),
+    Rule(
         metric="policy/clip_fraction",
         sign=">",
         limit=0.5,

@@ -115,7 +115,8 @@ def log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
     """How far the policy is from the sampler and, where there is one, from the reference. Of a batch with the
     policy's log-probs before the update."""
     log_probs = torch.from_numpy(present(batch.log_probs))
-    metrics = mismatch_metrics(log_probs, torch.from_numpy(batch.rollout_log_probs))
+    rollout_log_probs, staleness = torch.from_numpy(batch.rollout_log_probs), tensor_of(batch.staleness)
+    metrics = mismatch_metrics(log_probs, rollout_log_probs, staleness)
     if batch.ref_log_probs is not None:
         ref_log_probs = torch.from_numpy(batch.ref_log_probs)
         metrics["kl/mean"] = float(mean(approx_kl(log_probs, ref_log_probs, estimator)))

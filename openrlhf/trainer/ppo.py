@@ -127,7 +127,7 @@ class PPOTrainer(Generic[PolicyT]):
     def learn_from(self, trajectories: Sequence[Trajectory]) -> tuple[Metrics, Trained]:
         """Score, assign credit, update."""
         finished = [t for t in trajectories if t.ok]
-        batch = Batch.of(finished)
+        batch = Batch.of(finished, self.step)
         with self.observer.phase("score"):
             scores = self.score(batch)
         result = assign_credit(

@@ -1,6 +1,7 @@
 """docs/metrics.md has every metric of reinforcement learning, and no other."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from openrlhf.trainer.collect import Verdict
 from openrlhf.trainer.credit import assign_credit
 from openrlhf.trainer.diagnostics import rollout_metrics
 from openrlhf.trainer.evaluate import evaluation_metrics
-from openrlhf.types import Batch, Outcome, Scores, Trajectory
+from openrlhf.types import Batch, Outcome, Scores, Trajectory, runs
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text().partition("## What looks unhealthy")[0]
@@ -31,8 +32,9 @@ def sample(outcome: Outcome = Outcome.OK, sample_index: int = 0, length: int = 2
 def emitted() -> set[str]:
     """By a rollout with every outcome, and with every model there is."""
     finished = [sample(sample_index=i, length=2 + i) for i in range(8)]
+    finished[0] = replace(finished[0], weight_versions=runs([-1, 0]))
     everything = finished + [sample(outcome) for outcome in Outcome if outcome is not Outcome.OK]
-    batch = Batch.of(finished)
+    batch = Batch.of(finished, version=0)
     ones = np.ones(batch.num_actions.sum(), np.float32)
     credit = assign_credit(
         batch,

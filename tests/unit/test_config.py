@@ -1,6 +1,7 @@
 """How a command line and YAML files become a configuration, and what is said when they cannot."""
 
 import dataclasses
+import math
 import os
 import random
 import shlex
@@ -640,6 +641,23 @@ CHECKS = [
     ),
     (
         PPO,
+        SKIP + "--algo.kl.use_loss --algo.kl.estimator k2 --algo.kl.target 0.1 --rollout.mask_truncated",
+        "--algo.skip_old_log_probs: algo.kl.target needs those log-probs of all samples; remove one",
+    ),
+    (
+        PPO,
+        "--algo.advantage.proximal_policy rollout --algo.advantage.is_correction_enable",
+        "--algo.advantage.is_correction_enable: weighs the gap between sampler and proximal policy, and "
+        "algo.advantage.proximal_policy rollout makes them one; remove it, or use "
+        "--algo.advantage.proximal_policy recomputed",
+    ),
+    (
+        PPO,
+        "--algo.advantage.staleness_decay 0",
+        "--algo.advantage.staleness_decay 0: must be more than 0 and at most 1",
+    ),
+    (
+        PPO,
         "--actor.lr_scheduler cosin",
         "--actor.lr_scheduler cosin: there is no such schedule; did you mean cosine?",
     ),
@@ -973,6 +991,26 @@ REMARKS = [
         "--algo.advantage.is_correction_enable --algo.advantage.is_correction_sequence_threshold 0.99 1.01",
         "has no effect: only algo.advantage.is_correction_type seq-mask-tis drops sequences",
     ),
+    (
+        PPO,
+        "--algo.advantage.staleness_decay 0.9",
+        "has no effect: every step trains on samples of its own weights",
+    ),
+    (
+        PPO,
+        "--train.async_enable --train.async_queue_size 0 --algo.advantage.max_token_staleness 2",
+        "has no effect: every step trains on samples of its own weights",
+    ),
+    (
+        PPO,
+        "--train.async_enable --algo.advantage.max_token_staleness 1",
+        "has no effect: train.async_queue_size lets nothing get older",
+    ),
+    (
+        PPO,
+        "--train.async_enable --algo.advantage.proximal_policy interpolated",
+        "--algo.advantage.proximal_policy interpolated: is the sampler where samples are at most 1 step old",
+    ),
     (PPO, "--algo.kl.horizon 5", "has no effect: without algo.kl.target the weight stays"),
     (
         PPO,
@@ -1062,6 +1100,10 @@ def test_remarks_do_not_stop_a_run(command, line, message, say):
         GSPO + "--actor.loss_aggregation sample_mean",
         GSPO + "--algo.advantage.is_correction_enable --algo.advantage.is_correction_type icepop",
         "--actor.policy_loss_type cispo --actor.loss_aggregation constant_length",
+        GSPO + "--algo.advantage.proximal_policy rollout",
+        "--train.async_enable --train.async_queue_size 4 --algo.advantage.is_correction_enable "
+        "--algo.advantage.proximal_policy interpolated --algo.advantage.staleness_decay 0.9 "
+        "--algo.advantage.max_token_staleness 3",
     ],
 )
 def test_policy_losses_without_a_word(line, say):
@@ -1167,6 +1209,7 @@ def test_derived_values(say):
     assert config.actor.clip_range == (0.2, 0.27)
 
 
+ROLLOUT = "--algo.advantage.proximal_policy rollout"
 ONE_UPDATE = "--train.batch_size 1024"  # 128 prompts of 8 samples
 
 
@@ -1180,10 +1223,54 @@ ONE_UPDATE = "--train.batch_size 1024"  # 128 prompts of 8 samples
         (ONE_UPDATE, False),  # the KL is in the reward
         (f"{ONE_UPDATE} --algo.kl.use_loss --algo.kl.estimator k2", True),
         (f"{ONE_UPDATE} --algo.kl.init_coef 0 --teacher.model_name_or_path org/teacher", False),
+        (f"{ONE_UPDATE} --algo.kl.init_coef 0 --rollout.mask_truncated", False),
+        # No forward pass for a sampler that knows its log-probs, whatever the number of optimizer steps.
+        (f"{ROLLOUT} --algo.kl.init_coef 0 --train.max_epochs 2 --rollout.mask_truncated", True),
+        (f"{ROLLOUT} --algo.kl.init_coef 0 --algo.skip_old_log_probs", True),
+        (f"{ROLLOUT} --algo.kl.init_coef 0 --algo.skip_old_log_probs false", False),
+        ("--algo.advantage.proximal_policy interpolated --algo.kl.init_coef 0", True),
+        (ROLLOUT, False),  # the KL is in the reward
+        (f"{ROLLOUT} --algo.kl.use_loss --algo.kl.estimator k2", True),
+        (f"{ROLLOUT} --algo.kl.use_loss --algo.kl.estimator k2 --algo.kl.target 0.1", False),
+        (f"{ROLLOUT} {ONE_UPDATE} --algo.kl.use_loss --algo.kl.estimator k2 --algo.kl.target 0.1", True),
     ],
 )
 def test_old_log_probs_are_skipped_where_nothing_reads_them_before_the_update(line, skips, say):
     assert say(PPO, line)[0].skips_old_log_probs is skips
+
+
+@pytest.mark.parametrize(
+    ("line", "remarked"), [("", True), ("--algo.advantage.proximal_policy rollout", False)]
+)
+def test_the_clip_is_read_in_a_step_of_one_update_where_it_counts_from_the_sampler(line, remarked, say):
+    _, problems = say(PPO, f"{ONE_UPDATE} --algo.kl.init_coef 0 --actor.eps_clip 0.3 {line}")
+    assert any("so the ratio is 1" in text for text in problems) is remarked
+
+
+@pytest.mark.parametrize(
+    ("line", "steps"),
+    [
+        ("", 0),
+        (FILTER, 0),
+        ("--train.async_enable --train.async_queue_size 3", 3),
+        ("--rollout.vllm_generate_batch_size 2048", math.inf),
+        (f"{FILTER} --rollout.vllm_generate_batch_size 100", math.inf),
+        ("--rollout.vllm_generate_batch_size 100", 0),
+    ],
+)
+def test_how_stale_samples_can_be(line, steps, say):
+    assert say(PPO, line)[0].largest_staleness == steps
+
+
+@pytest.mark.parametrize(
+    "line", ["--rollout.vllm_generate_batch_size 2048", "--train.async_enable --train.async_queue_size 2"]
+)
+def test_a_ratio_to_the_sampler_knows_that_samples_are_older(line, say):
+    remarks = [say(PPO, f"{line} {more}")[1] for more in ("", "--algo.advantage.proximal_policy rollout")]
+    assert [any("algo.advantage.is_correction_enable" in text for text in texts) for texts in remarks] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("command", ["sft", "rm", "prm", "dpo", "kto", "kd", "ppo"])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.algos.correction import CORRECTIONS, mismatch_metrics
+from openrlhf.algos.correction import CORRECTIONS, PROXIMAL_POLICIES, mismatch_metrics, staleness_weights
 from openrlhf.algos.policy_loss import token_log_ratio
 
 COUNTS = torch.tensor([2, 3])
@@ -48,6 +48,88 @@ def test_weights_are_finite_however_far_the_sampler_is(name):
 def test_a_faithful_sampler_changes_nothing(name):
     assert CORRECTIONS[name](torch.zeros(5), COUNTS, 0.5, 5.0).tolist() == [1] * 5
     assert CORRECTIONS[name](torch.zeros(0), torch.tensor([0]), 0.5, 5.0).tolist() == []
+
+
+NOW, OLD, SAMPLER = torch.tensor([[-1.0] * 5, [-2.0] * 5, [-3.0] * 5])
+STALENESS = torch.tensor([0, 1, 2, 4, 1], dtype=torch.int32)
+
+
+def test_proximal_policies_by_hand():
+    of = {name: proximal(NOW, OLD, SAMPLER, STALENESS) for name, proximal in PROXIMAL_POLICIES.items()}
+    assert of["recomputed"].tolist() == OLD.tolist()
+    assert of["rollout"].tolist() == SAMPLER.tolist()
+    # 1 / s of the sampler's -3, the rest of the policy's -1; the sampler's up to staleness 1
+    assert of["interpolated"].tolist() == [-3, -3, -2, -1.5, -3]
+
+
+def test_proximal_policies_of_what_is_not_known():
+    """A step of one update knows no older policy than its own, and where nothing is stale the sampler is the
+    one that is interpolated to."""
+    of = {name: proximal(NOW, None, SAMPLER, None) for name, proximal in PROXIMAL_POLICIES.items()}
+    assert of["recomputed"] is NOW and of["rollout"] is of["interpolated"] is SAMPLER
+
+
+@given(st.lists(st.tuples(*[st.floats(-20, 0, width=32)] * 2, st.integers(0, 99)), min_size=1, max_size=9))
+def test_the_interpolated_policy_is_between_the_two_and_contracts_the_ratio(values):
+    """Sandwiched, and pi / pi_prox = (pi / pi_behave)^alpha (https://arxiv.org/abs/2512.06547). Each of the
+    four operations rounds numbers below 20 to float32."""
+    log_probs, sampler = torch.tensor([v[:2] for v in values]).T
+    staleness = torch.tensor([v[2] for v in values])
+    proximal = PROXIMAL_POLICIES["interpolated"](log_probs, None, sampler, staleness)
+    error = 4 * 20 * 2**-24
+    assert (torch.minimum(log_probs, sampler) - error <= proximal).all()
+    assert (proximal <= torch.maximum(log_probs, sampler) + error).all()
+    contracted = (log_probs - sampler).double() / staleness.clamp(min=1)
+    torch.testing.assert_close((log_probs - proximal).double(), contracted, atol=error, rtol=0)
+
+
+def test_staleness_weights_by_hand():
+    weights = lambda decay, limit, ratio: staleness_weights(STALENESS, COUNTS, decay, limit, ratio).tolist()
+    assert weights(0.5, None, "token") == [1, 0.5, 0.25, 0.0625, 0.5]
+    assert weights(0.5, 1, "token") == [1, 0.5, 0, 0, 0.5]
+    assert weights(1.0, 0, "token") == [1, 0, 0, 0, 0]
+    # sequences of 0, 1 and 2, 4, 1: means 1/2 and 7/3
+    assert weights(0.5, None, "sequence") == pytest.approx([0.5**0.5] * 2 + [0.5 ** (7 / 3)] * 3)
+    assert weights(1.0, 1, "sequence") == [1, 1, 0, 0, 0]
+    assert staleness_weights(STALENESS[:0], torch.tensor([0]), 0.5, 1, "sequence").tolist() == []
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=5), st.data())
+def test_the_weight_of_an_action_depends_on_no_other_sequence(sequences, data):
+    """However rows are packed, and in whatever order."""
+    order = data.draw(st.permutations(range(len(sequences))))
+    for ratio in ("token", "sequence"):
+
+        def weigh(rows: list[list[int]], ratio=ratio) -> list[float]:
+            counts = torch.tensor([len(row) for row in rows])
+            values = torch.tensor([s for row in rows for s in row], dtype=torch.int32)
+            return staleness_weights(values, counts, 0.7, 4, ratio).tolist()
+
+        alone = [weigh([row]) for row in sequences]
+        assert weigh([sequences[i] for i in order]) == [w for i in order for w in alone[i]]
+
+
+def test_the_mismatch_of_each_staleness():
+    """Fresh actions agree; those one update old are off by 1, those three and five by 2."""
+    sampler = torch.tensor([-1.0, -1, -2, -3, -3])
+    staleness = torch.tensor([0, 0, 1, 3, 5], dtype=torch.int32)
+    metrics = mismatch_metrics(torch.full((5,), -1.0), sampler, staleness)
+    of = {
+        name: {age: metrics[f"mismatch/{name}_staleness_{age}"] for age in ("0", "1", "3_or_more")}
+        for name in ("kl", "abs_diff_mean", "ess")
+    }
+    assert of["kl"] == pytest.approx({"0": 0, "1": math.e - 2, "3_or_more": math.e**2 - 3})
+    assert of["abs_diff_mean"] == {"0": 0, "1": 1, "3_or_more": 2}
+    assert of["ess"] == pytest.approx({"0": 1, "1": 1, "3_or_more": 1})  # all of one age weigh the same
+    assert len(metrics) == 5 + 9
+    assert {name: metrics[name] for name in mismatch_metrics(NOW, SAMPLER)} == mismatch_metrics(
+        torch.full((5,), -1.0), sampler
+    )
+
+
+def test_where_all_are_equally_stale_the_mismatch_is_told_once():
+    for staleness in (None, torch.full((5,), 2), torch.tensor([3, 4, 5, 6, 7])):
+        assert len(mismatch_metrics(NOW, SAMPLER, staleness)) == 5
 
 
 def test_mismatch_metrics():

@@ -11,11 +11,11 @@ from records import batch_of, trajectory
 from torch import Tensor, nn
 
 from openrlhf.algos.logprobs import linear_log_probs
-from openrlhf.algos.traits import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES
+from openrlhf.algos.traits import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, PROXIMAL_POLICIES
 from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, RolloutConfig
 from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.sft import SFTObjective
-from openrlhf.types import Batch, ExperienceRow, LossNorm, PackedRow, Sample
+from openrlhf.types import Batch, ExperienceRow, LossNorm, PackedRow, Sample, present
 
 VOCAB = 7
 
@@ -64,12 +64,13 @@ def row_of(counts, **fields) -> ExperienceRow:
 def random_batch(counts: Sequence[int], seed: int = 0, gaps: Sequence[list[int]] | None = None) -> Batch:
     """Sequences of prompt, actions, feedback, and one more action; or of no action at all. `gaps`: more
     feedback of each before its last action. What the policy reads right before an action stays, so a Bigram
-    gives every action the probability that it has without."""
-    samples, columns = [], []
+    gives every action the probability that it has without. Samplers are up to 4 updates behind."""
+    samples, columns, staleness = [], [], []
     for i, num_actions in enumerate(counts):
         random = torch.Generator().manual_seed(seed + i)
         mask = [False, False] + [True] * num_actions + [False] + [num_actions > 0]
         noise = torch.randn(5, sum(mask), generator=random, dtype=torch.float64)
+        staleness.append(torch.randint(0, 5, (sum(mask),), generator=random, dtype=torch.int32))
         token_ids = torch.randint(0, VOCAB, (len(mask),), generator=random).tolist()
         gap = gaps[i] if gaps else []
         samples.append(
@@ -80,7 +81,8 @@ def random_batch(counts: Sequence[int], seed: int = 0, gaps: Sequence[list[int]]
         )
         columns.append(torch.stack([*(-2 + noise[:3] / 2), *noise[3:]]))
     names = ("rollout_log_probs", "log_probs", "ref_log_probs", "advantages", "returns")
-    return batch_of(samples, **dict(zip(names, torch.cat(columns, dim=1).numpy(), strict=True)))
+    known = dict(zip(names, torch.cat(columns, dim=1).numpy(), strict=True))
+    return batch_of(samples, **known, staleness=torch.cat(staleness).numpy())
 
 
 def test_ppo_by_hand():
@@ -224,6 +226,80 @@ def test_gspo_corrects_with_the_ratio_of_the_sequence():
     assert dropped.item() == pytest.approx(-3 / 2)
 
 
+def ratios(*values):
+    """A policy of probability 1 whose sampler (or earlier self) it is these times as likely as."""
+    return -torch.log(torch.tensor(values))
+
+
+def test_the_clip_counts_from_the_proximal_policy():
+    """pi / pi_old is 1.1 and pi / pi_behave 1.5, of an action that is four updates old."""
+    batch = row_of(
+        [1],
+        old_log_probs=ratios(1.1),
+        rollout_log_probs=ratios(1.5),
+        advantages=torch.ones(1),
+        staleness=torch.tensor([4]),
+    )
+
+    def of(proximal, **options):
+        log_probs = torch.zeros(1, requires_grad=True)
+        objective = ActorObjective(proximal_policy=proximal, correction_low=0.1, **options)
+        loss, _ = objective(fixed(log_probs), batch, LossNorm(1, 1))
+        loss.backward()
+        return pytest.approx(loss.item()), pytest.approx(log_probs.grad.item())
+
+    assert of("recomputed") == (-1.1, -1.1)
+    assert of("recomputed", correction="tis") == (-1.5, -1.5)  # 1.1 * 1.5 / 1.1
+    assert of("rollout") == (-1.2, 0)  # beyond the bound
+    # the ratio is 1.5^(1/4), within the bound; the weight is 1.5^(3/4)
+    assert of("interpolated") == (-(1.5**0.25), -(1.5**0.25))
+    assert of("interpolated", correction="tis") == (-1.5, -1.5)
+
+
+def test_the_log_probs_of_the_policy_itself_are_kept_whatever_the_clip_counts_from():
+    batch, model = ExperienceRow.of(random_batch((3, 2))), Bigram()
+    for proximal in PROXIMAL_POLICIES:
+        seen: list = []
+        objective = ActorObjective(proximal_policy=proximal, seen=seen)
+        objective(model, replace(batch, old_log_probs=None), LossNorm(7, 2))
+        assert [x.tolist() for x in seen] == [model(batch.row, 1.0).log_probs.tolist()]
+
+
+def test_staleness_weighs_the_loss_of_an_action_by_hand():
+    """Of five actions that earn 1, 2, 4, 8 and 16, chosen by weights 0, 1, 3, 4 and 0 updates old: 0.5^s, and
+    nothing beyond 3. All count in the divisor, and the KL is left alone."""
+    log_probs = torch.zeros(5, requires_grad=True)
+    batch = row_of(
+        [3, 2],
+        advantages=torch.tensor([1.0, 2, 4, 8, 16]),
+        staleness=torch.tensor([0, 1, 3, 4, 0]),
+        ref_log_probs=torch.full((5,), -1.0),
+    )
+    objective = ActorObjective(
+        staleness_decay=0.5, max_staleness=3, correction="tis", kl_coef=0.1, kl_estimator="k2"
+    )
+    loss, metrics = objective(fixed(log_probs), batch, LossNorm(5, 2))
+    assert metrics["policy/loss"].item() == pytest.approx(-(1 + 2 / 2 + 4 / 8 + 0 + 16) / 5)
+    assert metrics["policy/kl_loss"].item() == pytest.approx(1 / 2)
+    assert metrics["policy/staleness_weight_mean"].item() == pytest.approx((1 + 1 / 2 + 1 / 8 + 0 + 1) / 5)
+    assert metrics["policy/staleness_masked_fraction"].item() == pytest.approx(1 / 5)
+    assert metrics["policy/is_weight_mean"].item() == 1
+    loss.backward()
+    of_kl = 0.1 * 1 / 5
+    assert (log_probs.grad - of_kl).tolist() == pytest.approx([-1 / 5, -1 / 5, -0.5 / 5, 0, -16 / 5])
+
+
+def test_gspo_weighs_sequences_by_their_mean_staleness():
+    """Means 1 and 2, whose weights 0.5 and 0.25 every action of the sequence has; beyond 1 one is dropped."""
+    batch = row_of([2, 2], advantages=torch.tensor([1.0, 3, 1, 1]), staleness=torch.tensor([0, 2, 1, 3]))
+    objective = ActorObjective(loss_type="gspo", staleness_decay=0.5)
+    loss, _ = objective(fixed(torch.zeros(4)), batch, LossNorm(4, 2))
+    assert loss.item() == pytest.approx(-(0.5 * 2 + 0.25 * 1) / 2)
+    loss, metrics = replace(objective, max_staleness=1)(fixed(torch.zeros(4)), batch, LossNorm(4, 2))
+    assert loss.item() == pytest.approx(-0.5 * 2 / 2)
+    assert metrics["policy/staleness_masked_fraction"].item() == 0.5
+
+
 def test_first_step_is_the_policy_gradient():
     """Before the first update the ratio is 1: no clipping, and the gradient is that of REINFORCE."""
     model, batch = Bigram(), ExperienceRow.of(random_batch((3, 5)))
@@ -252,6 +328,16 @@ OBJECTIVES = [
     for aggregation in AGGREGATIONS
     for correction in (None, *CORRECTIONS)
 ]
+OBJECTIVES += [
+    replace(objective, proximal_policy=proximal, staleness_decay=0.5, max_staleness=3)
+    for objective in OBJECTIVES
+    for proximal, row in PROXIMAL_POLICIES.items()
+    if objective.aggregation == "token_mean" and objective.correction == (None if row.is_sampler else "tis")
+]
+
+
+def name_of(o: ActorObjective) -> str:
+    return f"{o.loss_type}-{o.aggregation}-{o.correction}-{o.proximal_policy}-{o.staleness_decay}"
 
 
 def run_on(objective, rows, norm):
@@ -264,10 +350,48 @@ def run_on(objective, rows, norm):
     return [p.grad for p in model.parameters()], totals
 
 
+def exactly(run):
+    """What `run_on` found, to compare to the bit."""
+    gradients, totals = run
+    return [gradient.tolist() for gradient in gradients], totals
+
+
 def assert_same(found, expected):
     assert found[1] == pytest.approx(expected[1])
     for gradient, other in zip(found[0], expected[0], strict=True):
         torch.testing.assert_close(gradient, other)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=name_of)
+def test_fresh_samples_of_a_faithful_sampler_are_on_policy_whatever_is_done_for_others(objective):
+    """To the bit: all three policies are the same, and nothing is stale."""
+    batch = ExperienceRow.of(replace(random_batch((3, 0, 5)), staleness=None))
+    batch = replace(batch, old_log_probs=batch.rollout_log_probs)
+    norm = LossNorm(batch.num_tokens, batch.num_sequences)
+    plain = replace(objective, proximal_policy="recomputed", staleness_decay=1.0, max_staleness=None)
+    assert exactly(run_on(objective, [batch], norm)) == exactly(run_on(plain, [batch], norm))
+    zeros = replace(batch, staleness=torch.zeros(batch.num_tokens, dtype=torch.int32))
+    gradients, totals = run_on(objective, [zeros], norm)
+    if objective.staleness_decay < 1:
+        assert totals.pop("policy/staleness_weight_mean") == pytest.approx(1)
+        assert totals.pop("policy/staleness_masked_fraction") == 0
+    assert exactly((gradients, totals)) == exactly(run_on(plain, [batch], norm))
+
+
+@pytest.mark.parametrize("loss_type", POLICY_LOSSES)
+def test_a_decay_of_one_and_a_limit_that_nothing_exceeds_do_nothing(loss_type):
+    batch, plain = ExperienceRow.of(random_batch((3, 0, 5))), ActorObjective(loss_type=loss_type)
+    norm = LossNorm(batch.num_tokens, batch.num_sequences)
+    oldest = int(present(batch.staleness).max())
+    (gradients, _), expected = (
+        run_on(o, [batch], norm) for o in (replace(plain, max_staleness=oldest), plain)
+    )
+    assert exactly((gradients, {})) == exactly((expected[0], {}))
+    (stricter, _), (weaker, _) = (
+        run_on(replace(plain, **options), [batch], norm)
+        for options in ({"max_staleness": 1}, {"staleness_decay": 0.5})
+    )
+    assert exactly((gradients, {})) not in (exactly((stricter, {})), exactly((weaker, {})))
 
 
 @settings(deadline=None, max_examples=150)
@@ -298,9 +422,7 @@ def test_the_loss_depends_on_actions_only(objective, layout, knows_old, seed, da
     assert_same(run_on(objective, rows, norm), expected)
 
 
-@pytest.mark.parametrize(
-    "objective", OBJECTIVES, ids=lambda o: f"{o.loss_type}-{o.aggregation}-{o.correction}"
-)
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=name_of)
 def test_in_a_step_of_one_update_old_log_probs_change_nothing(objective):
     """The policy before the update is the policy itself: rows without its log-probs have the same loss, the
     same gradient and the same metrics, and what they are is kept."""
@@ -308,16 +430,13 @@ def test_in_a_step_of_one_update_old_log_probs_change_nothing(objective):
     norm = LossNorm(batch.num_tokens, batch.num_sequences)
     old = Bigram()(batch.row, objective.temperature, False).log_probs.detach()
     seen: list = []
-    objective = replace(objective, seen=seen)
     expected = run_on(objective, [replace(batch, old_log_probs=old)], norm)
-    assert not seen
+    objective = replace(objective, seen=seen)
     assert_same(run_on(objective, [replace(batch, old_log_probs=None)], norm), expected)
     assert [log_probs.tolist() for log_probs in seen] == [old.tolist()]
 
 
-@pytest.mark.parametrize(
-    "objective", OBJECTIVES, ids=lambda o: f"{o.loss_type}-{o.aggregation}-{o.correction}"
-)
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=name_of)
 def test_a_row_without_actions_costs_nothing_and_still_has_a_gradient(objective):
     model = Bigram()
     batch = ExperienceRow.of(random_batch([2])).empty()
@@ -341,7 +460,12 @@ def test_from_config():
         algo=AlgoConfig(
             kl=KLConfig(init_coef=0.02, use_loss=True, estimator="k3"),
             advantage=AdvantageConfig(
-                is_correction_enable=True, is_correction_type="icepop", is_correction_threshold=(0.3, 3.0)
+                is_correction_enable=True,
+                is_correction_type="icepop",
+                is_correction_threshold=(0.3, 3.0),
+                proximal_policy="interpolated",
+                staleness_decay=0.7,
+                max_token_staleness=4,
             ),
         ),
     )
@@ -355,6 +479,9 @@ def test_from_config():
         correction="icepop",
         correction_low=0.3,
         correction_high=3.0,
+        proximal_policy="interpolated",
+        staleness_decay=0.7,
+        max_staleness=4,
         kl_coef=0.05,
         kl_estimator="k3",
         entropy_coef=0.0,

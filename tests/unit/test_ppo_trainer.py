@@ -34,7 +34,7 @@ from openrlhf.observe.run_folder import RunFolder
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.trainer.checkpoints import CheckpointFolder
 from openrlhf.trainer.ppo import PPOTrainer, restore
-from openrlhf.types import Batch, Group, Outcome, Prompt, Purpose, Schedule, Trajectory, Updated
+from openrlhf.types import Batch, Group, Outcome, Prompt, Purpose, Schedule, Trajectory, Updated, runs
 
 PROMPTS = [Prompt(prompt_id=i, text=f"prompt {i}") for i in range(8)]
 EVAL_PROMPTS = [Prompt(prompt_id=i, text=f"held out {i}", source="math") for i in range(2)]
@@ -114,7 +114,8 @@ class Trained(Model):
         self.updates.append((batch, schedule, kl_coef))
         self.num_updates += 1
         log_probs = np.full(int(batch.num_actions.sum()), self.log_prob, np.float32)
-        return Done(Updated({f"{self.name}/loss": 0.25}, None if batch.log_probs is not None else log_probs))
+        is_told = batch.log_probs is None and len(schedule) == 1
+        return Done(Updated({f"{self.name}/loss": 0.25}, log_probs if is_told else None))
 
     def save_checkpoint(self, tag: str, state: dict) -> Done:
         self.calls.append(f"save {self.name} {tag}")
@@ -262,6 +263,45 @@ def test_log_probs_that_the_update_computes_are_known_after_it(tmp_path):
     assert metrics["mismatch/ess"] == 1 and metrics["mismatch/abs_diff_max"] == 0
     journal = read_table(journal_steps(tmp_path / "run" / "rollouts")[1])
     assert {x for sample in journal["log_probs"].to_pylist() for x in sample} == {LOG_PROB}
+
+
+@pytest.mark.parametrize("train_batch", [4, 2])
+def test_a_clip_that_counts_from_the_sampler_asks_for_no_log_probs(tmp_path, train_batch):
+    """However many optimizer steps a step makes; of several, nothing is told of the policy before them."""
+    config = config_of(tmp_path)
+    advantage = replace(config.algo.advantage, proximal_policy="rollout")
+    config = replace(
+        config,
+        algo=replace(config.algo, advantage=advantage, kl=KLConfig(init_coef=0.0)),
+        train=replace(config.train, batch_size=train_batch),
+    )
+    trainer = trainer_of(tmp_path, config, total_steps=1, eval_prompts=[])
+    fit(trainer)
+    assert trainer.policy.calls[2:] == ["update policy 4", "sync 1"]
+    ((batch, schedule, _),) = trainer.policy.updates
+    assert batch.log_probs is None and len(schedule) == 4 // train_batch
+    assert ("mismatch/kl" in metrics_of(tmp_path)[1]) == (train_batch == 4)
+
+
+def test_the_policy_is_told_how_stale_its_samples_are(tmp_path):
+    """The first half of each answer is one update older than the second, which is of the newest weights."""
+    trainer = trainer_of(tmp_path, config_of(tmp_path), total_steps=2, eval_prompts=[])
+    sampled = trainer.rollout.sampled
+
+    def across_a_sync(prompt: Prompt, i: int, reward: float | None) -> Trajectory:
+        t = sampled(prompt, i, reward)
+        newest = trainer.rollout.version
+        return replace(t, weight_versions=runs([max(newest - 1, 0)] + [newest] * (t.num_actions - 1)))
+
+    trainer.rollout.sampled = across_a_sync
+    fit(trainer)
+    first, second = (batch.staleness for batch, _, _ in trainer.policy.updates)
+    assert first is None
+    assert second is not None and second.tolist() == [1, 0, 1, 0, 0] * 2
+    first, second = (metrics_of(tmp_path)[step] for step in (1, 2))
+    assert first["rollout/staleness_max"] == 0 and second["rollout/staleness_max"] == 1
+    assert not any("_staleness_" in name for name in first)
+    assert second["mismatch/kl_staleness_0"] == second["mismatch/kl_staleness_1"] == 0
 
 
 def test_a_step_whose_update_fails_can_be_looked_at(tmp_path):

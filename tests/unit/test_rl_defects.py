@@ -130,7 +130,7 @@ class Engine:
     def train_step(self, rows: Sequence[ExperienceRow], objective: Callable) -> Metrics:
         self.steps.append(list(rows))
         for row in rows:  # what it answers in `forward` too
-            if row.old_log_probs is None and isinstance(objective, ActorObjective):
+            if isinstance(objective, ActorObjective) and objective.seen is not None:
                 objective.seen.append(row.row.token_ids[row.row.action_mask].float())
         return {"policy/loss": 0.0}
 
@@ -523,6 +523,21 @@ def test_a_sample_of_several_epochs_travels_once():
     assert numbers_of(share) == [0, 1, 3] and windows == [[2, 1], [0], [1, 0], [2]]
     (engine,) = engines_of(policy)
     assert [sorted(learned_in(step)) for step in engine.steps] == [[1, 3], [0], [0, 1], [3]]
+
+
+def test_an_update_tells_log_probs_only_of_the_policy_before_it_and_of_every_sample():
+    """Not those of its second optimizer step, and not of a batch in which a sample is left out."""
+    policy = group_of(PolicyGroup, config_of(), 2)
+    batch = batch_of([sample_of(3 + number, number) for number in range(4)])
+
+    def told(schedule: Schedule, batch: Batch = batch) -> np.ndarray | None:
+        return policy.update(batch, schedule, 0.0).result().log_probs
+
+    actions = batch.token_ids[batch.action_mask].tolist()
+    assert present(told([[[3, 1], [0, 2]]])).tolist() == actions
+    assert told([[[3], [0]], [[1], [2]]]) is None
+    assert told([[[3, 1], [0]]]) is None
+    assert told([[[3, 1], [0, 2]]], batch_of([sample_of(3)] * 4, log_probs=0.0)) is None
 
 
 # ---- rewards

@@ -24,6 +24,7 @@ HELP = {key: field.help for key, field in fields_of(PPOConfig).items()}
         (traits.AGGREGATIONS, reduce.AGGREGATIONS),
         (traits.KL_ESTIMATORS, kl.KL_ESTIMATORS),
         (traits.CORRECTIONS, correction.CORRECTIONS),
+        (traits.PROXIMAL_POLICIES, correction.PROXIMAL_POLICIES),
     ],
 )
 def test_each_row_has_a_function(rows, functions):
@@ -75,6 +76,15 @@ def test_the_bounds_of_sequences_are_read_where_it_says_so(name):
         correct(log_ratio, torch.tensor([2]), 0.5, 2.0, bounds).tolist() for bounds in (None, (0.9, 1.1))
     ]
     assert (weights[0] != weights[1]) == traits.CORRECTIONS[name].drops_sequences
+
+
+@pytest.mark.parametrize("name", traits.PROXIMAL_POLICIES)
+def test_the_proximal_policy_is_what_it_says(name):
+    now, old, sampler = torch.tensor([[-1.0], [-2.0], [-3.0]])
+    proximal, row = correction.PROXIMAL_POLICIES[name], traits.PROXIMAL_POLICIES[name]
+    of = [proximal(now, before, sampler, torch.tensor([2])).item() for before in (old, None)]
+    assert (of[0] != of[1]) == row.needs_forward
+    assert (of == [sampler.item()] * 2) == row.is_sampler
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,26 @@ def batches(draw) -> Batch:
     samples = [trajectory(1.0, token_ids=[i, *range(n)]) for i, n in enumerate(counts)]
     values = np.arange(sum(counts), dtype=np.float32)
     known = {name: values + k for k, name in enumerate(("log_probs", "values")) if draw(st.booleans())}
+    if draw(st.booleans()):
+        known["staleness"] = np.arange(sum(counts), dtype=np.int32)
     return batch_of(samples, rollout_log_probs=values, advantages=-values, **known)
+
+
+def test_staleness_by_hand():
+    """Actions of versions 4, 5, 5 and of 3, 5, and a sample without one, for weights of version 5."""
+    samples = [
+        trajectory(1.0, (5, 6, 7), versions=[4, 5, 5]),
+        trajectory(1.0, (), versions=[]),
+        trajectory(1.0, (8, 9), versions=[3, 5]),
+    ]
+    stale = Batch.of(samples, version=5)
+    assert plain(stale.staleness) == ("int32", [1, 0, 0, 2, 0])
+    assert plain(stale.select([2, 0]).staleness) == ("int32", [2, 0, 1, 0, 0])
+    assert ExperienceRow.of(replace(stale, advantages=np.zeros(5), returns=np.zeros(5))).staleness is not None
+    assert Batch.of(samples).staleness is None
+    fresh = [trajectory(1.0, (5, 6), versions=[5, 5]), samples[1]]
+    assert Batch.of(fresh, version=5).staleness is None
+    assert Batch.of(samples[1:2], version=5).staleness is None
 
 
 def indices(batch: Batch) -> st.SearchStrategy[list[int]]:

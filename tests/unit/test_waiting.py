@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from architectures import tiny_config, tiny_model
@@ -12,7 +13,7 @@ from records import batch_of, trajectory
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from openrlhf.algos.traits import AGGREGATIONS, CORRECTIONS
+from openrlhf.algos.traits import AGGREGATIONS, CORRECTIONS, PROXIMAL_POLICIES
 from openrlhf.models.backbone import RowModel
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
@@ -88,6 +89,7 @@ EXPERIENCES = batch_of(
     values=0.1,
     advantages=0.5,
     returns=0.3,
+    staleness=np.int32(2),
 )
 PACKED = PackedRow.of(SAMPLES)
 PAIRS = PairRow.of([Pair(chosen=a, rejected=b, margin=0.1) for a, b in (SAMPLES[:2], SAMPLES[2:])])
@@ -140,6 +142,8 @@ CASES = {
     "actor, gspo": actor(loss_type="gspo", dual_clip=3.0),
     **{f"actor, {name}": actor(aggregation=name) for name in AGGREGATIONS},
     **{f"actor, {name}": actor(correction=name) for name in CORRECTIONS},
+    **{f"actor, {name}": actor(proximal_policy=name, staleness_decay=0.5) for name in PROXIMAL_POLICIES},
+    "actor, stale sequences": actor(loss_type="gspo", staleness_decay=0.5, max_staleness=1),
 }
 
 
