@@ -242,6 +242,7 @@ def build_trainer(
         kl=KLController(coef=kl.init_coef, target=kl.target, horizon=kl.horizon),
         total_steps=total_steps,
         observer=observer,
+        peak_memory=roles.peak_memory,
         restored=restored,
     )
     observer.start(total_steps, done=done)
