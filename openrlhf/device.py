@@ -2,6 +2,7 @@
 
 import logging
 import os
+import subprocess
 
 import torch
 
@@ -32,3 +33,14 @@ def visible_index(name: int | str) -> int:
     node."""
     visible = os.environ.get(VISIBLE_DEVICES, "")
     return visible.split(",").index(str(name)) if visible else int(name)
+
+
+def gpu_bytes() -> int | None:
+    """Memory of this machine's smallest GPU, asked of its driver, so that nothing is started on it. None
+    without one, and for those of another make."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return min(int(line) << 20 for line in answer.stdout.split())

@@ -1,6 +1,7 @@
 """Which sequences go together: rows under a token budget, and equal work for every rank. Same input, same
 answer."""
 
+import bisect
 import heapq
 from collections.abc import Sequence
 
@@ -28,41 +29,67 @@ def partition(costs: Sequence[float], k: int, *, equal_size: bool = False) -> li
     """`k` parts of indices into `costs` with nearly equal sums, costliest first. With fewer costs than parts
     some parts are empty. With `equal_size`, no part has two more indices than another.
 
-    With many costs for each part: the costliest first, each to the part that has least, which leaves less
-    than the cheapest to even out. With few: largest differencing (Karmarkar and Karp 1982): start from
-    partitions of a few indices each; again and again take the two with the largest spread and put the costly
-    parts of one together with the cheap parts of the other.
+    The costliest first, each to the part that has least (LPT, Graham 1969; with `equal_size` k at a time, one
+    to each part). Then the costliest part gives and takes until no exchange makes it cheaper, or it is
+    even enough.
     """
-    order = _decreasing(costs)
-    if len(costs) > MANY * k and not equal_size:
-        return _greedy(costs, order, k)
-    step = k if equal_size else 1
-    heap = []
-    for start in range(0, len(order), step):
-        parts = [(costs[i], [i]) for i in order[start : start + step]]
-        parts += [(0, [])] * (k - len(parts))
-        heapq.heappush(heap, (parts[-1][0] - parts[0][0], start, parts))
-    while len(heap) > 1:
-        _, start, one = heapq.heappop(heap)
-        _, _, other = heapq.heappop(heap)
-        pairs = zip(one, reversed(other), strict=True)
-        parts = sorted(((a + b, i + j) for (a, i), (b, j) in pairs), key=lambda part: -part[0])
-        heapq.heappush(heap, (parts[-1][0] - parts[0][0], start, parts))
-    return [sorted(indices) for _, indices in heap[0][2]] if heap else [[] for _ in range(k)]
-
-
-MANY = 64
-"""Costs for each part from which on there is nothing to gain from looking at them together."""
-
-
-def _greedy(costs: Sequence[float], order: Sequence[int], k: int) -> list[list[int]]:
-    parts: list[list[int]] = [[] for _ in range(k)]
+    order, at_a_time = _decreasing(costs), k if equal_size else 1
     totals = [(0.0, part) for part in range(k)]
-    for i in order:
-        total, part = totals[0]
-        parts[part].append(i)
-        heapq.heapreplace(totals, (total + costs[i], part))
-    return [sorted(indices) for indices in parts]
+    parts: list[list[int]] = [[] for _ in range(k)]
+    for start in range(0, len(order), at_a_time):
+        dealt = order[start : start + at_a_time]
+        for i, (total, part) in zip(dealt, [heapq.heappop(totals) for _ in dealt], strict=True):
+            parts[part].append(i)
+            heapq.heappush(totals, (total + costs[i], part))
+    _even_out(costs, parts, may_move=not equal_size)
+    parts.sort(key=lambda part: -sum(costs[i] for i in part))
+    return [sorted(part) for part in parts]
+
+
+UNEVEN = 0.001
+"""Of the mean: what the costliest part may have more than that, and what an exchange must gain."""
+
+
+def _even_out(costs: Sequence[float], parts: list[list[int]], *, may_move: bool) -> None:
+    """Exchanges between the costliest part and the cheapest that has something to offer, with `may_move` also
+    nothing."""
+    totals = [sum(costs[i] for i in part) for part in parts]
+    mean = sum(totals) / len(parts)
+    for _ in costs:
+        *others, top = sorted(range(len(parts)), key=totals.__getitem__)
+        if totals[top] <= (1 + UNEVEN) * mean:
+            return
+        for other in others:
+            gap = totals[top] - totals[other]
+            exchange = _exchange(costs, parts[top], parts[other], gap, UNEVEN * mean, may_move)
+            if exchange is not None:
+                break
+        else:
+            return
+        given, taken = exchange
+        for source, target, moved in ((top, other, given), (other, top, taken)):
+            for i in moved:
+                parts[source].remove(i)
+                parts[target].append(i)
+                totals[source] -= costs[i]
+                totals[target] += costs[i]
+
+
+def _exchange(
+    costs: Sequence[float], rich: Sequence[int], poor: Sequence[int], gap: float, least: float, may_move: bool
+) -> tuple[list[int], list[int]] | None:
+    """(what `rich` gives, what it takes) that brings their sums, now `gap` apart, nearest. None where the
+    larger sum would lose less than `least`."""
+    on_offer = sorted((costs[i], [i]) for i in poor)
+    if may_move:
+        on_offer.insert(0, (0, []))
+    best, chosen = gap / 2 - least, None
+    for i in rich:
+        near = bisect.bisect(on_offer, costs[i] - gap / 2, key=lambda offer: offer[0])
+        for cost, taken in on_offer[max(0, near - 1) : near + 1]:
+            if (off := abs(costs[i] - cost - gap / 2)) < best:
+                best, chosen = off, ([i], taken)
+    return chosen
 
 
 def estimated_cost(length: int, *, crossover: int = 24576) -> float:

@@ -34,7 +34,17 @@ def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
         ask("--vllm.num_engines", check_resources, config)
         on_cpu = "--vllm.num_engines" not in wrong and not cluster_has_gpus()
         check_files(config, ask, on_cpu=on_cpu)
+    if on_cpu:
+        _tell_who_stays(config)
     return problems
+
+
+def _tell_who_stays(config: PPOConfig) -> None:
+    asked = {"--vllm.enable_sleep": config.engines_sleep, "--ds.enable_sleep": config.ds.enable_sleep}
+    if flags := " and ".join(flag for flag, is_asked in asked.items() if is_asked):
+        print(
+            f"note: {flags}: without a GPU everyone's memory stays where it is", file=sys.stderr, flush=True
+        )
 
 
 def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) -> None:

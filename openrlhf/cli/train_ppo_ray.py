@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from openrlhf.cli.errors import catch_signals, short_errors, telling
 from openrlhf.cli.publish import publish
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     with short_errors():
         catch_signals()
-        config = parse(PPO, argv, settle=rank_counts, inspect=problems_outside, plan=plan).config
+        config = parse(PPO, argv, settle=settle, inspect=problems_outside, plan=plan).config
         run(config, argv)
 
 
@@ -104,6 +104,40 @@ def _nodes(cluster: Sequence[int]) -> "Nodes":
     from openrlhf.cluster.layout import described
 
     return described(cluster) if cluster else available_nodes()
+
+
+def settle(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) -> dict[str, Any]:
+    """Values of flags of placement that nobody set, by what there is. `cluster`: as in `plan`."""
+    if config.placement == "auto":
+        return _suitable(config, explicit, cluster)
+    return rank_counts(config, explicit, cluster)
+
+
+def _suitable(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> dict[str, Any]:
+    from openrlhf.observe.progress import checking
+
+    with checking():
+        from openrlhf.cluster.planner import suitable_flags
+
+        return suitable_flags(config, explicit, _nodes(cluster), _engine_size(config, explicit, cluster))
+
+
+def _engine_size(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> int:
+    """GPUs that hold an engine's weights. How much memory a GPU has is known of this machine's."""
+    from openrlhf.device import gpu_bytes
+
+    size = config.vllm.tensor_parallel_size
+    if cluster or "vllm.tensor_parallel_size" in explicit or (memory := gpu_bytes()) is None:
+        return size
+    from openrlhf.cluster.planner import least_tensor_parallel_size
+    from openrlhf.models.loading import weight_bytes
+
+    path, dtype = config.actor.model_name_or_path, config.ds.param_dtype
+    try:
+        weights = weight_bytes(path, flag=ACTOR_FLAG, dtype=dtype, images=config.reads_images)
+    except ValueError:  # there is no such model, which the checks tell
+        return size
+    return least_tensor_parallel_size(weights, memory)
 
 
 def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) -> dict[str, int]:
@@ -208,6 +242,7 @@ def build_trainer(
         kl=KLController(coef=kl.init_coef, target=kl.target, horizon=kl.horizon),
         total_steps=total_steps,
         observer=observer,
+        peak_memory=roles.peak_memory,
         restored=restored,
     )
     observer.start(total_steps, done=done)

@@ -97,7 +97,12 @@ def resource_problems(config: PPOConfig, nodes: Nodes) -> list[str]:
             if count > max(cores, 2)
         ]
     problems = []
-    if sum(needs.values()) > gpus:
+    if gpus == 1 and config.train.async_enable:
+        problems.append(
+            "--train.async_enable: engines sample on GPUs of their own while models train on others, and the "
+            "cluster has 1.\nRemove it, so that engines and models take turns, or use two GPUs."
+        )
+    elif sum(needs.values()) > gpus:
         shared = config.train.colocate_all
         problems.append(
             f"the run needs {sum(needs.values())} GPUs ({listed(needs)}); the cluster has {gpus}.\n"

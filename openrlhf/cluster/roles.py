@@ -16,11 +16,14 @@ from openrlhf.cluster.group import (
     Unadapted,
 )
 from openrlhf.cluster.layout import ENGINES
+from openrlhf.cluster.pending import Gathered
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.residency import free_share
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.datasets.store import SampleStore
+from openrlhf.engine.peak_memory import memory_metrics
 from openrlhf.trainer.schedule import num_updates
+from openrlhf.types import Metrics
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,6 +57,10 @@ class Roles:
         """See `residency.free_share`. Every model has started, and shares the engines' GPUs."""
         memory = {name: model.memory() for name, model in self.models.items()}
         return free_share(memory, self.policy.weight_bytes() // gpus_per_engine)
+
+    def peak_memory(self) -> Gathered[Metrics]:
+        """See `memory_metrics`: of the phases since it was last asked for."""
+        return Gathered([member.peak_memory.remote() for member in self.members], memory_metrics)
 
     def end(self) -> None:
         """Every process ends, also where some are dead or busy, and nothing waits for one."""

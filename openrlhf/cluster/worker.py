@@ -5,7 +5,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -32,6 +32,7 @@ from openrlhf.engine.distributed import (
     seed_everything,
 )
 from openrlhf.engine.interfaces import Objective
+from openrlhf.engine.peak_memory import PeakMemory, Peaks
 from openrlhf.engine.weight_sync import EngineClient, WeightSender
 from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import RowModel
@@ -57,6 +58,9 @@ from openrlhf.types import Batch, ExperienceRow, Image, Metrics, PackedRow, Samp
 
 ModelT = TypeVar("ModelT", DeepSpeedEngine, FrozenModel)
 
+PHASES = {"forward": "score", "forward_unadapted": "score", "update": "update"}
+"""In which a method computes, by its name."""
+
 
 class Worker:
     """One rank of a role: it meets the others."""
@@ -68,11 +72,17 @@ class Worker:
         folder.enter()
         environment.take(private)
         self.config, self.rank, self.mesh = config, rank, ProcessMesh.of(mesh, rank)
+        self.peaks = PeakMemory()
 
     def call(self, method: str, count: int, *arguments: Any) -> Any:
         """`method` with the first `count` arguments. The others are results of other workers, for which
         Ray has waited."""
-        return getattr(self, method)(*arguments[:count])
+        with self.peaks.during(PHASES[method]) if method in PHASES else nullcontext():
+            return getattr(self, method)(*arguments[:count])
+
+    def peak_memory(self) -> Peaks:
+        """Of the phases since it was last asked for."""
+        return self.peaks.take()
 
     def address(self) -> tuple[str, int]:
         """Where the other ranks, or the engines, can meet this one."""
@@ -365,7 +375,8 @@ class PolicyWorker(TrainedWorker):
         return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self.model.weight_metadata())
 
     def send_weights(self, version: int) -> None:
-        self.sender.send(version)
+        with self.peaks.during("sync"):
+            self.sender.send(version)
         release_cached_memory()
 
 

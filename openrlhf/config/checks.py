@@ -281,17 +281,12 @@ def optimizer(prefix: str, optim: OptimConfig) -> Iterator[Problem]:
 def batches(config: Any, ranks: int, samples: int | None, made: str) -> Iterator[Problem]:
     """Every RL step fills whole optimizer steps, every rank takes the same number of sequences, in full rows.
     `samples`: what one RL step makes, described by `made`; None in supervised learning."""
-    batch, micro = config.train.batch_size, config.train.micro_batch_size
-    dynamic = config.train.dynamic_batch_enable
+    batch = config.train.batch_size
 
     def wrong(batch: int) -> str:
         if samples is not None and samples % batch:
             return f"{made}, which is not a multiple of it"
-        if batch % ranks:
-            return f"does not divide among {ranks} ranks"
-        if not dynamic and batch // ranks > micro and batch // ranks % micro:
-            return f"is not a multiple of {ranks} ranks x train.micro_batch_size {micro} = {ranks * micro}"
-        return ""
+        return uneven_batch(config, batch, ranks)
 
     if text := wrong(batch):
         start = batch if samples is None else min(batch, samples + 1)
@@ -301,6 +296,16 @@ def batches(config: Any, ranks: int, samples: int | None, made: str) -> Iterator
         near = " or ".join(str(n) for n in (below, above) if n is not None)
         other = "train.micro_batch_size" if samples is None else "rollout.batch_size"
         yield Problem(key="train.batch_size", text=f"{text}; use {near or f'another {other}'}")
+
+
+def uneven_batch(config: Any, batch: int, ranks: int) -> str:
+    """Why a batch of this size does not divide among so many ranks in full rows; "" where it does."""
+    micro = config.train.micro_batch_size
+    if batch % ranks:
+        return f"does not divide among {ranks} ranks"
+    if not config.train.dynamic_batch_enable and batch // ranks > micro and batch // ranks % micro:
+        return f"is not a multiple of {ranks} ranks x train.micro_batch_size {micro} = {ranks * micro}"
+    return ""
 
 
 _SEARCH = 10_000

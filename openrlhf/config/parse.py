@@ -114,7 +114,9 @@ def parse(
         refused = {f"--{problem.key}" for problem in found if problem.fatal} | {f"--{key}" for key in bad}
         problems += inspect(config, refused)
     _tell(f"note: {hint}" for hint in [*_in_one_line(renamed), *hints])
-    _tell(f"note: --{key} {value}: not set; chosen by what there is" for key, value in settled.items())
+    if settled:
+        flags = " ".join(_spelled(key, value) for key, value in settled.items())
+        _tell([f"note: not set, so chosen by what there is: {flags}"])
     _tell(f"note: {_said_by(problem, config, explicit)}" for problem in found if not problem.fatal)
     if problems:
         _refuse(problems, command)
@@ -150,9 +152,13 @@ def to_command(command: Command, values: Mapping[str, Any]) -> str:
     """The command that sets these flags by today's names, one on each line."""
     lines = [f"openrlhf {command.name}"]
     for key, value in values.items():
-        words = ("True",) if key in SECRETS and value is not None else to_words(value)
-        lines.append(shlex.join([f"--{key}", *(() if value is True else words)]))
+        lines.append(_spelled(key, "True" if key in SECRETS and value is not None else value))
     return " \\\n    ".join(lines) + "\n"
+
+
+def _spelled(key: str, value: Any) -> str:
+    """The flag as a shell takes it."""
+    return shlex.join([f"--{key}", *(() if value is True else to_words(value))])
 
 
 def write(text: str) -> None:

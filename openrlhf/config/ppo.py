@@ -18,6 +18,7 @@ from openrlhf.config.choices import (
     JournalMode,
     KLEstimator,
     LossAggregation,
+    Placement,
     PolicyLossType,
     Positive,
     PositiveOrZero,
@@ -554,6 +555,10 @@ class PPOConfig:
     ds: ScorerDeepSpeedConfig = field(default_factory=ScorerDeepSpeedConfig)
     ckpt: PPOCkptConfig = field(default_factory=PPOCkptConfig)
     logger: PPOLoggerConfig = field(default_factory=PPOLoggerConfig)
+    placement: Placement = "manual"
+    """Who chooses where models and engines run: the flags of placement (manual), or for those that nobody set
+    the devices that there are (auto): all GPUs shared by models and engines, which sleep in turn, or with
+    train.async_enable half of them for engines. See docs/clusters.md."""
     local_rank: int = -1
     """Set by launchers; not read, because Ray starts the workers."""
     use_ms: bool = False

@@ -567,7 +567,7 @@ def _ahead(config: PPOConfig) -> Iterator[Problem]:
     train = config.train
     if train.partial_rollout_enable and not train.async_enable:
         yield Problem(key="train.partial_rollout_enable", text="needs --train.async_enable")
-    if train.async_enable and train.colocate_all:
+    if train.async_enable and train.colocate_all and config.placement == "manual":
         more = config.num_engines * config.vllm.tensor_parallel_size
         yield Problem(
             key="train.async_enable",
@@ -608,7 +608,7 @@ def _made(config: PPOConfig) -> str:
     return f"a step makes {prompts} prompts x {samples} = {prompts * samples} samples"
 
 
-def _sleep(config: PPOConfig) -> Iterator[Problem]:
+def optimizer_sleep(config: PPOConfig) -> Iterator[Problem]:
     key, ds = "ds.enable_sleep", config.ds
     if not ds.enable_sleep:
         return
@@ -623,21 +623,8 @@ def _sleep(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
-    values = values_of(config)
-    for role, (_, host) in config.placements.items():
-        for name in ("num_nodes", "num_gpus_per_node"):
-            key = f"{role}.{name}"
-            if host and key in explicit and values[key] not in (0, values[f"{host}.{name}"]):
-                yield Problem(
-                    key=key,
-                    text=f"shares the GPUs of the {host}: {host}.{name} {values[f'{host}.{name}']} stands",
-                    fatal=False,
-                )
-            if not host and values[key] == 0:
-                yield Problem(
-                    key=key, text="0 means the actor's GPUs; add --train.colocate_all, or give it some"
-                )
+def engines_beside_actor(config: PPOConfig) -> Iterator[Problem]:
+    """Engines that share the actor's GPUs have all of them."""
     gpus, per_engine = config.actor.num_gpus, config.vllm.tensor_parallel_size
     if config.engines_share and config.num_engines * per_engine != gpus:
         sizes = [str(n) for n in range(1, gpus + 1) if gpus % n == 0]
@@ -651,6 +638,29 @@ def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
             text=f"{config.num_engines} engines x {per_engine} GPUs must be the actor's {gpus} GPUs "
             f"with train.colocate_all; {fits}",
         )
+
+
+def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
+    values = values_of(config)
+    if config.placement == "auto" and "train.colocate_all" in explicit and not config.train.colocate_all:
+        yield Problem(
+            key="train.colocate_all",
+            text="--placement auto has the models share their GPUs; remove one of the two",
+        )
+    for role, (_, host) in config.placements.items():
+        for name in ("num_nodes", "num_gpus_per_node"):
+            key = f"{role}.{name}"
+            if host and key in explicit and values[key] not in (0, values[f"{host}.{name}"]):
+                yield Problem(
+                    key=key,
+                    text=f"shares the GPUs of the {host}: {host}.{name} {values[f'{host}.{name}']} stands",
+                    fatal=False,
+                )
+            if not host and values[key] == 0:
+                yield Problem(
+                    key=key, text="0 means the actor's GPUs; add --train.colocate_all, or give it some"
+                )
+    yield from engines_beside_actor(config)
     best = config.ckpt.best_metric_key
     if config.eval.dataset and best not in ("", "none") and not re.search(BEST, best):
         yield Problem(
@@ -659,7 +669,7 @@ def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
             "_best_ofK or _passK",
             fatal=False,
         )
-    yield from _sleep(config)
+    yield from optimizer_sleep(config)
     if config.eval.dataset is not None and config.eval.steps < 1:
         yield Problem(
             key="eval.dataset", text="is never used: eval.steps is -1; set --eval.steps N", fatal=False

@@ -49,7 +49,7 @@ CONTENT = {
 
 FREE_SECTIONS = ("ckpt.", "eval.", "logger.")
 FREE = {
-    *("local_rank", "use_ms"),
+    *("local_rank", "use_ms", "placement"),
     *("data.image_root", "data.image_hosts"),
     *("data.dataloader_num_workers", "data.cache_enable", "data.cache_dir"),
     # Ranks: at --ds.zero_stage 1 to 3 their number is part of a checkpoint, see trainer/origin.py.
@@ -68,7 +68,7 @@ FREE = {
     *(f"{model}.gradient_checkpointing_reentrant" for model in ("model", "actor")),
     *("ds.zpg", "ds.overlap_comm", "ds.deepcompile", "ds.use_liger_kernel", "ds.use_universal_ckpt"),
     *("ds.attn_implementation", "ds.experts_implementation", "train.full_determinism_enable"),
-    "model.compute_fp32_loss_enable",
+    *("ds.enable_sleep", "model.compute_fp32_loss_enable"),
     # How rewards are asked for, and when a run gives up
     *("reward.batch", "reward.timeout", "reward.num_workers"),
     *("reward.remote_timeout", "reward.remote_batch_size", "reward.remote_concurrency"),

@@ -16,6 +16,7 @@ import torch
 
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.engine.peak_memory import Peaks
 from openrlhf.models.generation import Decoding
 from openrlhf.types import present
 from openrlhf.utils.text import image_data
@@ -152,6 +153,8 @@ class VLLMEngine:
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
         self.asleep: frozenset[str] = frozenset()
+        self.peak = 0
+        """Bytes that generation needed before the engine fell asleep. 0: it has not."""
 
     async def start(self, free_share: float | None = None) -> None:
         """Load the model. `free_share`: of its GPUs' memory, what models that stay there leave; None where
@@ -278,9 +281,20 @@ class VLLMEngine:
         workers = await self._bounded(self.llm.collective_rpc("unwritten_parameters"))
         return sorted({name for names in workers for name in names})
 
+    async def peak_memory(self) -> Peaks:
+        """Of generation since it was last asked for, in the worker that needs most."""
+        if not self.asleep:
+            await self._note_peak()
+        taken, self.peak = self.peak, 0
+        return {"generate": taken} if taken else {}
+
+    async def _note_peak(self) -> None:
+        self.peak = max(self.peak, *await self._bounded(self.llm.collective_rpc("peak_memory")))
+
     async def sleep(self) -> None:
         """Give the GPU's memory back: weights move to the CPU, the KV cache is dropped. Requests in flight
         would be aborted."""
+        await self._note_peak()  # later it is gone
         if self.options.enable_sleep and self.options.on_gpu:
             await self._bounded(self.llm.sleep(level=1))
         self.asleep = TAGS

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from openrlhf.engine import peak_memory
 from openrlhf.engine.weight_sync import PLACES, Checksum, TensorMeta, broadcast, gloo_group, plan_buckets
 
 if TYPE_CHECKING:
@@ -37,6 +38,12 @@ class WorkerExtension:
     def loaded_checksum(self) -> int:
         """Of everything loaded since the last `start_weight_update`."""
         return self.weight_transfer_engine.checksum.value
+
+    def peak_memory(self) -> int:
+        """Bytes, since it was last asked for."""
+        peak = peak_memory.peak()
+        peak_memory.restart()
+        return peak
 
     def unwritten_parameters(self) -> list[str]:
         """Those that hold what they held before the first update. Without those that vLLM has packed away."""
@@ -69,6 +76,7 @@ class CheckedLoading(WeightTransferEngine):
     def finish_weight_update(self) -> None:
         del self.model.load_weights
         super().finish_weight_update()
+        peak_memory.restart()  # what generation needs comes now
 
 
 @dataclass

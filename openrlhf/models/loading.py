@@ -67,6 +67,14 @@ def load_causal_lm(
     return load_for_rows(auto_class, path, attention, max_len, liger, images, **options)[0]
 
 
+def weight_bytes(path: str, *, flag: str, dtype: str, images: bool = False) -> int:
+    """Of the model in `dtype`, by its configuration alone. ValueError where there is none."""
+    auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto_class.from_config(load_config(path, flag))
+    return sum(p.numel() for p in model.parameters()) * DTYPES[dtype].itemsize
+
+
 def load_generator(path: str, *, flag: str, dtype: str, attention: str, max_len: int) -> PreTrainedModel:
     """The model for transformers' `generate`, with its own attention: `auto` is what it would choose."""
     model = AutoModelForCausalLM.from_pretrained(

@@ -100,7 +100,11 @@ def _metrics_table(run: RunFolder) -> str:
     """The last value of every metric."""
     last: dict[str, tuple[float, int]] = {}
     for step, metrics in read_metrics(run.metrics_path).items():
-        last |= {name: (value, step) for name, value in metrics.items() if not name.startswith("timing/")}
+        last |= {
+            name: (value, step)
+            for name, value in metrics.items()
+            if not name.startswith(("timing/", "memory/"))
+        }
     rows = [f"| {name} | {value:.4g} | {step} |" for name, (value, step) in sorted(last.items())]
     return "\n".join(["| metric | last value | step |", "|---|---|---|", *rows])
 

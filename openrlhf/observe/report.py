@@ -269,7 +269,8 @@ def _metric_sections(curves: dict[str, Curve], own: set[str]) -> dict[str, Any]:
     """Charts by section; the metrics that never changed, and those that there was no room for."""
     headings: dict[str, list[str]] = {}
     constants: list[str] = []
-    drawn = [name for name in curves if not name.startswith("timing/") and not _is_said(name, curves)]
+    in_table = ("timing/", "memory/")
+    drawn = [name for name in curves if not name.startswith(in_table) and not _is_said(name, curves)]
     for name in sorted(drawn, key=lambda name: _place(name, own)):
         if _is_constant(curves[name]):
             constants.append(f"{name[:80]} {_number(curves[name][0][1])}")
@@ -369,9 +370,15 @@ def _times(curves: dict[str, Curve]) -> list[dict[str, str]]:
             "total": format_duration(total),
             "width": f"{min(100.0, 100 * total / whole):.1f}",
             "share": f"{100 * total / whole:.0f}",
+            "memory": _peak(curves.get(f"memory/{name}_gb", [])),
         }
         for name, total in sorted(totals.items(), key=lambda item: -item[1])[:20]
     ]
+
+
+def _peak(curve: Curve) -> str:
+    """Of all steps; "" where none was measured."""
+    return f"{max(value for _, value in curve):.1f} GB" if curve else ""
 
 
 def _ends(files: dict[int, Path]) -> set[int]:

@@ -1,6 +1,6 @@
 """The single controller of PPO and its relatives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -8,7 +8,7 @@ from openrlhf.algos.kl import KLController
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import is_due
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler
-from openrlhf.engine.interfaces import ModelGroup, Rollout, TrainableGroup
+from openrlhf.engine.interfaces import ModelGroup, Pending, Rollout, TrainableGroup
 from openrlhf.observe.journal import Trained
 from openrlhf.observe.observer import Observer
 from openrlhf.trainer.checkpoints import COPY, CheckpointFolder
@@ -43,6 +43,8 @@ class PPOTrainer(Generic[PolicyT]):
     kl: KLController
     total_steps: int
     """RL steps of the whole run."""
+    peak_memory: Callable[[], Pending[Metrics]]
+    """Of the phases since it was last asked for."""
     restored: InitVar[dict | None] = None
     """The `state` of a checkpoint, as `restore` returned it, to go on from there; None at the beginning."""
     step: int = field(default=0, init=False)
@@ -77,7 +79,9 @@ class PPOTrainer(Generic[PolicyT]):
             metrics = self.train_on(collected) | collected.metrics
             self.step += 1
             with self.observer.phase("sync"):
+                memory = self.peak_memory()  # answered while weights are sent; theirs with the next step
                 self.rollout.sync(self.policy, self.step).result()
+                metrics |= memory.result()
             if self.is_eval_due:
                 metrics |= self.evaluate()
             self.observer.log_step(self.step, metrics)

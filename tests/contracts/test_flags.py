@@ -137,6 +137,7 @@ OURS = {
         "eval.max_samples",
         "logger.rollouts",
         "logger.run_dir",
+        "placement",
         "reward.batch",
         "reward.max_failed_ratio",
         "reward.model_weights",

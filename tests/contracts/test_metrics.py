@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 from records import trajectory
 
+from openrlhf.cluster.worker import PHASES
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, RewardConfig
+from openrlhf.engine.peak_memory import memory_metrics
 from openrlhf.trainer.collect import Verdict
 from openrlhf.trainer.credit import assign_credit
 from openrlhf.trainer.diagnostics import rollout_metrics
@@ -16,7 +18,7 @@ from openrlhf.types import Batch, Outcome, Scores, Trajectory, runs
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text().partition("## What looks unhealthy")[0]
-SECTIONS = "rollout|reward|advantage|kl|teacher|mismatch|policy|critic|eval"
+SECTIONS = "rollout|reward|advantage|kl|teacher|mismatch|policy|critic|eval|memory"
 DOCUMENTED = set(re.findall(rf"`((?:{SECTIONS})/[\w{{}}]+|grad_norm|lr|num_tokens)`", PAGE))
 PATTERNS = [re.compile(re.sub(r"{\w+}", r"\\w+", name)) for name in DOCUMENTED if name != "rollout/{name}"]
 ENGINE = {"grad_norm", "lr", "num_tokens"}
@@ -62,8 +64,11 @@ def written() -> set[str]:
 
 def all_names() -> set[str]:
     filtering = {f"rollout/{verdict}_ratio" for verdict in Verdict}
+    memory = memory_metrics([dict.fromkeys((*PHASES.values(), "generate", "sync"), 0)]).keys()
     balance = {"policy/balance_loss", "critic/balance_loss"}
-    return emitted() | written() | filtering | balance | ENGINE | {f"critic/{name}" for name in ENGINE}
+    return (
+        emitted() | written() | memory | filtering | balance | ENGINE | {f"critic/{name}" for name in ENGINE}
+    )
 
 
 def test_every_metric_is_documented():

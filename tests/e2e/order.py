@@ -56,6 +56,9 @@ class Rank:
     def send_weights(self, version: int) -> None:
         note(self.name, "send_weights")
 
+    def peak_memory(self) -> dict[str, int]:
+        return {"score": 2**30}
+
     def call(self, method: str, count: int, *arguments: Any) -> Any:
         note(self.name, method)
         if method == "forward":
@@ -86,6 +89,9 @@ class Engine:
     async def run_group(self, prompt: Any, *_: Any) -> SimpleNamespace:
         note("Engine", "run_group")
         return SimpleNamespace(prompt=prompt, trajectories=[])
+
+    async def peak_memory(self) -> dict[str, int]:
+        return {"generate": 2**29}
 
     async def probe(self, *_: Any) -> None:
         note("Engine", "probe")

@@ -14,7 +14,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_every_benchmark_is_here() -> None:
-    names = {"agents.py", "controller.py", "gpu.py", "rl_step.py", "rollout.py", "supervised.py"}
+    names = {"agents.py", "balance.py", "controller.py", "gpu.py", "rl_step.py", "rollout.py"}
+    names |= {"supervised.py"}
     assert {path.name for path in BENCHMARKS.glob("*.py")} == names
 
 
@@ -60,6 +61,13 @@ def test_supervised(options: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert re.search(r"^SFT: 4 samples, \d+ tokens, 1 rounds$", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^bare +\d+ ", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_balance() -> None:
+    command = [sys.executable, str(BENCHMARKS / "balance.py"), "--largest", "128", "--seeds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "| 128 | 8 | bimodal | 1.0" in done.stdout
 
 
 def test_controller() -> None:

@@ -32,7 +32,7 @@ RUN = {
     "rollout.n_samples_per_prompt": 2,
     "train.batch_size": 8,
     "train.max_steps": 1,
-    "train.colocate_all": True,
+    "placement": "auto",
     "algo.advantage.estimator": "group_norm",
     "algo.kl.init_coef": 0,
     "ds.param_dtype": "fp32",
@@ -143,11 +143,13 @@ def test_a_run_starts_ray_where_a_dead_cluster_left_its_file(machine: Machine) -
     code, output = machine.run(command)
     assert code == 0, output
     assert f"{folder}/ray_current_cluster names a cluster that is gone (127.0.0.1:1): started Ray" in output
-    assert "note: --actor.num_gpus_per_node 1: not set; chosen by what there is" in output
+    chosen = "--actor.num_gpus_per_node 1 --train.colocate_all"
+    assert f"note: not set, so chosen by what there is: {chosen}\n" in output
     assert not re.search(r"pid=|Triton|WARNING|\x1b", output), output
     assert not (machine.folder / ".ray").exists()
     (saved,) = machine.folder.glob("policy/runs/*/config.yaml")
-    assert yaml.safe_load(saved.read_text())["actor"]["num_gpus_per_node"] == 1
+    written = yaml.safe_load(saved.read_text())
+    assert written["actor"]["num_gpus_per_node"] == 1 and written["train"]["colocate_all"]
     assert (machine.folder / "policy" / "config.json").exists()
 
 

@@ -295,6 +295,7 @@ def test_who_shares_a_gpu_takes_turns(tmp_path, monkeypatch) -> None:
                 for update in learning:
                     update.result()
                 roles.rollout.sync(roles.policy, step).result()
+            assert roles.peak_memory().result() == {"memory/generate_gb": 0.5, "memory/score_gb": 1.0}
         finally:
             roles.end()
     log = order.events()

@@ -1,4 +1,7 @@
 import itertools
+import random
+import runpy
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -35,8 +38,13 @@ def test_pack_respects_the_budget_where_rounding_down_would_not():
 
 
 def test_partition_by_hand():
-    # 8 against 7, 7 against 6 ... the textbook example: differences 1, 1, 4 -> 4, 0 -> 16 and 14
-    assert partition([8, 7, 6, 5, 4], 2) == [[1, 3, 4], [0, 2]]
+    # dealt: 8, 5, 4 and 7, 6; of the gap of 4 half goes with 8 for 6: 15 and 15
+    assert partition([8, 7, 6, 5, 4], 2) == [[2, 3, 4], [0, 1]]
+    # 9, 5, 5 and 7, 7, 3: nothing evens out a gap of 2 but 5 for 4, which nobody has
+    assert partition([9, 7, 7, 5, 5, 3], 2) == [[0, 3, 4], [1, 2, 5]]
+    # 3 alone is more than half; of equal size it has the cheapest beside it
+    assert partition([30, 4, 3, 2], 2) == [[0], [1, 2, 3]]
+    assert partition([30, 4, 3, 2], 2, equal_size=True) == [[0, 3], [1, 2]]
     assert partition([3.0, 1.0], 3) == [[0], [1], []]
     assert partition([], 2) == [[], []]
 
@@ -63,6 +71,35 @@ def test_partition_is_better_than_dealing_in_order():
         sums = [sum(costs[i] for i in part) for part in partition(costs, 4, equal_size=equal_size)]
         assert max(sums) <= 103
     assert sum(costs[0::4]) == 340
+
+
+# ---- lengths as reasoning has them, of the benchmark
+
+BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "balance.py"))
+least_possible, LENGTHS = BENCHMARK["least_possible"], BENCHMARK["LENGTHS"]
+
+
+def test_the_bound_by_hand():
+    assert least_possible([9, 1, 1], 2) == 9  # the longest alone
+    assert least_possible([5, 4, 4, 4], 3) == 8  # of four in three parts two are together
+    assert least_possible([3, 3, 3, 2, 2], 2) == 7  # of five in two parts three: 3, 2, 2; the mean is 6.5
+    assert least_possible([5, 5, 5, 5], 2) == 10  # the mean
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize(
+    ("n", "k", "off"),
+    [
+        # 16 sequences a rank and more
+        *((128, 8, 0.01), (512, 8, 0.002), (1024, 64, 0.003), (4096, 128, 0.002), (8192, 512, 0.002)),
+        # 8 a rank, of which 2 or 3 are long
+        *((512, 64, 0.03), (4096, 512, 0.03)),
+    ],
+)
+def test_ranks_get_as_much_as_the_longest_sequences_let_them(name: str, n: int, k: int, off: float):
+    lengths = LENGTHS[name](n, random.Random(n))
+    most = max(sum(lengths[i] for i in part) for part in partition(lengths, k))
+    assert most <= (1 + off) * least_possible(lengths, k)
 
 
 def test_estimated_cost():

@@ -426,6 +426,12 @@ SKIP = "--algo.skip_old_log_probs --train.batch_size 1024 "
 FILTER = "--rollout.n_samples_per_prompt 8 --algo.dynamic_filtering_enable "
 
 CHECKS = [
+    # placement
+    (
+        PPO,
+        "--placement auto --train.colocate_all false",
+        "--train.colocate_all false: --placement auto has the models share their GPUs; remove one of the two",
+    ),
     # paths
     (
         SFT,

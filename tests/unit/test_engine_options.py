@@ -69,13 +69,13 @@ class AwakeLLM:
 
     errored = False
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, *peaks):
+        self.calls, self.peaks = [], iter(peaks)
 
     def __getattr__(self, name):
         async def call(*args, **kwargs):
             self.calls.append(name)
-            return True
+            return next(self.peaks) if name == "collective_rpc" else True
 
         return call
 
@@ -99,8 +99,28 @@ def test_a_sleeping_engine_refuses_work(on_gpu):
         await engine.wake(["kv_cache"])
 
     engine = VLLMEngine(EngineOptions.of(PPOConfig(), model="m", max_len=7, on_gpu=on_gpu, enable_sleep=True))
-    engine.llm = AwakeLLM()
+    engine.llm = AwakeLLM([3, 2])
     asyncio.run(work())
     update = ["pause_generation", "start_weight_update", "finish_weight_update", "reset_prefix_cache"]
     of_gpus = ["sleep", "wake_up", *update, "wake_up", "resume_generation"]
-    assert engine.llm.calls == (of_gpus if on_gpu else [*update, "resume_generation"])
+    calls = of_gpus if on_gpu else [*update, "resume_generation"]
+    assert engine.llm.calls == ["collective_rpc", *calls]
+
+
+def test_an_engine_remembers_what_generation_needed_before_it_slept():
+    """Of two workers; twice in a step; a step without generation has nothing to say."""
+
+    async def work():
+        for _ in range(2):
+            await engine.sleep()
+            assert engine.asleep
+            await engine.wake(["weights", "kv_cache"])
+        await engine.sleep()
+        told = [await engine.peak_memory(), await engine.peak_memory()]
+        await engine.wake(["weights", "kv_cache"])
+        return [*told, await engine.peak_memory()]
+
+    options = EngineOptions.of(PPOConfig(), model="m", max_len=7, on_gpu=True, enable_sleep=True)
+    engine = VLLMEngine(options)
+    engine.llm = AwakeLLM([3, 5], [2, 4], [1, 1], [2, 6])
+    assert asyncio.run(work()) == [{"generate": 5}, {}, {"generate": 6}]

@@ -1,5 +1,6 @@
 import socket
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 import yaml
 from ray.exceptions import ActorDiedError, RayTaskError, colorama
 
+from openrlhf.cli import rl_checks
 from openrlhf.cli.train_ppo_ray import rank_counts
 from openrlhf.cluster import folder, launch
 from openrlhf.cluster.launch import cluster_address
@@ -199,7 +201,18 @@ def test_what_nobody_set_is_settled_checked_and_shown(tmp_path, monkeypatch, cap
     printed = capsys.readouterr()
     assert stop.value.code == 0
     assert yaml.safe_load(printed.out)["actor"]["num_gpus_per_node"] == 1
-    assert printed.err == "note: --actor.num_gpus_per_node 1: not set; chosen by what there is\n"
+    assert printed.err == "note: not set, so chosen by what there is: --actor.num_gpus_per_node 1\n"
+
+
+@pytest.mark.parametrize(("gpus", "told"), [(0, True), (1, False)])
+def test_where_nobody_can_sleep_it_is_said_once(monkeypatch, capsys, gpus, told):
+    monkeypatch.setattr(launch, "available_nodes", lambda: [{"GPU": gpus, "CPU": 2}])
+    monkeypatch.setattr(rl_checks, "check_files", lambda *_, **options: None)
+    asleep = config(actors=1, engines=1, colocate_all=True)
+    asleep = replace(asleep, vllm=replace(asleep.vllm, enable_sleep=True))
+    assert rl_checks.problems_outside(asleep, ()) == []
+    text = "note: --vllm.enable_sleep: without a GPU everyone's memory stays where it is\n"
+    assert capsys.readouterr().err == (text if told else "")
 
 
 def test_what_is_wrong_outside_of_flags_is_said_with_the_rest(monkeypatch, capsys):

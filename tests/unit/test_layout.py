@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.cli.train_ppo_ray import plan, rank_counts
+from openrlhf.cli.train_ppo_ray import plan, settle
 from openrlhf.cluster import residency, roles
 from openrlhf.cluster.layout import (
     ENGINES,
@@ -186,7 +186,7 @@ RUN = "--actor.model_name_or_path a/b --data.prompt_dataset c/d --reward.remote_
 
 def printed(capsys: pytest.CaptureFixture, flags: str) -> tuple[int | str | None, str, str]:
     with pytest.raises(SystemExit) as stop:
-        parse(PPO, f"{RUN} {flags}".split(), settle=rank_counts, plan=plan)
+        parse(PPO, f"{RUN} {flags}".split(), settle=settle, plan=plan)
     said = capsys.readouterr()
     return stop.value.code, said.out, said.err
 
@@ -210,7 +210,7 @@ def test_a_plan_for_a_cluster_that_is_described(capsys: pytest.CaptureFixture) -
 
 def test_ranks_that_nobody_counted_are_those_of_the_described_cluster(capsys: pytest.CaptureFixture) -> None:
     code, out, err = printed(capsys, "--print_plan 1x4 --train.colocate_all")
-    assert code == 0 and "note: --actor.num_gpus_per_node 4: not set" in err
+    assert code == 0 and "not set, so chosen by what there is: --actor.num_gpus_per_node 4\n" in err
     assert "4 of the 4 GPUs of 1 node\n" in out
 
 

@@ -102,6 +102,7 @@ def test_a_report_shows_the_run(tmp_path):
             "eval/gsm8k_pass1": 0.625,
             "actor/kl": math.nan if step == 2 else 0.125,
             "timing/generate": 3.0,
+            "memory/generate_gb": 1.25 * step,
             "timing/step_total": 4.0,
         },
         config="actor: {model_name_or_path: tiny}\n",
@@ -115,9 +116,9 @@ def test_a_report_shows_the_run(tmp_path):
     page = Page(path.read_text())
     for expected in (
         "my-run", "4 steps · 1 to 4", "16s in steps", "gsm8k pass1", "0.625", "1 not finite", "75 %",
-        "step 3: 0.3", "answer of 2 tokens", "best · reward 0.75", "worst · reward 0.25", "failed · 2 tokens",
-        "best · reward 1 · 2 tokens · cut off", "ok 2, env_error 1", "model_name_or_path: tiny",
-        "openrlhf train",
+        "5.0 GB", "step 3: 0.3", "answer of 2 tokens", "best · reward 0.75", "worst · reward 0.25",
+        "failed · 2 tokens", "best · reward 1 · 2 tokens · cut off", "ok 2, env_error 1",
+        "model_name_or_path: tiny", "openrlhf train",
     ):  # fmt: skip
         assert expected in page.text, expected
     assert "0.333" not in page.text

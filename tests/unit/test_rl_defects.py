@@ -260,6 +260,7 @@ class Run:
             observer=Silent(),
             kl=KLController(coef=config.algo.kl.init_coef, target=config.algo.kl.target, horizon=100),
             total_steps=len(prompts_of_steps(config, self.num_prompts)),
+            peak_memory=lambda: SimpleNamespace(result=dict),
             restored=restore(tag, self.policy, critic) if tag else None,
         )
 
@@ -874,7 +875,12 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
 
     def build() -> PPOTrainer:
         roles = SimpleNamespace(
-            rollout=run, policy=run.policy, critic=None, reference=run.trainer.reference, teacher=None
+            rollout=run,
+            policy=run.policy,
+            critic=None,
+            reference=run.trainer.reference,
+            teacher=None,
+            peak_memory=run.trainer.peak_memory,
         )
         tokenizer = SimpleNamespace(decode=lambda ids, **options: str(ids))
         checkpoints = CheckpointFolder(f"{config.ckpt.folder}/_actor", config.ckpt, origin=origin)

@@ -1,0 +1,117 @@
+"""`--placement auto`: the flags of placement that suit a cluster. Where things run, never what is learned.
+
+The models share their GPUs. Engines share them too (hybrid engine); with train.async_enable they have GPUs of
+their own, half of all. What somebody set stays."""
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from openrlhf.cluster.layout import Nodes, resource_problems, total
+from openrlhf.config.checks import uneven_batch
+from openrlhf.config.fields import values_of, with_values
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo_checks import engines_beside_actor, optimizer_sleep
+
+WEIGHTS_SHARE = 0.5
+"""Of a GPU's memory, what an engine's weights may take. The rest is for its cache, and for the models."""
+
+SIZE = ("actor.num_nodes", "actor.num_gpus_per_node")
+
+
+def suitable_flags(
+    config: PPOConfig, explicit: Container[str], nodes: Nodes, tensor_parallel_size: int = 1
+) -> dict[str, Any]:
+    """Values for flags that are not `explicit`, where they differ from those of `config`.
+
+    The actor gets the most GPUs among which train.batch_size divides and whose nodes hold whole engines; with
+    train.async_enable at most half of all, and engines get the others. Without GPUs every role is a process.
+    Where nothing suits, what was tried first, whose problems the checks tell. `tensor_parallel_size`: of an
+    engine, where nobody set it."""
+    planner = _Planner(explicit, nodes)
+    shared = planner.set(
+        config, {"train.colocate_all": True, "vllm.tensor_parallel_size": tensor_parallel_size}
+    )
+    tried = (planner.sized(shared, shape) for shape in planner.actor_shapes(shared))
+    first = next(tried, shared)
+    placed = first if planner.suits(first) else next(filter(planner.suits, tried), first)
+    before, after = values_of(config), values_of(planner.asleep(placed))
+    return {key: value for key, value in after.items() if value != before[key]}
+
+
+def least_tensor_parallel_size(weight_bytes: int, gpu_bytes: int) -> int:
+    """The smallest power of two of GPUs on each of which an engine's weights take WEIGHTS_SHARE at most."""
+    size = 1
+    while weight_bytes > size * WEIGHTS_SHARE * gpu_bytes:
+        size *= 2
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    explicit: Container[str]
+    nodes: Nodes
+
+    @property
+    def gpus(self) -> list[int]:
+        """Of each node."""
+        return [int(node.get("GPU", 0)) for node in self.nodes]
+
+    def set(self, config: PPOConfig, values: Mapping[str, Any]) -> PPOConfig:
+        return with_values(config, {key: v for key, v in values.items() if key not in self.explicit})
+
+    def sized(self, config: PPOConfig, shape: tuple[int, int]) -> PPOConfig:
+        """With this shape of the actor, and engines on what it leaves."""
+        config = self.set(config, dict(zip(SIZE, shape, strict=True)))
+        if config.engines_share or not any(self.gpus):
+            return config
+        size = config.vllm.tensor_parallel_size
+        whole = sum(gpus // size for gpus in self.gpus)
+        left = (sum(self.gpus) - config.actor.num_gpus) // size
+        return self.set(config, {"vllm.num_engines": max(1, min(whole, left))})
+
+    def asleep(self, config: PPOConfig) -> PPOConfig:
+        """Who shares GPUs with engines gives way to them, and they to it."""
+        if not (config.engines_share and any(self.gpus)):
+            return config
+        config = self.set(config, {"vllm.enable_sleep": True})
+        asleep = self.set(config, {"ds.enable_sleep": not config.ds.adam_offload})
+        return config if any(optimizer_sleep(asleep)) else asleep
+
+    def actor_shapes(self, config: PPOConfig) -> Iterator[tuple[int, int]]:
+        """(nodes, GPUs of each) that the actor may have, best first."""
+        asked = (config.actor.num_nodes, config.actor.num_gpus_per_node)
+        fixed = [key in self.explicit for key in SIZE]
+        if all(fixed):
+            yield asked
+            return
+        for count in self._actor_counts(config, any(fixed)):
+            shapes = ((n, count // n) for n in range(1, count + 1) if count % n == 0)
+            if any(fixed):
+                shapes = (s for s in shapes if all(s[i] == asked[i] for i in (0, 1) if fixed[i]))
+            else:
+                shapes = filter(self._is_of_nodes, shapes)
+            yield from islice(shapes, 1)
+
+    def suits(self, config: PPOConfig) -> bool:
+        uneven = uneven_batch(config, config.train.batch_size, config.data_parallel_size)
+        return not (uneven or any(engines_beside_actor(config)) or resource_problems(config, self.nodes))
+
+    def _is_of_nodes(self, shape: tuple[int, int]) -> bool:
+        """It reads as what it is: a part of a node, or equal parts of nodes."""
+        num_nodes, per_node = shape
+        is_part = num_nodes == 1 and per_node <= max(self.gpus)
+        return is_part or all(gpus % per_node == 0 for gpus in self.gpus)
+
+    def _actor_counts(self, config: PPOConfig, is_asked: bool) -> range:
+        """GPUs, or processes, of the actor, best first. `is_asked`: somebody set a part of it."""
+        gpus, size = sum(self.gpus), config.vllm.tensor_parallel_size
+        if not gpus:
+            return range(1, max(2, total(self.nodes, "CPU")) + 1)
+        of_engines = 0
+        if not config.engines_share:
+            of_engines = size if is_asked else max(size, gpus - gpus // 2)
+            if "vllm.num_engines" in self.explicit:
+                of_engines = config.num_engines * size
+        return range(max(1, gpus - of_engines), 0, -1)

@@ -1,0 +1,76 @@
+"""The most memory of each phase, by the kernel's own figures, and by CUDA's as it would say them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from openrlhf.engine import peak_memory
+from openrlhf.engine.peak_memory import PeakMemory, memory_metrics
+
+MIB = 2**20
+
+
+def test_a_phase_needs_what_it_held_at_a_time() -> None:
+    """64 MiB twice, one after the other; a later phase has nothing of it. The kernel counts pages in batches,
+    and 8 MiB are the interpreter's."""
+    memory = PeakMemory()
+    with memory.during("small"):
+        pass
+    for _ in range(2):
+        with memory.during("large"):
+            np.ones(64 * MIB, np.uint8)
+    with memory.during("after"):
+        pass
+    peaks = memory.take()
+    assert 63 * MIB <= peaks["large"] - peaks["small"] < 72 * MIB
+    assert abs(peaks["after"] - peaks["small"]) < 8 * MIB
+    assert memory.take() == {}
+
+
+def test_a_phase_that_comes_again_has_the_larger_peak() -> None:
+    memory = PeakMemory()
+    for size in (64, 1):
+        with memory.during("score"):
+            np.ones(size * MIB, np.uint8)
+    with memory.during("other"):
+        np.ones(MIB, np.uint8)
+    peaks = memory.take()
+    assert peaks["score"] - peaks["other"] >= 48 * MIB
+
+
+def test_on_a_gpu_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 bytes 30 are free; this process holds 20 and has held 35, so that 30 are of others."""
+    started = []
+    cuda = SimpleNamespace(
+        reset_peak_memory_stats=lambda: started.append(True),
+        mem_get_info=lambda: (30, 80),
+        memory_reserved=lambda: 20,
+        max_memory_reserved=lambda: 35,
+    )
+    monkeypatch.setattr(peak_memory.torch, "cuda", cuda)
+    monkeypatch.setattr(peak_memory, "DEVICE_TYPE", "cuda")
+    memory = PeakMemory()
+    with memory.during("update"):
+        assert started == [True]
+    assert memory.take() == {"update": 65}
+
+
+def test_where_the_kernel_starts_no_new_peak_it_is_that_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(peak_memory.Path, "write_text", refuse)
+    peak_memory.restart()
+    assert peak_memory.peak() > 0
+
+
+def test_the_process_that_needs_most_counts() -> None:
+    processes = [{"score": 2**30, "update": 2**31}, {"score": 3 * 2**29}, {"generate": 2**30}, {}]
+    assert memory_metrics(processes) == {
+        "memory/generate_gb": 1.0,
+        "memory/score_gb": 1.5,
+        "memory/update_gb": 2.0,
+    }
