@@ -9,11 +9,12 @@ CPU time for each stage, and the peak of its memory.
     journal   every sample with its credit in Parquet, without texts; in a thread of its own: not in the sums
 
 Beside each stage its floor, measured in the same round: the same content moved as often, as bare flat arrays;
-for credit its shortest arithmetic on flat tensors. Exits with an error where what was dealt is not what comes
-back.
+for credit its shortest arithmetic on flat tensors. Kept sets are ours alone. Exits with
+an error where what was dealt is not what comes back.
 
     python benchmarks/controller.py --samples 8192 --tokens 512
     python benchmarks/controller.py --samples 2048 --tokens 8192 --rounds 3
+    python benchmarks/controller.py --samples 2048 --tokens 512 --kept 6
 """
 
 import argparse
@@ -37,7 +38,7 @@ from openrlhf.observe.journal import Journal, Trained
 from openrlhf.trainer.credit import assign_credit
 from openrlhf.trainer.diagnostics import rollout_metrics
 from openrlhf.trainer.schedule import training_schedule
-from openrlhf.types import Batch, Credit, Group, Prompt, Scores, Trajectory, present, runs
+from openrlhf.types import Batch, Credit, Group, KeptSets, Prompt, Scores, Trajectory, present, runs
 
 PROMPT_TOKENS, SAMPLES_OF_PROMPT, RANKS = 64, 8, 8
 VOCABULARY = 150_000
@@ -46,7 +47,7 @@ VOCABULARY = 150_000
 def main() -> None:
     options = parse_options()
     torch.set_num_threads(1)
-    groups = make_groups(options.samples, options.tokens)
+    groups = make_groups(options.samples, options.tokens, options.kept)
     num_tokens = sum(len(t.token_ids) for group in groups for t in group.trajectories)
     print(f"{options.samples} samples, {num_tokens / 1e6:.1f} M tokens, {RANKS} ranks", end="")
     print(f", load {os.getloadavg()[0]:.1f}")
@@ -60,25 +61,33 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=512, help="mean length of a response")
+    parser.add_argument("--kept", type=int, default=0, help="tokens of each action's kept set; 0: all")
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()
 
 
-def make_groups(num_samples: int, mean_length: int) -> list[Group]:
+def make_groups(num_samples: int, mean_length: int, num_kept: int) -> list[Group]:
     rng = np.random.default_rng(0)
-    return [make_group(i, rng, mean_length) for i in range(num_samples // SAMPLES_OF_PROMPT)]
+    return [make_group(i, rng, mean_length, num_kept) for i in range(num_samples // SAMPLES_OF_PROMPT)]
 
 
-def make_group(prompt_id: int, rng: np.random.Generator, mean_length: int) -> Group:
+def make_group(prompt_id: int, rng: np.random.Generator, mean_length: int, num_kept: int) -> Group:
     prompt = Prompt(prompt_id=prompt_id, text="a prompt of some words " * 10)
     lengths = rng.integers(mean_length // 2, mean_length * 3 // 2, SAMPLES_OF_PROMPT)
     return Group(
         prompt=prompt,
-        trajectories=[make_trajectory(prompt, i, rng, int(n)) for i, n in enumerate(lengths)],
+        trajectories=[make_trajectory(prompt, i, rng, int(n), num_kept) for i, n in enumerate(lengths)],
     )
 
 
-def make_trajectory(prompt: Prompt, index: int, rng: np.random.Generator, length: int) -> Trajectory:
+def make_trajectory(
+    prompt: Prompt, index: int, rng: np.random.Generator, length: int, num_kept: int
+) -> Trajectory:
+    kept = KeptSets(
+        ids=rng.integers(0, VOCABULARY, length * num_kept, dtype=np.int32),
+        counts=np.full(length, num_kept, np.int32),
+        log_shares=np.zeros(length, np.float32),
+    )
     reward = float(rng.integers(2))
     return Trajectory(
         prompt=prompt,
@@ -87,6 +96,7 @@ def make_trajectory(prompt: Prompt, index: int, rng: np.random.Generator, length
         action_mask=np.arange(PROMPT_TOKENS + length) >= PROMPT_TOKENS,
         rollout_log_probs=-rng.random(length, np.float32),
         weight_versions=runs(np.full(length, 3)),
+        kept=kept if num_kept else None,
         reward=reward,
         score=reward,
     )

@@ -8,6 +8,7 @@ bare   vLLM's AsyncLLM in a Ray actor, with the same engine arguments and token 
 Every repeat runs both ways, and they must sample the same tokens. Trust the ratios, not the absolute figures.
 
     python benchmarks/rollout.py --model tiny --prompts 32 --samples 8
+    python benchmarks/rollout.py --model tiny --prompts 32 --samples 8 --top_p 0.95
 """
 
 import argparse
@@ -81,6 +82,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--max_len", type=int, default=512, help="prompt and response together")
+    parser.add_argument("--top_p", type=float, default=1.0, help="below 1 ours records what it keeps")
+    parser.add_argument("--max_kept_tokens", type=int, default=32, help="at most so many of each set")
     parser.add_argument("--threads", type=int, default=1, help="of each engine without a GPU")
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
     return parser.parse_args()
@@ -103,7 +106,9 @@ def build_config(options: argparse.Namespace, folder: Path) -> PPOConfig:
         "reward.remote_url": reward,
         "rollout.batch_size": options.prompts,
         "rollout.max_new_tokens": options.max_new_tokens,
+        "rollout.max_kept_tokens": options.max_kept_tokens,
         "rollout.n_samples_per_prompt": options.samples,
+        "rollout.top_p": options.top_p,
         "train.batch_size": options.prompts * options.samples,
         "vllm.gpu_memory_utilization": 0.4,  # both ways' engines share a GPU
         "vllm.num_engines": 1,
@@ -157,15 +162,21 @@ def bare(config: PPOConfig, bundles: Bundles, on_gpu: bool, prompts: list[Prompt
         for i in range(config.rollout.n_samples_per_prompt)
     ]
     ray.get(engine.start.remote())
-    max_tokens, stop = config.rollout.max_new_tokens, stop_token_ids(path, tokenizer)
-    return lambda: ray.get(engine.sample.remote(requests, max_tokens, config.rollout.temperature, stop))
+    rollout, stop = config.rollout, stop_token_ids(path, tokenizer)
+    arguments = requests, rollout.max_new_tokens, rollout.temperature, stop, rollout.top_p
+    return lambda: ray.get(engine.sample.remote(*arguments))
 
 
 class BareEngine(VLLMEngine):
     """Started as ours is, so that the engine arguments are the same; then used without anything of ours."""
 
     async def sample(
-        self, requests: list[tuple[list[int], int]], max_tokens: int, temperature: float, stop: list[int]
+        self,
+        requests: list[tuple[list[int], int]],
+        max_tokens: int,
+        temperature: float,
+        stop: list[int],
+        top_p: float = 1.0,
     ) -> list[list[int]]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -173,6 +184,7 @@ class BareEngine(VLLMEngine):
         async def one(token_ids: list[int], seed: int) -> list[int]:
             params = SamplingParams(
                 temperature=temperature,
+                top_p=top_p,
                 max_tokens=max_tokens,
                 seed=seed,
                 stop_token_ids=stop,

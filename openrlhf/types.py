@@ -94,6 +94,57 @@ Prompt.__setstate__ = _restore  # here, because some versions of Python replace 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KeptSets:
+    """The tokens that truncated sampling (top-p, top-k) kept, for each action: what else there is had
+    probability 0. Where a kept set is too large to be recorded, the most likely of it."""
+
+    ids: np.ndarray
+    """(S,) int32: those of one action behind those of the one before it, each time the chosen one first."""
+    counts: np.ndarray
+    """(A,) int32, adding up to S. 0: the action was chosen from all tokens."""
+    log_shares: np.ndarray
+    """(A,) float32: log of the probability that the sampler gave these tokens together; 0 where they are all
+    that it kept."""
+
+    @classmethod
+    def of_all_tokens(cls, num_actions: int) -> Self:
+        return cls(
+            ids=np.zeros(0, np.int32),
+            counts=np.zeros(num_actions, np.int32),
+            log_shares=np.zeros(num_actions, np.float32),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self | None:
+        """One behind the other. None where there are no parts."""
+        if not parts:
+            return None
+        return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+
+    def parts(self, places: Sequence[slice]) -> "list[KeptSets]":
+        """Of the actions at each place: views."""
+        borders = np.concatenate([[0], self.counts.cumsum()])
+        return [
+            KeptSets(
+                ids=self.ids[borders[place.start] : borders[place.stop]],
+                counts=self.counts[place],
+                log_shares=self.log_shares[place],
+            )
+            for place in places
+        ]
+
+    def padded(self) -> np.ndarray:
+        """(A, K) int64: each set as a row, filled up with its first token; -1 where it is that of all
+        tokens."""
+        first = np.full(len(self.counts), -1)
+        some, starts = self.counts > 0, self.counts.cumsum() - self.counts
+        first[some] = self.ids[starts[some]]
+        rows = np.repeat(first[:, None], max(1, self.counts.max(initial=0)), axis=1)
+        rows[np.arange(rows.shape[1]) < self.counts[:, None]] = self.ids
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Turn:
     """One request to an engine, recorded by what every executor is given in its place: exact whatever the
     executor makes of it."""
@@ -110,10 +161,16 @@ class Turn:
     finish_reason: str
     """The sampler's word for why it ended: stop, length or abort."""
     seed: int
+    kept: KeptSets | None = None
+    """What the actions were chosen from. None: all tokens."""
     images: tuple[Image, ...] = ()
     """That the policy had seen, in the order of their tokens."""
     reward: float | None = None
     """What the turn itself earned, of the episode's reward. None: not known."""
+
+    @property
+    def num_actions(self) -> int:
+        return len(self.action_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -156,6 +213,8 @@ class Trajectory:
     """(A,) float32, from the sampler, under the distribution it sampled from."""
     weight_versions: np.ndarray
     """(R, 2) int32: version of the weights that chose the next actions, and how many; see `runs`."""
+    kept: KeptSets | None = None
+    """What the actions were chosen from. None: all tokens."""
     images: tuple[Image, ...] = ()
     """In the order of their tokens: of the prompt, and of feedback."""
     turn_starts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -224,30 +283,44 @@ class Group:
         arrays = {name: [getattr(t, name) for t in self.trajectories] for name in _ARRAYS}
         packed = {name: (np.concatenate(a), [len(x) for x in a]) for name, a in arrays.items() if a}
         facts = [tuple(getattr(t, name) for name in _FACTS) for t in self.trajectories]
-        return _unpack_group, (self.prompt, packed, facts)
+        return _unpack_group, (self.prompt, packed, facts, kept_of(self.trajectories))
 
 
 _ARRAYS = ("token_ids", "action_mask", "rollout_log_probs", "weight_versions", "turn_starts", "turn_rewards")
-_FACTS = tuple(f.name for f in fields(Trajectory) if f.name not in ("prompt", *_ARRAYS))
+_FACTS = tuple(f.name for f in fields(Trajectory) if f.name not in ("prompt", "kept", *_ARRAYS))
 
 
-def _unpack_group(prompt: Prompt, packed: Mapping[str, tuple], facts: Sequence[tuple]) -> Group:
+def _unpack_group(
+    prompt: Prompt, packed: Mapping[str, tuple], facts: Sequence[tuple], kept: KeptSets | None = None
+) -> Group:
     """The trajectories' arrays are views of those that travelled."""
     columns = [
         [whole[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
         for whole, sizes in packed.values()
     ]
+    sets: Sequence[KeptSets | None] = [None] * len(facts)
+    if kept is not None:
+        num_actions = np.array(packed["rollout_log_probs"][1])
+        sets = kept.parts(_slices(num_actions, range(len(facts))))
     return Group(
         prompt=prompt,
         trajectories=[
             Trajectory(
                 prompt=prompt,
+                kept=of_actions,
                 **dict(zip(packed, arrays, strict=True)),
                 **dict(zip(_FACTS, values, strict=True)),
             )
-            for *arrays, values in zip(*columns, facts, strict=True)
+            for *arrays, of_actions, values in zip(*columns, sets, facts, strict=True)
         ],
     )
+
+
+def kept_of(parts: "Sequence[Turn | Trajectory]") -> KeptSets | None:
+    """Of all their actions. None: each was chosen from all tokens."""
+    if all(part.kept is None for part in parts):
+        return None
+    return KeptSets.joined([part.kept or KeptSets.of_all_tokens(part.num_actions) for part in parts])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -262,6 +335,7 @@ class Batch:
     lengths: np.ndarray  # (B,) int64
     num_actions: np.ndarray  # (B,) int64
     images: tuple[tuple[Image, ...], ...] = ()  # B entries; empty where no sequence has any
+    kept: KeptSets | None = None  # of all actions; None: each was chosen from all tokens
     rollout_log_probs: np.ndarray  # (A,) float32, from the sampler
     staleness: np.ndarray | None = None  # (A,) int32, updates by which the sampler was behind; None: all 0
     log_probs: np.ndarray | None = None  # (A,) of the policy before the update; None: not known before it
@@ -280,6 +354,7 @@ class Batch:
             lengths=np.array([len(t.token_ids) for t in trajectories]),
             num_actions=np.array([t.num_actions for t in trajectories]),
             images=_images(trajectories),
+            kept=kept_of(trajectories),
             rollout_log_probs=np.concatenate([t.rollout_log_probs for t in trajectories]),
             staleness=None if version is None else _staleness(trajectories, version),
         )
@@ -303,7 +378,7 @@ class Batch:
         """The sequences at `indices`, in that order, with every column."""
         of_tokens = _slices(self.lengths, indices)
         of_actions = _slices(self.num_actions, indices)
-        actions = {f.name: _gather(getattr(self, f.name), of_actions) for f in fields(self)[5:]}
+        actions = {f.name: _gather(getattr(self, f.name), of_actions) for f in fields(self)[6:]}
         return replace(
             self,
             token_ids=_gather(self.token_ids, of_tokens),
@@ -311,6 +386,7 @@ class Batch:
             lengths=self.lengths[list(indices)],
             num_actions=self.num_actions[list(indices)],
             images=tuple(self.images[i] for i in indices) if self.images else (),
+            kept=None if self.kept is None else KeptSets.joined(self.kept.parts(of_actions)),
             **actions,
         )
 
@@ -416,6 +492,8 @@ class PackedRow:
     actions: Tensor  # (A,) int64, where `action_mask` is True: known before the row is on a device
     lengths: tuple[int, ...]  # B entries
     images: tuple[tuple[Image, ...], ...] = ()  # B entries; empty where no sequence has any
+    kept_ids: Tensor | None = None  # (A, K) int64, `KeptSets.padded`; None: actions of all tokens
+    log_shares: Tensor | None = None  # (A,) of the kept sets; None without any
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Self:
@@ -442,6 +520,8 @@ class PackedRow:
             actions=torch.from_numpy(batch.action_mask.nonzero()[0]),
             lengths=tuple(batch.lengths.tolist()),
             images=batch.images,
+            kept_ids=None if batch.kept is None else torch.from_numpy(batch.kept.padded()),
+            log_shares=None if batch.kept is None else torch.from_numpy(batch.kept.log_shares),
         )
 
     @classmethod

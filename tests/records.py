@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from openrlhf.types import Batch, Group, Outcome, Prompt, Trajectory, runs
+from openrlhf.types import Batch, Group, KeptSets, Outcome, Prompt, Trajectory, runs
 
 DTYPES = {
     "token_ids": np.int32,
@@ -48,6 +48,23 @@ def trajectory(
     } | changes
     arrays = {name: np.array(values[name], dtype) for name, dtype in DTYPES.items() if name in values}
     return Trajectory(**(values | arrays))
+
+
+def kept_sets(*sets: Sequence[int], shares: Sequence[float] | None = None) -> KeptSets:
+    """Of each action; an empty one: all tokens."""
+    return KeptSets(
+        ids=np.array([token for one in sets for token in one], np.int32),
+        counts=np.array([len(one) for one in sets], np.int32),
+        log_shares=np.log(np.array(shares or [1.0] * len(sets))).astype(np.float32),
+    )
+
+
+def sets_of(kept: KeptSets | None, num_actions: int) -> list[list[int]]:
+    """And back."""
+    if kept is None:
+        return [[]] * num_actions
+    assert len(kept.counts) == len(kept.log_shares) == num_actions
+    return [part.tolist() for part in np.split(kept.ids, kept.counts.cumsum())[:-1]]
 
 
 def group_of(prompt: Prompt, rewards: Sequence[float | None]) -> Group:

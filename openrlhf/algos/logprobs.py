@@ -15,6 +15,11 @@ operations while it moves a byte: of the products' time that is 11% with the 2,2
 fit, and would be 55% with the 440 of a CPU."""
 
 
+EXCLUDED = -1e15
+"""The logit of a token that could not be chosen: its probability is exactly 0, and so is 0 times the number
+itself or its square."""
+
+
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -23,6 +28,7 @@ def linear_log_probs(
     scale: float = 1.0,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    kept: Tensor | None = None,
     with_entropy: bool = False,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -31,16 +37,20 @@ def linear_log_probs(
     z = scale * cap(hidden @ weight.T + bias),   log p(y) = z_y - logsumexp(z),   H = -sum_v p_v log p_v
 
     `scale` is 1 / temperature (times the model's own logit scale); `cap(x)` is softcap * tanh(x / softcap),
-    or x. Both results are differentiable in hidden, weight and bias. At most `chunk` rows of logits exist at
-    a time, in float32 also if the weight is not; the backward pass computes them again. Without actions the
+    or x. With `kept` (A, K), the ids of the tokens that each action was chosen from, its target among them,
+    z has these tokens alone: v goes over them, and the gradient is theirs. A row may name a token twice, and
+    is -1 where there were all.
+
+    Both results are differentiable in hidden, weight and bias. At most `chunk` rows of logits exist at a
+    time, in float32 also if the weight is not; the backward pass computes them again. Without actions the
     results are empty, and their gradients are zeros, so that collectives over gradients still find their
     partners.
     """
     chunk = chunk or rows_of_chunk(weight)
     if not with_entropy and _only_hidden_learns(hidden, weight, bias):
-        return _LogProbsForward.apply(hidden, weight, bias, targets, scale, softcap, chunk, False), None
+        return _LogProbsForward.apply(hidden, weight, bias, targets, scale, softcap, kept, chunk, False), None
     log_probs, entropy = _LinearLogProbs.apply(
-        hidden, weight, bias, targets, scale, softcap, with_entropy, chunk
+        hidden, weight, bias, targets, scale, softcap, kept, with_entropy, chunk
     )
     return log_probs, entropy
 
@@ -59,8 +69,9 @@ def sum_of_log_probs(
     there, so a step has three products of the head's size instead of four."""
     chunk = chunk or rows_of_chunk(weight)
     if not torch.is_grad_enabled():
-        return _LinearLogProbs.apply(hidden, weight, bias, targets, scale, softcap, False, chunk)[0].sum()
-    return _LogProbsForward.apply(hidden, weight, bias, targets, scale, softcap, chunk, True)
+        arguments = hidden, weight, bias, targets, scale, softcap, None
+        return _LinearLogProbs.apply(*arguments, False, chunk)[0].sum()
+    return _LogProbsForward.apply(hidden, weight, bias, targets, scale, softcap, None, chunk, True)
 
 
 def rows_of_chunk(weight: Tensor, copies: int = 1) -> int:
@@ -82,19 +93,19 @@ def _only_hidden_learns(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, softcap, with_entropy, chunk):
+    def forward(ctx, hidden, weight, bias, targets, scale, softcap, kept, with_entropy, chunk):
         log_z = hidden.new_empty(len(hidden), dtype=_accumulation_dtype(hidden))
         log_probs = torch.empty_like(log_z)
         entropy = torch.empty_like(log_z) if with_entropy else None
         head = HeadLogits(weight, bias, scale, softcap)
         for rows in chunks(len(hidden), chunk):
-            scores = _score(head(hidden[rows]), targets[rows], with_entropy)
+            scores = _score(_only(head(hidden[rows]), kept, rows), targets[rows], with_entropy)
             for whole, of_rows in zip((log_z, log_probs, entropy), scores, strict=True):
                 if whole is not None and of_rows is not None:
                     whole[rows] = of_rows
 
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, targets, log_z, entropy)
+        ctx.save_for_backward(hidden, targets, kept, log_z, entropy)
         # Not saved tensors: ZeRO-3 empties a parameter between the passes and fills it with a new tensor.
         ctx.weight, ctx.bias = weight, bias
         ctx.scale, ctx.softcap, ctx.chunk = scale, softcap, chunk
@@ -104,7 +115,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     # pyrefly: ignore[bad-override]  torch does not type this decorator
     def backward(ctx, grad_log_probs, grad_entropy):
-        hidden, targets, log_z, entropy = ctx.saved_tensors
+        hidden, targets, kept, log_z, entropy = ctx.saved_tensors
         grads = HeadGradients(hidden, ctx.weight, ctx.bias, ctx.needs_input_grad[:3])
         grad_log_probs = torch.zeros_like(log_z) if grad_log_probs is None else grad_log_probs * ctx.scale
         if grad_entropy is not None:
@@ -112,7 +123,7 @@ class _LinearLogProbs(torch.autograd.Function):
         head = HeadLogits(ctx.weight, ctx.bias, ctx.scale, ctx.softcap)
 
         def add(rows: slice) -> None:
-            logits = head(hidden[rows])
+            logits = _only(head(hidden[rows]), kept, rows)
             slope = head.slope(logits)
             all_log_probs = logits.sub_(log_z[rows, None])
             # d log p(y) / dz = onehot(y) - p,   dH / dz = -p * (log p + H)
@@ -125,7 +136,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
         for rows in chunks(len(hidden), ctx.chunk):
             add(rows)
-        return *grads.result(), *[None] * 5
+        return *grads.result(), *[None] * 6
 
 
 class _LogProbsForward(torch.autograd.Function):
@@ -133,13 +144,13 @@ class _LogProbsForward(torch.autograd.Function):
     one number for all actions (the sum), or a head that does not learn."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, softcap, chunk, summed):
+    def forward(ctx, hidden, weight, bias, targets, scale, softcap, kept, chunk, summed):
         log_probs = hidden.new_empty(len(hidden), dtype=_accumulation_dtype(hidden))
         grads = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         head = HeadLogits(weight, bias, scale, softcap)
 
         def add(rows: slice) -> None:
-            logits, chosen = head(hidden[rows]), targets[rows, None]
+            logits, chosen = _only(head(hidden[rows]), kept, rows), targets[rows, None]
             slope, of_chosen = head.slope(logits), logits.gather(-1, chosen)
             log_z, exp, total = _log_sum_exp(logits)
             log_probs[rows] = of_chosen[:, 0] - log_z
@@ -157,7 +168,16 @@ class _LogProbsForward(torch.autograd.Function):
     def backward(ctx, grad):
         grads, ctx.grads = ctx.grads, None  # used up: they are scaled where they lie
         grads.scale((grad if ctx.summed else grad[:, None]) * ctx.scale)
-        return *grads.result(), *[None] * 5
+        return *grads.result(), *[None] * 6
+
+
+def _only(logits: Tensor, kept: Tensor | None, rows: slice) -> Tensor:
+    """(C, V): all logits but those of the `rows` of `kept` become EXCLUDED, in place."""
+    if kept is None:
+        return logits
+    ids = kept[rows].clamp(min=0)
+    left = logits.gather(-1, ids)
+    return logits.masked_fill_(kept[rows, :1] >= 0, EXCLUDED).scatter_(-1, ids, left)
 
 
 def _score(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:

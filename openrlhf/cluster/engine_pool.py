@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
@@ -24,7 +25,7 @@ from openrlhf.engine.stored_weights import (
     probe_of,
     probe_picture,
 )
-from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
+from openrlhf.engine.vllm_engine import MAX_LOGPROBS, EngineOptions, VLLMEngine, engine_environment
 from openrlhf.models.loading import policy_processor, policy_tokenizer, stop_token_ids
 from openrlhf.models.vision import image_reader
 from openrlhf.rewards.function import NoReward, RewardFunction
@@ -89,9 +90,9 @@ class EngineActor(VLLMEngine):
             reward_is_optional=config.uses_reward_model or config.uses_teacher,
             image_token_id=processor.image_token_id if config.reads_images else None,
         )
-        self.samplings = {
-            s.purpose: s for s in (Sampling.for_training(config), Sampling.for_evaluation(config))
-        }
+        train = Sampling.for_training(config)
+        train = replace(train, max_kept_tokens=min(train.max_kept_tokens, self.vocabulary))
+        self.samplings = {s.purpose: s for s in (train, Sampling.for_evaluation(config))}
 
     def _build_reward(self) -> RewardFunction | RemoteReward | NoReward:
         reward = self.config.reward
@@ -142,6 +143,7 @@ def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False)
         enable_sleep=config.engines_sleep,
         load_weights=from_files,
         max_images=config.data.max_images_per_prompt,
+        max_logprobs=max(MAX_LOGPROBS, config.rollout.max_kept_tokens),
         float32_head=on_gpu,  # on a CPU vLLM casts the whole head at every step, which takes 7 times as long
     )
 

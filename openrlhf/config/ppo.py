@@ -271,6 +271,10 @@ class RolloutConfig:
     """Sample from the most likely tokens that add up to this probability."""
     top_k: Annotated[int, Range(at_least=-1)] = -1
     """Sample from the k most likely tokens. -1: from all."""
+    max_kept_tokens: CountOrZero = 32
+    """With top_p or top_k, training log-probs are over the tokens that sampling kept of the vocabulary: the
+    most likely of them, at most so many, and what the others had together stays as it was. 0: over the whole
+    vocabulary, which is not what was sampled from."""
     max_new_tokens: Count | None = None
     """Longest response, tokens. None: what the prompt leaves of data.max_len."""
     timeout: Positive = 3600.0

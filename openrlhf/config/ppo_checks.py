@@ -67,7 +67,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_lengths(config),
             *_variables(),
             *_ahead(config),
-            *_stop(config),
+            *_sampling(config),
             *_evaluation(config, explicit),
             *optimizer("actor.", config.actor),
             *(optimizer("critic.", config.critic) if config.uses_critic else ()),
@@ -224,6 +224,11 @@ PPO_UNREAD = (
         keys=("reward.overlong_penalty_factor",),
         when=lambda c: c.reward.overlong_buffer_len is None,
         why="reward.overlong_buffer_len is not set",
+    ),
+    Unread(
+        keys=("rollout.max_kept_tokens",),
+        when=lambda c: c.rollout.top_p == 1 and c.rollout.top_k < 1 and c.train.agent_func_path is None,
+        why="neither rollout.top_p nor rollout.top_k leaves tokens out",
     ),
     Unread(
         keys=("train.max_turns", "rollout.step_timeout"),
@@ -584,7 +589,13 @@ def _ahead(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-def _stop(config: PPOConfig) -> Iterator[Problem]:
+def _sampling(config: PPOConfig) -> Iterator[Problem]:
+    if config.rollout.top_k == 1 and config.rollout.max_kept_tokens > 0:
+        yield Problem(
+            key="rollout.top_k",
+            text="keeps one token, whose probability is 1 whatever the policy does, so nothing is learned; "
+            "use 2 or more, or -1",
+        )
     key, texts = "rollout.stop", config.rollout.stop or ()
     if "" in texts:
         yield Problem(key=key, text="has an empty text, which would end every response; remove it")

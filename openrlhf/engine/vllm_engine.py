@@ -39,6 +39,9 @@ LEFT_SHARE = 0.95
 TAGS = frozenset({"weights", "kv_cache"})
 """What of an engine sleeps, in vLLM's words."""
 
+MAX_LOGPROBS = 20
+"""Likely tokens that OpenAI's clients may ask for."""
+
 CONTROL_TIMEOUT = 300.0
 """Seconds that a pause, update or resume may take. An engine process that died never answers one."""
 
@@ -67,6 +70,8 @@ class EngineOptions:
     """Logits in float32 whatever the dtype, as a trainer has them."""
     max_images: int = 0
     """In one prompt. 0: text only."""
+    max_logprobs: int = MAX_LOGPROBS
+    """Likely tokens of each position that a request may ask for, beside the sampled one."""
     max_num_seqs: int | None = None
     """Sequences in one step of the engine. None: as vLLM chooses for offline batches, at least 256."""
 
@@ -197,8 +202,9 @@ class VLLMEngine:
                 use_tqdm_on_load=False,
                 generation_config="vllm",
                 hf_overrides={"head_dtype": "float32"} if options.float32_head else {},
-                # The distribution that was sampled from: temperature and top-p applied.
+                # The distribution that was sampled from: temperature, top-k and top-p applied.
                 logprobs_mode="processed_logprobs",
+                max_logprobs=options.max_logprobs,
                 worker_extension_cls="openrlhf.engine.vllm_transfer.WorkerExtension",
                 weight_transfer_config=WeightTransferConfig(backend=f"openrlhf_{options.transfer_backend}"),
             ),
@@ -206,6 +212,11 @@ class VLLMEngine:
             usage_context=UsageContext.LLM_CLASS,
         )
         await self._bounded(self.llm.update_weight_version("0"))  # vLLM's own name for it is no number
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that have a log-prob."""
+        return self.llm.model_config.get_vocab_size()
 
     async def generate(
         self,

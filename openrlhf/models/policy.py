@@ -29,8 +29,10 @@ class PolicyModel(RowModel):
     def forward(
         self, row: PackedRow, temperature: float = 1.0, with_entropy: bool = False, summed: bool = False
     ) -> TokenScores:
-        """`temperature` divides the logits, as it does in sampling. With `summed`, which has no entropy, the
-        gradients of the head are made in the forward pass, see `sum_of_log_probs`."""
+        """`temperature` divides the logits, as it does in sampling. Where actions have kept sets, their
+        distribution is the softmax over these alone; log-probs have the log of the sets' shares added, which
+        are constants. With `summed`, which has no entropy, the gradients of the head are made in the forward
+        pass, see `sum_of_log_probs`."""
         hidden = hidden_states(self.model, row)
         scale, softcap = self.head_options
         log_probs, entropy = head_of(self.model)(
@@ -38,9 +40,12 @@ class PolicyModel(RowModel):
             row.token_ids[row.actions],
             scale=scale / temperature,
             softcap=softcap,
+            kept=row.kept_ids,
             with_entropy=with_entropy,
             summed=summed,
         )
+        if row.log_shares is not None:
+            log_probs = log_probs + row.log_shares
         return TokenScores(log_probs, entropy)
 
 
@@ -59,6 +64,7 @@ class LogProbHead(nn.Linear):
         *,
         scale: float = 1.0,
         softcap: float | None = None,
+        kept: Tensor | None = None,
         with_entropy: bool = False,
         summed: bool = False,
     ) -> tuple[Tensor, Tensor | None]: ...
@@ -70,18 +76,24 @@ class LogProbHead(nn.Linear):
         *,
         scale: float = 1.0,
         softcap: float | None = None,
+        kept: Tensor | None = None,
         with_entropy: bool = False,
         summed: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """`targets` (A,): log-probs, or their sum, and entropy (A,) of softmax(scale * head(input)). Without:
-        logits."""
+        """`targets` (A,): log-probs, or their sum, and entropy (A,) of softmax(scale * head(input)), with
+        `kept` of `linear_log_probs` over these tokens. Without: logits."""
         if targets is None:
             return super().forward(input)
         arguments = input, self.weight, targets
         if summed:
             return sum_of_log_probs(*arguments, scale=scale, bias=self.bias, softcap=softcap), None
         return linear_log_probs(
-            *arguments, scale=scale, bias=self.bias, softcap=softcap, with_entropy=with_entropy
+            *arguments,
+            scale=scale,
+            bias=self.bias,
+            softcap=softcap,
+            kept=kept,
+            with_entropy=with_entropy,
         )
 
 

@@ -4,7 +4,7 @@ data."""
 import asyncio
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.ppo import PPOConfig
@@ -38,11 +38,14 @@ class Sampling:
     max_len: int
     stop: tuple[str, ...]
     run_seed: int
+    max_kept_tokens: int = 0
+    """See RecordingEngine."""
 
     @classmethod
     def for_training(cls, config: PPOConfig) -> "Sampling":
         rollout = config.rollout
-        return cls._of(config, "train", rollout.n_samples_per_prompt, rollout.temperature)
+        sampling = cls._of(config, "train", rollout.n_samples_per_prompt, rollout.temperature)
+        return replace(sampling, max_kept_tokens=rollout.max_kept_tokens)
 
     @classmethod
     def for_evaluation(cls, config: PPOConfig) -> "Sampling":
@@ -131,7 +134,14 @@ class EpisodeRunner:
         )
         own = [picture.copy() for picture in pictures]  # an executor may draw on them
         known = list(zip(prompt.images, own, strict=True))
-        engine = RecordingEngine(self.engine, address, self.stop_token_ids, known, self.image_token_id)
+        engine = RecordingEngine(
+            self.engine,
+            address,
+            self.stop_token_ids,
+            known,
+            self.image_token_id,
+            sampling.max_kept_tokens,
+        )
         async with self._room:
             ending = await self._ending(prompt, sampling, engine, own)
         fields: dict[str, Any] = {"turns": engine.turns, "reward": None}

@@ -9,7 +9,7 @@ import numpy as np
 from openrlhf.datasets.pictures import encoded
 from openrlhf.rollout.agents import EnvironmentFailed
 from openrlhf.rollout.seeds import seed_at
-from openrlhf.types import Image, Turn, present
+from openrlhf.types import Image, KeptSets, Turn, present
 from openrlhf.utils.agent import Engine
 
 if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
@@ -29,13 +29,14 @@ class RecordingEngine:
         stop_token_ids: Sequence[int],
         pictures: Sequence[tuple[Image, "Picture"]] = (),
         image_token_id: int | None = None,
+        max_kept_tokens: int = 0,
     ) -> None:
         """`seed_address`: of the first turn; the others have their number behind it. `pictures`: those of
         the prompt, as an executor is handed them. `image_token_id`: what stands for patches; None where the
-        policy reads no images."""
+        policy reads no images. `max_kept_tokens`: of a kept set that are recorded; 0 for none."""
         self._engine, self._address, self._stop_token_ids = engine, seed_address, list(stop_token_ids)
         self._known = {id(picture): (image, picture) for image, picture in pictures}
-        self._image_token_id = image_token_id
+        self._image_token_id, self._max_kept_tokens = image_token_id, max_kept_tokens
         self._answers: list[list[Turn]] = []  # of each request
         self._death: Exception | None = None
 
@@ -71,7 +72,10 @@ class RecordingEngine:
             raise
         # As the policy read it, with all tokens of its images.
         prompt_ids = np.asarray(output.prompt_token_ids if images else prompt_token_ids, np.int32)
-        turns += [_turn(prompt_ids, images, answer, seed + answer.index) for answer in output.outputs]
+        records_kept = self._num_kept(params) > 0
+        turns += [
+            _turn(prompt_ids, images, answer, seed + answer.index, records_kept) for answer in output.outputs
+        ]
         self._check_answers(turns)
         return output
 
@@ -112,9 +116,17 @@ class RecordingEngine:
         params.seed = seed
         params.output_kind = RequestOutputKind.FINAL_ONLY
         params.stop_token_ids = params.stop_token_ids or self._stop_token_ids
-        params.logprobs = params.logprobs or 0  # at least that of the sampled token
+        asked = params.logprobs or 0  # 0: that of the sampled token; -1: all
+        params.logprobs = asked if asked < 0 else max(asked, self._num_kept(params))
         params.flat_logprobs = True  # half the time for each token, and it reads like a list
         return params
+
+    def _num_kept(self, params: "SamplingParams") -> int:
+        """How many of the most likely tokens show which ones sampling keeps: one more than top-k, so that a
+        whole set ends with a token of probability 0. 0 where it keeps all."""
+        if params.top_p == 1 and params.top_k < 1 and params.min_p == 0:
+            return 0
+        return min(self._max_kept_tokens, params.top_k + 1) if params.top_k > 0 else self._max_kept_tokens
 
 
 def _is_death(error: Exception) -> bool:
@@ -129,18 +141,26 @@ def _pictures(multi_modal_data: dict | None) -> "list[Picture]":
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
-def _turn(prompt_ids: np.ndarray, images: tuple[Image, ...], answer: "CompletionOutput", seed: int) -> Turn:
+def _turn(
+    prompt_ids: np.ndarray,
+    images: tuple[Image, ...],
+    answer: "CompletionOutput",
+    seed: int,
+    records_kept: bool,
+) -> Turn:
     action_ids = np.asarray(answer.token_ids, np.int32)
+    log_probs = cast("FlatLogprobs", answer.logprobs)
     spans = [(int(span.version), span.end - span.start) for span in answer.weight_versions or ()]
     if not spans and len(action_ids):
         spans = [(0, len(action_ids))]
     return Turn(
         prompt_ids=prompt_ids,
         action_ids=action_ids,
-        log_probs=_sampled_log_probs(cast("FlatLogprobs", answer.logprobs)),
+        log_probs=_sampled_log_probs(log_probs),
         weight_versions=np.array(spans, np.int32).reshape(-1, 2),
         finish_reason=present(answer.finish_reason),
         seed=seed,
+        kept=_kept_sets(log_probs) if records_kept else None,
         images=images,
     )
 
@@ -149,3 +169,20 @@ def _sampled_log_probs(log_probs: "FlatLogprobs") -> np.ndarray:
     """The sampled token stands before the likely ones."""
     values = np.asarray(log_probs.logprobs, np.float32)
     return values if len(values) == len(log_probs) else values[log_probs.start_indices]
+
+
+def _kept_sets(log_probs: "FlatLogprobs") -> KeptSets:
+    """Of each position, the tokens with a probability: the sampled one stands first, and once more where it
+    is among the likely ones."""
+    shape = len(log_probs), len(log_probs.token_ids) // max(1, len(log_probs))
+    ids = np.asarray(log_probs.token_ids, np.int32).reshape(shape)
+    values = np.asarray(log_probs.logprobs, np.float64).reshape(shape)
+    possible = np.isfinite(values)
+    is_whole = ~possible.all(axis=1)  # where one of the likely tokens has none, all that have one are here
+    possible[:, 1:] &= ids[:, 1:] != ids[:, :1]
+    shares = np.exp(values, out=np.zeros_like(values), where=possible).sum(axis=1)
+    return KeptSets(
+        ids=ids[possible],
+        counts=possible.sum(axis=1, dtype=np.int32),
+        log_shares=np.where(is_whole, 0, np.log(shares.clip(max=1))).astype(np.float32),
+    )

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from openrlhf.types import Episode, Trajectory, Turn, runs
+from openrlhf.types import Episode, Trajectory, Turn, kept_of, runs
 
 NO_TURN = Turn(
     prompt_ids=np.zeros(0, np.int32),
@@ -70,6 +70,7 @@ def _trajectory(episode: Episode, part: int, turns: Sequence[Turn]) -> Trajector
         action_mask=action_mask,
         rollout_log_probs=np.concatenate([turn.log_probs for turn in turns]),
         weight_versions=_joined([turn.weight_versions for turn in turns]),
+        kept=kept_of(turns),
         images=last.images,
         turn_starts=np.array([len(turn.prompt_ids) for turn in acted], np.int32),
         turn_rewards=np.array([turn.reward for turn in acted if turn.reward is not None], np.float32),
@@ -173,5 +174,6 @@ def _part(token_ids: np.ndarray, start: int, stop: int, turn: Turn, first: int) 
         weight_versions=runs(np.repeat(*turn.weight_versions.T)[taken]),
         finish_reason=turn.finish_reason,
         seed=turn.seed,
+        kept=None if turn.kept is None else turn.kept.parts([taken])[0],
         images=turn.images,
     )

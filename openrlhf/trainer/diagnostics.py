@@ -31,6 +31,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics
         _extra_means([t for t in finished if t.is_first])
         | _reward_and_length(finished)
         | _staleness(finished, version)
+        | _kept_sets(finished)
         | _duplicates(finished)
         | _repetition(finished)
         | metrics
@@ -79,6 +80,20 @@ def _staleness(finished: Sequence[Trajectory], version: int) -> Metrics:
     return {
         "rollout/staleness_mean": float(ages @ counts / counts.sum()),
         "rollout/staleness_max": float(ages.max()),
+    }
+
+
+def _kept_sets(finished: Sequence[Trajectory]) -> Metrics:
+    """Of the actions that were not chosen from all tokens: those that are known of the ones that were kept,
+    and the probability of the others."""
+    known = [t.kept for t in finished if t.kept is not None]
+    counts = np.concatenate([kept.counts for kept in known] or [np.zeros(0)])
+    if not counts.any():
+        return {}
+    log_shares = np.concatenate([kept.log_shares for kept in known])[counts > 0]
+    return {
+        "rollout/kept_set_size_mean": float(counts[counts > 0].mean()),
+        "rollout/kept_set_rest_mean": float((1 - np.exp(log_shares)).mean()),
     }
 
 

@@ -150,6 +150,7 @@ OURS = {
         "rollout.max_concurrent_episodes",
         "rollout.step_timeout",
         "rollout.mask_truncated",
+        "rollout.max_kept_tokens",
         "rollout.retries",
         "rollout.retry_on",
         "rollout.stop_on",

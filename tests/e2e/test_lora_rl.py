@@ -30,9 +30,11 @@ SHARED = "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all"
     ids=["zero 3, two ranks", "zero 2, colocated"],
 )
 def test_adapters_of_policy_and_critic(task: TaskFiles, tmp_path: Path, place: str) -> None:
-    metrics = train(task, tmp_path, f"{FLAGS} {place}")
+    """Sampled from a part of the tokens, which policy and reference are compared over."""
+    metrics = train(task, tmp_path, f"{FLAGS} {place} --rollout.top_p 0.9 --rollout.top_k 20")
     for step in (1, 2):
         assert metrics[step]["mismatch/abs_diff_max"] < 1e-4
+        assert 1 < metrics[step]["rollout/kept_set_size_mean"] <= 20
         assert metrics[step]["critic/grad_norm"] > 0
     assert metrics[1]["kl/mean"] == pytest.approx(0, abs=1e-6)
     assert abs(metrics[2]["kl/mean"]) > 1e-5

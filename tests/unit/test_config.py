@@ -602,6 +602,12 @@ CHECKS = [
         "--algo.advantage.is_correction_enable --algo.advantage.is_correction_threshold 5 5",
         "must be less than the second",
     ),
+    (
+        PPO,
+        "--rollout.top_k 1",
+        "--rollout.top_k 1: keeps one token, whose probability is 1 whatever the policy does, so nothing is "
+        "learned; use 2 or more, or -1",
+    ),
     (PPO, ["--rollout.stop", "User:", ""], "has an empty text, which would end every response; remove it"),
     (
         PPO,
@@ -924,6 +930,12 @@ REMARKS = [
     # nothing reads it
     (PPO, "--ptx_coef 0.1", "--actor.ptx_coef 0.1: has no effect: there is no data.pretrain_dataset"),
     (PPO, "--max_steps 3", "--train.max_turns 3: has no effect: there is no train.agent_func_path"),
+    (
+        PPO,
+        "--rollout.max_kept_tokens 8",
+        "--rollout.max_kept_tokens 8: has no effect: neither rollout.top_p nor rollout.top_k leaves tokens "
+        "out",
+    ),
     (
         PPO,
         "--data.pretrain_dataset org/texts --actor.ptx_coef 0",

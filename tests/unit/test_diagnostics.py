@@ -59,6 +59,16 @@ def test_by_hand():
     }
 
 
+def test_what_sampling_kept():
+    """Of the actions that have a set: 3, 1 and 2 tokens, and 0, 0 and 0.25 beyond."""
+    cut = trajectory(actions=(5, 6), kept=records.kept_sets([5, 7, 8], [6]))
+    mixed = trajectory(actions=(5, 6), kept=records.kept_sets([], [6, 7], shares=[1, 0.75]))
+    metrics = rollout_metrics([cut, mixed, trajectory()], version=0)
+    assert metrics["rollout/kept_set_size_mean"] == 2
+    assert metrics["rollout/kept_set_rest_mean"] == pytest.approx(0.25 / 3)
+    assert not any("kept_set" in name for name in rollout_metrics([trajectory()], version=0))
+
+
 def test_when_every_sample_failed_only_that_is_told():
     assert rollout_metrics([trajectory(None), trajectory(None, outcome=Outcome.ABORTED)], version=1) == {
         "rollout/num_samples": 2,

@@ -247,7 +247,13 @@ def test_a_cancelled_episode_is_no_data() -> None:
 def test_sampling_of_a_configuration():
     config = PPOConfig(
         rollout=RolloutConfig(
-            n_samples_per_prompt=6, temperature=0.9, top_p=0.8, top_k=5, max_new_tokens=7, stop=("User:",)
+            n_samples_per_prompt=6,
+            temperature=0.9,
+            top_p=0.8,
+            top_k=5,
+            max_kept_tokens=9,
+            max_new_tokens=7,
+            stop=("User:",),
         ),
         eval=EvalConfig(n_samples_per_prompt=2, temperature=0.1),
         data=PromptDataConfig(max_len=99),
@@ -263,9 +269,10 @@ def test_sampling_of_a_configuration():
         max_len=99,
         stop=("User:",),
         run_seed=11,
+        max_kept_tokens=9,
     )
     assert Sampling.for_training(config) == train
-    evaluation = replace(train, purpose="eval", num_samples=2, temperature=0.1)
+    evaluation = replace(train, purpose="eval", num_samples=2, temperature=0.1, max_kept_tokens=0)
     assert Sampling.for_evaluation(config) == evaluation
 
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from records import kept_sets, sets_of
 
 from openrlhf.rollout.trajectories import NeverSampled, chosen_turns, trajectories
-from openrlhf.types import Episode, Image, Outcome, Prompt, Trajectory, Turn, runs
+from openrlhf.types import Episode, Image, KeptSets, Outcome, Prompt, Trajectory, Turn, runs
 
 PROMPT = Prompt(prompt_id=0, text="?")
 
@@ -20,9 +21,15 @@ def turn(prompt: list[int], actions: list[int], log_probs=None, versions=None, f
         action_ids=np.array(actions, np.int32),
         log_probs=np.array(log_probs or [-1.0] * count, np.float32),
         weight_versions=runs(versions or [0] * count),
+        kept=None if count == 1 else sets_by_log_prob(log_probs or [-1.0] * count),
         finish_reason=finish_reason,
         seed=11,
     )
+
+
+def sets_by_log_prob(log_probs: list[float]) -> KeptSets:
+    """That tell from which action they are: one to three times its log-prob."""
+    return kept_sets(*([int(-x)] * (1 + int(-x) % 3) for x in log_probs))
 
 
 def episode(*turns: Turn, **changes) -> Episode:
@@ -121,7 +128,8 @@ def histories(draw) -> list[Turn]:
 
 
 def actions_of(t: Trajectory) -> list[tuple]:
-    return list(zip(t.action_ids.tolist(), t.rollout_log_probs.tolist(), versions_of(t), strict=True))
+    facts = t.action_ids.tolist(), t.rollout_log_probs.tolist(), versions_of(t)
+    return list(zip(*facts, sets_of(t.kept, t.num_actions), strict=True))
 
 
 @given(histories())
@@ -130,13 +138,15 @@ def test_every_action_is_there_once_with_what_was_recorded_of_it(turns: list[Tur
     recorded = {}
     for each in turns:
         versions = np.repeat(*each.weight_versions.T).tolist()
-        for fact in zip(each.action_ids.tolist(), each.log_probs.tolist(), versions, strict=True):
+        sets = sets_of(each.kept, each.num_actions)
+        for fact in zip(each.action_ids.tolist(), each.log_probs.tolist(), versions, sets, strict=True):
             recorded[fact[1]] = fact
     parts = trajectories(episode(*turns))
     found = [actions_of(t) for t in parts]
     assert sorted(fact for part in found for fact in part) == sorted(recorded.values())
     for part in found:  # in the order in which they were asked for
-        assert [log_prob for _, log_prob, _ in part] == sorted((lp for _, lp, _ in part), reverse=True)
+        log_probs = [fact[1] for fact in part]
+        assert log_probs == sorted(log_probs, reverse=True)
 
 
 @given(histories())
@@ -186,6 +196,8 @@ def test_action_ranges_say_what_is_trained_on(ranges, log_probs, versions, start
     assert read
     assert t.rollout_log_probs.tolist() == log_probs and versions_of(t) == versions
     assert t.turn_starts.tolist() == starts
+    known = sets_of(sets_by_log_prob(log_probs), len(log_probs))
+    assert sets_of(t.kept, t.num_actions) == [[] if 3 in one else one for one in known]
     assert t.token_ids.tolist() == [1, 2, 5, 6, 8, 7][: ranges[-1][1]]  # nothing is behind the last action
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from records import batch_of, plain, trajectory
+from records import batch_of, kept_sets, plain, sets_of, trajectory
 
 from openrlhf.types import (
     _ARRAYS,
@@ -132,7 +132,15 @@ def batches(draw) -> Batch:
     """Sequences whose first token is their number, of 0 to 4 actions each, where every action has another
     value in each column."""
     counts = draw(st.lists(st.integers(0, 4), min_size=1, max_size=9))
-    samples = [trajectory(1.0, token_ids=[i, *range(n)]) for i, n in enumerate(counts)]
+    with_sets = draw(st.booleans())
+    samples = [
+        trajectory(
+            1.0,
+            token_ids=[i, *range(n)],
+            kept=kept_sets(*([100 * i + k] * k for k in range(n))) if with_sets and i % 2 else None,
+        )
+        for i, n in enumerate(counts)
+    ]
     values = np.arange(sum(counts), dtype=np.float32)
     known = {name: values + k for k, name in enumerate(("log_probs", "values")) if draw(st.booleans())}
     if draw(st.booleans()):
@@ -189,6 +197,10 @@ def test_a_selection_has_the_sequences_asked_for(batch, data):
     assert selected.token_ids[starts].tolist() == chosen
     assert selected.lengths.sum() == len(selected.token_ids) == len(selected.action_mask)
     assert selected.num_actions.sum() == len(selected.rollout_log_probs) == selected.action_mask.sum()
+    if selected.kept is not None:
+        number = np.array(chosen).repeat(selected.num_actions)
+        for i, one in zip(number, sets_of(selected.kept, len(number)), strict=True):
+            assert all(token // 100 == i for token in one) and (i % 2 or not one)
     assert plain(batch.select(range(len(batch)))) == plain(batch)
 
 

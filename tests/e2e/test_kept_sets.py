@@ -1,0 +1,37 @@
+"""Top-p and top-k sampling on the real stack: the trainer's log-probs are those of what was sampled from."""
+
+from pathlib import Path
+
+import pytest
+from test_rl import COMMON, train
+
+from openrlhf.tasks.prepare import TaskFiles
+
+pytestmark = [pytest.mark.usefixtures("running_ray"), pytest.mark.slow]
+FLAGS = (
+    f"{COMMON} --algo.kl.init_coef 0.01 --actor.adam.lr 1e-3 --actor.entropy_coef 0 "
+    "--actor.num_gpus_per_node 1 --train.colocate_all --eval.steps -1"
+)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        "--rollout.top_p 0.9",
+        "--rollout.top_k 20",
+        "--rollout.top_p 0.9 --rollout.max_kept_tokens 2",  # the shares of the others are known
+    ],
+)
+def test_the_trainer_has_the_distribution_that_was_sampled(
+    task: TaskFiles, tmp_path: Path, sampling: str
+) -> None:
+    metrics = train(task, tmp_path, f"{FLAGS} {sampling} --rollout.temperature 0.8")
+    for step in (1, 2):
+        assert metrics[step]["mismatch/abs_diff_max"] < 1e-4
+    assert metrics[1]["kl/mean"] == pytest.approx(0, abs=1e-6)  # the policy still is the reference
+
+
+def test_over_the_whole_vocabulary_they_differ(task: TaskFiles, tmp_path: Path) -> None:
+    """By what the tokens left out had: up to -log(0.9) each."""
+    metrics = train(task, tmp_path, f"{FLAGS} --rollout.top_p 0.9 --rollout.max_kept_tokens 0")
+    assert metrics[1]["mismatch/abs_diff_max"] > 0.05
