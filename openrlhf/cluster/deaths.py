@@ -9,6 +9,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from openrlhf.engine.weight_sync import EnginesFailedError
+
 PATIENCE = 5.0
 """Seconds in which the processes of a run answer whether they live."""
 NAMES = {
@@ -27,12 +29,16 @@ def naming_the_dead(members: Sequence[ActorHandle] = ()) -> Iterator[None]:
     try:
         yield
     except RayError as error:
-        if type(_cause(error)).__name__ == "EngineDeadError":
-            raise RuntimeError(_engine(str(error))) from error
-        death = _death_in(error) or _death_among(members)
-        if death is None:
+        told = _failed_engines(error) or _death_in(error) or _death_among(members)
+        if told is None:
             raise
-        raise RuntimeError(_described(death)) from error
+        raise RuntimeError(told) from error
+
+
+def in_words(error: RayError) -> str:
+    """What became of the process that an error comes from: how it died, or what it raised."""
+    cause = _cause(error)
+    return _death_in(error) or f"{type(cause).__name__}: {cause}"
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
@@ -48,12 +54,22 @@ def _engine(text: str) -> str:
     return _lines(NAMES["EngineActor"], f"the process that computes for process {pid} on {ip}", pid)
 
 
-def _death_in(error: BaseException | None) -> RayActorError | None:
-    error = _cause(error)
-    return error if isinstance(error, RayActorError) and not error.actor_init_failed else None
+def _failed_engines(error: BaseException) -> str | None:
+    """What a weight sync says of them."""
+    cause = _cause(error)
+    return str(cause) if isinstance(cause, EnginesFailedError) else None
 
 
-def _death_among(members: Sequence[ActorHandle]) -> RayActorError | None:
+def _death_in(error: BaseException | None) -> str | None:
+    cause = _cause(error)
+    if type(cause).__name__ == "EngineDeadError":
+        return _engine(str(error))
+    if isinstance(cause, RayActorError) and not cause.actor_init_failed:
+        return _described(cause)
+    return None
+
+
+def _death_among(members: Sequence[ActorHandle]) -> str | None:
     """Ranks that wait for a dead one often fail before it is known to be dead."""
     refs = [member.__ray_ready__.remote() for member in members]
     answered = ray.wait(refs, num_returns=len(refs), timeout=PATIENCE)[0] if refs else []
@@ -61,7 +77,7 @@ def _death_among(members: Sequence[ActorHandle]) -> RayActorError | None:
         try:
             ray.get(ref)
         except RayActorError as death:
-            return death
+            return _described(death)
     return None
 
 

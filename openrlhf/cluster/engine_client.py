@@ -2,47 +2,61 @@
 protocol."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from openrlhf.cluster.deaths import in_words
 
 
 class RayEngineClient:
-    """Every call goes to all engines and waits for all of them."""
+    """Every call goes to all engines that have not failed, and waits for them."""
 
     def __init__(self, engines: Sequence[ActorHandle], workers_per_engine: int) -> None:
         self.engines, self.workers_per_engine = list(engines), workers_per_engine
         self.version = 0
+        self.failures: dict[int, str] = {}
+        self.ends_with_first = False
 
     @property
-    def num_workers(self) -> int:
-        return len(self.engines) * self.workers_per_engine
+    def num_engines(self) -> int:
+        return len(self.engines)
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         # Engines do not know of each other: without an offset of its own each would take the same ranks.
-        first = init_info.get("rank_offset")
-        infos = [
-            init_info if first is None else init_info | {"rank_offset": first + i * self.workers_per_engine}
-            for i in range(len(self.engines))
-        ]
-        ray.get(
-            [e.init_weight_transfer_engine.remote(info) for e, info in zip(self.engines, infos, strict=True)]
-        )
+        def of_engine(i: int) -> dict:
+            if "rank_offset" not in init_info:
+                return init_info
+            return init_info | {"rank_offset": init_info["rank_offset"] + i * self.workers_per_engine}
+
+        self._all(lambda i, engine: engine.init_weight_transfer_engine.remote(of_engine(i)))
 
     def start_weight_update(self) -> None:
-        self._all(lambda engine: engine.start_weight_update.remote())
+        self._all(lambda _, engine: engine.start_weight_update.remote())
 
     def update_weights(self, update_info: dict | list[dict]) -> None:
-        self._all(lambda engine: engine.update_weights.remote(update_info))
+        self._all(lambda _, engine: engine.update_weights.remote(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         version = str(self.version) if weight_version is None else weight_version
-        self._all(lambda engine: engine.finish_weight_update.remote(version))
+        self._all(lambda _, engine: engine.finish_weight_update.remote(version))
 
-    def checksums(self) -> list[int]:
-        return [
-            c for checksums in self._all(lambda engine: engine.loaded_checksums.remote()) for c in checksums
-        ]
+    def checksums(self) -> dict[int, list[int]]:
+        return self._all(lambda _, engine: engine.loaded_checksums.remote())
 
-    def _all(self, call: Callable[[ActorHandle], ray.ObjectRef]) -> list:
-        return ray.get([call(engine) for engine in self.engines])
+    def _all(self, call: Callable[[int, ActorHandle], ray.ObjectRef]) -> dict[int, Any]:
+        """The answers of engines that gave one."""
+        asked = {call(i, e): i for i, e in enumerate(self.engines) if i not in self.failures}
+        answers = {}
+        while asked:
+            (done, *_), _ = ray.wait(list(asked))
+            i = asked.pop(done)
+            try:
+                answers[i] = ray.get(done)
+            except RayError as error:
+                if self.ends_with_first:
+                    raise
+                self.failures[i] = in_words(error)
+        return answers

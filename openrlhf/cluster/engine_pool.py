@@ -14,7 +14,8 @@ from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.pending import Gathered, Handle, first
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.residency import Residency
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
+from openrlhf.config.sections import LoraConfig
 from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.datasets.pictures import decoded
 from openrlhf.engine.stored_weights import (
@@ -27,6 +28,7 @@ from openrlhf.engine.stored_weights import (
 )
 from openrlhf.engine.vllm_engine import MAX_LOGPROBS, EngineOptions, VLLMEngine, engine_environment
 from openrlhf.models.loading import policy_processor, policy_tokenizer, stop_token_ids
+from openrlhf.models.lora import adapted_layers
 from openrlhf.models.vision import image_reader
 from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
@@ -144,8 +146,18 @@ def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False)
         load_weights=from_files,
         max_images=config.data.max_images_per_prompt,
         max_logprobs=max(MAX_LOGPROBS, config.rollout.max_kept_tokens),
+        lora=adapters_apart(config),
+        keep_cache=config.vllm.keep_cache,
         float32_head=on_gpu,  # on a CPU vLLM casts the whole head at every step, which takes 7 times as long
     )
+
+
+def adapters_apart(config: PPOConfig) -> LoraConfig | None:
+    """Those that engines keep apart, with the names of their layers."""
+    lora = config.ds.lora
+    if lora.rank == 0 or config.vllm.lora_sync == "merged":
+        return None
+    return replace(lora, target_modules=adapted_layers(config.actor.model_name_or_path, ACTOR_FLAG, lora))
 
 
 def retries_elsewhere(config: PPOConfig) -> bool:
@@ -183,6 +195,8 @@ class EnginePool:
         """How often the members have changed."""
         self.connected_epoch: int | None = None
         """The members that weights can be sent to."""
+        self.checks_left = 0
+        """Of what these members have stored."""
         self.residency = Residency(self.members, config.engines_sleep)
         self.dispatcher = Dispatcher(
             [_Sampler(member) for member in self.members],
@@ -236,15 +250,17 @@ class EnginePool:
             return self._send_weights(policy, version)
 
     def _send_weights(self, policy: "PolicyGroup", version: int) -> Metrics:
-        is_new = self.connected_epoch != self.epoch
-        if is_new:
+        if self.connected_epoch != self.epoch:
             client = RayEngineClient(self.members, self.options.tensor_parallel_size)
             policy.open_weight_sync(client, self.options.transfer_backend).result()
             self.connected_epoch = self.epoch
+            # Adapters are zero before the first step: the second sync shows what engines make of them.
+            self.checks_left = 1 if self.options.lora is None else 2
         self.residency.wake_for_sync()
         policy.send_weights(version).result()
-        if is_new:
+        if self.checks_left > 0:
             self._check_stored(policy)
+            self.checks_left -= 1
         return {}
 
     def _check_stored(self, policy: "PolicyGroup") -> None:

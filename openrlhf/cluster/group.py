@@ -184,9 +184,7 @@ class PolicyGroup(TrainedGroup[PolicyWorker]):
 
     def open_weight_sync(self, client: RayEngineClient, backend: str) -> Gathered[None]:
         address, port = self.meeting_point()
-        return self.on_all(
-            lambda worker: worker.open_weight_sync.remote(client, backend, address, port, client.num_workers)
-        )
+        return self.on_all(lambda worker: worker.open_weight_sync.remote(client, backend, address, port))
 
     def weight_bytes(self) -> int:
         """Of what `send_weights` sends."""

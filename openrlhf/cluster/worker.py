@@ -352,17 +352,17 @@ class PolicyWorker(TrainedWorker):
         if self.text_windows is not None:
             self.text_rows = self.text_windows.endless(self.model.steps)
 
-    def open_weight_sync(
-        self, client: EngineClient, backend: str, address: str, port: int, num_workers: int
-    ) -> None:
+    def open_weight_sync(self, client: EngineClient, backend: str, address: str, port: int) -> None:
+        vllm = self.config.vllm
         self.sender = WeightSender(
             self.model,
             client,
             backend=backend,
             address=address,
             port=port,
-            num_workers=num_workers,
             rank=self.rank,
+            lora_sync=vllm.lora_sync if self.config.ds.lora.rank > 0 else "merged",
+            bucket_bytes=None if vllm.sync_bucket_mb is None else vllm.sync_bucket_mb << 20,
         )
 
     def probe(self, token_ids: list[int], images: tuple[Image, ...]) -> Tensor:

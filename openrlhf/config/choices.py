@@ -39,6 +39,7 @@ ParamDtype = Literal["bf16", "fp16", "fp32"]
 ExpertsImplementation = Literal["eager", "batched_mm", "grouped_mm", "deepgemm"]
 Placement = Literal["manual", "auto"]
 SyncBackend = Literal["nccl", "gloo"]
+LoraSync = Literal["merged", "adapter"]
 BadRows = Literal["error", "skip"]
 PairLoss = Literal["sigmoid", "logexp"]
 InferenceTask = Literal["generate_vllm", "generate", "rm"]
@@ -47,6 +48,9 @@ ChatEngine = Literal["transformers", "vllm"]
 DistillationLoss = Literal["forward_kl", "reverse_kl"]
 Failure = Literal["env_error", "reward_error", "timed_out", "aborted"]
 JournalMode = Literal["full", "sample", "off"]
+
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters that vLLM makes room for."""
 
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 """Attention kernels that come in a package of their own, which need not be installed."""

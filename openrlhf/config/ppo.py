@@ -17,6 +17,7 @@ from openrlhf.config.choices import (
     ISCorrectionType,
     JournalMode,
     KLEstimator,
+    LoraSync,
     LossAggregation,
     Placement,
     PolicyLossType,
@@ -231,6 +232,17 @@ class VllmConfig:
     says."""
     sync_with_ray: bool = False
     """Send weights with ray.util.collective."""
+    sync_bucket_mb: Count | None = None
+    """MiB of weights that travel to the engines at a time. Both ends have up to two such buckets beside the
+    weights. None: 64, or 512 on GPUs that they share."""
+    lora_sync: LoraSync = "merged"
+    """What a weight sync sends of a policy with adapters (ds.lora.rank). merged: all weights, adapters added
+    to them. adapter: the weights below them once, and from then on the adapters alone, which engines keep
+    apart: syncs of seconds take an instant, sampling takes somewhat longer."""
+    keep_cache: bool = False
+    """With train.partial_rollout_enable: requests that a weight sync pauses go on with the KV cache of the
+    old weights, instead of computing it anew with the new ones. Costs nothing, and the log-probs of later
+    tokens are then those of no single weights."""
     enable_prefix_caching: bool = False
     """Keep the KV cache of prompts, for the other samples of a prompt and for later turns; it is reset at
     each weight sync."""

@@ -28,6 +28,7 @@ from openrlhf.config.checks import (
     template,
     unread,
 )
+from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.fields import values_of
 from openrlhf.config.parse import Explicit, Problem
 from openrlhf.config.ppo import EPISODES_VARIABLE, QUEUE_VARIABLE, PPOConfig
@@ -68,6 +69,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_variables(),
             *_ahead(config),
             *_sampling(config),
+            *_adapters(config),
             *_evaluation(config, explicit),
             *optimizer("actor.", config.actor),
             *(optimizer("critic.", config.critic) if config.uses_critic else ()),
@@ -274,6 +276,11 @@ PPO_UNREAD = (
         keys=("vllm.enable_sleep",),
         when=lambda c: not c.engines_sleep,
         why="engines have their own GPUs without train.colocate_all, and with train.async_enable",
+    ),
+    Unread(
+        keys=("vllm.lora_sync",),
+        when=lambda c: c.ds.lora.rank == 0,
+        why="there are no adapters (ds.lora.rank 0)",
     ),
     Unread(
         keys=("vllm.gpu_memory_utilization",),
@@ -572,6 +579,17 @@ def _ahead(config: PPOConfig) -> Iterator[Problem]:
     train = config.train
     if train.partial_rollout_enable and not train.async_enable:
         yield Problem(key="train.partial_rollout_enable", text="needs --train.async_enable")
+    if config.vllm.keep_cache and not train.partial_rollout_enable:
+        yield Problem(
+            key="vllm.keep_cache",
+            text="keeps the cache of requests that a sync pauses, and only --train.partial_rollout_enable "
+            "pauses any; add that, or remove it",
+        )
+    if config.vllm.keep_cache and config.reads_images:
+        yield Problem(
+            key="vllm.keep_cache",
+            text="would give images of new prompts what the old weights saw in them; remove it",
+        )
     if train.async_enable and train.colocate_all and config.placement == "manual":
         more = config.num_engines * config.vllm.tensor_parallel_size
         yield Problem(
@@ -586,6 +604,25 @@ def _ahead(config: PPOConfig) -> Iterator[Problem]:
             text=f"samples may be {config.max_staleness} steps older than the weights that they train; "
             "--algo.advantage.is_correction_enable weighs them",
             fatal=False,
+        )
+
+
+def _adapters(config: PPOConfig) -> Iterator[Problem]:
+    """Adapters that engines keep apart."""
+    rank = config.ds.lora.rank
+    if config.vllm.lora_sync == "merged" or rank == 0:
+        return
+    if rank > VLLM_LORA_RANKS[-1]:
+        yield Problem(
+            key="vllm.lora_sync",
+            text=f"vLLM has no adapters of rank {rank} (ds.lora.rank), only up to {VLLM_LORA_RANKS[-1]}; "
+            "remove it, which merges them",
+        )
+    if config.reads_images:
+        yield Problem(
+            key="vllm.lora_sync",
+            text="vLLM adapts the language part of a model alone, and ds.lora adapts the vision part too; "
+            "remove it, which merges them",
         )
 
 

@@ -58,6 +58,7 @@ FREE = {
     *("ref.offload", "teacher.offload", "reward.offload", "ref.precompute_enable"),
     *("train.colocate_all", "train.colocate_actor_ref", "train.colocate_critic_reward"),
     *("vllm.num_engines", "vllm.tensor_parallel_size", "vllm.sync_backend", "vllm.sync_with_ray"),
+    *("vllm.sync_bucket_mb", "vllm.lora_sync"),
     *("vllm.enable_prefix_caching", "vllm.enforce_eager", "vllm.enable_sleep"),
     *("vllm.gpu_memory_utilization", "vllm.kv_cache_gb"),
     # Rows: how a step's samples are laid out.

@@ -25,10 +25,17 @@ from openrlhf.engine.lr_schedule import lr_schedule
 from openrlhf.engine.moving_average import MovingAverage
 from openrlhf.engine.optimizer_state import OptimizerState
 from openrlhf.engine.random_state import load_random_state, save_random_state, saved_ranks
+from openrlhf.engine.weight_sync import Part
 from openrlhf.models.backbone import RowModel, backbone_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
 from openrlhf.models.dropout import enable_checkpointing, has_noise, set_training
-from openrlhf.models.lora import has_adapters, merged_weights, save_adapter
+from openrlhf.models.lora import (
+    adapter_weights,
+    base_weights,
+    has_adapters,
+    merged_weights,
+    save_adapter,
+)
 from openrlhf.models.self_check import settle_reading
 from openrlhf.types import LossNorm, Metrics
 
@@ -37,6 +44,7 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 ItemT = TypeVar("ItemT")
+WHOLE = {"merged": merged_weights, "base": base_weights}
 BUCKET_BYTES = 256 << 20
 """Of whole parameters that are gathered at a time."""
 
@@ -180,11 +188,17 @@ class DeepSpeedEngine:
         self.module.eval()
         return on_cpu([read(self.engine, row) for row in padded])[: len(rows)]
 
-    def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, bucket_bytes: int = BUCKET_BYTES, part: Part = "merged"
+    ) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that a checkpoint of the model holds, in full, by the checkpoint's name and in its
-        layout, adapters merged into it. All ranks must iterate together: at stage 3 each bucket is a
-        collective. Tensors last as long as they are kept, until the next optimizer step."""
-        layout, weights = self._layout, merged_weights(self.module.model)
+        layout, adapters merged into it or, by `part`, left out; or those of the adapter by peft's names. All
+        ranks must iterate together: at stage 3 each bucket is a collective. Tensors last as long as they are
+        kept, until the next optimizer step."""
+        if part == "adapter":
+            yield from self._in_full(adapter_weights(self.module.model).items(), bucket_bytes)
+            return
+        layout, weights = self._layout, WHOLE[part](self.module.model)
         parts = lambda conversion: [part for name in conversion.names for part in weights[name].parts]
         sizes = [sum(map(num_bytes, parts(conversion))) for conversion in layout.conversions]
         for bucket in _buckets(layout.conversions, sizes, bucket_bytes):
@@ -193,11 +207,14 @@ class DeepSpeedEngine:
                     whole = {name: weights[name].merged() for name in conversion.names}
                     yield from layout.convert(conversion, whole).items()
 
-    def weight_metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    def weight_metadata(self, part: Part = "merged") -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(name, dtype, full shape) of everything that `weights` yields, without a transfer."""
+        if part == "adapter":
+            of_adapter = adapter_weights(self.module.model)
+            return [(name, p.dtype, full_shape(p)) for name, p in of_adapter.items()]
         empty = {
             name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-            for name, weight in merged_weights(self.module.model).items()
+            for name, weight in WHOLE[part](self.module.model).items()
         }
         return [
             (name, t.dtype, tuple(t.shape))
@@ -319,9 +336,11 @@ class DeepSpeedEngine:
         limit = self.max_norm if self.max_norm > 0 else math.inf
         return float(nn.utils.clip_grad_norm_(self.module.parameters(), limit))
 
-    def _in_full(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+    def _in_full(
+        self, parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES
+    ) -> Iterator[tuple[str, Tensor]]:
         named = list(parameters)
-        for bucket in _buckets(named, [num_bytes(p) for _, p in named], BUCKET_BYTES):
+        for bucket in _buckets(named, [num_bytes(p) for _, p in named], bucket_bytes):
             with self._gathered(p for _, p in bucket):
                 for name, param in bucket:
                     yield name, param.data
@@ -373,6 +392,11 @@ class FrozenModel:
 def on_cpu(answers: Sequence[Tensor]) -> list[Tensor]:
     """Copied once all are under way: a copy waits for its device."""
     return [answer.cpu() for answer in answers]
+
+
+def full_shape(param: Tensor) -> tuple[int, ...]:
+    """Of the whole parameter, of which ZeRO-3 keeps only a shard here."""
+    return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def full_numel(param: Tensor) -> int:

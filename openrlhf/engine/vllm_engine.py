@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.sections import LoraConfig
 from openrlhf.engine.peak_memory import Peaks
 from openrlhf.models.generation import Decoding
 from openrlhf.types import present
@@ -23,6 +25,8 @@ from openrlhf.utils.text import image_data
 
 if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
     from PIL.Image import Image as Picture
+    from vllm.inputs import TokensPrompt
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
@@ -41,6 +45,9 @@ TAGS = frozenset({"weights", "kv_cache"})
 
 MAX_LOGPROBS = 20
 """Likely tokens that OpenAI's clients may ask for."""
+
+ADAPTER = 1
+"""vLLM's number of the only adapter of an engine."""
 
 CONTROL_TIMEOUT = 300.0
 """Seconds that a pause, update or resume may take. An engine process that died never answers one."""
@@ -74,6 +81,11 @@ class EngineOptions:
     """Likely tokens of each position that a request may ask for, beside the sampled one."""
     max_num_seqs: int | None = None
     """Sequences in one step of the engine. None: as vLLM chooses for offline batches, at least 256."""
+    lora: LoraConfig | None = None
+    """Adapters that weight syncs bring beside the weights, on layers whose last names are its
+    `target_modules`. None: weights are all that comes."""
+    keep_cache: bool = False
+    """Requests that a weight sync pauses go on with what their tokens were to the old weights."""
 
     @classmethod
     def of(
@@ -137,6 +149,17 @@ def memory_share(asked: float, free: float | None) -> float:
     return asked if free is None else min(asked, LEFT_SHARE * free)
 
 
+def _lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
+    """Of an engine. vLLM makes room for one of its own ranks, and leaves what is over at zero."""
+    if lora is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": min(rank for rank in VLLM_LORA_RANKS if rank >= lora.rank),
+        "lora_target_modules": list(lora.target_modules),
+    }
+
+
 def sampling_params(decoding: Decoding, seed: int, *, stream: bool = False) -> "SamplingParams":
     """vLLM's words for it. stream: tokens come as they are sampled."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -160,6 +183,10 @@ class VLLMEngine:
         self.asleep: frozenset[str] = frozenset()
         self.peak = 0
         """Bytes that generation needed before the engine fell asleep. 0: it has not."""
+        self.adapter: LoRARequest | None = None
+        """What requests compute with beside the weights, once a weight sync has brought it."""
+        self.num_syncs = 0
+        """That have started."""
 
     async def start(self, free_share: float | None = None) -> None:
         """Load the model. `free_share`: of its GPUs' memory, what models that stay there leave; None where
@@ -207,6 +234,7 @@ class VLLMEngine:
                 max_logprobs=options.max_logprobs,
                 worker_extension_cls="openrlhf.engine.vllm_transfer.WorkerExtension",
                 weight_transfer_config=WeightTransferConfig(backend=f"openrlhf_{options.transfer_backend}"),
+                **_lora_arguments(options.lora),
             ),
             # vLLM's batch sizes for throughput. Its choice for engines that nobody names is 128 sequences.
             usage_context=UsageContext.LLM_CLASS,
@@ -225,14 +253,14 @@ class VLLMEngine:
         multi_modal_data: dict | None = None,
     ) -> "RequestOutput":
         """One request. Raises vLLM's errors."""
-        from vllm.inputs import TokensPrompt
-
         self._require_awake(TAGS)
-        prompt = TokensPrompt(prompt_token_ids=prompt_token_ids)
+        prompt = self._prompt(prompt_token_ids)
         if multi_modal_data is not None:
             prompt["multi_modal_data"] = multi_modal_data
         output = None
-        async for latest in self.llm.generate(prompt, sampling_params, request_id=uuid.uuid4().hex):
+        async for latest in self.llm.generate(
+            prompt, sampling_params, request_id=uuid.uuid4().hex, lora_request=self.adapter
+        ):
             output = latest
         assert output is not None  # vLLM answers or raises
         return output
@@ -241,11 +269,18 @@ class VLLMEngine:
         self, prompt_token_ids: list[int], sampling_params: "SamplingParams"
     ) -> AsyncIterator[list[int]]:
         """The tokens of one answer as they come; `sampling_params` must ask for that."""
-        from vllm.inputs import TokensPrompt
-
-        prompt = TokensPrompt(prompt_token_ids=prompt_token_ids)
+        prompt = self._prompt(prompt_token_ids)
         async for latest in self.llm.generate(prompt, sampling_params, request_id=uuid.uuid4().hex):
             yield list(latest.outputs[0].token_ids)
+
+    def _prompt(self, token_ids: list[int]) -> "TokensPrompt":
+        from vllm.inputs import TokensPrompt
+
+        prompt = TokensPrompt(prompt_token_ids=token_ids)
+        if self.options.keep_cache:
+            # Old weights' blocks stay with the requests that hold them, and nobody else finds them.
+            prompt["cache_salt"] = str(self.num_syncs)
+        return prompt
 
     async def log_probs(self, token_ids: list[int], pictures: Sequence["Picture"] = ()) -> list[float]:
         """Of every token but the first, at temperature 1. `token_ids`: with one placeholder for each of the
@@ -266,9 +301,10 @@ class VLLMEngine:
     async def start_weight_update(self) -> None:
         """Between here and `finish_weight_update` the model has no weights: scheduling anything would kill
         the engine, so it is paused first. Requests in flight are frozen, and start over from their tokens
-        afterwards."""
+        afterwards, or with `keep_cache` go on."""
         self._require_awake({"weights"})
-        await self._bounded(self.llm.pause_generation(mode="keep", clear_cache=True))
+        await self._bounded(self.llm.pause_generation(mode="keep", clear_cache=not self.options.keep_cache))
+        self.num_syncs += 1  # from here on a request computes nothing with the old weights
         await self._bounded(self.llm.start_weight_update())
 
     async def update_weights(self, update_info: dict | list[dict]) -> None:
@@ -278,10 +314,22 @@ class VLLMEngine:
 
     async def finish_weight_update(self, weight_version: str) -> None:
         await self._bounded(self.llm.finish_weight_update(weight_version=weight_version))
-        if not await self._bounded(self.llm.reset_prefix_cache(reset_running_requests=True)):
+        if self.options.lora is not None:
+            await self._use_adapter(self.options.lora)
+        if not self.options.keep_cache and not await self._bounded(
+            self.llm.reset_prefix_cache(reset_running_requests=True)
+        ):
             raise RuntimeError("vLLM kept a prefix cache that belongs to the old weights")
         if not self.asleep:  # else it resumes when its KV cache wakes
             await self._bounded(self.llm.resume_generation())
+
+    async def _use_adapter(self, lora: LoraConfig) -> None:
+        from vllm.lora.request import LoRARequest
+
+        config = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.target_modules)}
+        await self._bounded(self.llm.collective_rpc("use_adapter", args=(ADAPTER, config)))
+        # Workers have it: nobody looks for the folder that a request must name.
+        self.adapter = LoRARequest("policy", ADAPTER, "held by the workers")
 
     async def loaded_checksums(self) -> list[int]:
         """Of each worker, see weight_sync.Checksum."""

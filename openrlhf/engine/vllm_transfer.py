@@ -4,11 +4,16 @@ Importing this module registers our transfer backends: `openrlhf_gloo` for machi
 `nccl` and `ipc` with a checksum of what they load.
 """
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -18,12 +23,22 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
 from openrlhf.engine import peak_memory
-from openrlhf.engine.weight_sync import PLACES, Checksum, TensorMeta, broadcast, gloo_group, plan_buckets
+from openrlhf.engine.weight_sync import (
+    ADAPTER_MARKS,
+    PLACES,
+    Checksum,
+    TensorMeta,
+    broadcast,
+    gloo_group,
+    plan_buckets,
+)
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -33,7 +48,8 @@ class WorkerExtension:
     """Methods that an engine calls on all of its workers."""
 
     weight_transfer_engine: "CheckedLoading"
-    """Of the worker that this is mixed into."""
+    """Of the worker that this is mixed into, as is `add_lora`."""
+    add_lora: Callable[[LoRARequest], bool]
 
     def loaded_checksum(self) -> int:
         """Of everything loaded since the last `start_weight_update`."""
@@ -50,9 +66,19 @@ class WorkerExtension:
         engine = self.weight_transfer_engine
         return [name for name, now in _fingerprints(engine.model).items() if engine.at_start[name] == now]
 
+    def use_adapter(self, number: int, config: dict[str, Any]) -> None:
+        """Put the adapter that came with the last update in the place of the one called `number`. `config`:
+        what peft says of it. vLLM reads the folders that peft writes."""
+        tensors = self.weight_transfer_engine.adapter
+        with TemporaryDirectory(prefix="adapter-") as folder:
+            save_file(tensors, f"{folder}/adapter_model.safetensors")
+            Path(folder, "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+            self.add_lora(LoRARequest("policy", number, folder, load_inplace=True))
+
 
 class CheckedLoading(WeightTransferEngine):
-    """Mixin for transfer engines: sums up what goes into `load_weights` during an update."""
+    """Mixin for transfer engines: sums up what goes into `load_weights` during an update. An adapter's
+    tensors it keeps; weights are replaced where others come."""
 
     model: Any
     """One of vLLM's, which have `load_weights`."""
@@ -60,23 +86,38 @@ class CheckedLoading(WeightTransferEngine):
     checksum = Checksum()
     at_start: dict[str, int]
     """Fingerprints of the parameters before the first update."""
+    adapter: dict[str, Tensor]
+    """Of the last update, by peft's names."""
+    is_replacing = False
+    """The update has brought weights, which the model is without until it ends."""
 
     def start_weight_update(self) -> None:
         if not hasattr(self, "at_start"):
             self.at_start = _fingerprints(self.model)
-        self.checksum = Checksum()
-        load, checksum = type(self.model).load_weights, self.checksum
-
-        def checked_load(weights: Iterable[tuple[str, Tensor]]) -> Any:
-            return load(self.model, _counted(weights, checksum))
-
-        self.model.load_weights = checked_load
-        super().start_weight_update()
+        self.checksum, self.adapter, self.is_replacing = Checksum(), {}, False
+        self.model.load_weights = self._load
 
     def finish_weight_update(self) -> None:
         del self.model.load_weights
-        super().finish_weight_update()
+        if self.is_replacing:
+            super().finish_weight_update()
         peak_memory.restart()  # what generation needs comes now
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> Any:
+        weights = []
+        for name, tensor in tensors:
+            self.checksum.add(name, tensor)
+            if any(mark in name for mark in ADAPTER_MARKS):
+                self.adapter[name] = tensor.to("cpu", copy=True)  # the buffer is filled again
+            else:
+                weights.append((name, tensor))
+        if not weights:
+            return None
+        if not self.is_replacing:
+            super().start_weight_update()
+            self.is_replacing = True
+        with _below_adapters(self.model):
+            return type(self.model).load_weights(self.model, weights)
 
 
 @dataclass
@@ -84,13 +125,15 @@ class GlooInitInfo(WeightTransferInitInfo):
     master_address: str
     master_port: int
     rank_offset: int
-    world_size: int
+    """Of the engine's first worker among the workers of all engines: the name of the engine's group."""
 
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
     tensors: list = field(default_factory=list)
     """[name, dtype, shape] of each tensor, in the order of sending."""
+    bucket_bytes: int = 0
+    """The sender's."""
 
 
 class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
@@ -101,9 +144,9 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     update_info_cls = GlooUpdateInfo
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        parallel = self.parallel_config
-        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self.group = gloo_group(init_info.master_address, init_info.master_port, rank, init_info.world_size)
+        parallel, name = self.parallel_config, str(init_info.rank_offset)
+        meeting = init_info.master_address, init_info.master_port
+        self.group = gloo_group(*meeting, name, 1 + parallel.rank, 1 + parallel.world_size)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -111,10 +154,14 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         assert self.group is not None  # the trainer opens the transfer first
         tensors = [TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in update_info.tensors]
-        for bucket in plan_buckets(tensors):
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            broadcast(self.group, buffer)
-            self.model.load_weights([(meta.name, view) for meta, view in bucket.views(buffer)])
+        try:
+            for bucket in plan_buckets(tensors, update_info.bucket_bytes):
+                buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+                broadcast(self.group, buffer).wait()
+                self.model.load_weights([(meta.name, view) for meta, view in bucket.views(buffer)])
+        except BaseException:
+            self.group = None  # a closed connection: the sender does not wait for this engine
+            raise
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -140,10 +187,17 @@ class CheckedIPC(CheckedLoading, IPCWeightTransferEngine):
     pass
 
 
-def _counted(weights: Iterable[tuple[str, Tensor]], checksum: Checksum) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        checksum.add(name, tensor)
-        yield name, tensor
+@contextmanager
+def _below_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as its loader knows it: around a layer that may have an adapter vLLM puts another one."""
+    wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, BaseLayerWithLoRA)]
+    for name, layer in wrapped:
+        model.set_submodule(name, layer.base_layer)
+    try:
+        yield
+    finally:
+        for name, layer in wrapped:
+            model.set_submodule(name, layer)
 
 
 def _fingerprints(model: nn.Module) -> dict[str, int]:

@@ -6,36 +6,46 @@ backends.
     client.finish_weight_update(v)   engines hold version v, drop their caches and resume
     check                            engines must have loaded exactly what was sent
 
-`gloo` broadcasts over TCP and is registered by engine/vllm_transfer.py; `nccl` and `ipc` are vLLM's own.
+`gloo` broadcasts over TCP and is registered by engine/vllm_transfer.py; `nccl` and `ipc` are vLLM's own. With
+`gloo` and `ipc` an engine that fails leaves the others whole: they finish their update before
+EnginesFailedError says which it was. All engines of `nccl` are in one group, which ends with any of them.
 """
 
 import datetime
 import math
 import os
+import socket
 import sys
 import traceback
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from openrlhf.config.choices import LoraSync
+
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import WeightSource as VLLMWeightSource
 
 BUCKET_BYTES = 64 << 20
+"""Of weights that travel at a time, unless `--vllm.sync_bucket_mb` says otherwise."""
 SHARED_BYTES = 512 << 20
-"""Of the buffer that processes on one GPU share: each filling of it is a round trip to all engines."""
+"""The same for the buffer that processes on one GPU share: each filling of it is a round trip to all
+engines."""
 ALIGNMENT = 64
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the type that shows its bits."""
+ADAPTER_MARKS = (".lora_A.", ".lora_B.")
+"""In the names of an adapter's tensors, and in no checkpoint's of a whole model."""
 TIMEOUT = datetime.timedelta(seconds=300)
+
+
+Part = Literal["merged", "base", "adapter"]
+"""Of a model's weights: all, adapters merged into them; all, as they are below adapters; adapters alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +61,19 @@ class TensorMeta:
 
 
 class EngineClient(Protocol):
-    """The inference engines' control plane, all engines as one. Every call waits for all of them."""
+    """The inference engines' control plane, all engines as one. Every call goes to those that have not failed
+    and waits for them."""
 
     version: int
     """Label that `finish_weight_update` gives to the weights."""
+    workers_per_engine: int
+    failures: dict[int, str]
+    """Engines by their number, and what became of them."""
+    ends_with_first: bool
+    """Raise an engine's error at once, because the others would never answer."""
+
+    @property
+    def num_engines(self) -> int: ...
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         """Engine i takes the ranks from `init_info["rank_offset"] + i * workers_per_engine` on."""
@@ -66,20 +85,40 @@ class EngineClient(Protocol):
 
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
-    def checksums(self) -> list[int]:
+    def checksums(self) -> dict[int, list[int]]:
         """What each engine's workers loaded since `start_weight_update`, see `Checksum`."""
         ...
 
 
+class EnginesFailedError(RuntimeError):
+    """Engines that failed in a weight sync. Those that did not hold the new version."""
+
+    def __init__(self, version: int, failures: Mapping[int, str], num_engines: int) -> None:
+        super().__init__(version, failures, num_engines)
+        self.version, self.failures, self.num_engines = version, dict(failures), num_engines
+
+    def __str__(self) -> str:
+        whole = [str(i) for i in range(self.num_engines) if i not in self.failures]
+        others = f"engine {', '.join(whole)} holds version {self.version}" if whole else "no engine is left"
+        told = "\n".join(f"inference engine {i}: {text}" for i, text in self.failures.items())
+        return f"weight sync {self.version} failed, {others}.\n{told}"
+
+
+WORD = 8
+"""Bytes that are summed as one number."""
 PLACES = 1021
-"""Elements are told apart by their place modulo this prime."""
-CHUNK_ROWS = 1 << 13
-"""Times PLACES: elements that are summed at a time. torch widens them to 64 bits first, 67 MB."""
+"""Words are told apart by their place modulo this prime."""
+CHUNK_ROWS, CPU_CHUNK_ROWS = 1 << 13, 1 << 7
+"""Times PLACES: words that are summed at a time. 67 MB, so that a GPU is asked rarely; 1 MB, which stays in a
+core's cache."""
 
 
 class Checksum:
     """Sum over named tensors' bits modulo 2^64, in any order of the tensors. A tensor that is missing,
     doubled, renamed or changed shows, and so does one whose elements changed places.
+
+    Bits are summed in words of 64, as fast as memory is read. The upper halves are summed once more: of a
+    word times an even number 2^64 would swallow the uppermost bits.
 
     `add` only queues work on the tensor's device, on the current stream. `value` waits for it, and may be
     read when all streams have been waited for.
@@ -93,42 +132,67 @@ class Checksum:
         return int(torch.stack(self.terms).sum()) % (1 << 64) if self.terms else 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        bits = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
-        whole = len(bits) - len(bits) % PLACES
-        by_place = torch.zeros(PLACES, dtype=torch.int64, device=bits.device)
-        for rows in bits[:whole].view(-1, PLACES).split(CHUNK_ROWS):
-            by_place += rows.sum(0, dtype=torch.int64)
-        by_place[: len(bits) - whole] += bits[whole:]
-        places = torch.arange(1, PLACES + 1, device=bits.device)
+        by_place = torch.zeros(2, PLACES, dtype=torch.int64, device=tensor.device)
+        for rows in _rows_of_words(tensor.detach().contiguous().view(-1).view(torch.uint8)):
+            by_place[0] += rows.sum(0)
+            by_place[1] += (rows >> 32).sum(0)
+        places = torch.arange(1, 2 * PLACES + 1, device=tensor.device).view(2, PLACES)
         odd = 2 * zlib.crc32(name.encode()) + 1  # so that no bit of the sum is lost
-        self.terms.append(((by_place * places).sum() + len(bits)) * odd)
+        self.terms.append(((by_place * places).sum() + tensor.numel()) * odd)
+
+
+def _rows_of_words(data: Tensor) -> Iterator[Tensor]:
+    """(rows, PLACES) words of bytes at a time; what is missing of the last row is zero."""
+    whole = len(data) - len(data) % (WORD * PLACES)
+    head, last = data[:whole], data.new_zeros(WORD * PLACES)
+    if head.storage_offset() % WORD:
+        head = head.clone()
+    last[: len(data) - whole] = data[whole:]
+    chunk_rows = CPU_CHUNK_ROWS if data.device.type == "cpu" else CHUNK_ROWS
+    yield from head.view(torch.int64).view(-1, PLACES).split(chunk_rows)
+    yield last.view(torch.int64).view(1, PLACES)
 
 
 class Sendable(Protocol):
     """A model in training, on every rank: DeepSpeedEngine says what these do."""
 
-    def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]: ...
+    def weights(self, bucket_bytes: int, part: Part = "merged") -> Iterator[tuple[str, Tensor]]: ...
 
-    def weight_metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]: ...
+    def weight_metadata(self, part: Part = "merged") -> list[tuple[str, torch.dtype, tuple[int, ...]]]: ...
 
 
 class WeightSource:
-    """A model's weights as the transfer backends want them: metadata, and iteration that every rank joins."""
+    """A model's weights as the transfer backends want them: metadata, and iteration that every rank joins.
+    Where adapters go apart, what lies below them is only sent the first time."""
 
-    def __init__(self, engine: Sendable) -> None:
-        self.engine = engine
+    def __init__(self, engine: Sendable, lora_sync: LoraSync, bucket_bytes: int) -> None:
+        self.engine, self.bucket_bytes = engine, bucket_bytes
+        self.parts: tuple[Part, ...] = ("merged",) if lora_sync == "merged" else ("base", "adapter")
         self.checksum = Checksum()
+        self._metadata: dict[Part, list[TensorMeta]] = {}
 
-    @cached_property
+    @property
     def tensors(self) -> list[TensorMeta]:
-        return [TensorMeta(n, str(dtype)[6:], shape) for n, dtype, shape in self.engine.weight_metadata()]
+        """Of the parts that are next to be sent."""
+        return [meta for part in self.parts for meta in self._of_part(part)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         self.checksum = Checksum()
-        for name, tensor in self.engine.weights(BUCKET_BYTES):
-            whole = tensor.contiguous()
-            self.checksum.add(name, whole)
-            yield name, whole
+        for part in self.parts:
+            for name, tensor in self.engine.weights(self.bucket_bytes, part):
+                whole = tensor.contiguous()
+                self.checksum.add(name, whole)
+                yield name, whole
+
+    def were_sent(self) -> None:
+        """What changes in training is all that the engines need from now on."""
+        self.parts = self.parts[-1:]
+
+    def _of_part(self, part: Part) -> list[TensorMeta]:
+        if part not in self._metadata:
+            found = self.engine.weight_metadata(part)
+            self._metadata[part] = [TensorMeta(n, str(dtype)[6:], shape) for n, dtype, shape in found]
+        return self._metadata[part]
 
 
 class Transfer(Protocol):
@@ -142,10 +206,9 @@ class Rendezvous(NamedTuple):
 
     address: str
     port: int
-    world_size: int
-    """The trainer's rank 0 and all workers."""
     rank: int
     """Of the trainer."""
+    bucket_bytes: int
 
 
 class WeightSender:
@@ -159,59 +222,97 @@ class WeightSender:
         backend: str,
         address: str,
         port: int,
-        num_workers: int,
         rank: int,
+        lora_sync: LoraSync = "merged",
+        bucket_bytes: int | None = None,
     ) -> None:
-        """`num_workers`: vLLM workers over all engines. `address`, `port`: where rank 0 can be reached."""
-        self.source, self.client, self.rank = WeightSource(engine), client, rank
-        meeting = Rendezvous(address, port, num_workers + 1, rank)
+        """`address`, `port`: where rank 0 can be reached. `bucket_bytes`: of weights that travel at a time.
+        None: as the backend has it."""
+        bucket_bytes = bucket_bytes or (SHARED_BYTES if backend == "ipc" else BUCKET_BYTES)
+        self.source, self.client, self.rank = WeightSource(engine, lora_sync, bucket_bytes), client, rank
+        meeting = Rendezvous(address, port, rank, bucket_bytes)
         self.transfer: Transfer = OPEN_TRANSFER[backend](self.source, client, meeting)
 
     def send(self, version: int) -> None:
-        """Raises RuntimeError where an engine loaded something else than what was sent."""
+        """Raises EnginesFailedError where engines failed, or loaded something else than what was sent, once
+        the others hold the new version."""
         self.client.version = version
         if torch.cuda.is_available():  # vLLM's NCCL sender reads the weights on streams of its own
             torch.cuda.current_stream().synchronize()
         self.transfer.send_weights()
+        self.source.were_sent()
         if self.rank == 0:
-            sent = self.source.checksum.value
-            for i, loaded in enumerate(self.client.checksums()):
-                if loaded != sent:
-                    raise RuntimeError(
-                        f"weight sync {version}: inference worker {i} loaded other weights than the trainer "
-                        f"sent (checksum {loaded:#x}, expected {sent:#x})"
-                    )
+            loaded = self.client.checksums()
+            failures = self.client.failures | _differing(loaded, self.source.checksum.value)
+            if failures:
+                raise EnginesFailedError(version, failures, self.client.num_engines)
+
+
+def _differing(loaded: Mapping[int, Sequence[int]], sent: int) -> dict[int, str]:
+    """What to say of engines with workers that loaded something else."""
+    return {
+        i: f"worker {worker} loaded other weights than the trainer sent (checksum {checksum:#x}, expected "
+        f"{sent:#x})"
+        for i, checksums in loaded.items()
+        for worker, checksum in enumerate(checksums)
+        if checksum != sent
+    }
 
 
 class GlooTransfer:
-    """Broadcasts packed buckets over a private process group, beside DeepSpeed's own."""
+    """Broadcasts packed buckets over private process groups, beside DeepSpeed's own: one for each engine, so
+    that none waits for another that has failed."""
 
-    def __init__(self, source: WeightSource, client: EngineClient, group: dist.ProcessGroup | None) -> None:
-        """`group`: None on ranks other than 0."""
-        self.source, self.client, self.group = source, client, group
+    def __init__(
+        self, source: WeightSource, client: EngineClient, groups: Mapping[int, dist.ProcessGroup]
+    ) -> None:
+        """`groups`: by the number of the engine; none on ranks other than 0."""
+        self.source, self.client, self.groups = source, client, dict(groups)
+        self.under_way: dict[int, dist.Work] = {}
 
     def send_weights(self) -> None:
-        if self.group is None:  # only join the gathers
+        if not self.groups:  # only join the gathers
             for _ in self.source:
                 pass
             return
         tensors = self.source.tensors
         self.client.start_weight_update()
+        self._forget(self.client.failures)
         with ThreadPoolExecutor(1) as thread:
-            update = {"tensors": [[t.name, t.dtype, list(t.shape)] for t in tensors]}
+            update = {
+                "tensors": [[t.name, t.dtype, list(t.shape)] for t in tensors],
+                "bucket_bytes": self.source.bucket_bytes,
+            }
             received = thread.submit(self.client.update_weights, update)
             stream = iter(self.source)
-            for bucket in plan_buckets(tensors):
+            for bucket in plan_buckets(tensors, self.source.bucket_bytes):
                 buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
                 for meta, view in bucket.views(buffer):
                     name, tensor = next(stream)
                     assert name == meta.name, (name, meta.name)
                     view.copy_(tensor)
-                broadcast(self.group, buffer)
+                self._arrive()
+                self.under_way = {i: broadcast(group, buffer) for i, group in self.groups.items()}
+            self._arrive()
             for _ in stream:  # lets the source leave its last gather
                 raise AssertionError("more weights than the metadata announced")
             received.result()
         self.client.finish_weight_update()
+
+    def _arrive(self) -> None:
+        """The bucket under way has arrived where engines live: a dead one's connection breaks, and so does
+        that of one which has failed."""
+        for i, work in self.under_way.items():
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._forget([i])
+                print(f"weight sync: the connection to inference engine {i} broke: {error}", file=sys.stderr)
+        self.under_way = {}
+
+    def _forget(self, engines: Iterable[int]) -> None:
+        for i in engines:
+            self.groups.pop(i, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +332,7 @@ class Bucket:
             offset += _aligned(t.num_bytes)
 
 
-def plan_buckets(tensors: list[TensorMeta], capacity: int = BUCKET_BYTES) -> list[Bucket]:
+def plan_buckets(tensors: list[TensorMeta], capacity: int) -> list[Bucket]:
     """In order, each at most `capacity` bytes unless a single tensor is larger. Both sides compute the same
     plan."""
     buckets: list[list[TensorMeta]] = [[]]
@@ -245,38 +346,54 @@ def plan_buckets(tensors: list[TensorMeta], capacity: int = BUCKET_BYTES) -> lis
     return [Bucket(tuple(b)) for b in buckets if b]
 
 
-def gloo_group(address: str, port: int, rank: int, world_size: int) -> dist.ProcessGroup:
-    """A process group that leaves the default one alone."""
-    store = dist.TCPStore(
-        address, port, world_size, is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT
-    )
-    gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know its options
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=address)]
-    options._timeout = TIMEOUT
-    return gloo(store, rank, world_size, options)
+def gloo_group(address: str, port: int, name: str, rank: int, world_size: int) -> dist.ProcessGroup:
+    """A process group that leaves the default one alone. All groups of a trainer, told apart by `name`, meet
+    at the store of its rank 0."""
+    return _gloo_group(_store(address, port, is_master=False), name, rank, world_size)
 
 
-def broadcast(group: dist.ProcessGroup, tensor: Tensor) -> None:
-    """From rank 0 of a private group."""
+def broadcast(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
+    """From rank 0 of a private group, under way."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
-    group.broadcast([tensor], options).wait()
+    return group.broadcast([tensor], options)
+
+
+def _gloo_group(store: dist.TCPStore, name: str, rank: int, world_size: int) -> dist.ProcessGroup:
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know its options
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=_address_towards(store.host, store.port))]
+    options._timeout = TIMEOUT
+    return gloo(dist.PrefixStore(name, store), rank, world_size, options)
+
+
+def _store(address: str, port: int, *, is_master: bool) -> dist.TCPStore:
+    return dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=TIMEOUT)
+
+
+def _address_towards(address: str, port: int) -> str:
+    """Of this machine, as seen from there. Sends nothing."""
+    family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
 
 
 def _open_gloo(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
-    address, port, world_size, rank = meeting
-    if rank != 0:
-        return GlooTransfer(source, client, None)
+    if meeting.rank != 0:
+        return GlooTransfer(source, client, {})
+    store = _store(meeting.address, meeting.port, is_master=True)
+    info = {"master_address": meeting.address, "master_port": meeting.port, "rank_offset": 1}
+    client.ends_with_first = True
     with ThreadPoolExecutor(1) as thread:  # the engines block until rank 0 joins
-        joined = thread.submit(
-            client.init_weight_transfer_engine,
-            {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size},
-        )
-        group = gloo_group(address, port, 0, world_size)
+        joined = thread.submit(client.init_weight_transfer_engine, info)
+        size = client.workers_per_engine
+        names = [str(1 + i * size) for i in range(client.num_engines)]
+        groups = {i: _gloo_group(store, name, 0, 1 + size) for i, name in enumerate(names)}
         joined.result()
-    return GlooTransfer(source, client, group)
+    client.ends_with_first = False
+    return GlooTransfer(source, client, groups)
 
 
 def _open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
@@ -288,10 +405,11 @@ def _open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) 
     info = NCCLTrainerInitInfo(
         meeting.address,
         meeting.port,
-        meeting.world_size,
+        1 + client.num_engines * client.workers_per_engine,
         rank=meeting.rank,
-        packed_buffer_size_bytes=BUCKET_BYTES,
+        packed_buffer_size_bytes=meeting.bucket_bytes,
     )
+    client.ends_with_first = True
     return WeightTransferTrainerFactory.trainer_init(
         info, client=_EndsWithEngines(client), source=_vllm_source(source)
     )
@@ -326,16 +444,16 @@ def _open_ipc(source: WeightSource, client: EngineClient, meeting: Rendezvous) -
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-    size = shared_buffer_bytes(source.tensors)
+    size = shared_buffer_bytes(source.tensors, meeting.bucket_bytes)
     info = IPCTrainerInitInfo(rank=meeting.rank, packed=True, packed_buffer_size_bytes=size)
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=_vllm_source(source))
 
 
-def shared_buffer_bytes(tensors: list[TensorMeta]) -> int:
+def shared_buffer_bytes(tensors: list[TensorMeta], most: int) -> int:
     """Of the buffer through which `tensors` go to engines on the same GPU. vLLM takes none that exceeds
     it."""
     sizes = [t.num_bytes for t in tensors]
-    return max(*sizes, min(sum(sizes), SHARED_BYTES))
+    return max(*sizes, min(sum(sizes), most))
 
 
 OPEN_TRANSFER = {"gloo": _open_gloo, "nccl": _open_nccl, "ipc": _open_ipc}

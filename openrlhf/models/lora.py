@@ -10,17 +10,18 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
 from openrlhf.models.checkpoint_layout import checkpoint_tensors
+from openrlhf.models.loading import load_config
 from openrlhf.models.policy import head_of
 from openrlhf.models.scorer import CLASSIFIER_HEAD, head_name
 
@@ -106,6 +107,25 @@ class Weight:
         from bitsandbytes.functional import dequantize_4bit
 
         return dequantize_4bit(self.stored.data, state)
+
+
+def base_weights(model: PreTrainedModel) -> dict[str, Weight]:
+    """The same as they are below the adapters."""
+    return {name: replace(weight, layer=None) for name, weight in merged_weights(model).items()}
+
+
+def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The adapters' parameters by peft's names."""
+    return {_name_on_disk(model, name): p for name, p in model.named_parameters() if ".lora_" in name}
+
+
+def adapted_layers(path: str, flag: str, lora: LoraConfig) -> tuple[str, ...]:
+    """The last part of the names of layers that get an adapter in the language model at `path`. ValueError
+    where a name of `lora.target_modules` is that of none."""
+    config = load_config(path, flag)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return tuple(sorted({name.rpartition(".")[2] for name in _targets(model, lora.target_modules)}))
 
 
 def merged_weights(model: PreTrainedModel) -> dict[str, Weight]:

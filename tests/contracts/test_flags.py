@@ -165,7 +165,10 @@ OURS = {
         "train.max_steps",
         "train.max_turns",
         "train.placement_timeout",
+        "vllm.keep_cache",
         "vllm.kv_cache_gb",
+        "vllm.lora_sync",
+        "vllm.sync_bucket_mb",
     },
     "batch_inference": {
         "data.bad_rows",

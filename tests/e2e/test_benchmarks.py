@@ -14,9 +14,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_every_benchmark_is_here() -> None:
-    names = {"agents.py", "balance.py", "controller.py", "gpu.py", "rl_step.py", "rollout.py"}
-    names |= {"supervised.py"}
-    assert {path.name for path in BENCHMARKS.glob("*.py")} == names
+    names = {"agents", "balance", "controller", "gpu", "learning", "rl_step", "rollout", "supervised"}
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == names | {"weight_sync"}
 
 
 def test_the_first_hour_on_a_gpu_rehearsed(tmp_path: Path) -> None:
@@ -96,6 +95,14 @@ def test_rollout(tmp_path: Path) -> None:
     run_ranks([str(BENCHMARKS / "rollout.py"), *sizes], log=tmp_path / "log")
     printed = (tmp_path / "log").read_text()
     assert "2 prompts x 2 samples" in printed and "ours / bare:" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("running_ray")
+def test_weight_sync(tmp_path: Path) -> None:
+    sizes = ["--sizes", "1", "--dtypes", "bf16", "--engines", "2", "--rounds", "2"]
+    run_ranks([str(BENCHMARKS / "weight_sync.py"), *sizes], log=tmp_path / "log")
+    assert re.search(r"^ +1M +bf16 +2 +2 +0\.", (tmp_path / "log").read_text(), re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -3,9 +3,10 @@ the policy without them."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
-from test_rl import COMMON, check_samplers_hold_the_trained_weights, train
+from test_rl import COMMON, check_samplers_hold_the_trained_weights, tokens_of, train
 
 from openrlhf.observe.journal import read_journal
 from openrlhf.tasks.prepare import TaskFiles
@@ -42,6 +43,29 @@ def test_adapters_of_policy_and_critic(task: TaskFiles, tmp_path: Path, place: s
     assert adapter and all(".lora_" in name for name in adapter)
     assert any(weight.any() for name, weight in adapter.items() if ".lora_B." in name)
     check_samplers_hold_the_trained_weights(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "place", ["--ds.zero_stage 3 --actor.num_gpus_per_node 2 --critic.num_gpus_per_node 1", SHARED]
+)
+def test_adapters_that_engines_keep_apart(task: TaskFiles, tmp_path: Path, place: str) -> None:
+    """Are those that are merged: the same tokens, and log-probs that differ by their rounding."""
+    adapters = f"{FLAGS} {place} --vllm.lora_sync adapter --vllm.enable_prefix_caching"
+    train(task, tmp_path / "merged", f"{FLAGS} {place}")
+    metrics = train(task, tmp_path / "apart", adapters)
+    for step in (1, 2):
+        assert metrics[step]["mismatch/abs_diff_max"] < 1e-4
+        name = f"step_{step:06d}.parquet"
+        merged, apart = (
+            read_journal(tmp_path / run / "run" / "rollouts" / name) for run in ("merged", "apart")
+        )
+        assert tokens_of(merged) == tokens_of(apart)
+        for one, other in zip(merged, apart, strict=True):
+            assert one.weight_versions.tolist() == other.weight_versions.tolist()
+            assert np.abs(one.rollout_log_probs - other.rollout_log_probs).max() < 1e-4
+    assert abs(metrics[2]["kl/mean"]) > 1e-5  # the adapters say something
+    check_samplers_hold_the_trained_weights(tmp_path / "apart")
 
 
 @pytest.mark.slow

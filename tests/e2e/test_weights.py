@@ -22,19 +22,22 @@ def test_ranks_send_what_the_checkpoint_held(tmp_path: Path, run_worker: Callabl
 
 
 @pytest.fixture
-def sync(
-    cpu_engines: None, tmp_path: Path, run_worker: Callable, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., dict]:
-    """What is said of an engine after a sync with each fault, and after a last one without."""
+def engine_variables(cpu_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For workers with an engine in their process."""
     options = EngineOptions(
         model="", dtype="fp32", max_len=256, seed=0, transfer_backend="gloo", on_gpu=False
     )
     for name, value in engine_environment(options).items():
         monkeypatch.setenv(name, value)
 
-    def run(family: str, dtype: str, faults: list[str]) -> dict:
+
+@pytest.fixture
+def sync(engine_variables: None, tmp_path: Path, run_worker: Callable) -> Callable[..., dict]:
+    """What is said of an engine after a sync with each fault, and after a last one without."""
+
+    def run(family: str, dtype: str, faults: list[str], **more: str) -> dict:
         model = str(tiny_family(tmp_path / family, family))
-        return run_worker("stored_weights", 1, model=model, dtype=dtype, faults=faults)[0]
+        return run_worker("stored_weights", 1, model=model, dtype=dtype, faults=faults, **more)[0]
 
     return run
 
@@ -81,6 +84,46 @@ def test_vllm_computes_with_what_was_sent(
         assert LOST_BY_VLLM[family] in verdicts[""]
     else:
         assert verdicts == {"": "", "after": ""}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trained", "sampled"), [("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp32")])
+def test_an_engine_takes_weights_of_another_type(sync: Callable, trained: str, sampled: str) -> None:
+    """It rounds them itself: the checksum is of what was sent."""
+    assert sync("Qwen3", trained, [""], engine_dtype=sampled) == {"": "", "after": ""}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("engine_variables")
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_a_request_that_a_sync_pauses(tmp_path: Path, run_worker: Callable, keep_cache: bool) -> None:
+    """Goes on with the new weights, and with what all of its tokens are to them; or, where it keeps its
+    cache, with what they were to the old ones. Nobody else is given that."""
+    model = str(tiny_family(tmp_path / "Qwen3", "Qwen3"))
+    (found,) = run_worker("paused_requests", 1, model=model, keep_cache=keep_cache)
+    (old, before), (new, after) = found["versions"]
+    assert (old, new) == (1, 2) and before >= 20 and after > 20 and before + after == 100
+    assert found["old"] < 1e-4
+    assert found["new"] > 0.1 if keep_cache else found["new"] < 1e-4
+    assert found["new versions"] == [[2, 8]] and found["of new requests"] < 1e-4
+    first, second = found["cached"]
+    assert first == 0 and second == 128  # a block
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("running_ray")
+@pytest.mark.parametrize(("dies", "process"), [(0, "actor"), (1, "core")])
+def test_an_engine_that_dies_in_a_sync(tmp_path: Path, run_worker: Callable, dies: int, process: str) -> None:
+    """Is named within seconds, and the other one has the new weights."""
+    model = str(tiny_family(tmp_path / "Qwen3", "Qwen3"))
+    (found,) = run_worker("dying_engine", 1, model=model, dies=dies, process=process)
+    failed, engine, log = found["told"].splitlines()
+    assert failed == f"weight sync 2 failed, engine {1 - dies} holds version 2."
+    assert engine.startswith(f"inference engine {dies}: a vLLM engine died: ") and log.startswith(
+        "Its log is "
+    )
+    assert found["seconds"] < 15
+    assert found["version"] == "2" and found["difference"] < 1e-4
 
 
 SHARED = EngineOptions(model="", dtype="bf16", max_len=256, seed=0, transfer_backend="ipc", on_gpu=True)

@@ -423,6 +423,7 @@ ONE_GPU = "--actor.num_gpus_per_node 1 "
 GROUP = "--rollout.n_samples_per_prompt 8 --algo.advantage.estimator "
 GSPO = "--actor.policy_loss_type gspo --actor.eps_clip_low_high 3e-4 4e-4 "
 SKIP = "--algo.skip_old_log_probs --train.batch_size 1024 "
+WITH_IMAGES = "--data.max_images_per_prompt 1 --data.apply_chat_template"
 FILTER = "--rollout.n_samples_per_prompt 8 --algo.dynamic_filtering_enable "
 
 CHECKS = [
@@ -580,6 +581,27 @@ CHECKS = [
         PPO,
         "--rollout.max_new_tokens 2048",
         "--rollout.max_new_tokens 2048: leaves no room for a prompt in data.max_len 2048",
+    ),
+    # engines
+    (
+        PPO,
+        "--ds.lora.rank 1024 --vllm.lora_sync adapter",
+        "--vllm.lora_sync adapter: vLLM has no adapters of rank 1024 (ds.lora.rank), only up to 512; remove",
+    ),
+    (
+        PPO,
+        f"{WITH_IMAGES} --ds.lora.rank 8 --vllm.lora_sync adapter",
+        "vLLM adapts the language part of a model alone, and ds.lora adapts the vision part too; remove",
+    ),
+    (
+        PPO,
+        "--vllm.keep_cache",
+        "requests that a sync pauses, and only --train.partial_rollout_enable pauses any; add",
+    ),
+    (
+        PPO,
+        f"{WITH_IMAGES} --train.async_enable --train.partial_rollout_enable --vllm.keep_cache",
+        "--vllm.keep_cache: would give images of new prompts what the old weights saw in them; remove it",
     ),
     # algorithm
     (
@@ -900,6 +922,7 @@ REMARKS = [
     ),
     (PPO, "--ds.value_head_prefix x", "has no effect: there is neither a critic nor a reward model"),
     (PPO, "--vllm.enable_sleep", "--vllm.enable_sleep: has no effect: engines have their own GPUs"),
+    (PPO, "--vllm.lora_sync adapter", "has no effect: there are no adapters (ds.lora.rank 0)"),
     (
         PPO,
         "--vllm.kv_cache_gb 1 --vllm.gpu_memory_utilization 0.5",

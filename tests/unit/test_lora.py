@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file
 from torch import Tensor
 
 from openrlhf.cli.lora_combiner import main as combine
@@ -14,7 +15,16 @@ from openrlhf.config.commands import DPO, LORA_COMBINER, RM, SFT
 from openrlhf.config.parse import parse
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
 from openrlhf.models.loading import load_causal_lm, load_tokenizer
-from openrlhf.models.lora import disabled_adapters, load_statistics, prepare_for_training, save_adapter
+from openrlhf.models.lora import (
+    adapted_layers,
+    adapter_weights,
+    base_weights,
+    disabled_adapters,
+    load_statistics,
+    merged_weights,
+    prepare_for_training,
+    save_adapter,
+)
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import CLASSIFIER_HEAD, load_scorer
 from openrlhf.models.self_check import transformers_attention
@@ -120,6 +130,34 @@ def test_chosen_modules_alone_are_adapted(base: Path) -> None:
     layers = model.config.num_hidden_layers
     assert len(trained(model)) == 2 * (layers + 1)
     assert all("q_proj" in name or "layers.0.mlp.up_proj" in name for name in trained(model))
+
+
+@pytest.mark.parametrize("wanted", [("all-linear",), ("q_proj", "layers.0.mlp.up_proj")])
+def test_an_engine_is_told_which_layers_are_adapted(base: Path, wanted: tuple[str, ...]) -> None:
+    lora = lora_of(target_modules=wanted).lora
+    adapters = (
+        n for n in trained(adapted(base, target_modules=wanted)) if n.endswith(".lora_A.default.weight")
+    )
+    last_names = {name.removesuffix(".lora_A.default.weight").rpartition(".")[2] for name in adapters}
+    assert set(adapted_layers(str(base), "--model", lora)) == last_names
+
+
+def test_weights_and_adapter_apart_are_the_merged_weights(base: Path, tmp_path: Path) -> None:
+    """And the adapter has the names of the one that is written."""
+    model = adapted(base)
+    adapter = adapter_weights(model)
+    save_adapter(model, weights_of(model), tmp_path)
+    assert adapter.keys() == load_file(tmp_path / "adapter_model.safetensors").keys()
+    below, merged, dense = base_weights(model), merged_weights(model), dict(plain(base).named_parameters())
+    assert below.keys() == merged.keys() and dense.keys() <= below.keys()
+    changed = 0
+    for name, weight in below.items():
+        assert torch.equal(weight.merged(), dense[name])
+        a, b = (adapter.get(f"base_model.model.{name.replace('weight', f'lora_{x}.weight')}") for x in "AB")
+        if a is not None:
+            assert torch.equal(merged[name].merged(), weight.merged() + SCALE * (b @ a))
+            changed += 1
+    assert 2 * changed == len(adapter)
 
 
 @pytest.mark.parametrize("name", ["q_prj", "lm_head", "embed_tokens", "norm"])

@@ -1,6 +1,9 @@
 import itertools
+import pickle
 import threading
+import time
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,11 +15,12 @@ from openrlhf.engine import weight_sync
 from openrlhf.engine.distributed import free_port
 from openrlhf.engine.weight_sync import (
     ALIGNMENT,
-    CHUNK_ROWS,
+    CPU_CHUNK_ROWS,
     PLACES,
     SHARED_BYTES,
     Bucket,
     Checksum,
+    EnginesFailedError,
     TensorMeta,
     WeightSender,
     broadcast,
@@ -52,7 +56,7 @@ def test_buckets_by_hand():
     # 64 and 64 fill a bucket of 128; c takes 128 alone; d is larger than any bucket
     assert [[t.name for t in b.tensors] for b in plan_buckets(tensors, 128)] == [["a", "b"], ["c"], ["d"]]
     assert [b.num_bytes for b in plan_buckets(tensors, 128)] == [128, 128, 320]
-    assert plan_buckets([]) == []
+    assert plan_buckets([], 128) == []
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,7 @@ def test_buckets_by_hand():
 )
 def test_the_buffer_on_a_shared_gpu(sizes, expected):
     tensors = [TensorMeta(str(i), "uint8", (size,)) for i, size in enumerate(sizes)]
-    assert shared_buffer_bytes(tensors) == expected
+    assert shared_buffer_bytes(tensors, SHARED_BYTES) == expected
 
 
 @given(METAS, st.integers(1, 2000))
@@ -120,17 +124,35 @@ def test_a_checksum_sees_every_fault(dtype):
     assert right not in wrong.values(), wrong
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_sees_the_uppermost_bits(dtype):
+    """Signs of one element, of two that share no place, and of all."""
+    weight = torch.randn(3 * PLACES * 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    sums = {checksum(("w", weight)), checksum(("w", -weight))}
+    for first, second in itertools.product((3, 7, 11), (8 * 5 + 3, 8 * 6 + 3, 8 * 8 + 7)):
+        one, two = weight.clone(), weight.clone()
+        one[first] *= -1
+        two[[first, second]] *= -1
+        sums |= {checksum(("w", one)), checksum(("w", two))}
+    assert len(sums) == 2 + 3 + 9
+
+
+def test_a_checksum_is_of_a_part_of_a_memory_too():
+    memory = torch.randn(10_000).bfloat16()
+    assert checksum(("w", memory[1:])) == checksum(("w", memory[1:].clone()))
+
+
 def test_a_checksum_sees_a_missing_tensor_of_zeros():
     zeros = torch.zeros(5, dtype=torch.bfloat16)
     assert checksum(("a", zeros)) not in (checksum(), checksum(("a", zeros[:4])))
 
 
 def test_a_checksum_takes_little_memory():
-    """torch widens what it sums: 67 MB at a time, and not four times a tensor."""
+    """1 MB at a time."""
     embedding = torch.ones(60_000_007, dtype=torch.bfloat16)  # 120 MB
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         Checksum().add("embed_tokens", embedding)
-    assert max(event.cpu_memory_usage for event in profile.function_events) <= 8 * PLACES * CHUNK_ROWS
+    assert max(event.cpu_memory_usage for event in profile.function_events) <= 8 * PLACES * CPU_CHUNK_ROWS
 
 
 def test_a_checksum_waits_for_no_device():
@@ -141,7 +163,7 @@ def test_a_checksum_waits_for_no_device():
 def test_a_checksum_goes_on_from_chunk_to_chunk(monkeypatch):
     weight = torch.randn(50 * PLACES + 3)
     at_once = checksum(("w", weight))
-    monkeypatch.setattr(weight_sync, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(weight_sync, "CPU_CHUNK_ROWS", 7)
     assert checksum(("w", weight)) == at_once
 
 
@@ -154,62 +176,74 @@ def test_a_checksum_does_not_depend_on_the_order(order):
 class Weights:
     """The trainer's engine, as a sender sees it."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: dict[str, Tensor], adapter: dict[str, Tensor] | None = None) -> None:
+        self.tensors, self.parts = tensors, {"merged": tensors, "base": tensors, "adapter": adapter or {}}
 
-    def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        yield from self.tensors.items()
+    def weights(self, bucket_bytes: int, part: str = "merged") -> Iterator[tuple[str, Tensor]]:
+        yield from self.parts[part].items()
 
-    def weight_metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        return [(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
+    def weight_metadata(self, part: str = "merged") -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        return [(name, t.dtype, tuple(t.shape)) for name, t in self.parts[part].items()]
 
 
 class Receivers:
-    """Inference workers in threads, and their control plane. They speak the protocol of vLLM's workers."""
+    """Inference engines in threads, and their control plane. They speak the protocol of vLLM's workers."""
 
     version = 0
+    ends_with_first = False
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, workers: int = 1) -> None:
+        self.num_engines, self.workers_per_engine = count, workers
         self.calls: list[str] = []
-        self.loaded: list[dict[str, Tensor]] = [{} for _ in range(count)]
-        self.damage = lambda name, tensor: tensor
+        self.groups: dict[int, object] = {}
+        self.failures: dict[int, str] = {}
+        self.loaded: list[dict[str, Tensor]] = [{} for _ in range(count * workers)]
+        self.damage = lambda engine, name, tensor: tensor
 
     def init_weight_transfer_engine(self, info: dict) -> None:
         self.calls.append("init")
-        self.groups: dict[int, object] = {}
+        meeting, size = (info["master_address"], info["master_port"]), self.workers_per_engine
 
-        def join(i: int) -> None:
-            rank = info["rank_offset"] + i
-            self.groups[i] = gloo_group(info["master_address"], info["master_port"], rank, info["world_size"])
+        def join(worker: int) -> None:
+            name = str(info["rank_offset"] + worker // size * size)
+            self.groups[worker] = gloo_group(*meeting, name, 1 + worker % size, 1 + size)
 
         self._all(join)
 
     def start_weight_update(self) -> None:
         self.calls.append("start")
-        self.loaded = [{} for _ in range(self.count)]
+        self.loaded = [{} for _ in self.loaded]
 
     def update_weights(self, update_info: dict) -> None:
         self.calls.append("update")
         metas = [TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in update_info["tensors"]]
 
-        def receive(i: int) -> None:
-            for bucket in plan_buckets(metas, weight_sync.BUCKET_BYTES):
-                buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-                broadcast(self.groups[i], buffer)
-                for meta, view in bucket.views(buffer):
-                    self.loaded[i][meta.name] = self.damage(meta.name, view)
+        def receive(worker: int) -> None:
+            engine = worker // self.workers_per_engine
+            try:
+                for bucket in plan_buckets(metas, update_info["bucket_bytes"]):
+                    buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+                    broadcast(self.groups[worker], buffer).wait()
+                    for meta, view in bucket.views(buffer):
+                        self.loaded[worker][meta.name] = self.damage(engine, meta.name, view)
+            except RuntimeError as error:
+                del self.groups[worker]
+                self.failures[engine] = str(error)
 
         self._all(receive)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.calls.append(f"finish {self.version}")
 
-    def checksums(self) -> list[int]:
-        return [checksum(*loaded.items()) for loaded in self.loaded]
+    def checksums(self) -> dict[int, list[int]]:
+        sums, size = [checksum(*loaded.items()) for loaded in self.loaded], self.workers_per_engine
+        living = [i for i in range(self.num_engines) if i not in self.failures]
+        return {i: sums[i * size : (i + 1) * size] for i in living}
 
     def _all(self, work) -> None:
-        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(self.count)]
+        """In the workers of engines that have not failed."""
+        workers = [i for i in range(len(self.loaded)) if i // self.workers_per_engine not in self.failures]
+        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in workers]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -217,20 +251,13 @@ class Receivers:
             assert not thread.is_alive()
 
 
-def sender_of(weights: Weights, receivers: Receivers, rank: int = 0) -> WeightSender:
-    return WeightSender(
-        weights,
-        receivers,
-        backend="gloo",
-        address="127.0.0.1",
-        port=free_port(),
-        num_workers=receivers.count,
-        rank=rank,
-    )
+def sender_of(weights: Weights, receivers: Receivers, rank: int = 0, **options) -> WeightSender:
+    meeting = {"address": "127.0.0.1", "port": free_port(), "rank": rank}
+    return WeightSender(weights, receivers, backend="gloo", **meeting, **options)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_gloo_delivers_exactly_the_tensors(num_workers):
+@pytest.mark.parametrize(("engines", "workers"), [(1, 1), (2, 1), (2, 2)])
+def test_gloo_delivers_exactly_the_tensors(engines, workers):
     weights = Weights(
         {
             "embed": torch.randn(100, 7).bfloat16(),
@@ -241,7 +268,7 @@ def test_gloo_delivers_exactly_the_tensors(num_workers):
             "last": torch.randn(5).half(),
         }
     )
-    receivers = Receivers(num_workers)
+    receivers = Receivers(engines, workers)
     sender = sender_of(weights, receivers)
     sender.send(1)
     for loaded in receivers.loaded:
@@ -258,17 +285,66 @@ def test_gloo_delivers_exactly_the_tensors(num_workers):
 def test_an_engine_that_loads_something_else_is_an_error():
     receivers = Receivers(2)
     sender = sender_of(Weights({"a": torch.ones(3), "b": torch.ones(4)}), receivers)
-    receivers.damage = lambda name, tensor: tensor * 2 if name == "b" else tensor
-    with pytest.raises(RuntimeError, match="weight sync 7: inference worker 0 loaded other weights"):
+    receivers.damage = lambda engine, name, tensor: tensor * 2 if (engine, name) == (1, "b") else tensor
+    with pytest.raises(EnginesFailedError) as told:
         sender.send(7)
+    assert str(told.value).startswith("weight sync 7 failed, engine 0 holds version 7.\ninference engine 1: ")
+    assert "worker 0 loaded other weights than the trainer sent" in str(told.value)
+
+
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}])
+def test_an_engine_that_fails_leaves_the_others_whole(failing):
+    """In the second of four buckets. Nobody waits for it, and the next sync is without it."""
+    weights = Weights({name: torch.full((1 << 18,), i + 0.5) for i, name in enumerate("abcd")})  # 1 MiB each
+    receivers = Receivers(2)
+    sender = sender_of(weights, receivers, bucket_bytes=1 << 20)
+
+    def damage(engine, name, tensor):
+        if engine in failing and name == "b":
+            raise RuntimeError("no such weight")
+        return tensor
+
+    receivers.damage = damage
+    started = time.monotonic()
+    with pytest.raises(EnginesFailedError) as told:
+        sender.send(1)
+    assert time.monotonic() - started < 10
+    assert told.value.failures == dict.fromkeys(failing, "no such weight")
+    for engine in {0, 1} - failing:
+        assert receivers.loaded[engine].keys() == weights.tensors.keys()
+        assert all(torch.equal(receivers.loaded[engine][name], t) for name, t in weights.tensors.items())
+    copied = pickle.loads(pickle.dumps(told.value))  # as Ray hands it to the trainer
+    assert str(copied) == str(told.value) and copied.failures == told.value.failures
+
+
+def test_adapters_travel_alone_once_what_lies_below_them_has_arrived():
+    adapter = {"layer.lora_A.weight": torch.ones(2, 3), "layer.lora_B.weight": torch.zeros(4, 2)}
+    weights, receivers = Weights({"layer.weight": torch.randn(4, 3)}, adapter), Receivers(1)
+    sender = sender_of(weights, receivers, lora_sync="adapter")
+    sender.send(1)
+    assert receivers.loaded[0].keys() == weights.tensors.keys() | adapter.keys()
+    adapter["layer.lora_B.weight"] += 1
+    sender.send(2)
+    assert receivers.loaded[0].keys() == adapter.keys()
+    assert receivers.loaded[0]["layer.lora_B.weight"].eq(1).all()
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 2), (40 << 20, 3), (1 << 20, 100)])
+def test_weights_travel_in_buckets_of_the_size_that_was_asked_for(asked, expected):
+    weights = Weights({str(i): torch.zeros(1 << 18) for i in range(100)})  # 1 MiB each
+    receivers = Receivers(1)
+    sender = sender_of(weights, receivers, bucket_bytes=asked)
+    with patch.object(weight_sync, "broadcast", wraps=weight_sync.broadcast) as broadcasts:
+        sender.send(1)
+    assert broadcasts.call_count == expected and len(receivers.loaded[0]) == 100
 
 
 def test_other_ranks_only_join_the_gathers():
     visited = []
 
     class Gathering(Weights):
-        def weights(self, bucket_bytes):
-            for name, tensor in super().weights(bucket_bytes):
+        def weights(self, bucket_bytes, part="merged"):
+            for name, tensor in super().weights(bucket_bytes, part):
                 visited.append(name)
                 yield name, tensor
 

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.engine.distributed import init_distributed, leave_distributed
 from openrlhf.engine.vllm_transfer import CheckedIPC, CheckedNCCL
-from openrlhf.engine.weight_sync import TensorMeta, WeightSender, shared_buffer_bytes
+from openrlhf.engine.weight_sync import SHARED_BYTES, TensorMeta, WeightSender, shared_buffer_bytes
 
 
 class Trainer:
@@ -36,13 +36,13 @@ class Trainer:
             self.tensors[name].view(-1)[:: 4001 + i] = i - 0.5
         self.gathered: list[str] = []
 
-    def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, bucket_bytes: int, part: str = "merged") -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.tensors.items():
             dist.barrier()
             self.gathered.append(name)
             yield name, tensor
 
-    def weight_metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    def weight_metadata(self, part: str = "merged") -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         return [(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
 
 
@@ -91,8 +91,10 @@ class Engine:
         return [f.result() for f in [self.threads.submit(w.call, method, *received) for w in self.workers]]
 
 
-def results(futures: list[Future]) -> list:
-    return [future.result(120) for future in futures]
+def finished(futures: list[Future]) -> tuple[list[Future], list[Future]]:
+    """As `ray.wait`."""
+    done, others = wait(futures, timeout=120, return_when=FIRST_COMPLETED)
+    return list(done), list(others)
 
 
 def send(backend: str, trainer: Trainer, engines: list[Engine], port: int, times: int) -> None:
@@ -104,7 +106,6 @@ def send(backend: str, trainer: Trainer, engines: list[Engine], port: int, times
         backend=backend,
         address="127.0.0.1",
         port=port,
-        num_workers=client.num_workers,
         rank=dist.get_rank(),
     )
     for version in range(times):
@@ -146,7 +147,7 @@ def ipc(spec: dict) -> dict:
         "loaded": [len(e.workers[0].model.loaded) for e in engines],
         "wrong": [e.workers[0].model.wrong for e in engines],
         "opened": [[d, Path(p).name.split("-")[0]] for d, p in cuda_on_cpu.OPENED],
-        "buffer": shared_buffer_bytes(metas),
+        "buffer": shared_buffer_bytes(metas, SHARED_BYTES),
     }
 
 
@@ -194,7 +195,7 @@ def nccl(spec: dict) -> dict:
 
 def main(spec: dict) -> None:
     init_distributed()
-    ray.get, tempfile.tempdir = results, spec["out"]
+    ray.get, ray.wait, tempfile.tempdir = Future.result, finished, spec["out"]
     found = {"ipc": ipc, "nccl": nccl}[spec["backend"]](spec)
     (Path(spec["out"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     for memory in Path(spec["out"]).glob(f"gpu{dist.get_rank()}-*"):

@@ -3,64 +3,37 @@ what the check of what was stored says of each. For faults vLLM must be in this 
 
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from sending import Trainer
 from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from openrlhf.engine.distributed import free_port
-from openrlhf.engine.stored_weights import EngineProbe, check_stored, probe_of
+from openrlhf.engine.stored_weights import ROUNDING, EngineProbe, check_stored, probe_of
 from openrlhf.engine.vllm_transfer import GlooReceiver
 from openrlhf.engine.weight_sync import WeightSender
-from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
-from openrlhf.models.loading import load_causal_lm
-from openrlhf.models.policy import PolicyModel
 from openrlhf.types import PackedRow, Sample
 
 FIRST_SETUP = UnquantizedFusedMoEMethod._setup_kernel.__closure__[0].cell_contents
 """vLLM's own, which engine/vllm_transfer.py wraps."""
 
 
-class Trainer:
-    """What a sender asks of an engine in training."""
-
-    def __init__(self, path: str, dtype: str) -> None:
-        self.policy = PolicyModel(load_causal_lm(path, flag="--model", dtype=dtype, attention="eager")).eval()
-        shapes = {name: tuple(t.shape) for name, t in checkpoint_tensors(self.policy.model).items()}
-        self.layout = CheckpointLayout(self.policy.model, shapes)
-
-    def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        tensors = {name: t.detach() for name, t in checkpoint_tensors(self.policy.model).items()}
-        for conversion in self.layout.conversions:
-            yield from self.layout.convert(conversion, tensors).items()
-
-    def weight_metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        return [(name, t.dtype, tuple(t.shape)) for name, t in self.weights(0)]
-
-    @torch.no_grad()
-    def learn(self) -> None:
-        """Weights that are nothing like the last ones."""
-        for name, param in self.policy.model.named_parameters():
-            if param.dim() > 1:
-                param.copy_(param.flatten()[torch.randperm(param.numel())].view_as(param))
-            elif "norm" in name:
-                param.add_(0.1 * torch.randn_like(param))
-
-
 class InProcess:
     """The control plane of engines, over a vLLM model in this process."""
 
     version = 0
+    num_engines = workers_per_engine = 1
+    ends_with_first = False
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
+        self.failures: dict[int, str] = {}
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         self.llm.collective_rpc("init_weight_transfer_engine", args=(init_info,))
@@ -74,8 +47,8 @@ class InProcess:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.llm.collective_rpc("finish_weight_update")
 
-    def checksums(self) -> list[int]:
-        return self.llm.collective_rpc("loaded_checksum")
+    def checksums(self) -> dict[int, list[int]]:
+        return {0: self.llm.collective_rpc("loaded_checksum")}
 
     def probe(self, token_ids: list[int]) -> EngineProbe:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
@@ -117,11 +90,13 @@ def verdict(trainer: Trainer, client: InProcess, dtype: str) -> str:
 def main(spec: dict) -> None:
     torch.manual_seed(0)
     trainer = Trainer(spec["model"], spec["dtype"])  # first: vLLM may change transformers' classes
-    names = {"fp32": "float32", "bf16": "bfloat16"}
+    names = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    sampled = spec.get("engine_dtype", spec["dtype"])
+    coarsest = max(spec["dtype"], sampled, key=lambda dtype: ROUNDING[dtype])
     llm = LLM(
         spec["model"],
         load_format="dummy",
-        dtype=names[spec["dtype"]],
+        dtype=names[sampled],
         max_model_len=256,
         enforce_eager=True,
         enable_chunked_prefill=False,
@@ -133,16 +108,16 @@ def main(spec: dict) -> None:
     )
     (model_class,) = llm.apply_model(type) if any(spec["faults"]) else (None,)
     client = InProcess(llm)
-    where = {"backend": "gloo", "address": "127.0.0.1", "port": free_port(), "num_workers": 1, "rank": 0}
+    where = {"backend": "gloo", "address": "127.0.0.1", "port": free_port(), "rank": 0}
     sender = WeightSender(trainer, client, **where)
     verdicts = {}
     for version, name in enumerate(spec["faults"]):
         with fault(name, model_class):
             sender.send(version)
-        verdicts[name] = verdict(trainer, client, spec["dtype"])
+        verdicts[name] = verdict(trainer, client, coarsest)
         trainer.learn()
     sender.send(len(verdicts))
-    verdicts["after"] = verdict(trainer, client, spec["dtype"])
+    verdicts["after"] = verdict(trainer, client, coarsest)
     (Path(spec["out"]) / "rank0.json").write_text(json.dumps(verdicts))
 
 

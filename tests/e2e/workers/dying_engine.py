@@ -1,0 +1,96 @@
+"""Two engines of a cluster, one of which is killed while weights are under way: what becomes of the other."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import ray
+import torch
+from sending import Trainer, differences
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from openrlhf.cluster.engine_client import RayEngineClient
+from openrlhf.cluster.launch import start_ray
+from openrlhf.engine.distributed import free_port
+from openrlhf.engine.stored_weights import probe_of
+from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
+from openrlhf.engine.weight_sync import EnginesFailedError, WeightSender
+
+
+class EngineActor(VLLMEngine):
+    def pid(self) -> int:
+        return os.getpid()
+
+    async def version(self) -> str:
+        return await self.llm.get_weight_version()
+
+
+class Killing(Trainer):
+    """Kills a process halfway through its weights."""
+
+    victim: psutil.Process | None = None
+
+    def weights(self, bucket_bytes: int, part: str = "merged") -> Iterator[tuple[str, Tensor]]:
+        tensors = list(super().weights(bucket_bytes, part))
+        for i, named in enumerate(tensors):
+            if self.victim is not None and i == len(tensors) // 2:
+                self.victim.send_signal(signal.SIGKILL)
+            yield named
+
+
+def main(spec: dict) -> None:
+    torch.manual_seed(0)
+    trainer = Killing(spec["model"], "fp32")
+    options = EngineOptions(
+        model=spec["model"],
+        dtype="fp32",
+        max_len=256,
+        seed=0,
+        transfer_backend="gloo",
+        on_gpu=False,
+        load_weights=False,
+    )
+    start_ray()
+    actor = ray.remote(EngineActor).options(
+        num_cpus=0, runtime_env={"env_vars": engine_environment(options)}, max_concurrency=16
+    )
+    engines = [actor.remote(options) for _ in range(2)]
+    ray.get([engine.start.remote() for engine in engines])
+    client = RayEngineClient(engines, 1)
+    meeting = {"address": ray.util.get_node_ip_address(), "port": free_port(), "rank": 0}
+    sender = WeightSender(trainer, client, backend="gloo", bucket_bytes=1 << 10, **meeting)
+    sender.send(1)
+    trainer.learn()
+    process = psutil.Process(ray.get(engines[spec["dies"]].pid.remote()))
+    # Of an engine: its actor, or the process that computes for it, which is what runs out of memory.
+    (core,) = (p for p in process.children() if "EngineCore" in " ".join(p.cmdline()))
+    trainer.victim = core if spec["process"] == "core" else process
+    started, told = time.monotonic(), ""
+    try:
+        sender.send(2)
+    except EnginesFailedError as error:
+        told = str(error)
+    seconds = time.monotonic() - started
+    survivor = engines[1 - spec["dies"]]
+    probe = probe_of(AutoTokenizer.from_pretrained(spec["model"]), 128)
+    log_probs = ray.get(survivor.log_probs.remote(probe))
+    found = {
+        "told": told,
+        "seconds": seconds,
+        "version": ray.get(survivor.version.remote()),
+        "difference": max(differences(trainer.policy, probe, log_probs)),
+    }
+    for engine in engines:
+        ray.kill(engine)
+    ray.shutdown()
+    (Path(spec["out"]) / "rank0.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,113 @@
+"""A request that a weight sync pauses, and those after it: which weights computed what. Weights travel from a
+transformers model in this process to a vLLM engine."""
+
+import asyncio
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from sending import Trainer, differences
+from vllm import SamplingParams
+from vllm.outputs import RequestOutput
+
+from openrlhf.engine.distributed import free_port
+from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, sampling_params
+from openrlhf.engine.weight_sync import WeightSender
+from openrlhf.models.generation import Decoding
+
+PROMPT = [3 + i % 200 for i in range(140)]
+"""A whole block of vLLM's cache on a CPU, and some."""
+
+
+class Client:
+    """The control plane, from a thread beside the engine's loop."""
+
+    version = 0
+    num_engines = workers_per_engine = 1
+    ends_with_first = False
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        self.engine, self.loop = engine, asyncio.get_running_loop()
+        self.failures: dict[int, str] = {}
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        self._wait(self.engine.init_weight_transfer_engine(init_info))
+
+    def start_weight_update(self) -> None:
+        self._wait(self.engine.start_weight_update())
+
+    def update_weights(self, update_info: dict) -> None:
+        self._wait(self.engine.update_weights(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._wait(self.engine.finish_weight_update(str(self.version)))
+
+    def checksums(self) -> dict[int, list[int]]:
+        return {0: self._wait(self.engine.loaded_checksums())}
+
+    def _wait(self, call: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(call, self.loop).result(100)
+
+
+def params(seed: int, *, stream: bool = False, tokens: int = 100) -> SamplingParams:
+    asked = sampling_params(Decoding(max_new_tokens=tokens, stop_token_ids=()), seed, stream=stream)
+    asked.logprobs, asked.ignore_eos = 0, True
+    return asked
+
+
+def answer_of(output: RequestOutput) -> tuple[list[int], list[float], list[list[int]]]:
+    answer = output.outputs[0]
+    log_probs = [d[t].logprob for t, d in zip(answer.token_ids, answer.logprobs, strict=True)]
+    versions = [[int(span.version), span.end - span.start] for span in answer.weight_versions or ()]
+    return [*PROMPT, *answer.token_ids], log_probs, versions
+
+
+async def main(spec: dict) -> None:
+    torch.manual_seed(0)
+    trainer = Trainer(spec["model"], "fp32")
+    options = EngineOptions(
+        model=spec["model"],
+        dtype="fp32",
+        max_len=256,
+        seed=0,
+        transfer_backend="gloo",
+        on_gpu=False,
+        enable_prefix_caching=True,
+        load_weights=False,
+        keep_cache=spec["keep_cache"],
+    )
+    engine = VLLMEngine(options)
+    await engine.start()
+    client = Client(engine)
+    meeting = {"backend": "gloo", "address": "127.0.0.1", "port": free_port(), "rank": 0}
+    sender = await asyncio.to_thread(WeightSender, trainer, client, **meeting)
+    await asyncio.to_thread(sender.send, 1)
+    before = copy.deepcopy(trainer.policy)
+    trainer.learn()
+    under_way = asyncio.create_task(engine.generate(PROMPT, params(0)))
+    seen = 0
+    async for tokens in engine.stream(PROMPT, params(1, stream=True)):  # beside it
+        seen += len(tokens)
+        if seen == 20:
+            await asyncio.to_thread(sender.send, 2)
+    token_ids, log_probs, versions = answer_of(await under_way)
+    later = [await engine.generate(PROMPT, params(2, tokens=8)) for _ in range(2)]
+    new_ids, new_log_probs, new_versions = answer_of(later[0])
+    count = versions[0][1]
+    found = {
+        "versions": versions,
+        "old": max(differences(before, token_ids, log_probs)[:count]),
+        "new": max(differences(trainer.policy, token_ids, log_probs)[count:], default=None),
+        "new versions": new_versions,
+        "of new requests": max(differences(trainer.policy, new_ids, new_log_probs)),
+        "cached": [output.num_cached_tokens for output in later],
+    }
+    engine.shutdown()
+    (Path(spec["out"]) / "rank0.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(json.loads(sys.argv[1])))
