@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.errors import short_errors
+from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,6 +60,7 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> 
         *("--rollout.n_samples_per_prompt", str(options.samples), "--ckpt.output_dir", str(folder)),
     ]
     config = parse(PPO, [*flags, *given]).config
+    choose_hub(config.use_ms)
     max_len, model = config.data.max_len, options.model
     check_room(load_config(model, ACTOR_FLAG), max_len, flags="--data.max_len", path=model)
     check_users_files(config, lambda flag, check, *arguments: check(*arguments))

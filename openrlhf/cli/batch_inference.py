@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from openrlhf.config.commands import BATCH_INFERENCE
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.parse import parse
+from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: BatchInferenceConfig) -> None:
     """Write `output_path`. On every rank, which stays in its process group."""
+    choose_hub(config.use_ms)
     from openrlhf.observe.progress import Progress, checking, waiting
 
     with checking():

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from openrlhf.cli.task import Task, build_train_set, check_files, lay_out, load_tokenizer_of
 from openrlhf.config.parse import parse
+from openrlhf.hub import choose_hub
 
 TASKS = {
     "sft": ("train_sft", "SFTTask"),
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def preview(task_type: type[Task], flags: Sequence[str]) -> None:
     num_samples, no_color, rest = _take_own(flags)
     task = task_type(parse(task_type.command, rest).config)
+    choose_hub(task.config.use_ms)
     from openrlhf.cli.errors import short_errors
 
     with short_errors():

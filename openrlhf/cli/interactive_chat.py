@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from openrlhf.config.commands import CHAT
 from openrlhf.config.inference import ChatConfig
 from openrlhf.config.parse import parse
+from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: ChatConfig) -> None:
     """Until `exit` or the end of the input."""
+    choose_hub(config.use_ms)
     from openrlhf.observe.progress import checking, waiting
 
     with checking():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,7 @@ def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
     flags that are `refused`."""
     from openrlhf.observe.progress import checking
 
+    choose_hub(config.use_ms)  # the first that looks for a model, before Ray's processes have the environment
     problems, wrong = [], set(refused)
 
     def ask(flag: str, check: Callable[..., object], /, *args: Any, **options: Any) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from openrlhf.cli.errors import short_errors
+from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
     from openrlhf.observe.rollout_view import Row
@@ -135,6 +136,7 @@ def tokenizer_of(folder: Path) -> Any:
     if not path.exists():
         raise ValueError(f"{folder} has no config.yaml, which says what the run's tokenizer is")
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    choose_hub(config.get("use_ms", False))
     use_fast = not config["data"].get("disable_fast_tokenizer", False)
     began, wrote = config["actor"]["model_name_or_path"], config["ckpt"]["output_dir"]
     try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from openrlhf.config.commands import SERVE_RM
 from openrlhf.config.parse import parse
 from openrlhf.config.serve_rm import ServeRMConfig
+from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
     from openrlhf.serve.scoring import TextScorer
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: ServeRMConfig) -> None:
     """Serve until SIGTERM or Ctrl-C."""
+    choose_hub(config.use_ms)
     from openrlhf.observe.progress import checking, waiting
 
     with checking():

@@ -12,6 +12,7 @@ from openrlhf.cli.publish import publish
 from openrlhf.cli.start import begin, make_room, origin_of, position
 from openrlhf.config.parse import Command, parse, to_yaml
 from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
     import numpy as np
@@ -285,6 +286,7 @@ def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
 
 def run(task: Task, argv: Sequence[str] = ()) -> None:
     """Train, and write the model to `ckpt.output_dir`. On every rank, which stays in its process group."""
+    choose_hub(task.config.use_ms)
     from openrlhf.observe.progress import checking
 
     with checking():

@@ -271,6 +271,11 @@ def four_bits(ds: DeepSpeedConfig) -> Iterator[Problem]:
         yield Problem(key=key, text='needs the package bitsandbytes: pip install "openrlhf[qlora]"')
 
 
+def modelscope(config: Any) -> Iterator[Problem]:
+    if config.use_ms and importlib.util.find_spec("modelscope") is None:
+        yield Problem(key="use_ms", text='needs the package modelscope: pip install "openrlhf[modelscope]"')
+
+
 def optimizer(prefix: str, optim: OptimConfig) -> Iterator[Problem]:
     if optim.lr_scheduler not in LR_SCHEDULERS:
         near = difflib.get_close_matches(optim.lr_scheduler, LR_SCHEDULERS, n=1)

@@ -28,8 +28,8 @@ class InferenceDataConfig:
     """Where rows come from, and how they become text."""
 
     dataset: str = ""
-    """Comma list of `path[@data_dir]`: .json .jsonl .csv .parquet .arrow files, folders, hub names.
-    Required."""
+    """Comma list of `path[@data_dir]`: .json .jsonl .csv .parquet .arrow files and folders, here or at URLs
+    (s3://, gs://, hf://, https://), hub names. Required."""
     dataset_probs: str | None = None
     """Comma list of probabilities, one for each dataset, to mix them. None: one after the other."""
     dataset_split: str = "train"
@@ -182,7 +182,7 @@ class BatchInferenceConfig:
     local_rank: int = -1
     """Set by the launchers; torchrun and deepspeed say the same in the environment."""
     use_ms: bool = False
-    """Download from ModelScope in place of the Hugging Face hub."""
+    """Names of models and datasets are looked up on ModelScope in place of the Hugging Face hub."""
 
     @property
     def raw_path(self) -> str:
@@ -278,4 +278,4 @@ class ChatConfig:
     train: ChatTrainConfig = field(default_factory=ChatTrainConfig)
     ds: ChatDsConfig = field(default_factory=ChatDsConfig)
     use_ms: bool = False
-    """Download from ModelScope in place of the Hugging Face hub."""
+    """Names of models and datasets are looked up on ModelScope in place of the Hugging Face hub."""

@@ -11,6 +11,7 @@ from openrlhf.config.checks import (
     local_datasets,
     local_models,
     missing,
+    modelscope,
     not_yet,
     required,
     template,
@@ -23,7 +24,7 @@ from openrlhf.config.parse import Explicit, Problem
 def batch_inference_problems(config: BatchInferenceConfig, explicit: Explicit) -> list[Problem]:
     return first_of_each(
         [
-            *not_yet(config, BATCH_INFERENCE_NOT_YET),
+            *modelscope(config),
             *required(config, "task", "model.model_name_or_path", "data.dataset", "output_path"),
             *local_models(config, "model.model_name_or_path"),
             *local_datasets(config, ("data.dataset", "data.dataset_probs")),
@@ -41,6 +42,7 @@ def chat_problems(config: ChatConfig, explicit: Explicit) -> list[Problem]:
     return first_of_each(
         [
             *not_yet(config, CHAT_NOT_YET),
+            *modelscope(config),
             *required(config, "model.model_name_or_path"),
             *local_models(config, "model.model_name_or_path"),
             *template(config, explicit),
@@ -52,8 +54,7 @@ def chat_problems(config: ChatConfig, explicit: Explicit) -> list[Problem]:
     )
 
 
-BATCH_INFERENCE_NOT_YET: Mapping[str, str] = {"use_ms": "ModelScope is"}
-CHAT_NOT_YET: Mapping[str, str] = {"ds.load_in_4bit": "4-bit inference is", "use_ms": "ModelScope is"}
+CHAT_NOT_YET: Mapping[str, str] = {"ds.load_in_4bit": "4-bit inference is"}
 """Flags whose feature does not exist yet: anything but the default is refused."""
 
 SAMPLING_UNREAD = (

@@ -324,8 +324,8 @@ class PromptDataConfig:
     """Where prompts come from, and how they become text."""
 
     prompt_dataset: str = ""
-    """Comma list of `path[@data_dir]`: .json .jsonl .csv .parquet .arrow files, folders, hub names; or of
-    `reasoning_gym:NAME?size=N&seed=S`. Required."""
+    """Comma list of `path[@data_dir]`: .json .jsonl .csv .parquet .arrow files and folders, here or at URLs
+    (s3://, gs://, hf://, https://), hub names; or of `reasoning_gym:NAME?size=N&seed=S`. Required."""
     prompt_probs: str | None = None
     """Comma list of probabilities, one for each dataset, to mix them. None: one after the other."""
     prompt_split: str = "train"
@@ -578,7 +578,7 @@ class PPOConfig:
     local_rank: int = -1
     """Set by launchers; not read, because Ray starts the workers."""
     use_ms: bool = False
-    """Download from ModelScope in place of the Hugging Face hub."""
+    """Names of models and datasets are looked up on ModelScope in place of the Hugging Face hub."""
 
     @property
     def run_dir(self) -> str:

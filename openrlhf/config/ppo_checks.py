@@ -18,6 +18,7 @@ from openrlhf.config.checks import (
     image_rows,
     local_datasets,
     local_models,
+    modelscope,
     not_yet,
     optimizer,
     outputs,
@@ -39,6 +40,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
     return first_of_each(
         [
             *not_yet(config, PPO_NOT_YET),
+            *modelscope(config),
             *required(config, "actor.model_name_or_path", "data.prompt_dataset"),
             *local_models(
                 config,
@@ -91,7 +93,6 @@ PPO_NOT_YET: Mapping[str, str] = {
     "ds.tensor_parallel_size": "tensor parallel training is",
     "ds.deepcompile": "DeepCompile is",
     "ds.use_universal_ckpt": "the universal checkpoint is",
-    "use_ms": "ModelScope is",
 }
 """Flags whose feature does not exist yet: anything but the default is refused."""
 

@@ -10,6 +10,7 @@ from openrlhf.config.checks import (
     first_of_each,
     flash_attention,
     local_models,
+    modelscope,
     not_yet,
     required,
     row_attention,
@@ -96,7 +97,7 @@ class ServeRMConfig:
     data: ServedDataConfig = field(default_factory=ServedDataConfig)
     ds: ServedDsConfig = field(default_factory=ServedDsConfig)
     use_ms: bool = False
-    """Download from ModelScope in place of the Hugging Face hub."""
+    """Names of models and datasets are looked up on ModelScope in place of the Hugging Face hub."""
 
     @property
     def key(self) -> str | None:
@@ -108,7 +109,8 @@ class ServeRMConfig:
 def serve_rm_problems(config: ServeRMConfig, explicit: Explicit) -> list[Problem]:
     return first_of_each(
         [
-            *not_yet(config, {"use_ms": "ModelScope is", "ds.load_in_4bit": "4-bit inference is"}),
+            *not_yet(config, {"ds.load_in_4bit": "4-bit inference is"}),
+            *modelscope(config),
             *required(config, "reward.model_name_or_path"),
             *local_models(config, "reward.model_name_or_path"),
             *_access(config),

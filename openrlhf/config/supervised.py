@@ -51,8 +51,8 @@ class DataConfig:
     """Where rows come from, and how they become tokens."""
 
     dataset: str = ""
-    """Comma list of `path[@data_dir]`: .json .jsonl .csv .parquet .arrow files, folders, hub names.
-    Required."""
+    """Comma list of `path[@data_dir]`: .json .jsonl .csv .parquet .arrow files and folders, here or at URLs
+    (s3://, gs://, hf://, https://), hub names. Required."""
     dataset_probs: str | None = None
     """Comma list of probabilities, one for each dataset, to mix them. None: one after the other."""
     dataset_split: str = "train"
@@ -161,7 +161,7 @@ class SupervisedConfig(OptimConfig):
     local_rank: int = -1
     """Set by the launchers; torchrun and deepspeed say the same in the environment."""
     use_ms: bool = False
-    """Download from ModelScope in place of the Hugging Face hub."""
+    """Names of models and datasets are looked up on ModelScope in place of the Hugging Face hub."""
 
     @property
     def run_dir(self) -> str:

@@ -14,6 +14,7 @@ from openrlhf.config.checks import (
     image_rows,
     local_datasets,
     local_models,
+    modelscope,
     not_yet,
     optimizer,
     outputs,
@@ -109,6 +110,7 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
     return first_of_each(
         [
             *not_yet(config, SUPERVISED_NOT_YET),
+            *modelscope(config),
             *required(config, "model.model_name_or_path", "data.dataset"),
             *local_models(config, "model.model_name_or_path"),
             *local_datasets(config, ("data.dataset", "data.dataset_probs"), ("eval.dataset", None)),
@@ -130,7 +132,6 @@ SUPERVISED_NOT_YET: Mapping[str, str] = {
     "ds.tensor_parallel_size": "tensor parallel training is",
     "ds.deepcompile": "DeepCompile is",
     "ds.use_universal_ckpt": "the universal checkpoint is",
-    "use_ms": "ModelScope is",
 }
 """Flags whose feature does not exist yet: anything but the default is refused."""
 

@@ -11,7 +11,6 @@ standard library and stays as Python values. CSV has no types: every value is te
 import codecs
 import csv
 import json
-import mmap
 import os
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast, overload
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar, cast, overload
 
 import datasets
 import numpy as np
@@ -45,6 +44,23 @@ class Unreadable(Exception):
         """line: of the text that is read, from 1."""
         super().__init__(reason)
         self.line = line
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file, or the folder of a saved dataset."""
+
+    path: Path
+    """Where its content is."""
+    name: str
+    """What messages call it: the path, or the URL that the content was fetched from."""
+
+    @classmethod
+    def at(cls, path: Path) -> "File":
+        return cls(path, str(path))
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,10 +161,10 @@ _KINDS = {
 class JsonLines(Sequence[Row]):
     """The rows of a .jsonl file, parsed anew each time. Can be pickled."""
 
-    def __init__(self, path: Path, version: "Version", starts: np.ndarray, flag: str):
+    def __init__(self, file: File, version: "Version", starts: np.ndarray, flag: str):
         """version: of the file in which the lines were found.
         starts: (rows,) byte at which the line of each row begins."""
-        self._path = path
+        self._file = file
         self._version = version
         self._starts = starts
         self._flag = flag
@@ -163,39 +179,47 @@ class JsonLines(Sequence[Row]):
     def __getitem__(self, i: int | slice) -> Row | list[Row]:
         if isinstance(i, slice):
             return [self[row] for row in range(len(self))[i]]
-        content = _content(self._path, self._version, self._flag)
-        start = int(self._starts[i])
-        end = content.find(b"\n", start)
-        return _parse_line(content[start : len(content) if end < 0 else end]) or {}
+        start, *more = self._starts[(place := range(len(self))[i]) : place + 2].tolist()
+        end = more[0] if more else self._version.size
+        opened = _opened(self._file, self._version, self._flag)
+        line, _, _ = os.pread(opened.fileno(), end - start, start).partition(
+            b"\n"
+        )  # without blank ones after it
+        return _parse_line(line) or {}
 
 
-Version = tuple[int, ...]
+class Version(NamedTuple):
+    """Differs once the file has been written to or replaced."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
 
 
 def _version(path: Path) -> Version:
-    """Differs once the file has been written to or replaced."""
     stat = path.stat()
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return Version(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
-@lru_cache(maxsize=64)  # a map keeps a file open, and a folder may have more files than a process may open
-def _content(path: Path, version: Version, flag: str) -> mmap.mmap:
-    if _version(path) != version:
-        raise ValueError(f"{flag} {path}: the file changed while it was being read. Start again.")
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+@lru_cache(maxsize=64)  # a folder may have more files than a process may open
+def _opened(file: File, version: Version, flag: str) -> BinaryIO:
+    """Not mapped: the pages of a large file would count as memory of every process that reads it."""
+    if _version(file.path) != version:
+        raise ValueError(f"{flag} {file}: the file changed while it was being read. Start again.")
+    return file.path.open("rb", buffering=0)
 
 
-def _read_json_lines(path: Path, flag: str, bad_rows: BadRows) -> Part:
-    version, starts, lines = _version(path), array("q"), array("q")
+def _read_json_lines(file: File, flag: str, bad_rows: BadRows) -> Part:
+    version, starts, lines = _version(file.path), array("q"), array("q")
     kinds: Kinds = {}
-    for start, line, row in _json_lines(path, flag, bad_rows):
+    for start, line, row in _json_lines(file, flag, bad_rows):
         _note_kinds(kinds, row, len(starts))
         starts.append(start)
         lines.append(line)
-    rows = JsonLines(path, version, np.array(starts, dtype=np.int64), flag)
+    rows = JsonLines(file, version, np.array(starts, dtype=np.int64), flag)
     return Part(
-        name=str(path),
+        name=file.name,
         rows=rows,
         columns=tuple(kinds),
         kinds=kinds,
@@ -203,12 +227,12 @@ def _read_json_lines(path: Path, flag: str, bad_rows: BadRows) -> Part:
     )
 
 
-def _json_lines(path: Path, flag: str, bad_rows: BadRows) -> Iterator[tuple[int, int, Row | Unreadable]]:
+def _json_lines(file: File, flag: str, bad_rows: BadRows) -> Iterator[tuple[int, int, Row | Unreadable]]:
     """(byte at which the line begins, its number, row) of each line that is not blank."""
     start = 0
-    with path.open("rb") as file:
-        for line, raw in enumerate(tracked(file, None, f"checking the lines of {path.name}"), start=1):
-            row = _row_or_reason(partial(_parse_line, raw), f"{flag} {path}:{line}", bad_rows)
+    with file.path.open("rb") as opened:
+        for line, raw in enumerate(tracked(opened, None, f"checking the lines of {file.path.name}"), start=1):
+            row = _row_or_reason(partial(_parse_line, raw), f"{flag} {file}:{line}", bad_rows)
             if row is not None:
                 yield start, line, row
             start += len(raw)
@@ -268,25 +292,25 @@ def _row(value: Any) -> Row:
     return value
 
 
-def _read_json(path: Path, flag: str, bad_rows: BadRows) -> Part:
+def _read_json(file: File, flag: str, bad_rows: BadRows) -> Part:
     """A list of objects; or, as many files of this name are, one object in each line."""
-    if _has_a_row_in_each_line(path):
-        return _read_json_lines(path, flag, bad_rows)
+    if _has_a_row_in_each_line(file.path):
+        return _read_json_lines(file, flag, bad_rows)
     try:
-        value = _parse_json(_decode(path.read_bytes()).strip())
+        value = _parse_json(_decode(file.path.read_bytes()).strip())
     except Unreadable as reason:
-        raise ValueError(f"{flag} {path}:{reason.line}: {reason}") from reason
+        raise ValueError(f"{flag} {file}:{reason.line}: {reason}") from reason
     if not isinstance(value, list):
         keys = f" (keys: {', '.join(value)})" if isinstance(value, dict) else ""
         raise ValueError(
-            f"{flag} {path}: {kind(value)}{keys}, not a list of rows.\n"
+            f"{flag} {file}: {kind(value)}{keys}, not a list of rows.\n"
             "Save the list itself, or one row in each line of a .jsonl file."
         )
     rows = [
-        _row_or_reason(partial(_row, item), f"{flag} {path} row {i}", bad_rows)
+        _row_or_reason(partial(_row, item), f"{flag} {file} row {i}", bad_rows)
         for i, item in enumerate(value, start=1)
     ]
-    return Part.of(str(path), rows)
+    return Part.of(file.name, rows)
 
 
 def _has_a_row_in_each_line(path: Path) -> bool:
@@ -305,27 +329,27 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def _read_csv(path: Path, flag: str, bad_rows: BadRows) -> Part:
+def _read_csv(file: File, flag: str, bad_rows: BadRows) -> Part:
     lines, rows = [], []
-    for line, row in _csv_lines(path, flag, bad_rows):
+    for line, row in _csv_lines(file, flag, bad_rows):
         lines.append(line)
         rows.append(row)
-    return Part.of(str(path), rows, lines)
+    return Part.of(file.name, rows, lines)
 
 
-def _csv_lines(path: Path, flag: str, bad_rows: BadRows) -> Iterator[tuple[int, Row | Unreadable]]:
+def _csv_lines(file: File, flag: str, bad_rows: BadRows) -> Iterator[tuple[int, Row | Unreadable]]:
     """(last line of the row, row)"""
     csv.field_size_limit(sys.maxsize)  # the default refuses texts of more than 128 KiB
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, strict=True)
+    with file.path.open(newline="", encoding="utf-8-sig") as opened:
+        reader = csv.DictReader(opened, strict=True)
         line = 1
         try:
             for row in reader:
                 check = partial(_whole_row, row, reader.fieldnames or ())
                 line = reader.line_num
-                yield line, _row_or_reason(check, f"{flag} {path}:{line}", bad_rows)
+                yield line, _row_or_reason(check, f"{flag} {file}:{line}", bad_rows)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{flag} {path}:{line + 1}: not readable as CSV: {error}.") from error
+            raise ValueError(f"{flag} {file}:{line + 1}: not readable as CSV: {error}.") from error
 
 
 def _whole_row(row: Row, columns: Sequence[str]) -> Row:
@@ -334,12 +358,12 @@ def _whole_row(row: Row, columns: Sequence[str]) -> Row:
     return row
 
 
-def _read_parquet(path: Path, flag: str, bad_rows: BadRows) -> Part:
+def _read_parquet(file: File, flag: str, bad_rows: BadRows) -> Part:
     """Parquet can only be decoded; what is large is decoded to disk, and mapped from there."""
-    metadata = _read_table(pq.read_metadata, path, flag)
+    metadata = _read_table(pq.read_metadata, file, flag)
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     read = _parquet_in_memory if size <= PARQUET_IN_MEMORY else _parquet_on_disk
-    return Part.of_table(str(path), datasets.Dataset(_read_table(read, path, flag)))
+    return Part.of_table(file.name, datasets.Dataset(_read_table(read, file, flag)))
 
 
 PARQUET_IN_MEMORY = 64 * 2**20
@@ -377,8 +401,8 @@ _BATCH = 4096
 """Rows that are decoded at once."""
 
 
-def _read_arrow(path: Path, flag: str, bad_rows: BadRows) -> Part:
-    return Part.of_table(str(path), datasets.Dataset(_read_table(_arrow_table, path, flag)))
+def _read_arrow(file: File, flag: str, bad_rows: BadRows) -> Part:
+    return Part.of_table(file.name, datasets.Dataset(_read_table(_arrow_table, file, flag)))
 
 
 def _arrow_table(path: Path) -> pa.Table:
@@ -389,17 +413,16 @@ def _arrow_table(path: Path) -> pa.Table:
     return (pa.ipc.open_file(source) if is_file_format else pa.ipc.open_stream(source)).read_all()
 
 
-def _read_table(read: Callable[[Path], Any], path: Path, flag: str) -> Any:
+def _read_table(read: Callable[[Path], Any], file: File, flag: str) -> Any:
     try:
-        return read(path)
+        return read(file.path)
     except (pa.ArrowInvalid, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"{flag} {path}: damaged or not a {path.suffix} file ({path.stat().st_size} bytes):\n{reason}"
-        ) from error
+        kind, size = file.path.suffix, file.path.stat().st_size
+        raise ValueError(f"{flag} {file}: damaged or not a {kind} file ({size} bytes):\n{reason}") from error
 
 
-READERS: Mapping[str, Callable[[Path, str, BadRows], Part]] = {
+READERS: Mapping[str, Callable[[File, str, BadRows], Part]] = {
     ".jsonl": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_csv,
@@ -409,13 +432,13 @@ READERS: Mapping[str, Callable[[Path, str, BadRows], Part]] = {
 """Ending of a file -> what reads it; the string is the flag that named it. A table has no bad rows."""
 
 
-def peek(file: Path, flag: str, bad_rows: BadRows) -> Part:
+def peek(file: File, flag: str, bad_rows: BadRows) -> Part:
     """The first rows or the schema of a file."""
-    if file.suffix == ".parquet":
+    if file.path.suffix == ".parquet":
         schema = _read_table(pq.read_schema, file, flag)
-        return Part(name=str(file), rows=[], columns=tuple(schema.names))
-    if file.suffix == ".jsonl":
-        return Part.of(str(file), [row for _, _, row in islice(_json_lines(file, flag, bad_rows), 100)])
-    if file.suffix == ".csv":
-        return Part.of(str(file), [row for _, row in islice(_csv_lines(file, flag, bad_rows), 100)])
-    return READERS[file.suffix](file, flag, bad_rows)
+        return Part(name=file.name, rows=[], columns=tuple(schema.names))
+    if file.path.suffix == ".jsonl":
+        return Part.of(file.name, [row for _, _, row in islice(_json_lines(file, flag, bad_rows), 100)])
+    if file.path.suffix == ".csv":
+        return Part.of(file.name, [row for _, row in islice(_csv_lines(file, flag, bad_rows), 100)])
+    return READERS[file.path.suffix](file, flag, bad_rows)

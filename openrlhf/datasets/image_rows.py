@@ -17,6 +17,7 @@ from openrlhf.datasets.files import REMEDY, Row, Unreadable
 from openrlhf.datasets.images import ImageHeader, ImageSources, image_header, image_identity, load_image
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.templates import Message, render_messages
+from openrlhf.hub import model_folder
 from openrlhf.types import Image
 
 TAG = "<image>"
@@ -165,7 +166,7 @@ class ImageColumn:
 
 def _load_processor(path: str, flag: str) -> Any:
     try:
-        processor = AutoProcessor.from_pretrained(path)
+        processor = AutoProcessor.from_pretrained(model_folder(path))
     except (OSError, ValueError) as error:
         raise ValueError(f"{flag} {path}: it has no processor: {str(error).splitlines()[0]}") from error
     if not hasattr(processor, "image_processor"):

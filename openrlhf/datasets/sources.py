@@ -1,10 +1,11 @@
-"""From a data flag to rows: files, folders and hub names, mixed, capped and checked."""
+"""From a data flag to rows: files, folders, URLs and hub names, mixed, capped and checked."""
 
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import cast
 
 import datasets
@@ -14,7 +15,9 @@ from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import BadRows
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.datasets.cache import digest, file_digest
-from openrlhf.datasets.files import READERS, REMEDY, Part, Row, Unreadable, peek
+from openrlhf.datasets.files import READERS, REMEDY, File, Part, Row, Unreadable, peek
+from openrlhf.datasets.remote import fetched, is_saved_dataset, is_url
+from openrlhf.hub import dataset_folder, uses_modelscope
 from openrlhf.observe.progress import tracked
 from openrlhf.tasks.reasoning_gym import COLUMNS, gym_dataset, gym_rows
 
@@ -81,9 +84,9 @@ def load_rows(
     """The rows that `spec` names: a comma list of `path[@data_dir]`.
 
     An item is a .json, .jsonl, .csv, .parquet or .arrow file, a `save_to_disk` folder, a folder of such
-    files, a name on the hub, or `reasoning_gym:NAME?size=N&seed=S`. A piece of `spec` that exists on disk
-    with its commas and "@" is one path. Where an item has splits, `split` is taken: of a folder of files,
-    those with that word in their names.
+    files, the URL of any of them, a name on the hub, or `reasoning_gym:NAME?size=N&seed=S`. A piece of `spec`
+    that exists on disk with its commas and "@" is one path. Where an item has splits, `split` is taken: of a
+    folder of files, those with that word in their names.
 
     required_columns: flag -> the column it names, None where the flag is unset. Each must exist in every
         part and hold one type throughout; a missing or null value of a row is left to whoever reads the row.
@@ -127,25 +130,19 @@ def check_columns(
     bad_rows: BadRows = "error",
 ) -> None:
     """Raise what `load_rows` would raise for missing files, splits and columns, reading only the first rows
-    or the schema of each file (a .json list is read whole). Names on the hub are not looked up."""
+    or the schema of each file (a .json list is read whole). Names on the hub are not looked up; what URLs
+    name is fetched."""
     for item in split_spec(spec):
         if is_gym(item):
             gym_dataset(item, flag)
             _check_columns_exist(Part(name=item, rows=[], columns=COLUMNS), required_columns)
             continue
-        place = _find(item, flag)
-        if place is None:
-            continue
-        files = [place] if _is_saved_dataset(place) else _files_of(place, split, flag)
-        for part in _peeked(files, split, flag, bad_rows):
+        for file in _files_of(item, split, flag) or ():
+            is_saved = file.path.is_dir()
+            part = _read_saved(file, split, flag) if is_saved else peek(file, flag, bad_rows)
             if not part.columns:
                 raise ValueError(f"{flag} {part.name}: it is empty.")
             _check_columns_exist(part, required_columns)
-
-
-def _peeked(files: Sequence[Path], split: str, flag: str, bad_rows: BadRows) -> Iterator[Part]:
-    for file in files:
-        yield _read_saved(file, split, flag) if file.is_dir() else peek(file, flag, bad_rows)
 
 
 def rows_digest(spec: str, *, flag: str, split: str = "train") -> str:
@@ -156,14 +153,14 @@ def rows_digest(spec: str, *, flag: str, split: str = "train") -> str:
         if is_gym(item):
             found.append((item, version("reasoning_gym")))
             continue
-        place = _find(item, flag)
-        if place is None:
+        files = _files_of(item, split, flag, look_up=True)
+        if files is None:
             found.append((item, cast(datasets.Dataset, _read_hub(item, split, flag).rows)._fingerprint))
-        elif _is_saved_dataset(place):
-            files = sorted(path for path in place.rglob("*") if path.is_file())
-            found.append([(str(path.relative_to(place)), file_digest(path)) for path in files])
-        else:
-            found.append([(path.suffix, file_digest(path)) for path in _files_of(place, split, flag)])
+            continue
+        for place in (file.path for file in files if file.path.is_dir()):
+            saved = sorted(path for path in place.rglob("*") if path.is_file())
+            found.append([(str(path.relative_to(place)), file_digest(path)) for path in saved])
+        found.append([(file.path.suffix, file_digest(file.path)) for file in files if file.path.is_file()])
     return digest(found)
 
 
@@ -171,12 +168,45 @@ def _load(item: str, split: str, flag: str, bad_rows: BadRows) -> list[Part]:
     if is_gym(item):
         size = gym_dataset(item, flag).size
         return [Part.of(item, list(tracked(gym_rows(item, flag), size, f"making {item}")))]
-    place = _find(item, flag)
-    if place is None:
+    files = _files_of(item, split, flag, look_up=True)
+    if files is None:
         return [_read_hub(item, split, flag)]
-    if _is_saved_dataset(place):
-        return [_read_saved(place, split, flag)]
-    return [READERS[file.suffix](file, flag, bad_rows) for file in _files_of(place, split, flag)]
+    return [
+        _read_saved(file, split, flag)
+        if file.path.is_dir()
+        else READERS[file.path.suffix](file, flag, bad_rows)
+        for file in files
+    ]
+
+
+def _files_of(item: str, split: str, flag: str, *, look_up: bool = False) -> list[File] | None:
+    """What is read of an item: files of rows, or the folder of one saved dataset. None of a name on Hugging
+    Face's hub; without `look_up` of one on ModelScope too, of which it fetches the files."""
+    if is_url(item):
+        return fetched(item, flag, partial(_of_split, place=item, split=split, flag=flag))
+    place = _find(item, flag)
+    if place is None and uses_modelscope() and look_up:
+        name, _, data_dir = item.partition("@")
+        place = dataset_folder(name) / data_dir
+    if place is None:
+        return None
+    if place.is_file() or is_saved_dataset(path.name for path in place.glob("*")):
+        return [File.at(place)]
+    names = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
+    return [File.at(place / name) for name in _of_split(names, place=place, split=split, flag=flag)]
+
+
+def _of_split(names: Sequence[str], *, place: str | Path, split: str, flag: str) -> list[str]:
+    """Those of files in `place` that hold rows of `split`; without a split in any name all that hold rows."""
+    files = [name for name in names if PurePath(name).suffix in READERS]
+    if not files:
+        raise ValueError(f"{flag} {place}: no {', '.join(READERS)} file in this folder.")
+    splits = {name: _split_in_name(name, split) for name in files}
+    if not any(splits.values()):
+        return files
+    if split not in splits.values():
+        raise _no_split(place, split, {name for name in splits.values() if name}, flag)
+    return [name for name in files if splits[name] == split]
 
 
 def _find(item: str, flag: str) -> Path | None:
@@ -220,40 +250,22 @@ def _read_hub(item: str, split: str, flag: str) -> Part:
         ) from error
 
 
-def _is_saved_dataset(place: Path) -> bool:
-    return (place / "state.json").exists() or (place / "dataset_dict.json").exists()
-
-
-def _read_saved(place: Path, split: str, flag: str) -> Part:
+def _read_saved(folder: File, split: str, flag: str) -> Part:
     """A folder that `save_to_disk` wrote; read through the memory map."""
-    saved = datasets.load_from_disk(str(place))
+    saved = datasets.load_from_disk(str(folder.path))
     if isinstance(saved, datasets.Dataset):
-        return Part.of_table(str(place), saved)
+        return Part.of_table(folder.name, saved)
     if split not in saved:
-        raise _no_split(place, split, map(str, saved), flag)
-    return Part.of_table(f"{place}/{split}", saved[split])
+        raise _no_split(folder, split, map(str, saved), flag)
+    return Part.of_table(f"{folder}/{split}", saved[split])
 
 
-def _no_split(place: Path, split: str, splits: Iterable[str], flag: str) -> ValueError:
+def _no_split(place: object, split: str, splits: Iterable[str], flag: str) -> ValueError:
     return ValueError(f"{flag} {place}: it has no split {split!r}. Its splits: {', '.join(sorted(splits))}")
 
 
-def _files_of(place: Path, split: str, flag: str) -> list[Path]:
-    if place.is_file():
-        return [place]
-    files = sorted(path for path in place.rglob("*") if path.suffix in READERS and path.is_file())
-    if not files:
-        raise ValueError(f"{flag} {place}: no {', '.join(READERS)} file in this folder.")
-    splits = {file: _split_in_name(file.relative_to(place), split) for file in files}
-    if not any(splits.values()):
-        return files
-    if split not in splits.values():
-        raise _no_split(place, split, {name for name in splits.values() if name}, flag)
-    return [file for file in files if splits[file] == split]
-
-
-def _split_in_name(path: Path, wanted: str) -> str | None:
-    words = re.split(r"[^a-z0-9]+", str(path).lower())
+def _split_in_name(name: str, wanted: str) -> str | None:
+    words = re.split(r"[^a-z0-9]+", name.lower())
     return next((word for word in words if word in {wanted, *_SPLIT_WORDS}), None)
 
 

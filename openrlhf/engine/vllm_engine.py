@@ -19,6 +19,7 @@ from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.engine.peak_memory import Peaks
+from openrlhf.hub import model_folder
 from openrlhf.models.generation import Decoding
 from openrlhf.types import present
 from openrlhf.utils.text import image_data
@@ -204,7 +205,7 @@ class VLLMEngine:
             kv_cache_gb = CPU_KV_CACHE_GB
         self.llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
-                model=options.model,
+                model=model_folder(options.model, weights=options.load_weights),
                 load_format="auto" if options.load_weights else "dummy",
                 dtype=dtypes[options.dtype],
                 max_model_len=options.max_len,

@@ -21,6 +21,7 @@ from transformers import (
 
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.datasets.cache import digest, file_digest, sampled_digest
+from openrlhf.hub import model_folder
 from openrlhf.models.attention import PACKED, lacks_its_kernel, of_text, resolve_attention
 from openrlhf.models.backbone import reading_of
 from openrlhf.models.checkpoint_layout import forget_unused_conversions
@@ -78,7 +79,7 @@ def weight_bytes(path: str, *, flag: str, dtype: str, images: bool = False) -> i
 def load_generator(path: str, *, flag: str, dtype: str, attention: str, max_len: int) -> PreTrainedModel:
     """The model for transformers' `generate`, with its own attention: `auto` is what it would choose."""
     model = AutoModelForCausalLM.from_pretrained(
-        path,
+        model_folder(path, weights=True),
         config=load_config(path, flag),
         dtype=DTYPES[dtype],
         attn_implementation=None if attention == "auto" or lacks_its_kernel(attention) else attention,
@@ -103,7 +104,10 @@ def load_for_rows(
     takes_it = name != PACKED or _takes_attention(auto_class, config)
     implementation = of_text(name, config) if takes_it else None
     model, info = auto_class.from_pretrained(
-        path, attn_implementation=implementation, output_loading_info=True, **options
+        model_folder(path, weights=True),
+        attn_implementation=implementation,
+        output_loading_info=True,
+        **options,
     )
     reading = reading_of(model)
     reading.flag, reading.packed = attention, takes_it
@@ -150,7 +154,7 @@ def load_tokenizer(
             f"{flag} {path}: the folder has no tokenizer. Save it beside the model."
         )
     try:
-        tokenizer = cast(Any, AutoTokenizer.from_pretrained(path, use_fast=use_fast))
+        tokenizer = cast(Any, AutoTokenizer.from_pretrained(model_folder(path), use_fast=use_fast))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{flag} {path}: no tokenizer could be loaded from there: {_first_line(error)}"
@@ -183,14 +187,14 @@ def policy_processor(config: PPOConfig) -> Any:
 
 def processor_around(tokenizer: PreTrainedTokenizerBase, path: str) -> Any:
     """The processor of a vision-language model, with this tokenizer and its chat template."""
-    processor = AutoProcessor.from_pretrained(path)
+    processor = AutoProcessor.from_pretrained(model_folder(path))
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
     return processor
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every token that ends a response: the tokenizer's, and all that the generation config names."""
-    ids = {tokenizer.eos_token_id}
+    ids, path = {tokenizer.eos_token_id}, model_folder(path)
     if (Path(path) / "generation_config.json").exists() or not Path(path).exists():
         try:
             more = GenerationConfig.from_pretrained(path).eos_token_id
@@ -211,6 +215,7 @@ def model_fingerprint(path: str, flag: str) -> str:
 
 
 def _digest_of(path: str, flag: str, of_file: Callable[[Path], str]) -> str:
+    path = model_folder(path, weights=True)
     if not Path(path).is_dir():
         return str(load_config(path, flag)._commit_hash)
     files = sorted(f for f in Path(path).iterdir() if f.suffix in (".safetensors", ".bin", ".json"))
@@ -273,7 +278,7 @@ def load_config(path: str, flag: str):
             f"openrlhf lora_combiner --model_path BASE --lora_path {path} --output_path MERGED"
         )
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(model_folder(path))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{flag} {path}: no model configuration could be loaded from there: {_first_line(error)}\n"

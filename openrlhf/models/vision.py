@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoProcessor, PreTrainedModel
 
 from openrlhf.datasets.pictures import decoded, encoded
+from openrlhf.hub import model_folder
 from openrlhf.types import Image, PackedRow, Sample
 
 KEPT_IMAGES = 64
@@ -68,7 +69,7 @@ class ImageReader:
 
 
 def image_reader(path: str) -> ImageReader:
-    return ImageReader(AutoProcessor.from_pretrained(path))
+    return ImageReader(AutoProcessor.from_pretrained(model_folder(path)))
 
 
 def freeze_vision(model: PreTrainedModel) -> None:

@@ -11,6 +11,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.errors import HfHubHTTPError
 
 from openrlhf.config.reasoning_gym import is_gym
+from openrlhf.hub import uses_modelscope
 from openrlhf.observe.run_folder import RunFolder
 from openrlhf.observe.trackers import read_metrics
 
@@ -80,6 +81,8 @@ def push_to_hub(folder: str | os.PathLike, repository: str) -> str:
 def _is_on_hub(name: str) -> bool:
     return (
         bool(name)
+        and not uses_modelscope()
+        and "://" not in name
         and not is_gym(name)
         and not os.path.exists(name.partition("@")[0])
         and not name.startswith((".", "/", "~"))

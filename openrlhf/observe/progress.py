@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -355,7 +355,7 @@ def tracked(
     *,
     stream: TextIO | None = None,
     now: Callable[[], float] = time.monotonic,
-) -> Iterator[ItemT]:
+) -> Generator[ItemT, None, None]:
     """The items, unchanged, while a bar or a line every 10 seconds says how far they are. A loop of less than
     2 seconds shows nothing, and the bar leaves no trace. Of the processes of a machine the first one speaks.
     `total` may be unknown."""

@@ -286,7 +286,8 @@ def test_all_problems_are_listed_at_once(capsys):
         "error: --actor.model_name_or_path: is required: Hugging Face name or folder of the policy; the "
         "reference model starts from it too.",
         "error: --data.prompt_dataset: is required: Comma list of `path[@data_dir]`: .json .jsonl .csv "
-        ".parquet .arrow files, folders, hub names; or of `reasoning_gym:NAME?size=N&seed=S`.",
+        ".parquet .arrow files and folders, here or at URLs (s3://, gs://, hf://, https://), hub names; "
+        "or of `reasoning_gym:NAME?size=N&seed=S`.",
         "error: --reward.remote_url r.txt: is neither a .py file nor a URL that starts with http:// or https://",
     ]
     assert err[-1].startswith("13 problems; nothing was started.")
@@ -1178,6 +1179,16 @@ def test_packages_are_looked_for_before_anything_starts(command, say, monkeypatc
     _, lines = say(command, "--flash_attn --ds.param_dtype fp32")
     assert any("the package flash_attn is not installed: auto takes its place" in line for line in lines)
     assert not problems_of(lines)
+
+
+@pytest.mark.parametrize("command", [SFT, RM, PPO])
+def test_modelscope(command, say, monkeypatch):
+    installed = set()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+    found = problems_of(say(command, "--use_ms")[1])
+    assert found == ['--use_ms: needs the package modelscope: pip install "openrlhf[modelscope]"']
+    installed.add("modelscope")
+    assert say(command, "--use_ms")[0].use_ms
 
 
 @pytest.mark.parametrize("command", [SFT, RM, PPO])

@@ -202,7 +202,7 @@ REFUSED = [
     ),
     ((*GENERATE, "--iter", "-1"), "--iter -1: must be at least 0"),
     ((*GENERATE, "--data.input_template", "Q"), "--data.input_template Q: has no {} for the prompt"),
-    ((*GENERATE, "--use_ms"), "--use_ms: ModelScope is not available yet"),
+    ((*GENERATE, "--use_ms"), "--use_ms: needs the package modelscope"),
     (
         (*RM, "--post_processor", "csft", "--reward.template", "{input}"),
         "--reward.template {input}: has no {reward}",

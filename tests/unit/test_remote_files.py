@@ -1,0 +1,263 @@
+"""Datasets at URLs: fetched once, read as files of this machine."""
+
+import json
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import datasets
+import fsspec
+import pytest
+
+from openrlhf.datasets import remote
+from openrlhf.datasets.sources import check_columns, load_rows, rows_digest
+
+FLAG = "--data.dataset"
+ROWS = [{"input": "a"}, {"input": "b"}]
+COLUMNS = {"--data.input_key": "input"}
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def load(spec, **options):
+    return load_rows(spec, flag=FLAG, required_columns=COLUMNS, **options)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The folder that files are fetched to, and no waits between tries."""
+    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "WAITS", (0.0, 0.0))
+    look_again()
+    return tmp_path / "cache" / "downloads"
+
+
+def look_again():
+    """What a process looks up it looks up once."""
+    remote._listing.cache_clear()
+
+
+@pytest.fixture
+def bucket():
+    """A store of objects, as S3 is one."""
+    files = fsspec.filesystem("memory")
+    yield lambda path, data: files.pipe_file(path, data)
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
+
+
+class Site:
+    """A web server with one file."""
+
+    def __init__(self):
+        self.data, self.etag = lines(ROWS), '"1"'
+        self.status, self.failures, self.cut = 200, 0, 0
+        self.asked = Counter()
+        self.headers = {}
+
+    def __enter__(self):
+        site = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self):
+                self.answer()
+
+            def do_GET(self):
+                if self.answer():
+                    self.wfile.write(site.data[: len(site.data) - site.cut])
+                    site.cut = 0
+
+            def answer(self):
+                site.asked[self.command] += 1
+                failing = site.failures > 0
+                site.failures -= failing
+                status = 503 if failing else site.status
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(site.data) if status == 200 else 0))
+                if site.etag:
+                    self.send_header("ETag", site.etag)
+                self.end_headers()
+                return status == 200
+
+            def log_message(self, format, *args):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, args=[0.02], daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}/rows.jsonl"
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def site():
+    with Site() as site:
+        yield site
+
+
+def test_a_file_is_fetched_once_and_checked_digested_and_read(site, cache, tmp_path):
+    check_columns(site.url, flag=FLAG, required_columns=COLUMNS)
+    rows = load(site.url)
+    assert list(rows) == ROWS
+    assert rows.origin(1) == f"{site.url}:2"
+    assert rows.folder(1) is None
+    here = tmp_path / "rows.jsonl"
+    here.write_bytes(lines(ROWS))
+    assert rows_digest(site.url, flag=FLAG) == rows_digest(str(here), flag=FLAG)
+    assert site.asked == {"HEAD": 1, "GET": 1}
+    look_again()
+    assert list(load(site.url)) == ROWS
+    assert site.asked == {"HEAD": 2, "GET": 1}
+    assert [path.name for path in cache.rglob("*.tmp")] == []
+
+
+def test_a_file_that_changed_is_fetched_anew_and_readers_of_the_old_one_go_on(site):
+    old = load(site.url)
+    site.data, site.etag = lines([{"input": "c"}]), '"2"'
+    assert list(load(site.url)) == ROWS  # one version for the whole process
+    look_again()
+    assert list(load(site.url)) == [{"input": "c"}]
+    assert list(old) == ROWS
+
+
+def test_a_server_that_fails_is_asked_again(site, capsys):
+    site.failures = 3  # both ways to look the file up, and one to look it up again
+    assert list(load(site.url)) == ROWS
+    assert f"{FLAG} {site.url}: the server says 503" in capsys.readouterr().err
+
+
+def test_a_download_that_breaks_off_is_begun_again_and_never_read(site, cache):
+    site.cut = 5
+    assert list(load(site.url)) == ROWS
+    assert site.asked["GET"] == 2
+    (copy,) = cache.rglob("*.jsonl")
+    assert copy.read_bytes() == lines(ROWS)
+
+
+def test_fewer_bytes_than_were_promised_are_an_error(bucket, monkeypatch, cache):
+    bucket("/b/rows.jsonl", lines(ROWS))
+    files = fsspec.filesystem("memory")
+    monkeypatch.setattr(type(files), "get_file", lambda self, path, target, **_: open(target, "wb").close())
+    with pytest.raises(
+        ValueError, match=f"{FLAG} memory://b/rows.jsonl: not reached in 3 tries: 0 bytes came of {2 * 15}"
+    ):
+        load("memory://b/rows.jsonl")
+    assert not [*cache.rglob("*.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("status", "tries", "text"),
+    [
+        (404, 2, "there is no such file or folder"),
+        (403, 2, "the server says 403"),
+        (500, 6, "not reached in 3 tries: the server says 500"),
+    ],
+)
+def test_what_cannot_be_fetched_names_the_flag_and_the_url(site, status, tries, text):
+    site.status = status
+    for read in (load, lambda url: check_columns(url, flag=FLAG, required_columns=COLUMNS)):
+        with pytest.raises(ValueError, match=f"^{FLAG} {site.url}: {text}"):
+            read(site.url)
+    assert site.asked.total() == 2 * tries  # each with HEAD and GET
+
+
+def test_without_a_connection_the_last_copy_is_read_and_named(site, capsys, cache):
+    load(site.url)
+    site.data, site.etag = lines([{"input": "c"}]), '"2"'
+    look_again()
+    load(site.url)
+    site.close()
+    look_again()
+    assert list(load(site.url)) == [{"input": "c"}]
+    said = capsys.readouterr().err
+    assert f"{FLAG} {site.url}: not reached in 3 tries" in said
+    assert "Reading the copy of 20" in said and str(cache) in said
+    with pytest.raises(ValueError, match="not reached in 3 tries"):
+        load(site.url.replace("rows", "others"))
+
+
+def test_a_bad_row_names_url_and_line(site):
+    site.data += b"{"
+    with pytest.raises(ValueError, match=f"{FLAG} {site.url}:3: not JSON"):
+        load(site.url)
+
+
+def test_the_folder_of_a_bucket(bucket):
+    bucket("/b/data/train/a.jsonl", lines(ROWS))
+    bucket("/b/data/train/b.csv", b"input\nc\n")
+    bucket("/b/data/test.jsonl", lines([{"input": "t"}]))
+    bucket("/b/data/README.md", b"no rows")
+    rows = load("memory://b/data")
+    assert list(rows) == [*ROWS, {"input": "c"}]
+    assert rows.origin(2) == "memory://b/data/train/b.csv:2"
+    assert list(load("memory://b/data/", split="test")) == [{"input": "t"}]
+    assert list(load("memory://b@data/train, memory://b/data/test.jsonl", max_samples=3)) == [
+        *ROWS,
+        {"input": "c"},
+    ]
+    with pytest.raises(
+        ValueError, match=f"{FLAG} memory://b/data: it has no split 'dev'. Its splits: test, train"
+    ):
+        load("memory://b/data", split="dev")
+    with pytest.raises(ValueError, match=f"{FLAG} memory://b@nowhere: there is no such file or folder"):
+        load("memory://b@nowhere")
+
+
+def test_only_files_of_the_split_are_fetched(bucket, cache):
+    bucket("/b/train.jsonl", lines(ROWS))
+    bucket("/b/test.jsonl", lines(ROWS))
+    load("memory://b")
+    assert [path.name for path in cache.rglob("*.jsonl")] == ["train.jsonl"]
+
+
+@pytest.mark.parametrize("has_splits", [False, True])
+def test_a_saved_dataset_in_a_bucket(bucket, tmp_path, has_splits):
+    saved = datasets.Dataset.from_list(ROWS)
+    (datasets.DatasetDict(train=saved) if has_splits else saved).save_to_disk(tmp_path / "saved")
+    for path in (tmp_path / "saved").rglob("*"):
+        if path.is_file():
+            bucket(f"/b/{path.relative_to(tmp_path)}", path.read_bytes())
+    rows = load("memory://b/saved")
+    assert list(rows) == ROWS
+    assert rows.origin(0) == f"memory://b/saved{'/train' * has_splits} row 1"
+    check_columns("memory://b/saved", flag=FLAG, required_columns=COLUMNS)
+
+
+def test_names_that_lead_out_of_the_cache_are_refused(monkeypatch, cache):
+    files = type(fsspec.filesystem("memory"))
+    monkeypatch.setattr(files, "info", lambda self, path, **_: {"type": "directory"})
+    monkeypatch.setattr(files, "find", lambda self, path, **_: {"/b/../../x.jsonl": {"size": 1}})
+    with pytest.raises(ValueError, match=r"it has a file whose name leads out of it: ../../x.jsonl"):
+        load("memory://b")
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("s3://bucket/rows.jsonl", "needs the package s3fs: pip install s3fs"),
+        ("gs://bucket/rows.jsonl", "needs the package gcsfs: pip install gcsfs"),
+        ("nonsense://rows.jsonl", "Protocol not known: nonsense"),
+        (
+            "http://localhost/rows.txt",
+            "a file must end in .jsonl, .json, .csv, .parquet, .arrow. Folders cannot",
+        ),
+    ],
+)
+def test_addresses_that_nothing_reads(url, text):
+    with pytest.raises(ValueError, match=f"^{FLAG} {url}: {text}"):
+        load(url)
+
+
+def test_a_cache_folder_that_cannot_be_written(site, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"it cannot be kept in .*/file: .*\nSet OPENRLHF_CACHE"):
+        load(site.url)
