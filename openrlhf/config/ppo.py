@@ -520,8 +520,8 @@ class AlgoConfig:
     skip_old_log_probs: bool | Literal["auto"] = "auto"
     """Where an RL step is one optimizer step, the policy before it is the policy itself: spare the forward
     pass that asks for its log-probs. auto: where nothing reads them before that step, as KL in the reward
-    and a teacher do; with another algo.advantage.proximal_policy than recomputed whatever the number of
-    steps."""
+    and a teacher do. Where algo.advantage.proximal_policy is not recomputed, however many optimizer steps
+    there are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
