@@ -16,7 +16,7 @@ In supervised learning a dataset has Samples, Pairs, UnpairedExamples or solutio
 pass reads a PackedRow, PairRow, UnpairedRow or StepsRow.
 
 Shapes: B sequences, L tokens in a sequence, N tokens in a packed row or a batch (the sum of L), A actions,
-R runs of equal values, T turns.
+R runs of equal values, T turns, S tokens of all kept sets.
 An action is a token that the policy chose and is trained on; in supervised learning, a token with loss. A
 (L,) or (N,) field speaks of the token at that index. A (A,) field has one entry for each True of the matching
 mask, in order: prompts, environment feedback and padding have no entry anywhere, so nothing can train on

@@ -80,6 +80,15 @@ RULES = (
         "--reward.overlong_buffer_len makes length cost something.",
     ),
     Rule(
+        metric="rollout/kept_set_rest_mean",
+        sign=">",
+        limit=0.05,
+        steps=3,
+        text="sampling keeps many more tokens than are recorded, and what those others have together, more "
+        "than 5 % of the probability, has no gradient. Raise --rollout.max_kept_tokens, or lower "
+        "--rollout.top_p or --rollout.temperature.",
+    ),
+    Rule(
         metric="mismatch/abs_diff_mean",
         sign=">",
         limit=0.05,

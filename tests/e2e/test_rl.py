@@ -159,7 +159,8 @@ def test_agents(task: TaskFiles, tmp_path: Path, file: str, flags: str, metric: 
         task,
         tmp_path,
         f"{common} {flags} --train.agent_func_path {EXAMPLES / file} --algo.kl.init_coef 0 "
-        "--train.batch_size 32 --actor.num_gpus_per_node 1 --train.colocate_all --actor.adam.lr 1e-3",
+        "--rollout.top_p 0.9 --train.batch_size 32 --actor.num_gpus_per_node 1 --train.colocate_all "
+        "--actor.adam.lr 1e-3",
     )
     for step in (1, 2):
         assert metrics[step]["mismatch/abs_diff_max"] < 1e-4
