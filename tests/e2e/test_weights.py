@@ -118,7 +118,7 @@ def test_an_engine_that_dies_in_a_sync(tmp_path: Path, run_worker: Callable, die
     model = str(tiny_family(tmp_path / "Qwen3", "Qwen3"))
     (found,) = run_worker("dying_engine", 1, model=model, dies=dies, process=process)
     failed, engine, log = found["told"].splitlines()
-    assert failed == f"weight sync 2 failed, engine {1 - dies} holds version 2."
+    assert failed == f"weight sync 2 failed; engines with version 2: {1 - dies}"
     assert engine.startswith(f"inference engine {dies}: a vLLM engine died: ") and log.startswith(
         "Its log is "
     )
