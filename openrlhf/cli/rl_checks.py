@@ -138,18 +138,21 @@ def _check_file(check: Callable[[str, str], str], path: str, flag: str) -> None:
 
 def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
     """Raise ValueError where vLLM would refuse the policy."""
-    from openrlhf.engine.vllm_support import check_vllm_runs
+    from openrlhf.engine.vllm_support import check_vllm_adapts, check_vllm_runs
     from openrlhf.models.loading import load_config
 
     path = config.actor.model_name_or_path
+    model_config = load_config(path, ACTOR_FLAG)
     check_vllm_runs(
-        load_config(path, ACTOR_FLAG),
+        model_config,
         flag=ACTOR_FLAG,
         path=path,
         dtype=config.ds.param_dtype,
         on_cpu=on_cpu,
         tensor_parallel_size=config.vllm.tensor_parallel_size,
     )
+    if config.ds.lora.rank > 0 and config.vllm.lora_sync == "adapter":
+        check_vllm_adapts(model_config, flag=ACTOR_FLAG, path=path)
 
 
 def check_policy_learns(config: PPOConfig, num_prompts: int) -> None:

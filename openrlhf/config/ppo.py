@@ -238,11 +238,11 @@ class VllmConfig:
     lora_sync: LoraSync = "merged"
     """What a weight sync sends of a policy with adapters (ds.lora.rank). merged: all weights, adapters added
     to them. adapter: the weights below them once, and from then on the adapters alone, which engines keep
-    apart: syncs of seconds take an instant, sampling takes somewhat longer."""
+    apart: less to send, and slower to sample."""
     keep_cache: bool = False
     """With train.partial_rollout_enable: requests that a weight sync pauses go on with the KV cache of the
-    old weights, instead of computing it anew with the new ones. Costs nothing, and the log-probs of later
-    tokens are then those of no single weights."""
+    old weights, instead of computing it anew with the new ones. Log-probs of later tokens are then those of
+    no single weights."""
     enable_prefix_caching: bool = False
     """Keep the KV cache of prompts, for the other samples of a prompt and for later turns; it is reset at
     each weight sync."""

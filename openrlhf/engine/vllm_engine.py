@@ -187,7 +187,7 @@ class VLLMEngine:
         self.adapter: LoRARequest | None = None
         """What requests compute with beside the weights, once a weight sync has brought it."""
         self.num_syncs = 0
-        """That have started."""
+        """For which it has been paused."""
 
     async def start(self, free_share: float | None = None) -> None:
         """Load the model. `free_share`: of its GPUs' memory, what models that stay there leave; None where

@@ -10,7 +10,10 @@ from typing import Any
 
 import transformers
 
-REGISTRY = "model_executor/models/registry.py"
+MODELS = "model_executor/models"
+REGISTRY = f"{MODELS}/registry.py"
+PLAIN_BASES = ("nn.Module", "MixtureOfExperts", "HasInnerState", "IsHybrid", "IsAttentionFree")
+"""Of vLLM's models beside what they support."""
 MODEL_CONFIG = "config/model.py"
 CPU_ATTENTION = "v1/attention/backends/cpu_attn.py"
 REMOVED = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
@@ -32,6 +35,45 @@ def check_vllm_runs(
     ):
         if reason:
             raise ValueError(f"{flag} {path}: vLLM does not run this model: {reason}")
+
+
+def check_vllm_adapts(model_config: Any, *, flag: str, path: str) -> None:
+    """Raise ValueError where vLLM has no LoRA layers for the model. What is not certain is left to vLLM."""
+    for architecture in model_config.architectures or ():
+        if _takes_adapters(architecture) is False:
+            raise ValueError(
+                f"--vllm.lora_sync adapter: vLLM has no LoRA layers for {architecture} ({flag} {path}).\n"
+                "Remove it: adapters are then merged into the weights that engines get."
+            )
+
+
+def _takes_adapters(architecture: str) -> bool | None:
+    """None where the classes that say so are not all in the model's own file."""
+    for file, name in _implementations(architecture):
+        classes = {node.name: node for node in _source(file) if isinstance(node, ast.ClassDef)}
+        bases, unseen = set(), [name]
+        while unseen:
+            if (definition := classes.get(unseen.pop())) is not None:
+                found = {ast.unparse(base) for base in definition.bases} - bases
+                bases |= found
+                unseen += found
+        if "SupportsLoRA" in bases:
+            return True
+        if bases and all(b in classes or b in PLAIN_BASES or b.startswith("Supports") for b in bases):
+            return False
+    return None
+
+
+def _implementations(architecture: str) -> list[tuple[str, str]]:
+    """File and class, as the registry has them."""
+    entries = [
+        ast.literal_eval(value)
+        for node in _source(REGISTRY)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        for key, value in zip(node.value.keys, node.value.values, strict=True)
+        if isinstance(key, ast.Constant) and key.value == architecture and isinstance(value, ast.Tuple)
+    ]
+    return [(f"{MODELS}/{module}.py", name) for module, name in entries if "." not in module]
 
 
 def registered_architectures() -> set[str]:

@@ -43,7 +43,6 @@ ADAPTER_MARKS = (".lora_A.", ".lora_B.")
 """In the names of an adapter's tensors, and in no checkpoint's of a whole model."""
 TIMEOUT = datetime.timedelta(seconds=300)
 
-
 Part = Literal["merged", "base", "adapter"]
 """Of a model's weights: all, adapters merged into them; all, as they are below adapters; adapters alone."""
 
@@ -99,9 +98,9 @@ class EnginesFailedError(RuntimeError):
 
     def __str__(self) -> str:
         whole = [str(i) for i in range(self.num_engines) if i not in self.failures]
-        others = f"engine {', '.join(whole)} holds version {self.version}" if whole else "no engine is left"
         told = "\n".join(f"inference engine {i}: {text}" for i, text in self.failures.items())
-        return f"weight sync {self.version} failed, {others}.\n{told}"
+        left = f"engines with version {self.version}: {', '.join(whole) or 'none'}"
+        return f"weight sync {self.version} failed; {left}\n{told}"
 
 
 WORD = 8
@@ -208,7 +207,8 @@ class Rendezvous(NamedTuple):
     port: int
     rank: int
     """Of the trainer."""
-    bucket_bytes: int
+    shared_bytes: int
+    """Of the buffer on a GPU that they share, at most."""
 
 
 class WeightSender:
@@ -226,11 +226,11 @@ class WeightSender:
         lora_sync: LoraSync = "merged",
         bucket_bytes: int | None = None,
     ) -> None:
-        """`address`, `port`: where rank 0 can be reached. `bucket_bytes`: of weights that travel at a time.
-        None: as the backend has it."""
-        bucket_bytes = bucket_bytes or (SHARED_BYTES if backend == "ipc" else BUCKET_BYTES)
-        self.source, self.client, self.rank = WeightSource(engine, lora_sync, bucket_bytes), client, rank
-        meeting = Rendezvous(address, port, rank, bucket_bytes)
+        """`address`, `port`: where rank 0 can be reached. `bucket_bytes`: of weights that travel at a
+        time."""
+        self.source = WeightSource(engine, lora_sync, bucket_bytes or BUCKET_BYTES)
+        self.client, self.rank = client, rank
+        meeting = Rendezvous(address, port, rank, bucket_bytes or SHARED_BYTES)
         self.transfer: Transfer = OPEN_TRANSFER[backend](self.source, client, meeting)
 
     def send(self, version: int) -> None:
@@ -407,7 +407,7 @@ def _open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) 
         meeting.port,
         1 + client.num_engines * client.workers_per_engine,
         rank=meeting.rank,
-        packed_buffer_size_bytes=meeting.bucket_bytes,
+        packed_buffer_size_bytes=source.bucket_bytes,
     )
     client.ends_with_first = True
     return WeightTransferTrainerFactory.trainer_init(
@@ -444,7 +444,7 @@ def _open_ipc(source: WeightSource, client: EngineClient, meeting: Rendezvous) -
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-    size = shared_buffer_bytes(source.tensors, meeting.bucket_bytes)
+    size = shared_buffer_bytes(source.tensors, meeting.shared_bytes)
     info = IPCTrainerInitInfo(rank=meeting.rank, packed=True, packed_buffer_size_bytes=size)
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=_vllm_source(source))
 

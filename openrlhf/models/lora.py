@@ -109,8 +109,22 @@ class Weight:
         return dequantize_4bit(self.stored.data, state)
 
 
+def merged_weights(model: PreTrainedModel) -> dict[str, Weight]:
+    """Every tensor that a checkpoint of the model holds, adapters merged into the layers below them."""
+    layers = dict(model.named_modules())
+    found = {}
+    for name, tensor in checkpoint_tensors(model).items():
+        if ".lora_" in name:
+            continue
+        owner, below, kind = name.rpartition(".base_layer.")
+        found[f"{owner}.{kind}" if below else name] = Weight(
+            tensor, layers[owner] if below and kind == "weight" else None
+        )
+    return found
+
+
 def base_weights(model: PreTrainedModel) -> dict[str, Weight]:
-    """The same as they are below the adapters."""
+    """The same, as they are below the adapters."""
     return {name: replace(weight, layer=None) for name, weight in merged_weights(model).items()}
 
 
@@ -126,20 +140,6 @@ def adapted_layers(path: str, flag: str, lora: LoraConfig) -> tuple[str, ...]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return tuple(sorted({name.rpartition(".")[2] for name in _targets(model, lora.target_modules)}))
-
-
-def merged_weights(model: PreTrainedModel) -> dict[str, Weight]:
-    """Every tensor that a checkpoint of the model holds, adapters merged into the layers below them."""
-    layers = dict(model.named_modules())
-    found = {}
-    for name, tensor in checkpoint_tensors(model).items():
-        if ".lora_" in name:
-            continue
-        owner, below, kind = name.rpartition(".base_layer.")
-        found[f"{owner}.{kind}" if below else name] = Weight(
-            tensor, layers[owner] if below and kind == "weight" else None
-        )
-    return found
 
 
 def adapter_dropout(module: nn.Module) -> list[nn.Module]:

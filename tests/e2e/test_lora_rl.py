@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_async_rl
 from safetensors.torch import load_file
+from test_async_rl import AHEAD, PLACES, check_log_probs, steps_of
 from test_rl import COMMON, check_samplers_hold_the_trained_weights, tokens_of, train
 
 from openrlhf.observe.journal import read_journal
@@ -69,10 +71,25 @@ def test_adapters_that_engines_keep_apart(task: TaskFiles, tmp_path: Path, place
 
 
 @pytest.mark.slow
-def test_a_policy_of_four_bits(task: TaskFiles, tmp_path: Path) -> None:
+def test_a_request_goes_on_with_the_next_adapter(task: TaskFiles, tmp_path: Path) -> None:
+    """Where syncs pause requests: every log-prob is that of the adapter which chose the token."""
+    flags = (
+        f"{test_async_rl.FLAGS} {PLACES['shared']} {AHEAD['pauses']} --ds.lora.rank 4 --actor.adam.lr 1e-2 "
+        "--vllm.lora_sync adapter --ckpt.save_steps 1 --ckpt.save_hf --ckpt.disable_ds --ckpt.max_num 9"
+    )
+    train(task, tmp_path, flags)
+    mixed = [t for step in steps_of(tmp_path) for t in step if len(t.weight_versions) > 1]
+    assert mixed
+    check_log_probs(task, tmp_path, mixed[:4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_sync", ["merged", "adapter"])
+def test_a_policy_of_four_bits(task: TaskFiles, tmp_path: Path, lora_sync: str) -> None:
     """The engine has the weights that four bits stand for; in bf16 its products differ in the last of 8."""
     pytest.importorskip("bitsandbytes")
-    flags = f"{FLAGS} {SHARED} --ds.load_in_4bit".replace("param_dtype fp32", "param_dtype bf16")
+    flags = f"{FLAGS} {SHARED} --ds.load_in_4bit --vllm.lora_sync {lora_sync}"
+    flags = flags.replace("param_dtype fp32", "param_dtype bf16")
     metrics = train(task, tmp_path, flags)
     assert metrics[1]["kl/mean"] == pytest.approx(0, abs=1e-6)
     assert metrics[2]["mismatch/abs_diff_mean"] < 0.05

@@ -106,8 +106,8 @@ def test_a_request_that_a_sync_pauses(tmp_path: Path, run_worker: Callable, keep
     assert found["old"] < 1e-4
     assert found["new"] > 0.1 if keep_cache else found["new"] < 1e-4
     assert found["new versions"] == [[2, 8]] and found["of new requests"] < 1e-4
-    first, second = found["cached"]
-    assert first == 0 and second == 128  # a block
+    # A block: of what the request computed anew, or what the first new one did.
+    assert found["cached"] == ([0, 128] if keep_cache else [128, 128])
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_an_engine_that_dies_in_a_sync(tmp_path: Path, run_worker: Callable, die
     model = str(tiny_family(tmp_path / "Qwen3", "Qwen3"))
     (found,) = run_worker("dying_engine", 1, model=model, dies=dies, process=process)
     failed, engine, log = found["told"].splitlines()
-    assert failed == f"weight sync 2 failed, engine {1 - dies} holds version 2."
+    assert failed == f"weight sync 2 failed; engines with version 2: {1 - dies}"
     assert engine.startswith(f"inference engine {dies}: a vLLM engine died: ") and log.startswith(
         "Its log is "
     )

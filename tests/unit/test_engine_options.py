@@ -1,13 +1,18 @@
 import asyncio
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
+from vllm.config.lora import MaxLoRARanks
 
 from openrlhf.cluster.engine_pool import engine_options
+from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, ChatVllmConfig, InferenceVllmConfig
-from openrlhf.config.ppo import PPOConfig, VllmConfig
-from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
+from openrlhf.config.ppo import ActorConfig, PPOConfig, VllmConfig
+from openrlhf.config.sections import LoraConfig
+from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, _lora_arguments, engine_environment
+from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
 
 FLAGS = {"enforce_eager": True, "gpu_memory_utilization": 0.5, "kv_cache_gb": 2.0}
 
@@ -75,7 +80,7 @@ class AwakeLLM:
     def __getattr__(self, name):
         async def call(*args, **kwargs):
             self.calls.append(name)
-            return next(self.peaks) if name == "collective_rpc" else True
+            return next(self.peaks, None) if name == "collective_rpc" else True
 
         return call
 
@@ -124,3 +129,58 @@ def test_an_engine_remembers_what_generation_needed_before_it_slept():
     engine = VLLMEngine(options)
     engine.llm = AwakeLLM([3, 5], [2, 4], [1, 1], [2, 6])
     assert asyncio.run(work()) == [{"generate": 5}, {}, {"generate": 6}]
+
+
+def engine_of(**options):
+    engine = VLLMEngine(EngineOptions.of(PPOConfig(), model="m", max_len=7, on_gpu=False, **options))
+    engine.llm = AwakeLLM()
+    return engine
+
+
+async def synced(engine):
+    await engine.start_weight_update()
+    await engine.finish_weight_update("1")
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_new_requests_find_no_blocks_of_old_weights(keep_cache):
+    """None is left, or those that are left have another salt."""
+    engine = engine_of(keep_cache=keep_cache)
+    before = engine._prompt([1])
+    asyncio.run(synced(engine))
+    after = engine._prompt([1])
+    assert ("reset_prefix_cache" in engine.llm.calls) == (not keep_cache)
+    assert (before.get("cache_salt") != after.get("cache_salt")) == keep_cache
+
+
+def test_requests_have_the_adapter_once_it_has_come():
+    engine = engine_of(lora=LoraConfig(rank=12, alpha=24, target_modules=("q_proj",)))
+    assert engine.adapter is None
+    asyncio.run(synced(engine))
+    assert engine.adapter is not None and engine.adapter.lora_int_id == 1
+    update = ["pause_generation", "start_weight_update", "finish_weight_update", "collective_rpc"]
+    assert engine.llm.calls == [*update, "reset_prefix_cache", "resume_generation"]
+
+
+def test_vllm_makes_room_for_an_adapter_of_the_next_larger_rank():
+    assert get_args(MaxLoRARanks) == VLLM_LORA_RANKS
+    asked = _lora_arguments(LoraConfig(rank=12, target_modules=("q_proj", "up_proj")))
+    assert asked == {
+        "enable_lora": True,
+        "max_lora_rank": 16,
+        "lora_target_modules": ["q_proj", "up_proj"],
+    }
+    assert _lora_arguments(LoraConfig(rank=512))["max_lora_rank"] == 512
+    assert _lora_arguments(None) == {}
+
+
+def test_adapters_are_merged_unless_they_are_to_stay_apart(tmp_path):
+    tiny_model(tiny_tokenizer()).save_pretrained(tmp_path)
+    config = PPOConfig(actor=ActorConfig(model_name_or_path=str(tmp_path)))
+    adapted = replace(config, ds=replace(config.ds, lora=LoraConfig(rank=4, target_modules=("v_proj",))))
+    apart = VllmConfig(lora_sync="adapter", keep_cache=True)
+    assert engine_options(config, on_gpu=False).lora is None
+    assert engine_options(adapted, on_gpu=False).lora is None
+    assert engine_options(replace(config, vllm=apart), on_gpu=False).lora is None
+    options = engine_options(replace(adapted, vllm=apart), on_gpu=False)
+    assert options.lora == adapted.ds.lora and options.keep_cache

@@ -1,9 +1,27 @@
+from dataclasses import replace
+
 import pytest
-from transformers import CodeGenConfig, CTRLConfig, DeepseekV3Config, Gemma2Config, LlamaConfig, MambaConfig
+from transformers import (
+    CodeGenConfig,
+    CTRLConfig,
+    DeepseekV3Config,
+    FalconConfig,
+    Gemma2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MambaConfig,
+    Qwen3Config,
+)
 
 from openrlhf.cli.rl_checks import check_engines
-from openrlhf.config.ppo import ActorConfig, PPOConfig
-from openrlhf.engine.vllm_support import check_vllm_runs, cpu_head_sizes, registered_architectures
+from openrlhf.config.ppo import ActorConfig, PPOConfig, VllmConfig
+from openrlhf.config.sections import LoraConfig
+from openrlhf.engine.vllm_support import (
+    check_vllm_adapts,
+    check_vllm_runs,
+    cpu_head_sizes,
+    registered_architectures,
+)
 
 
 def llama(**changes):
@@ -68,3 +86,22 @@ def test_an_architecture_that_vllm_does_not_have():
 )
 def test_what_is_not_certain_is_left_to_vllm(config):
     check(config)
+
+
+def test_a_model_without_layers_for_adapters(tmp_path):
+    """Falcon's class supports none; GPT-NeoX is read by transformers, which only vLLM can tell."""
+    options = {"flag": "--flag", "path": "tiny"}
+    for config in (llama(), Qwen3Config(architectures=["Qwen3ForCausalLM"])):
+        check_vllm_adapts(config, **options)
+    check_vllm_adapts(GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"]), **options)
+    falcon = FalconConfig(architectures=["FalconForCausalLM"])
+    told = "--vllm.lora_sync adapter: vLLM has no LoRA layers for FalconForCausalLM"
+    with pytest.raises(ValueError, match=told):
+        check_vllm_adapts(falcon, **options)
+    falcon.save_pretrained(tmp_path)
+    config = PPOConfig(actor=ActorConfig(model_name_or_path=str(tmp_path)))
+    check_engines(config, on_cpu=False)
+    adapted = replace(config, ds=replace(config.ds, lora=LoraConfig(rank=8)))
+    check_engines(adapted, on_cpu=False)
+    with pytest.raises(ValueError, match=told):
+        check_engines(replace(adapted, vllm=VllmConfig(lora_sync="adapter")), on_cpu=False)

@@ -288,7 +288,7 @@ def test_an_engine_that_loads_something_else_is_an_error():
     receivers.damage = lambda engine, name, tensor: tensor * 2 if (engine, name) == (1, "b") else tensor
     with pytest.raises(EnginesFailedError) as told:
         sender.send(7)
-    assert str(told.value).startswith("weight sync 7 failed, engine 0 holds version 7.\ninference engine 1: ")
+    assert str(told.value).startswith("weight sync 7 failed; engines with version 7: 0\ninference engine 1: ")
     assert "worker 0 loaded other weights than the trainer sent" in str(told.value)
 
 
