@@ -45,17 +45,15 @@ def _snapshot(name: str, kind: Literal["model", "dataset"], weights: bool) -> Pa
     """Its newest version. ModelScope's cache is shared by the processes of a machine, and locked."""
     from modelscope.hub.snapshot_download import snapshot_download
 
+    left_out = None if weights else list(WEIGHTS)
     try:
-        return Path(
-            snapshot_download(name, repo_type=kind, ignore_patterns=None if weights else list(WEIGHTS))
-        )
+        return Path(snapshot_download(name, repo_type=kind, ignore_patterns=left_out))
     except Exception as error:  # its own types, and those of whatever it is made with
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         try:
             folder = snapshot_download(name, repo_type=kind, local_files_only=True)
         except Exception:
-            raise ValueError(
-                f"--use_ms {name}: not on this machine, and from ModelScope: {reason}"
-            ) from error
+            text = f"--use_ms {name}: not on this machine, and from ModelScope: {reason}"
+            raise ValueError(text) from error
     print(f"note: --use_ms {name}: {reason}; reading the copy in {folder}", file=sys.stderr, flush=True)
     return Path(folder)

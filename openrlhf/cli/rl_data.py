@@ -1,6 +1,7 @@
 """What an RL run learns from: prompts, those of its evaluation, and texts beside them."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
@@ -63,7 +64,7 @@ def build_prompt_datasets(
         held_out.append(_prompts(config, tokenizer, rows, images, source=source, first_id=num_rows))
         num_rows += len(rows)
     eval_prompts = PromptDataset.joined(held_out)
-    check_reward_templates(config, tokenizer, [*prompts.without_images, *eval_prompts.without_images])
+    check_reward_templates(config, tokenizer, [prompts.without_images, eval_prompts.without_images])
     return prompts, eval_prompts, tokenizer
 
 
@@ -179,7 +180,7 @@ def pretrain_column(config: PPOConfig) -> dict[str, str]:
 
 
 def check_reward_templates(
-    config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", prompts: "Sequence[Prompt]"
+    config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", sets: "Sequence[Sequence[Prompt]]"
 ) -> None:
     """Raise ValueError where a reward model's own chat template cannot show the prompts, or a prompt's images
     have places in the policy's tokens alone."""
@@ -195,7 +196,7 @@ def check_reward_templates(
                 "not tell where\nan image stands. Train one from the policy's family."
             )
         if has_own_template(own, tokenizer):
-            check_conversations(prompts, own, path)
+            check_conversations(chain.from_iterable(sets), own, path)
 
 
 def check_vocabularies(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -1,7 +1,8 @@
 """Files of rows: json, jsonl, csv, parquet and arrow.
 
-Rows are parsed when they are asked for, so that a set may be larger than memory: of a .jsonl file only the
-places of the lines are held, and tables are mapped from disk.
+Rows are parsed when they are asked for, so that a set may be larger than memory: of .jsonl and .csv files
+only the places of the rows are held, and tables are mapped from disk. A .json file that is one list is held
+whole.
 
 A row keeps the types that its file gives it. The JSON reader of `datasets` turns every "1" of a column into a
 number when one row holds a number, and its JSON columns lose digits of floats; so JSON is read with the
@@ -10,6 +11,7 @@ standard library and stays as Python values. CSV has no types: every value is te
 
 import codecs
 import csv
+import io
 import json
 import os
 import sys
@@ -158,16 +160,20 @@ _KINDS = {
 }
 
 
-class JsonLines(Sequence[Row]):
-    """The rows of a .jsonl file, parsed anew each time. Can be pickled."""
+class RowsOnDisk(Sequence[Row]):
+    """The rows of a text file, parsed anew each time. Can be pickled."""
 
-    def __init__(self, file: File, version: "Version", starts: np.ndarray, flag: str):
-        """version: of the file in which the lines were found.
-        starts: (rows,) byte at which the line of each row begins."""
+    def __init__(
+        self, file: File, version: "Version", starts: np.ndarray, flag: str, parse: Callable[[bytes], Row]
+    ):
+        """version: of the file in which the rows were found.
+        starts: (rows,) byte at which each begins.
+        parse: reads a row at the beginning of what stands there until the next one begins."""
         self._file = file
         self._version = version
         self._starts = starts
         self._flag = flag
+        self._parse = parse
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -182,10 +188,7 @@ class JsonLines(Sequence[Row]):
         start, *more = self._starts[(place := range(len(self))[i]) : place + 2].tolist()
         end = more[0] if more else self._version.size
         opened = _opened(self._file, self._version, self._flag)
-        line, _, _ = os.pread(opened.fileno(), end - start, start).partition(
-            b"\n"
-        )  # without blank ones after it
-        return _parse_line(line) or {}
+        return self._parse(os.pread(opened.fileno(), end - start, start))
 
 
 class Version(NamedTuple):
@@ -210,25 +213,32 @@ def _opened(file: File, version: Version, flag: str) -> BinaryIO:
     return file.path.open("rb", buffering=0)
 
 
-def _read_json_lines(file: File, flag: str, bad_rows: BadRows) -> Part:
+Found = tuple[int, int, Row | Unreadable]
+"""The byte at which a row begins, its line, and the row."""
+
+
+def _on_disk(file: File, flag: str, found: Iterable[Found], parse: Callable[[bytes], Row]) -> Part:
     version, starts, lines = _version(file.path), array("q"), array("q")
     kinds: Kinds = {}
-    for start, line, row in _json_lines(file, flag, bad_rows):
+    for start, line, row in found:
         _note_kinds(kinds, row, len(starts))
         starts.append(start)
         lines.append(line)
-    rows = JsonLines(file, version, np.array(starts, dtype=np.int64), flag)
     return Part(
         name=file.name,
-        rows=rows,
+        rows=RowsOnDisk(file, version, np.array(starts, dtype=np.int64), flag, parse),
         columns=tuple(kinds),
         kinds=kinds,
         lines=np.array(lines, dtype=np.int64),
     )
 
 
-def _json_lines(file: File, flag: str, bad_rows: BadRows) -> Iterator[tuple[int, int, Row | Unreadable]]:
-    """(byte at which the line begins, its number, row) of each line that is not blank."""
+def _read_json_lines(file: File, flag: str, bad_rows: BadRows) -> Part:
+    return _on_disk(file, flag, _json_lines(file, flag, bad_rows), _parse_first_line)
+
+
+def _json_lines(file: File, flag: str, bad_rows: BadRows) -> Iterator[Found]:
+    """Each line that is not blank."""
     start = 0
     with file.path.open("rb") as opened:
         for line, raw in enumerate(tracked(opened, None, f"checking the lines of {file.path.name}"), start=1):
@@ -252,6 +262,11 @@ def _parse_line(raw: bytes) -> Row | None:
     """None: the line is blank."""
     text = _decode(raw).strip()
     return _row(_parse_json(text)) if text else None
+
+
+def _parse_first_line(raw: bytes) -> Row:
+    """Those behind it are blank."""
+    return _parse_line(raw.partition(b"\n")[0]) or {}
 
 
 def _decode(raw: bytes) -> str:
@@ -330,26 +345,63 @@ def _is_json(text: bytes) -> bool:
 
 
 def _read_csv(file: File, flag: str, bad_rows: BadRows) -> Part:
-    lines, rows = [], []
-    for line, row in _csv_lines(file, flag, bad_rows):
-        lines.append(line)
-        rows.append(row)
-    return Part.of(file.name, rows, lines)
+    parse = partial(_parse_csv_row, columns=_csv_columns(file, flag))
+    return _on_disk(file, flag, _csv_rows(file, flag, bad_rows), parse)
 
 
-def _csv_lines(file: File, flag: str, bad_rows: BadRows) -> Iterator[tuple[int, Row | Unreadable]]:
-    """(last line of the row, row)"""
+def _csv_columns(file: File, flag: str) -> Sequence[str]:
+    with file.path.open(newline="", encoding="utf-8-sig") as opened:
+        try:
+            return csv.DictReader(opened, strict=True).fieldnames or ()
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise _not_csv(file, flag, 2, error) from error
+
+
+def _csv_rows(file: File, flag: str, bad_rows: BadRows) -> Iterator[Found]:
+    """The line is the last one of the row."""
     csv.field_size_limit(sys.maxsize)  # the default refuses texts of more than 128 KiB
     with file.path.open(newline="", encoding="utf-8-sig") as opened:
-        reader = csv.DictReader(opened, strict=True)
+        lines = _CountedLines(opened, _size_of_mark(file.path))
+        reader = csv.DictReader(lines, strict=True)
         line = 1
         try:
+            columns, start = reader.fieldnames or (), lines.size
             for row in reader:
-                check = partial(_whole_row, row, reader.fieldnames or ())
                 line = reader.line_num
-                yield line, _row_or_reason(check, f"{flag} {file}:{line}", bad_rows)
+                check = partial(_whole_row, row, columns)
+                yield start, line, _row_or_reason(check, f"{flag} {file}:{line}", bad_rows)
+                start = lines.size
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{flag} {file}:{line + 1}: not readable as CSV: {error}.") from error
+            raise _not_csv(file, flag, line + 1, error) from error
+
+
+def _parse_csv_row(raw: bytes, columns: Sequence[str]) -> Row:
+    text = io.StringIO(raw.decode(), newline="")
+    return _whole_row(next(csv.DictReader(text, columns, strict=True)), columns)
+
+
+class _CountedLines:
+    def __init__(self, lines: Iterable[str], size: int) -> None:
+        """size: bytes before them."""
+        self._lines, self.size = iter(lines), size
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self.size += len(line.encode())
+        return line
+
+
+def _size_of_mark(path: Path) -> int:
+    """Bytes of the byte order mark."""
+    with path.open("rb") as file:
+        return len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
+
+
+def _not_csv(file: File, flag: str, line: int, error: Exception) -> ValueError:
+    return ValueError(f"{flag} {file}:{line}: not readable as CSV: {error}.")
 
 
 def _whole_row(row: Row, columns: Sequence[str]) -> Row:
@@ -440,5 +492,5 @@ def peek(file: File, flag: str, bad_rows: BadRows) -> Part:
     if file.path.suffix == ".jsonl":
         return Part.of(file.name, [row for _, _, row in islice(_json_lines(file, flag, bad_rows), 100)])
     if file.path.suffix == ".csv":
-        return Part.of(file.name, [row for _, row in islice(_csv_lines(file, flag, bad_rows), 100)])
+        return Part.of(file.name, [row for _, _, row in islice(_csv_rows(file, flag, bad_rows), 100)])
     return READERS[file.path.suffix](file, flag, bad_rows)

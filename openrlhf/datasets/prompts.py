@@ -1,10 +1,13 @@
 """From rows to prompts for RL and evaluation."""
 
 import re
+from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import tee
 from pathlib import PurePath
+from typing import overload
 
 from transformers import PreTrainedTokenizerBase
 
@@ -63,30 +66,74 @@ def build_prompts(
 
     policy = bad_rows or "error"
     dropped: Counter[str] = Counter()
-    read_prompts = dict(read_each(rows, read, policy, dropped))
-    prompts, needed_len = [], 0
-    texts = (prompt.text for prompt in read_prompts.values())
+    kept, needed_len = _Kept(rows, read, first_id), 0
+    prompts, to_encode = tee(read_each(rows, read, policy, dropped))
+    texts = (prompt.text for _, prompt in to_encode)
     encoded = encode_prompts(texts, tokenizer, is_chat=apply_chat_template)
-    for (i, prompt), token_ids in zip(read_prompts.items(), encoded, strict=True):
+    for (i, prompt), token_ids in zip(prompts, encoded, strict=True):
         try:
             length, seen = _with_images(images, rows, i, policy, token_ids)
         except BadRow as reason:
             refuse(rows.origin(i), reason, policy, dropped)
             continue
         if 0 < length < max_len:
-            prompts.append(replace(prompt, prompt_id=first_id + i, images=seen))
+            kept.append(i, replace(prompt, prompt_id=first_id + i, images=seen))
         elif length and bad_rows is None:
             dropped[LONG_PROMPT] += 1
             needed_len = max(needed_len, length + 1)
         else:
             room = f"--data.max_len {max_len} leaves room for 1 to {max_len - 1}"
             refuse(rows.origin(i), f"the prompt has {length} tokens; {room}.", policy, dropped)
-    dataset = PromptDataset(prompts, dropped, needed_len)
+    dataset = PromptDataset(kept, dropped, needed_len)
     if images is not None:
         read_images = images.reader(rows)
         dataset.read_images_with(lambda prompt: read_images(prompt.prompt_id - first_id))
     check_left(dataset, rows, max_len, unit="prompt")
     return dataset
+
+
+class _Kept(Sequence[Prompt]):
+    """Prompts. Where they are many, each is made of its row again when it is asked for, so that a set may be
+    larger than memory; in the memory of the others nobody can change them while a run lasts."""
+
+    def __init__(self, rows: Rows, read: Callable[[Row], Prompt], first_id: int) -> None:
+        self._rows, self._read, self._first_id = rows, read, first_id
+        self._numbers = array("q")
+        self._images: dict[int, tuple[Image, ...]] = {}
+        """Row -> the names of its images, where it has some."""
+        self._held: list[Prompt] | None = []
+        self._size = 0
+
+    def append(self, number: int, prompt: Prompt) -> None:
+        """number: of its row."""
+        self._numbers.append(number)
+        if prompt.images:
+            self._images[number] = prompt.images
+        self._size += len(prompt.text)
+        if self._size > IN_MEMORY:
+            self._held = None
+        elif self._held is not None:
+            self._held.append(prompt)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, i: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Prompt]: ...
+    def __getitem__(self, i: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(i, slice):
+            return [self[prompt] for prompt in range(len(self))[i]]
+        if self._held is not None:
+            return self._held[i]
+        number = self._numbers[i]
+        images = self._images.get(number, ())
+        return replace(self._read(self._rows[number]), prompt_id=self._first_id + number, images=images)
+
+
+IN_MEMORY = 2**26
+"""Characters of prompts up to which they are held in memory."""
 
 
 def _with_images(

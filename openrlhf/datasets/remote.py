@@ -147,7 +147,8 @@ def _look_up_whole(url: str) -> _Listing:
         return _Listing(url=url, is_folder=False, files={name: _Remote.of(path, info)})
     root = PurePosixPath(str(files._strip_protocol(path)))
     found = cast(dict[str, dict[str, Any]], files.find(path, detail=True))
-    inside = {str(PurePosixPath(name).relative_to(root)): _Remote.of(name, found[name]) for name in found}
+    names = [name for name in found if not name.endswith("/")]  # some stores have empty objects for folders
+    inside = {str(PurePosixPath(name).relative_to(root)): _Remote.of(name, found[name]) for name in names}
     if outside := next((name for name in inside if ".." in PurePosixPath(name).parts), None):
         raise _Wrong(f"it has a file whose name leads out of it: {outside}")
     return _Listing(url=url, is_folder=True, files=inside)
@@ -223,7 +224,7 @@ def _is_http(url: str) -> bool:
 
 def _http_options() -> dict[str, Any]:
     """aiohttp would end a download after five minutes, and takes no proxy from the environment."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=60)
     return {"client_kwargs": {"timeout": timeout, "trust_env": True}}
 
 

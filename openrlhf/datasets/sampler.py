@@ -6,6 +6,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Self
 
 from openrlhf.datasets.order import epoch_order
@@ -15,14 +16,15 @@ ReadImages = Callable[[Prompt], tuple[Image, ...]]
 
 
 class PromptDataset:
-    """All prompts of a run. Those that are handed out have their images; held are only the names."""
+    """All prompts of a run. Those that are handed out have their images; of images only the names are held.
+    Prompts may come from disk each time: then all of them are a pass over the rows."""
 
     def __init__(
         self, prompts: Sequence[Prompt], dropped: Mapping[str, int] | None = None, needed_len: int = 0
     ):
         """dropped: reason -> rows that gave no prompt. needed_len: the max_len that would keep those that are
         only too long, 0 where there are none."""
-        self._prompts = tuple(prompts)
+        self._prompts = prompts
         self.dropped = Counter(dropped)
         self.needed_len = needed_len
         self._read_images: ReadImages | None = None
@@ -59,19 +61,24 @@ class PromptDataset:
 
     def fingerprint(self) -> int:
         """Changes when a prompt, or the order of the prompts, does."""
-        crc = 0
-        for prompt in self._prompts:
-            for text in (prompt.text, *(image.reference for image in prompt.images)):
-                crc = zlib.crc32(text.encode(), crc)
-        return crc
+        return self._checksums[0]
 
     def digest(self) -> str:
         """Of all that a run reads of its prompts."""
-        read = [
-            [p.prompt_id, p.text, p.label, p.source, *(image.reference for image in p.images)]
-            for p in self._prompts
-        ]
-        return hashlib.sha256(json.dumps(read, default=repr).encode()).hexdigest()
+        return self._checksums[1]
+
+    @cached_property
+    def _checksums(self) -> tuple[int, str]:
+        """The CRC of all texts and names of images; the SHA-256 of a list of all, as JSON."""
+        crc, sha = 0, hashlib.sha256(b"[")
+        for i, p in enumerate(self._prompts):
+            references = [image.reference for image in p.images]
+            for text in (p.text, *references):
+                crc = zlib.crc32(text.encode(), crc)
+            read = json.dumps([p.prompt_id, p.text, p.label, p.source, *references], default=repr)
+            sha.update(f"{', ' if i else ''}{read}".encode())
+        sha.update(b"]")
+        return crc, sha.hexdigest()
 
 
 class PromptSampler:

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from openrlhf.datasets.growing import GrowingArray
 from openrlhf.types import Image, Sample
 
 
@@ -22,7 +23,7 @@ class Drop:
 
 
 class SampleStore:
-    """Samples in flat arrays: 5 bytes for each token, in memory or mapped from disk."""
+    """Samples in flat arrays: 5 bytes for each token, mapped from disk where they are many."""
 
     def __init__(self) -> None:
         self.dropped: Counter[str] = Counter()
@@ -33,8 +34,8 @@ class SampleStore:
         """Samples cut at max_len."""
         self.lengths: Sequence[int] = array("q")
         """Tokens of each sample."""
-        self._token_ids: array[int] | np.ndarray = array("i")
-        self._action_mask: array[int] | np.ndarray = array("b")
+        self._token_ids: GrowingArray | np.ndarray = GrowingArray("i")
+        self._action_mask: GrowingArray | np.ndarray = GrowingArray("b")
         self._starts: array[int] | np.ndarray = array("q", [0])
         self._rows: array[int] | np.ndarray = array("q")
         self._read_images: Callable[[int], tuple[Image, ...]] | None = None
@@ -47,9 +48,10 @@ class SampleStore:
     def __getitem__(self, i: int) -> Sample:
         i = range(len(self))[i]
         start, stop = self._starts[i], self._starts[i + 1]
+        token_ids, action_mask = self._complete()
         return Sample(
-            token_ids=torch.from_numpy(np.array(self._token_ids[start:stop], dtype=np.int64)),
-            action_mask=torch.from_numpy(np.array(self._action_mask[start:stop], dtype=np.bool_)),
+            token_ids=torch.from_numpy(np.array(token_ids[start:stop], dtype=np.int64)),
+            action_mask=torch.from_numpy(np.array(action_mask[start:stop], dtype=np.bool_)),
             images=self._read_images(int(self._rows[i])) if self._read_images else (),
         )
 
@@ -68,8 +70,8 @@ class SampleStore:
         self.needed_len = max(self.needed_len, drop.needed_len)
 
     def append(self, token_ids: Sequence[int], action_mask: Sequence[bool], row: int | None = None) -> None:
-        """Only to a store that was not loaded. row: the number of that which has the sample's images."""
-        assert isinstance(self._token_ids, array) and isinstance(self._action_mask, array)
+        """Only before anything is read. row: the number of that which has the sample's images."""
+        assert isinstance(self._token_ids, GrowingArray) and isinstance(self._action_mask, GrowingArray)
         assert isinstance(self._starts, array) and isinstance(self.lengths, array)
         assert isinstance(self._rows, array)
         self._token_ids.extend(token_ids)
@@ -82,12 +84,25 @@ class SampleStore:
     def arrays(self) -> dict[str, np.ndarray]:
         """token_ids (T,) int32 and action_mask (T,) int8 of all samples end to end; starts (samples + 1,)
         int64, where each begins; with images rows (samples,) int64."""
+        token_ids, action_mask = self._complete()
         arrays = {
-            "token_ids": np.asarray(self._token_ids),
-            "action_mask": np.asarray(self._action_mask),
+            "token_ids": token_ids,
+            "action_mask": action_mask,
             "starts": np.asarray(self._starts),
         }
         return arrays | ({"rows": np.asarray(self._rows)} if len(self._rows) else {})
+
+    def _complete(self) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and action mask, to which nothing is appended any more."""
+        if isinstance(self._token_ids, GrowingArray):
+            self._token_ids = self._token_ids.whole()
+        if isinstance(self._action_mask, GrowingArray):
+            self._action_mask = self._action_mask.whole()
+        return self._token_ids, self._action_mask
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._complete()
+        return self.__dict__
 
     def meta(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,6 @@
+import hashlib
 import json
+import zlib
 from itertools import chain
 
 import pytest
@@ -258,3 +260,16 @@ def test_resuming_with_changed_texts_is_refused():
     changed = PromptDataset([Prompt(prompt_id=i, text=f"Prompt {i}") for i in range(10)])
     with pytest.raises(ValueError, match="fingerprint"):
         PromptSampler(changed, seed=3).load_state_dict(state)
+
+
+@pytest.mark.parametrize("in_memory", [0, 100, 10**6])
+def test_many_prompts_are_made_of_their_rows_again(tokenizer, monkeypatch, in_memory):
+    monkeypatch.setattr("openrlhf.datasets.prompts.IN_MEMORY", in_memory)
+    rows = [{"input": f"prompt {i}", "answer": i} for i in range(20)]
+    prompts = build(rows, tokenizer, label_key="answer", first_id=5, apply_chat_template=False)
+    expected = [Prompt(prompt_id=5 + i, text=f"prompt {i}", label=i) for i in range(20)]
+    assert list(prompts) == list(prompts.without_images) == expected
+    assert prompts.without_images[-2:] == expected[-2:]
+    read = json.dumps([[p.prompt_id, p.text, p.label, p.source] for p in expected])
+    assert prompts.digest() == hashlib.sha256(read.encode()).hexdigest()
+    assert prompts.fingerprint() == zlib.crc32("".join(p.text for p in expected).encode())

@@ -1,3 +1,4 @@
+import codecs
 import json
 import pickle
 import tracemalloc
@@ -313,6 +314,38 @@ def test_rows_of_json_lines_stay_on_disk(tmp_path):
     tracemalloc.stop()
     assert path.stat().st_size > 20_000_000 > 20 * peak
     assert rows[999]["input"] == "1999" * 5000
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
+def test_rows_of_csv_are_read_in_any_order_and_after_pickling(tmp_path, end, mark):
+    path = tmp_path / "a.csv"
+    lines = ["input,label", "é,1", "", '"two\nlines, and ""quotes""",2', "", "", "c,3", ""]
+    path.write_bytes(mark + end.join(lines).encode())
+    rows = pickle.loads(pickle.dumps(load(path)))
+    texts = ["é", 'two\nlines, and "quotes"', "c"]
+    assert [rows[i]["input"] for i in (2, 0, 1, 2)] == [texts[i] for i in (2, 0, 1, 2)]
+    assert [row["label"] for row in rows] == ["1", "2", "3"]
+
+
+def test_rows_of_csv_stay_on_disk(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("input\n" + "".join(f"{str(i) * 5000}\n" for i in range(1000, 2000)))
+    tracemalloc.start()
+    rows = load(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert path.stat().st_size > 20_000_000 > 20 * peak
+    assert rows[999]["input"] == "1999" * 5000
+
+
+def test_broken_rows_of_csv_are_left_out_where_they_are(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("input,label\na,1\nb\nc,3,4\nd,4\n")
+    rows = load(path, bad_rows="skip")
+    dropped = Counter()
+    assert [(i, row["input"]) for i, row in read_each(rows, dict, "skip", dropped)] == [(0, "a"), (3, "d")]
+    assert dropped == {"bad row": 2}
 
 
 def test_rows_are_read_in_any_order_and_after_pickling(tmp_path):

@@ -1,0 +1,56 @@
+"""Flat arrays that grow beyond memory."""
+
+import os
+import tempfile
+from array import array
+from collections.abc import Iterable
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from openrlhf.files import cache_folder
+
+IN_MEMORY = 2**24
+"""Bytes of an array that are held in memory."""
+
+
+class GrowingArray:
+    """Numbers that are appended. Where they are many, all but the last stand in a file of the cache folder
+    that has lost its name: it takes disk for as long as the process needs it."""
+
+    def __init__(self, typecode: str) -> None:
+        """typecode: as in `array`."""
+        self._last = array(typecode)
+        self._stored = 0
+        self._file: BinaryIO | None = None
+
+    def __len__(self) -> int:
+        return self._stored + len(self._last)
+
+    def extend(self, numbers: Iterable[Any]) -> None:
+        self._last.extend(numbers)
+        if len(self._last) * self._last.itemsize > IN_MEMORY:
+            self._store()
+
+    def whole(self) -> np.ndarray:
+        """All of them, which may not be written to: mapped from the file where there is one."""
+        if self._file is None:
+            return np.array(self._last)
+        self._store()
+        return np.memmap(self._file, dtype=self._last.typecode, mode="r", shape=(self._stored,))
+
+    def _store(self) -> None:
+        folder = cache_folder()
+        try:
+            if self._file is None:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, it lives as long as this
+            self._last.tofile(self._file)
+            self._file.flush()
+        except OSError as error:
+            raise ValueError(
+                f"Tokenised data does not fit into {folder}: {os.strerror(error.errno or 0)}.\n"
+                "Set OPENRLHF_CACHE to a folder with space."
+            ) from error
+        self._stored += len(self._last)
+        del self._last[:]
