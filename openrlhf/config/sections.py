@@ -115,9 +115,11 @@ class DeepSpeedConfig:
     tensor_parallel_size: Count = 1
     """Ranks that share the matrices of one model copy (AutoTP)."""
     ring_attn_size: Count = 1
-    """Ranks that share one sequence (ring attention)."""
+    """Ranks that share each row (sequence parallelism): every one computes a slice of its tokens, and gathers
+    keys and values of the other slices. For sequences whose activations do not fit one GPU."""
     ring_attn_head_stride: Count = 1
-    """Heads per communication round of ring attention."""
+    """Heads of keys and values that are gathered at a time where ranks share rows. More of them: fewer
+    messages, and more memory."""
     packing_samples: bool = False
     """Accepted for old commands: rows are always packed (padding-free), and attention never crosses a
     border."""

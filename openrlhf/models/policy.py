@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from openrlhf.algos.logprobs import linear_log_probs, sum_of_log_probs
-from openrlhf.models.backbone import RowModel, hidden_states
+from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.types import PackedRow
 
 
@@ -31,17 +31,19 @@ class PolicyModel(RowModel):
     ) -> TokenScores:
         """`temperature` divides the logits, as it does in sampling. With `summed`, which has no entropy, the
         gradients of the head are made in the forward pass, see `sum_of_log_probs`."""
-        hidden = hidden_states(self.model, row)
+        states = action_states(self.model, row, row.actions - 1)
         scale, softcap = self.head_options
         log_probs, entropy = head_of(self.model)(
-            hidden[row.actions - 1],
-            row.token_ids[row.actions],
+            states.hidden,
+            row.token_ids[row.actions[states.own]],
             scale=scale / temperature,
             softcap=softcap,
             with_entropy=with_entropy,
             summed=summed,
         )
-        return TokenScores(log_probs, entropy)
+        if summed:
+            return TokenScores(states.total(log_probs), None)
+        return TokenScores(states.whole(log_probs), None if entropy is None else states.whole(entropy))
 
 
 class LogProbHead(nn.Linear):

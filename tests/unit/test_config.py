@@ -265,10 +265,8 @@ def test_all_problems_are_listed_at_once(capsys):
     argv = (
         "foo --ds.zero_stage three --actor.optim sgd --actor.adam.lr -1 --actor.adam.lrr 1 --train.seed 1 2 "
     )
-    argv += (
-        "--ring_attn_size 2 --algo.advantage.estimator rloo --bf16 fp16 --config --reward.remote_url r.txt "
-    )
-    argv += "--vllm.num_engines"
+    argv += "--ds_tensor_parallel_size 2 --algo.advantage.estimator rloo --bf16 fp16 --config "
+    argv += "--reward.remote_url r.txt --vllm.num_engines"
     err = refused(PPO, argv.split(), capsys).splitlines()
     assert [line for line in err if line.startswith("error")] == [
         "error: foo: unexpected; flags start with --",
@@ -281,7 +279,7 @@ def test_all_problems_are_listed_at_once(capsys):
         "error: --actor.adam.lr -1: must be at least 0",
         "error: --train.seed 1 2: expects one value (INT), got 2",
         "error: --vllm.num_engines: expects one value (INT), got none",
-        "error: --ds.ring_attn_size 2: ring attention is not available yet; leave it at 1",
+        "error: --ds.tensor_parallel_size 2: tensor parallel training is not available yet; leave it at 1",
         "error: --actor.model_name_or_path: is required: Hugging Face name or folder of the policy; the "
         "reference model starts from it too.",
         "error: --data.prompt_dataset: is required: Comma list of `path[@data_dir]`: .json .jsonl .csv "
@@ -656,6 +654,28 @@ CHECKS = [
         "with train.colocate_all; vllm.tensor_parallel_size can be 1, 2, 4, 8",
     ),
     (PPO, "--ref_num_nodes 0", "--ref.num_nodes 0: 0 means the actor's GPUs; add --train.colocate_all"),
+    # ranks that share rows
+    (
+        SFT,
+        "--ring_attn_size 2",
+        "--ds.ring_attn_size 2: does not divide the 1 rank of the run, of which 2 share each row; use a "
+        "multiple of 2",
+    ),
+    (
+        PPO,
+        "--ds.ring_attn_size 4 --ref.num_gpus_per_node 2",
+        "--ds.ring_attn_size 4: does not divide the 2 ranks of the ref",
+    ),
+    (
+        PPO,
+        "--ds.ring_attn_size 2 --data.max_images_per_prompt 1 --data.apply_chat_template",
+        "--ds.ring_attn_size 2: ranks do not share rows with images (data.max_images_per_prompt); remove one",
+    ),
+    (
+        PPO,
+        "--ds.ring_attn_size 2 --ds.attn_implementation sdpa",
+        "--ds.attn_implementation sdpa: sees whole rows, and 2 ranks share each (ds.ring_attn_size); use",
+    ),
     # precision and checkpoints
     (SFT, "--ds.adam_offload --ds.zero_stage 0", "--ds.adam_offload: needs sharded optimizer states"),
     (
@@ -910,7 +930,7 @@ REMARKS = [
         "--ds.lora.alpha 32",
         "--ds.lora.alpha 32: has no effect: LoRA is off (ds.lora.rank 0)",
     ),
-    (SFT, "--ds.ring_attn_head_stride 2", "has no effect: ring attention is off"),
+    (SFT, "--ds.ring_attn_head_stride 2", "has no effect: every rank has whole rows"),
     (SFT, "--ds.zpg 8", "has no effect: only ds.zero_stage 3 shards weights"),
     (SFT, "--train.max_tokens_per_gpu 8", "has no effect: train.dynamic_batch_enable is off"),
     (PPO, "--rollout.max_tokens_per_gpu 8", "has no effect: train.dynamic_batch_enable is off"),
