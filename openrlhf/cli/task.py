@@ -461,7 +461,7 @@ def load_language_model(
         path,
         flag=flag,
         dtype=config.ds.param_dtype,
-        attention=config.ds.attn_implementation,
+        attention=config.ds.row_attention,
         max_len=config.data.max_len,
         experts=config.ds.experts_implementation,
         liger=config.ds.use_liger_kernel,

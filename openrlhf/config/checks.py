@@ -52,9 +52,14 @@ COMMON_UNREAD = (
         why="LoRA is off (ds.lora.rank 0)",
     ),
     Unread(
-        keys=("ds.ring_attn_head_stride",),
+        keys=("ds.ring_attn_head_stride", "ds.sequence_parallel_mode"),
         when=lambda c: c.ds.ring_attn_size == 1,
         why="every rank has whole rows (ds.ring_attn_size 1)",
+    ),
+    Unread(
+        keys=("ds.ring_attn_head_stride",),
+        when=lambda c: c.ds.sequence_parallel_mode == "ulysses",
+        why="ds.sequence_parallel_mode ulysses gathers no keys",
     ),
     Unread(keys=("ds.zpg",), when=lambda c: c.ds.zero_stage < 3, why="only ds.zero_stage 3 shards weights"),
     Unread(
@@ -338,10 +343,12 @@ def sequence_parallel(
             key=key, text="ranks do not share rows with images (data.max_images_per_prompt); remove one"
         )
     if ds.attn_implementation != "auto":
+        is_flash = ds.attn_implementation in FLASH_PACKAGES
         yield Problem(
             key="ds.attn_implementation",
-            text=f"sees whole rows, and {size} ranks share each (ds.ring_attn_size); use auto, which "
-            "on GPUs is flash attention too",
+            text="sees whole rows, which ranks share (ds.ring_attn_size); "
+            + ("auto takes its place, flash attention too" if is_flash else "use auto"),
+            fatal=not is_flash,
         )
 
 

@@ -384,7 +384,9 @@ def share_rows(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig) -> None
     """From now on, among the ranks of the mesh's sequence dimension."""
     if mesh.sequence_group is not None:
         reading_of(module.model).sharing = RowSharing(
-            group=mesh.sequence_group, heads_at_a_time=ds.ring_attn_head_stride
+            group=mesh.sequence_group,
+            mode=ds.sequence_parallel_mode,
+            heads_at_a_time=ds.ring_attn_head_stride,
         )
 
 

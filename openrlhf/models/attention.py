@@ -6,8 +6,11 @@ varlen kernel for it (`has_varlen_kernel`) the whole row is one call, elsewhere 
 scaled_dot_product_attention. Whether a model hands all of this on to its attention is found out by
 models/self_check.py.
 
-Where ranks share a row, each has the queries of its slice, and gathers keys and values of the whole row, some
-heads at a time. An edge between slices may cut a sequence: then its queries are the last tokens of its keys.
+Where ranks share a row, each comes with a slice of its tokens. Either they exchange their slices of all heads
+for the whole row of some (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), or each gathers the keys and
+values of the whole row for the queries of its slice, some heads at a time (context parallelism in section
+3.3.2 of https://arxiv.org/abs/2407.21783). There the edge of a slice may cut a sequence: its queries are the
+last tokens of its keys.
 """
 
 import importlib.util
@@ -27,6 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from openrlhf.config.checks import row_attention
 from openrlhf.config.choices import FLASH_PACKAGES
 from openrlhf.models.sequence_parallel import RowSharing, cut
+from openrlhf.types import present
 
 PACKED = "openrlhf_packed"
 
@@ -172,7 +176,25 @@ def packed_attention(
     attend = partial(_attend, scaling=scaling, dropout=dropout, window=window, softcap=softcap)
     if packing.share is None:
         return attend(query, key, value, s_aux, packing, packing), None
+    if packing.share.sharing.splits_heads(key.shape[1]):
+        return _with_own_heads(attend, query, key, value, s_aux, packing), None
     return _over_gathered_keys(attend, query, key, value, s_aux, packing.share), None
+
+
+def _with_own_heads(
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    packing: Packing,
+) -> Tensor:
+    """Of this rank's slice of a row, as `packed_attention`."""
+    sharing = present(packing.share).sharing
+    q, k, v = (sharing.whole_row(x[0])[None] for x in (query, key, value))
+    if sinks is not None:
+        sinks = sinks[sharing.own_heads(len(sinks))]
+    return sharing.all_heads(attend(q, k, v, sinks, packing, packing)[0])[None]
 
 
 def _over_gathered_keys(

@@ -342,7 +342,7 @@ def _cache_entry(model: PreTrainedModel) -> Path:
         "versions": [version("torch"), version("transformers"), digest(code)],
         "liger": version("liger-kernel") if reading_of(model).liger else None,
         "images": reading_of(model).images is not None,
-        "sharing": sharing.size if (sharing := reading_of(model).sharing) else None,
+        "sharing": [sharing.size, sharing.mode] if (sharing := reading_of(model).sharing) else None,
     }
     return cache_folder() / "packing" / f"{digest(parts)}.json"
 

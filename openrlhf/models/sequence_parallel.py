@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from openrlhf.config.choices import SequenceParallelMode
 from openrlhf.types import PackedRow
 
 
@@ -27,6 +28,7 @@ class RowSharing:
     """The ranks that share rows, seen from one of them."""
 
     group: dist.ProcessGroup
+    mode: SequenceParallelMode = "auto"
     heads_at_a_time: int = 1
     """Of keys and values, that are gathered at a time: `--ds.ring_attn_head_stride`."""
 
@@ -59,6 +61,32 @@ class RowSharing:
     def gathered(self, x: Tensor) -> Tensor:
         """(n, ...) of each rank's slice -> (N, ...)"""
         return _Gathered.apply(x, self.group)
+
+    def splits_heads(self, num_kv: int) -> bool:
+        """Whether each rank attends with a part of the heads over whole rows; else with all from its slice.
+        `num_kv`: heads of keys."""
+        divides = num_kv % self.size == 0
+        if self.mode == "ulysses" and not divides:
+            raise ValueError(
+                f"--ds.sequence_parallel_mode ulysses: the model has {num_kv} heads of keys, which do not "
+                f"divide among {self.size} ranks (--ds.ring_attn_size).\nUse auto."
+            )
+        return divides and self.mode != "allgather"
+
+    def own_heads(self, num_heads: int) -> slice:
+        """That this rank attends with."""
+        size = num_heads // self.size
+        return slice(self.group.rank() * size, (self.group.rank() + 1) * size)
+
+    def whole_row(self, x: Tensor) -> Tensor:
+        """(heads, n, d) of each rank's slice -> (heads / ranks, N, d) of this rank's heads."""
+        by_slice = _Exchanged.apply(x, self.group).unflatten(0, (self.size, -1))
+        return by_slice.transpose(0, 1).flatten(1, 2)
+
+    def all_heads(self, x: Tensor) -> Tensor:
+        """(N, heads / ranks, d) of each rank's heads -> (n, heads, d) of this rank's slice."""
+        by_heads = _Exchanged.apply(x, self.group).unflatten(0, (self.size, -1))
+        return by_heads.transpose(0, 1).flatten(1, 2)
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`."""
@@ -106,6 +134,21 @@ class _Gathered(torch.autograd.Function):
         return own, None
 
 
+class _Exchanged(torch.autograd.Function):
+    """x has a block for each rank; block i of rank j becomes block j of rank i, and so do their gradients."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchange(x, group)
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]  torch does not type this decorator
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchange(grad, ctx.group), None
+
+
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -117,6 +160,13 @@ class _Summed(torch.autograd.Function):
     # pyrefly: ignore[bad-override]  torch does not type this decorator
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         return _sum(grad, ctx.group), None
+
+
+def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    exchanged = torch.empty_like(x)
+    dist.all_to_all_single(exchanged, x, group=group)
+    return exchanged
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:

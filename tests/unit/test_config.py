@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from openrlhf.config.checks import COMMON_UNREAD
+from openrlhf.config.checks import COMMON_UNREAD, sequence_parallel
 from openrlhf.config.commands import COMMANDS, DPO, KD, KTO, PPO, PRM, RM, SFT
 from openrlhf.config.fields import fields_of, to_words, values_of
 from openrlhf.config.parse import parse, suggest, to_yaml
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import PPO_NOT_YET, PPO_UNREAD
-from openrlhf.config.sections import is_due
+from openrlhf.config.sections import DeepSpeedConfig, is_due
 from openrlhf.config.supervised import DPOConfig
 from openrlhf.config.supervised_checks import (
     DPO_UNREAD,
@@ -674,7 +674,7 @@ CHECKS = [
     (
         PPO,
         "--ds.ring_attn_size 2 --ds.attn_implementation sdpa",
-        "--ds.attn_implementation sdpa: sees whole rows, and 2 ranks share each (ds.ring_attn_size); use",
+        "--ds.attn_implementation sdpa: sees whole rows, which ranks share (ds.ring_attn_size); use auto",
     ),
     # precision and checkpoints
     (SFT, "--ds.adam_offload --ds.zero_stage 0", "--ds.adam_offload: needs sharded optimizer states"),
@@ -776,6 +776,16 @@ NOT_YET = [
     for command, table in ((PPO, PPO_NOT_YET), (SFT, SUPERVISED_NOT_YET), (KD, KD_NOT_YET))
     for key, what in table.items()
 ]
+
+
+def test_flash_attention_of_a_package_gives_way_where_ranks_share_rows() -> None:
+    def of(**flags) -> tuple[str, list[bool]]:
+        ds = DeepSpeedConfig(**flags)
+        return ds.row_attention, [p.fatal for p in sequence_parallel(ds, {"run": 2}, reads_images=False)]
+
+    assert of(attn_implementation="flash_attention_2") == ("flash_attention_2", [])
+    assert of(attn_implementation="flash_attention_2", ring_attn_size=2) == ("auto", [False])
+    assert of(attn_implementation="eager", ring_attn_size=2) == ("eager", [True])
 
 
 @pytest.mark.parametrize(
@@ -931,6 +941,11 @@ REMARKS = [
         "--ds.lora.alpha 32: has no effect: LoRA is off (ds.lora.rank 0)",
     ),
     (SFT, "--ds.ring_attn_head_stride 2", "has no effect: every rank has whole rows"),
+    (
+        SFT,
+        "--ds.sequence_parallel_mode ulysses",
+        "--ds.sequence_parallel_mode ulysses: has no effect: every rank has whole rows",
+    ),
     (SFT, "--ds.zpg 8", "has no effect: only ds.zero_stage 3 shards weights"),
     (SFT, "--train.max_tokens_per_gpu 8", "has no effect: train.dynamic_batch_enable is off"),
     (PPO, "--rollout.max_tokens_per_gpu 8", "has no effect: train.dynamic_batch_enable is off"),

@@ -19,6 +19,7 @@ from test_policy import CAPPED, SHAPE
 from torch import Tensor
 
 from openrlhf.algos.distillation import LinearHead
+from openrlhf.config.choices import SequenceParallelMode
 from openrlhf.engine.interfaces import Objective
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import RowModel, reading_of
@@ -74,10 +75,10 @@ def test_what_of_a_row_is_in_a_slice(start: int, end: int, expected: Cut) -> Non
     assert cut((5, 1, 7, 2, 1), start, end) == expected
 
 
-def sharing(heads_at_a_time: int = 1) -> RowSharing:
+def sharing(mode: SequenceParallelMode = "auto", heads_at_a_time: int = 1) -> RowSharing:
     group = dist.group.WORLD
     assert group is not None
-    return RowSharing(group=group, heads_at_a_time=heads_at_a_time)
+    return RowSharing(group=group, mode=mode, heads_at_a_time=heads_at_a_time)
 
 
 def row_of(*lengths: int) -> PackedRow:
@@ -118,6 +119,39 @@ def test_gathering_is_differentiated_as_the_sum_over_ranks(threads: Callable) ->
         return whole.tolist(), x.grad.tolist(), float(sharing().summed(x.detach().sum()))
 
     assert threads(2, gradient) == [([1, 2, 3, 4], [0, 3], 10), ([1, 2, 3, 4], [6, 9], 10)]
+
+
+def test_some_heads_of_the_whole_row_and_back(threads: Callable) -> None:
+    """Four heads, two tokens on each of two ranks; token i of head h is 10 h + i."""
+
+    def exchanged() -> tuple[list, list]:
+        start = 2 * dist.get_rank()
+        own = (10 * torch.arange(4)[:, None] + torch.arange(start, start + 2)).float()[..., None]
+        whole = sharing().whole_row(own)
+        return whole[..., 0].tolist(), sharing().all_heads(whole.transpose(0, 1))[..., 0].tolist()
+
+    assert threads(2, exchanged) == [
+        ([[0, 1, 2, 3], [10, 11, 12, 13]], [[0, 10, 20, 30], [1, 11, 21, 31]]),
+        ([[20, 21, 22, 23], [30, 31, 32, 33]], [[2, 12, 22, 32], [3, 13, 23, 33]]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_kv", "expected"),
+    [("auto", 4, True), ("auto", 3, False), ("ulysses", 4, True), ("allgather", 4, False)],
+)
+def test_when_heads_are_divided(threads: Callable, mode: Any, num_kv: int, expected: bool) -> None:
+    assert threads(2, lambda: sharing(mode).splits_heads(num_kv)) == [expected] * 2
+
+
+def test_heads_that_do_not_divide_are_refused(threads: Callable) -> None:
+    def said() -> str:
+        with pytest.raises(ValueError) as refused:
+            sharing("ulysses").splits_heads(3)
+        return str(refused.value)
+
+    head = "--ds.sequence_parallel_mode ulysses: the model has 3 heads of keys, which do not divide among"
+    assert set(threads(2, said)) == {f"{head} 2 ranks (--ds.ring_attn_size).\nUse auto."}
 
 
 # ---- models
@@ -270,11 +304,11 @@ def passed(module: RowModel, row: Any, objective_of: Callable) -> tuple[dict[str
 
 
 def on_ranks(
-    threads: Callable, module: RowModel, row: Any, objective_of: Callable, num_ranks: int, heads: int = 1
+    threads: Callable, module: RowModel, row: Any, objective_of: Callable, num_ranks: int, *mode: Any
 ) -> list:
     def part() -> Any:
         own = copy.deepcopy(module)
-        reading_of(own.model).sharing = sharing(heads)
+        reading_of(own.model).sharing = sharing(*mode)
         return passed(own, row, objective_of)
 
     return threads(num_ranks, part)
@@ -294,16 +328,20 @@ def test_every_objective(threads: Callable, name: str) -> None:
     build, row, objective_of = OBJECTIVES[name]
     module, row = build(), row()
     expected = passed(copy.deepcopy(module), row, objective_of)
-    for num_ranks in (2, 4):
+    for num_ranks in (2, 4):  # heads of keys divide among two
         check_equal(on_ranks(threads, module, row, objective_of, num_ranks), expected)
 
 
-@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    ("num_ranks", "mode", "heads"), [(2, "ulysses", 1), (2, "allgather", 1), (3, "allgather", 2)]
+)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_kind_of_attention(threads: Callable, name: str, heads: int) -> None:
+def test_every_kind_of_attention(
+    threads: Callable, name: str, num_ranks: int, mode: SequenceParallelMode, heads: int
+) -> None:
     module, row = PolicyModel(language_model(ARCHITECTURES[name])), experiences()
     expected = passed(copy.deepcopy(module), row, lambda m: PPO)
-    check_equal(on_ranks(threads, module, row, lambda m: PPO, 3, heads), expected)
+    check_equal(on_ranks(threads, module, row, lambda m: PPO, num_ranks, mode, heads), expected)
 
 
 # ---- the check of a loaded model
