@@ -56,6 +56,7 @@ def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> "Ref
                 lambda: PolicyModel(load_language_model(run.config, path, REF_FLAG)),
                 ds=run.config.ds,
                 offload=ref.offload,
+                mesh=run.mesh,
             )
 
     if not ref.precompute_enable and is_policy and has_adapters(run.engine.module.model):

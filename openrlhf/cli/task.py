@@ -243,7 +243,7 @@ class Run(Generic[ConfigT]):
         config, checksum = self.config, arrays_digest(self.train_set.arrays())[:16]
         more = {"--data.dataset": f"{len(self.train_set)} samples (checksum {checksum})"}
         if config.ds.zero_stage > 0:  # each rank has a part of the optimizer's state
-            more["the number of ranks"] = str(self.mesh.data)
+            more["the number of ranks"] = str(self.mesh.size)
         models = {flag: [path] for flag, path in self.task.models().items()}
         return origin_of(config, self.task.command, models, more)
 
@@ -331,7 +331,9 @@ def lay_out(
         task.collate,
         batch_size=batch_size,
         micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
-        max_tokens=train.max_tokens_per_gpu if train.dynamic_batch_enable else None,
+        max_tokens=train.max_tokens_per_gpu * (mesh.sequence if mesh else 1)
+        if train.dynamic_batch_enable
+        else None,
         data_rank=mesh.data_rank if mesh else 0,
         data_size=mesh.data if mesh else 1,
         seed=train.seed,
@@ -461,7 +463,7 @@ def load_language_model(
         path,
         flag=flag,
         dtype=config.ds.param_dtype,
-        attention=config.ds.attn_implementation,
+        attention=config.ds.row_attention,
         max_len=config.data.max_len,
         experts=config.ds.experts_implementation,
         liger=config.ds.use_liger_kernel,

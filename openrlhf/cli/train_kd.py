@@ -49,6 +49,7 @@ class DistillationTask(ResponsesTask[KDConfig]):
                 lambda: TeacherModel(task.load_language_model(self.config, path, TEACHER_FLAG)),
                 ds=self.config.ds,
                 offload=self.config.teacher.offload,
+                mesh=run.mesh,
             )
         head = linear_head(teacher.module.model)
         return DistillationObjective(

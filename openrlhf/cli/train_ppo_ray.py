@@ -186,7 +186,7 @@ def _origin(config: PPOConfig, data: RLData) -> "Origin":
     if config.ds.zero_stage > 0:  # each rank has a part of the optimizer's state
         for role in ("actor", "critic"):
             if role in config.placements:
-                more[f"the number of the {role}'s ranks"] = str(config.placements[role].mesh.data)
+                more[f"the number of the {role}'s ranks"] = str(config.placements[role].mesh.size)
     return origin_of(config, PPO, models, more)
 
 

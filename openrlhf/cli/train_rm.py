@@ -45,7 +45,7 @@ class RewardModelTask(task.Task[RMConfig]):
             config.model.model_name_or_path,
             flag="--model.model_name_or_path",
             dtype=config.ds.param_dtype,
-            attention=config.ds.attn_implementation,
+            attention=config.ds.row_attention,
             max_len=config.data.max_len,
             head_prefix=config.ds.value_head_prefix,
             tokenizer=tokenizer,

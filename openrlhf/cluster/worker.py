@@ -107,12 +107,16 @@ class Worker:
         release_cached_memory()
         return DeviceMemory.now()
 
+    def row_budget(self, tokens_per_gpu: int) -> int | None:
+        """Tokens of a row that is filled by tokens; None where rows are not."""
+        return tokens_per_gpu * self.mesh.sequence if self.config.train.dynamic_batch_enable else None
+
     def row_groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """Which sequences share a row where log-probs are computed."""
         config = self.config
         return row_groups(
             lengths,
-            max_tokens=config.rollout_tokens_per_gpu if config.train.dynamic_batch_enable else None,
+            max_tokens=self.row_budget(config.rollout_tokens_per_gpu),
             max_sequences=config.rollout.micro_batch_size,
         )
 
@@ -143,7 +147,7 @@ class ModelWorker(Worker, Generic[ModelT]):
             path,
             flag=flag,
             dtype=ds.param_dtype,
-            attention=ds.attn_implementation,
+            attention=ds.row_attention,
             max_len=self.config.data.max_len,
             experts=ds.experts_implementation,
             in_4bit=in_4bit,
@@ -157,7 +161,8 @@ class FrozenWorker(ModelWorker[FrozenModel]):
 
     def start(self, address: str, port: int, path: str, flag: str, offload: bool) -> None:
         self.join(address, port)
-        self.model = FrozenModel(partial(self.build_model, path, flag), ds=self.config.ds, offload=offload)
+        build = partial(self.build_model, path, flag)
+        self.model = FrozenModel(build, ds=self.config.ds, offload=offload, mesh=self.mesh)
 
 
 class RewardWorker(Worker):
@@ -171,7 +176,8 @@ class RewardWorker(Worker):
         self.models, self.readers, self.statistics = [], [], []
         for path in config.reward.models:
             build = partial(_build_scorer, config, path, REWARD_FLAG, trained=True)
-            self.models.append(FrozenModel(build, ds=config.ds, offload=config.reward.offload))
+            offload = config.reward.offload
+            self.models.append(FrozenModel(build, ds=config.ds, offload=offload, mesh=self.mesh))
             own = load_tokenizer(path, flag=REWARD_FLAG)
             model_config = load_config(path, REWARD_FLAG)
             room = room_of(model_config)
@@ -269,7 +275,7 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
         train = self.config.train
         groups = row_groups(
             batch.lengths[list(window)].tolist(),
-            max_tokens=train.max_tokens_per_gpu if train.dynamic_batch_enable else None,
+            max_tokens=self.row_budget(train.max_tokens_per_gpu),
             max_sequences=train.micro_batch_size,
         )
         return [[window[i] for i in group] for group in groups]
@@ -341,7 +347,7 @@ class PolicyWorker(TrainedWorker):
             PackedRow.of,
             batch_size=train.batch_size,
             micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
-            max_tokens=train.max_tokens_per_gpu if train.dynamic_batch_enable else None,
+            max_tokens=self.row_budget(train.max_tokens_per_gpu),
             data_rank=self.mesh.data_rank,
             data_size=self.mesh.data,
             seed=train.seed,
@@ -431,7 +437,7 @@ def _build_scorer(
         path,
         flag=flag,
         dtype=ds.param_dtype,
-        attention=ds.attn_implementation,
+        attention=ds.row_attention,
         max_len=config.data.max_len,
         head_prefix=ds.value_head_prefix,
         experts=ds.experts_implementation,

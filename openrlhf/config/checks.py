@@ -52,9 +52,14 @@ COMMON_UNREAD = (
         why="LoRA is off (ds.lora.rank 0)",
     ),
     Unread(
-        keys=("ds.ring_attn_head_stride",),
+        keys=("ds.ring_attn_head_stride", "ds.sequence_parallel_mode"),
         when=lambda c: c.ds.ring_attn_size == 1,
-        why="ring attention is off (ds.ring_attn_size 1)",
+        why="every rank has whole rows (ds.ring_attn_size 1)",
+    ),
+    Unread(
+        keys=("ds.ring_attn_head_stride",),
+        when=lambda c: c.ds.sequence_parallel_mode == "ulysses",
+        why="ds.sequence_parallel_mode ulysses gathers no keys",
     ),
     Unread(keys=("ds.zpg",), when=lambda c: c.ds.zero_stage < 3, why="only ds.zero_stage 3 shards weights"),
     Unread(
@@ -327,6 +332,34 @@ def precision(config: Any) -> Iterator[Problem]:
     yield from row_attention(ds.attn_implementation)
     yield from flash_attention(ds)
     yield from _liger(ds)
+
+
+def sequence_parallel(
+    ds: DeepSpeedConfig, ranks: Mapping[str, int], *, reads_images: bool
+) -> Iterator[Problem]:
+    """`ranks`: of each model that has some of its own, by what to call them."""
+    size, key = ds.ring_attn_size, "ds.ring_attn_size"
+    if size == 1:
+        return
+    for whose, number in ranks.items():
+        if number % size:
+            yield Problem(
+                key=key,
+                text=f"does not divide the {number} rank{'s' * (number > 1)} of the {whose}, of which {size} "
+                f"share each row; use a multiple of {size}",
+            )
+    if reads_images:
+        yield Problem(
+            key=key, text="ranks do not share rows with images (data.max_images_per_prompt); remove one"
+        )
+    if ds.attn_implementation != "auto":
+        is_flash = ds.attn_implementation in FLASH_PACKAGES
+        yield Problem(
+            key="ds.attn_implementation",
+            text="sees whole rows, which ranks share (ds.ring_attn_size); "
+            + ("auto takes its place, flash attention too" if is_flash else "use auto"),
+            fatal=not is_flash,
+        )
 
 
 def _accumulation(ds: Any) -> Iterator[Problem]:

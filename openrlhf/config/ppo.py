@@ -409,7 +409,8 @@ class TrainConfig:
     dynamic_batch_enable: bool = False
     """Fill rows up to max_tokens_per_gpu tokens; the two micro_batch_size are then not read."""
     max_tokens_per_gpu: Count = 16192
-    """Tokens in one row with dynamic_batch_enable. A longer sequence gets a row of its own."""
+    """Tokens of one row with dynamic_batch_enable; ds.ring_attn_size times as many where ranks share rows. A
+    longer sequence gets a row of its own."""
     max_epochs: Count = 1
     """Passes over the samples of each step."""
     num_episodes: Count = 1

@@ -25,6 +25,7 @@ from openrlhf.config.checks import (
     precision,
     python_file,
     required,
+    sequence_parallel,
     split_spec,
     template,
     unread,
@@ -78,6 +79,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *batches(config, config.data_parallel_size, config.samples_per_step, _made(config)),
             *_placement(config, explicit),
             *precision(config),
+            *sequence_parallel(config.ds, _ranks(config), reads_images=config.reads_images),
             *four_bits(config.ds),
             *outputs(config.ckpt, config.logger),
             *unread(config, explicit, COMMON_UNREAD + PPO_UNREAD),
@@ -89,7 +91,6 @@ PPO_NOT_YET: Mapping[str, str] = {
     "actor.optim": "Muon is",
     "critic.optim": "Muon is",
     "vllm.sync_with_ray": "weight sync with ray.util.collective is",
-    "ds.ring_attn_size": "ring attention is",
     "ds.tensor_parallel_size": "tensor parallel training is",
     "ds.deepcompile": "DeepCompile is",
     "ds.use_universal_ckpt": "the universal checkpoint is",
@@ -655,6 +656,16 @@ def _evaluation(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
 def _made(config: PPOConfig) -> str:
     prompts, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
     return f"a step makes {prompts} prompts x {samples} = {prompts * samples} samples"
+
+
+def _ranks(config: PPOConfig) -> dict[str, int]:
+    """Of each model with GPUs of its own."""
+    values = values_of(config)
+    return {
+        role: values[f"{role}.num_nodes"] * values[f"{role}.num_gpus_per_node"]
+        for role, (_, host) in config.placements.items()
+        if not host
+    }
 
 
 def optimizer_sleep(config: PPOConfig) -> Iterator[Problem]:

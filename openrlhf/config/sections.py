@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Annotated, Literal
 
 from openrlhf.config.choices import (
+    FLASH_PACKAGES,
     Count,
     CountOrZero,
     Decay,
@@ -21,6 +22,7 @@ from openrlhf.config.choices import (
     PositiveOrZero,
     PositiveShare,
     Range,
+    SequenceParallelMode,
     Share,
     Steps,
 )
@@ -115,9 +117,15 @@ class DeepSpeedConfig:
     tensor_parallel_size: Count = 1
     """Ranks that share the matrices of one model copy (AutoTP)."""
     ring_attn_size: Count = 1
-    """Ranks that share one sequence (ring attention)."""
+    """Ranks that share each row (sequence parallelism): every one computes a slice of its tokens. For
+    sequences whose activations do not fit one GPU."""
     ring_attn_head_stride: Count = 1
-    """Heads per communication round of ring attention."""
+    """Heads of keys and values that sequence_parallel_mode allgather gathers at a time. More of them: fewer
+    messages, and more memory."""
+    sequence_parallel_mode: SequenceParallelMode = "auto"
+    """How attention sees all of a row that ranks share. ulysses: each rank has a part of the heads, which
+    must divide, also those of keys. allgather: each has all heads for its slice, and gathers keys and values.
+    auto: ulysses where the heads divide, else allgather."""
     packing_samples: bool = False
     """Accepted for old commands: rows are always packed (padding-free), and attention never crosses a
     border."""
@@ -140,6 +148,12 @@ class DeepSpeedConfig:
     enable_sleep: bool = False
     """Move optimizer states, gradients and master weights to the CPU while others use the GPU. For RL on
     shared GPUs."""
+
+    @property
+    def row_attention(self) -> str:
+        """attn_implementation, but auto for other flash attention where ranks share rows."""
+        shared = self.ring_attn_size > 1 and self.attn_implementation in FLASH_PACKAGES
+        return "auto" if shared else self.attn_implementation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

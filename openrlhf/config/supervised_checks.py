@@ -20,6 +20,7 @@ from openrlhf.config.checks import (
     outputs,
     precision,
     required,
+    sequence_parallel,
     template,
     unread,
 )
@@ -119,6 +120,7 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
             *_muon(config),
             *batches(config, mesh.data, None, ""),
             *precision(config),
+            *sequence_parallel(ds, {"run": num_ranks}, reads_images=config.data.reads_images),
             *four_bits(config.ds),
             *_balance(config),
             *outputs(config.ckpt, config.logger),
@@ -128,7 +130,6 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
 
 
 SUPERVISED_NOT_YET: Mapping[str, str] = {
-    "ds.ring_attn_size": "ring attention is",
     "ds.tensor_parallel_size": "tensor parallel training is",
     "ds.deepcompile": "DeepCompile is",
     "ds.use_universal_ckpt": "the universal checkpoint is",

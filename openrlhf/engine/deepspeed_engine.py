@@ -26,7 +26,7 @@ from openrlhf.engine.moving_average import MovingAverage
 from openrlhf.engine.optimizer_state import OptimizerState
 from openrlhf.engine.random_state import load_random_state, save_random_state, saved_ranks
 from openrlhf.engine.weight_sync import Part
-from openrlhf.models.backbone import RowModel, backbone_of
+from openrlhf.models.backbone import RowModel, backbone_of, reading_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
 from openrlhf.models.dropout import enable_checkpointing, has_noise, set_training
 from openrlhf.models.lora import (
@@ -37,6 +37,7 @@ from openrlhf.models.lora import (
     save_adapter,
 )
 from openrlhf.models.self_check import settle_reading
+from openrlhf.models.sequence_parallel import RowSharing
 from openrlhf.types import LossNorm, Metrics
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -79,6 +80,7 @@ class DeepSpeedEngine:
 
         `mesh`: None where every rank has samples of its own.
         """
+        self.mesh = mesh or ProcessMesh.joined()
         self.stage = ds.zero_stage
         # DeepSpeed neither reports nor exposes the norm at stage 0 in float32, so there the engine clips by
         # itself.
@@ -107,9 +109,9 @@ class DeepSpeedEngine:
             config=config,
         )
         self.optimizer_state = OptimizerState(self.engine, on_host=ds.adam_offload)
+        share_rows(self.module, self.mesh, ds)
         settle_reading(self.engine, self.module)
         self.device = current_device()
-        self.mesh = mesh or ProcessMesh.joined()
         self.average = None
         if ema_beta is not None:
             parameters = self.module.model.named_parameters()
@@ -149,7 +151,7 @@ class DeepSpeedEngine:
             self.engine.set_gradient_accumulation_boundary(i == len(passes) - 1)
             loss, metrics = minimise(self.engine, row, totals)
             # DeepSpeed averages gradients over ranks; the shares of ranks with different samples are meant to
-            # add up.
+            # add up. Ranks that share rows do so by themselves: models/sequence_parallel.py.
             self.engine.backward(loss * self.mesh.data)
             for name, share in metrics.items():
                 shares[name] = shares.get(name, 0) + share.detach()
@@ -239,28 +241,27 @@ class DeepSpeedEngine:
         )
         if self.average is not None:
             self.average.save(f"{folder}/{tag}")
-        if self.mesh.leads:
-            save_random_state(f"{folder}/{tag}", self.mesh.data_rank, self.mesh.data)
+        save_random_state(f"{folder}/{tag}", self.mesh.rank, self.mesh.size)
         dist.barrier()
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
         """Restore everything that `save_checkpoint` wrote and return its `state`. With a moving average the
         checkpoint must have one too; without, one that is there is left where it is. ValueError, where ranks
-        have parts of the optimizer, for a checkpoint of another number of data parallel ranks."""
+        have parts of the optimizer, for a checkpoint of another number of ranks."""
         self._check_present()
         if self.average is not None:
             self.average.load(f"{folder}/{tag}")
         num_ranks = saved_ranks(f"{folder}/{tag}")
-        if self.stage > 0 and num_ranks not in (None, self.mesh.data):
+        if self.stage > 0 and num_ranks not in (None, self.mesh.size):
             raise ValueError(
                 f"--ckpt.load_enable: {num_ranks} ranks saved {folder}/{tag}, and now there are "
-                f"{self.mesh.data}; at --ds.zero_stage {self.stage}\neach has a part of the optimizer's "
+                f"{self.mesh.size}; at --ds.zero_stage {self.stage}\neach has a part of the optimizer's "
                 f"state. Resume with {num_ranks} ranks."
             )
         path, client_state = self.engine.load_checkpoint(folder, tag=tag, custom_load_fn=_load_trained)
         if path is None or client_state is None:
             raise ValueError(f"--ckpt.path {folder}: checkpoint {tag} could not be loaded from there")
-        load_random_state(f"{folder}/{tag}", self.mesh.data_rank, self.mesh.data)
+        load_random_state(f"{folder}/{tag}", self.mesh.rank, self.mesh.size)
         self._follow_schedule()
         return client_state["openrlhf"]
 
@@ -354,7 +355,15 @@ class FrozenModel:
     """One rank of a model that only answers: a reference, teacher or reward model. Sharded at ZeRO stage 3 or
     when offloaded, else a copy on every rank."""
 
-    def __init__(self, build_model: Callable[[], RowModel], *, ds: DeepSpeedConfig, offload: bool) -> None:
+    def __init__(
+        self,
+        build_model: Callable[[], RowModel],
+        *,
+        ds: DeepSpeedConfig,
+        offload: bool,
+        mesh: ProcessMesh | None = None,
+    ) -> None:
+        """`mesh`: None where every rank has samples of its own."""
         self.device = current_device()
         self.sharded = ds.zero_stage == 3 or (offload and DEVICE_TYPE == "cuda")
         config = inference_config(ds, offload=offload)
@@ -364,6 +373,7 @@ class FrozenModel:
             self.model, *_ = deepspeed.initialize(model=module, config=config)
         else:
             self.model = module.to(self.device)
+        share_rows(module, mesh or ProcessMesh.joined(), ds)
         settle_reading(self.model, module)
 
     @torch.no_grad()
@@ -387,6 +397,16 @@ class FrozenModel:
         dist.all_reduce(count, dist.ReduceOp.MAX)
         padded = [*rows, *[rows[0].empty()] * (int(count) - len(rows))]
         return on_cpu([read(self.model, row.to(self.device)) for row in padded])[: len(rows)]
+
+
+def share_rows(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig) -> None:
+    """From now on, among the ranks of the mesh's sequence dimension."""
+    if mesh.sequence_group is not None:
+        reading_of(module.model).sharing = RowSharing(
+            group=mesh.sequence_group,
+            mode=ds.sequence_parallel_mode,
+            heads_at_a_time=ds.ring_attn_head_stride,
+        )
 
 
 def on_cpu(answers: Sequence[Tensor]) -> list[Tensor]:

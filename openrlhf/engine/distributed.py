@@ -31,11 +31,13 @@ class ProcessMesh(Mesh):
     rank: int = 0
     data_group: dist.ProcessGroup | None = None
     """The ranks that differ from this one in their samples only. None: all ranks."""
+    sequence_group: dist.ProcessGroup | None = None
+    """The ranks that share each of their rows with this one, slice by slice. None: it has whole rows."""
 
     @classmethod
-    def of(cls, mesh: Mesh, rank: int, data_group: dist.ProcessGroup | None = None) -> "ProcessMesh":
+    def of(cls, mesh: Mesh, rank: int, **groups: dist.ProcessGroup) -> "ProcessMesh":
         sizes = {"data": mesh.data, "sequence": mesh.sequence, "tensor": mesh.tensor}
-        return ProcessMesh(**sizes, rank=rank, data_group=data_group)
+        return ProcessMesh(**sizes, rank=rank, **groups)
 
     @classmethod
     def joined(cls, *, sequence: int = 1, tensor: int = 1) -> "ProcessMesh":
@@ -48,21 +50,18 @@ class ProcessMesh(Mesh):
                 f"{num_ranks} ranks cannot be shared by {sequence} (--ds.ring_attn_size) x {tensor} "
                 f"(--ds.tensor_parallel_size) on each sample.\nStart a multiple of {mesh.replica} ranks."
             )
-        group = None
+        groups = {}
         if mesh.replica > 1:
             ranks = init_device_mesh(DEVICE_TYPE, mesh.shape, mesh_dim_names=mesh.DIMENSIONS)
-            group = ranks.get_group("data")
-        return ProcessMesh.of(mesh, dist.get_rank(), group)
+            groups["data_group"] = ranks.get_group("data")
+            if mesh.sequence > 1:
+                groups["sequence_group"] = ranks.get_group("sequence")
+        return ProcessMesh.of(mesh, dist.get_rank(), **groups)
 
     @property
     def data_rank(self) -> int:
         """Whose samples this rank has."""
         return self.coordinates(self.rank).data
-
-    @property
-    def leads(self) -> bool:
-        """Of the ranks with its samples this one writes what they would all write."""
-        return self.rank in self.leaders
 
     @property
     def is_first(self) -> bool:

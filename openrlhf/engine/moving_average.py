@@ -21,9 +21,8 @@ from openrlhf.engine.distributed import ProcessMesh, current_device
 class MovingAverage:
     """One rank's part of the average: p_mean <- beta * p_mean + (1 - beta) * p for each trained parameter p.
 
-    It is float32 on the CPU, whatever the weights are and wherever they are at the moment. Each data parallel
-    rank averages a part of every parameter, at ZeRO stage 3 the one that it keeps anyway: a step needs no
-    communication.
+    It is float32 on the CPU, whatever the weights are and wherever they are at the moment. Each rank averages
+    a part of every parameter, at ZeRO stage 3 the one that it keeps anyway: a step needs no communication.
     """
 
     def __init__(
@@ -46,8 +45,8 @@ class MovingAverage:
             self.parts[name].lerp_(copy.float(), 1 - self.beta)
 
     def in_full(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, average in the shape and dtype of the parameter) on data parallel rank 0, and nothing
-        elsewhere. All ranks must iterate together: each parameter is a collective."""
+        """(name, average in the shape and dtype of the parameter) on rank 0, and nothing elsewhere. All ranks
+        must iterate together: each parameter is a collective."""
         for name, part in self.parts.items():
             param = self.parameters[name]
             whole = self._joined(part.to(current_device(), param.dtype), param)
@@ -56,14 +55,13 @@ class MovingAverage:
 
     def save(self, folder: str | Path) -> None:
         """Write this rank's part into a checkpoint's folder."""
-        if self.mesh.leads:
-            save_file(self.parts, _file(folder, self.mesh.data_rank), {"num_parts": str(self.mesh.data)})
+        save_file(self.parts, _file(folder, self.mesh.rank), {"num_parts": str(self.mesh.size)})
 
     def load(self, folder: str | Path) -> None:
         """Continue with exactly what `save` wrote. Raises ValueError, on every rank, where the folder has no
         average or one in another number of parts."""
-        _check_parts(Path(folder), self.mesh.data)
-        with safe_open(_file(folder, self.mesh.data_rank), "pt") as file:
+        _check_parts(Path(folder), self.mesh.size)
+        with safe_open(_file(folder, self.mesh.rank), "pt") as file:
             self.parts = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
 
     def _copied(self) -> Iterator[tuple[str, Tensor]]:
@@ -78,17 +76,17 @@ class MovingAverage:
         """The shard of a parameter at ZeRO stage 3, else as many of its elements, in order."""
         if hasattr(param, "ds_tensor"):
             return getattr(param, "ds_tensor").detach()  # noqa: B009  DeepSpeed puts it there
-        size = -(-param.numel() // self.mesh.data)
-        return param.detach().flatten()[self.mesh.data_rank * size :][:size]
+        size = -(-param.numel() // self.mesh.size)
+        return param.detach().flatten()[self.mesh.rank * size :][:size]
 
     def _joined(self, part: Tensor, param: nn.Parameter) -> Tensor | None:
-        """All parts of a parameter as one tensor on data parallel rank 0."""
-        shape, num_parts = getattr(param, "ds_shape", param.shape), self.mesh.data
+        """All parts of a parameter as one tensor on rank 0."""
+        shape, num_parts = getattr(param, "ds_shape", param.shape), self.mesh.size
         if num_parts == 1:
             return part.view(shape)
         part = F.pad(part, (0, -(-shape.numel() // num_parts) - len(part)))  # DeepSpeed has padded its shards
-        parts = [torch.empty_like(part) for _ in range(num_parts)] if self.mesh.data_rank == 0 else None
-        dist.gather(part, parts, group=self.mesh.data_group, group_dst=0)
+        parts = [torch.empty_like(part) for _ in range(num_parts)] if self.mesh.is_first else None
+        dist.gather(part, parts)
         return None if parts is None else torch.cat(parts)[: shape.numel()].view(shape)
 
 

@@ -13,8 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
-    """Of Python, NumPy, torch and this rank's GPU, into a checkpoint's folder. Ranks are those of the data
-    dimension: ranks with the same samples draw the same numbers."""
+    """Of Python, NumPy, torch and this rank's GPU, into a checkpoint's folder."""
     state = {
         "num_ranks": num_ranks,
         "python": random.getstate(),

@@ -5,11 +5,19 @@ the `packing` keyword that the model is called with, so no mask over the row is 
 varlen kernel for it (`has_varlen_kernel`) the whole row is one call, elsewhere each sequence is one call of
 scaled_dot_product_attention. Whether a model hands all of this on to its attention is found out by
 models/self_check.py.
+
+Where ranks share a row, each comes with a slice of its tokens. Either they exchange their slices of all heads
+for the whole row of some (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), or each gathers the keys and
+values of the whole row for the queries of its slice, some heads at a time (context parallelism in section
+3.3.2 of https://arxiv.org/abs/2407.21783). There the edge of a slice may cut a sequence: its queries are the
+last tokens of its keys.
 """
 
 import importlib.util
 import logging
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +29,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from openrlhf.config.checks import row_attention
 from openrlhf.config.choices import FLASH_PACKAGES
+from openrlhf.models.sequence_parallel import RowSharing, cut
+from openrlhf.types import present
 
 PACKED = "openrlhf_packed"
 
@@ -49,6 +59,31 @@ class Packing(NamedTuple):
 
     lengths: tuple[int, ...]
     cumulative: Tensor  # (B + 1,) int32, on the row's device
+    share: "RowShare | None" = None
+    """None: this rank has the whole row."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
+        # Summed up here: copying a list to a GPU would wait for it.
+        cumulative = torch.tensor((0, *lengths)).cumsum(0, dtype=torch.int32)
+        return cls(tuple(lengths), cumulative.to(device, non_blocking=True))
+
+
+class RowShare(NamedTuple):
+    """This rank's slice of a row, and what it sees of the others'."""
+
+    sharing: RowSharing
+    queries: Packing
+    keys: Packing
+    """Of the same sequences, each up to its last query."""
+    seen: slice
+    """Where those are in the row."""
+
+    @classmethod
+    def of(cls, sharing: RowSharing, lengths: Sequence[int], device: torch.device) -> Self:
+        """`lengths`: of the sequences of a row that is filled up."""
+        inside, until, seen = cut(lengths, *sharing.bounds(sum(lengths)))
+        return cls(sharing, Packing.of(inside, device), Packing.of(until, device), seen)
 
 
 def resolve_attention(name: str, model_config: PreTrainedConfig) -> str:
@@ -92,19 +127,20 @@ def _why_no_flash() -> str:
     return ""
 
 
-def packing_kwargs(implementation: str, lengths: tuple[int, ...], device: torch.device) -> dict:
+def packing_kwargs(
+    implementation: str, lengths: tuple[int, ...], device: torch.device, sharing: RowSharing | None = None
+) -> dict:
     """What the model must be called with, beside restarting positions, so that attention stays inside
-    sequences."""
+    sequences. `sharing` is `PACKED`'s alone."""
     if implementation in FROM_POSITIONS:
         return {}
-    # Computed here: copying a list to a GPU would wait for it.
-    cumulative = torch.tensor((0, *lengths)).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
+    packing, longest = Packing.of(lengths, device), max(lengths)
     if implementation == PACKED:
-        return {"packing": Packing(lengths, cumulative)}
-    longest = max(lengths)
+        share = None if sharing is None else RowShare.of(sharing, lengths, device)
+        return {"packing": packing._replace(share=share)}
     return {
-        "cu_seq_lens_q": cumulative,
-        "cu_seq_lens_k": cumulative,
+        "cu_seq_lens_q": packing.cumulative,
+        "cu_seq_lens_k": packing.cumulative,
         "max_length_q": longest,
         "max_length_k": longest,
     }
@@ -137,22 +173,92 @@ def packed_attention(
     if attention_mask is not None and attention_mask.numel() != 1:
         raise CannotPack(f"{type(module).__name__} makes a mask of its own over the row")
     window = sliding_window if attention_mask is None else int(attention_mask)
-    plain = softcap is None and s_aux is None
+    attend = partial(_attend, scaling=scaling, dropout=dropout, window=window, softcap=softcap)
+    if packing.share is None:
+        return attend(query, key, value, s_aux, packing, packing), None
+    if packing.share.sharing.splits_heads(key.shape[1]):
+        return _with_own_heads(attend, query, key, value, s_aux, packing), None
+    return _over_gathered_keys(attend, query, key, value, s_aux, packing.share), None
+
+
+def _with_own_heads(
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    packing: Packing,
+) -> Tensor:
+    """Of this rank's slice of a row, as `packed_attention`."""
+    sharing = present(packing.share).sharing
+    q, k, v = (sharing.whole_row(x[0])[None] for x in (query, key, value))
+    if sinks is not None:
+        sinks = sinks[sharing.own_heads(len(sinks))]
+    return sharing.all_heads(attend(q, k, v, sinks, packing, packing)[0])[None]
+
+
+def _over_gathered_keys(
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    share: RowShare,
+) -> Tensor:
+    """Of this rank's slice of a row, as `packed_attention`."""
+    num_kv, step, key_size = key.shape[1], share.sharing.heads_at_a_time, key.shape[3]
+    per_kv, outputs = query.shape[1] // num_kv, []
+    own = torch.cat([key, value], dim=-1)[0].transpose(0, 1)  # (n, heads, d): one message for both
+    for head in range(0, num_kv, step):
+        seen = share.sharing.gathered(own[:, head : head + step])[share.seen].transpose(0, 1)[None]
+        of_heads = slice(head * per_kv, (head + step) * per_kv)
+        outputs.append(
+            attend(
+                query[:, of_heads],
+                seen[..., :key_size],
+                seen[..., key_size:],
+                None if sinks is None else sinks[of_heads],
+                share.queries,
+                share.keys,
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    queries: Packing,
+    keys: Packing,
+    *,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """(1, heads, n, d) -> (1, n, heads, d). The queries of a sequence are the last tokens of its keys."""
+    plain = softcap is None and sinks is None
     if plain and has_varlen_kernel(query, value, dropout):
-        return _varlen(query, key, value, packing, scaling, window), None
+        return _varlen(query, key, value, queries, keys, scaling, window)
     # split, not slices: the backward of a slice touches the whole row once for every sequence
-    rows = zip(*(x.split(packing.lengths, 2) for x in (query, key, value)), strict=True)
+    rows = zip(
+        query.split(queries.lengths, 2), *(x.split(keys.lengths, 2) for x in (key, value)), strict=True
+    )
     if plain:
         outputs = [_one_sequence(q, k, v, scaling, dropout, window) for q, k, v in rows]
     else:
-        outputs = [_with_scores(q, k, v, scaling, dropout, window, softcap, s_aux) for q, k, v in rows]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+        outputs = [_with_scores(q, k, v, scaling, dropout, window, softcap, sinks) for q, k, v in rows]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
 def _one_sequence(
     q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None
 ) -> Tensor:
-    mask = None if window is None or q.shape[2] <= window else _causal(q, k, 0, window)
+    length, earlier = k.shape[2], k.shape[2] - q.shape[2]
+    sees_all = window is None or length <= window
+    mask = None if sees_all and not earlier else _causal(q, k, earlier, window)
     grouped = k.shape[1] != q.shape[1]
     if grouped and q.is_cuda:
         # Fewer heads of keys would leave only the kernel that holds the scores of all pairs of tokens.
@@ -176,11 +282,11 @@ def _with_scores(
     """Scores are computed one by one, for architectures that change them: a block of queries at a time, whose
     scores the backward pass computes again, so that memory stays linear in the length of a sequence."""
     k, v = _as_many_heads(q, k, v)
-    length = q.shape[2]
+    length, start = k.shape[2], k.shape[2] - q.shape[2]
     blocks = q.split(max(1, SCORES_BYTES // (4 * q.shape[1] * length)), 2)
     if len(blocks) == 1:
-        return _scored(q, k, v, 0, scaling, dropout, window, softcap, sinks)
-    outputs, start = [], 0
+        return _scored(q, k, v, start, scaling, dropout, window, softcap, sinks)
+    outputs = []
     for block in blocks:
         end = start + block.shape[2]
         first = 0 if window is None else max(0, start - window + 1)  # all that a query of the block sees
@@ -242,7 +348,13 @@ def has_varlen_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Packing,
+    keys: Packing,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -254,10 +366,10 @@ def _varlen(
         q,
         k,
         v,
-        packing.cumulative,
-        packing.cumulative,
-        max(packing.lengths),
-        max(packing.lengths),
+        queries.cumulative,
+        keys.cumulative,
+        max(queries.lengths),
+        max(keys.lengths),
         scale=size**-0.5 if scaling is None else scaling,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=k.shape[1] != q.shape[1],

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from openrlhf.models.attention import packing_kwargs
+from openrlhf.models.sequence_parallel import RowSharing
 from openrlhf.models.vision import ImageReader, inputs_of_row, with_blank
 from openrlhf.types import Image, PackedRow
 
@@ -25,6 +28,8 @@ class Reading:
     """With Liger's kernels, `--ds.use_liger_kernel`."""
     images: ImageReader | None = None
     """None: text only."""
+    sharing: RowSharing | None = None
+    """None: every rank reads whole rows."""
 
 
 class RowModel(nn.Module):
@@ -49,29 +54,72 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     return next(child for child in model.children() if isinstance(child, PreTrainedModel))
 
 
+class ActionStates(NamedTuple):
+    """What the head of a model reads, once for each action of a row; where ranks share the row, for each
+    action of this rank's slice."""
+
+    hidden: Tensor  # (a, H)
+    own: slice
+    """Which of the row's actions those are."""
+    num_actions: int
+    """Of the row."""
+    sharing: RowSharing | None
+
+    def whole(self, answers: Tensor) -> Tensor:
+        """(a, ...) what the head says of its actions -> (A, ...) of all of the row."""
+        if self.sharing is None:
+            return answers
+        padding = [0, 0] * (answers.dim() - 1) + [self.own.start, self.num_actions - self.own.stop]
+        return self.sharing.summed(F.pad(answers, padding))
+
+    def total(self, of_slice: Tensor) -> Tensor:
+        """A sum over the slice's actions -> that over all of the row."""
+        return of_slice if self.sharing is None else self.sharing.summed(of_slice)
+
+
+def action_states(model: PreTrainedModel, row: PackedRow, places: Tensor) -> ActionStates:
+    """`places` (A,), in order: the token of the row at which each action is read."""
+    hidden, sharing, num_actions = hidden_states(model, row), reading_of(model).sharing, len(places)
+    if sharing is None:
+        return ActionStates(hidden[places], slice(0, num_actions), num_actions, None)
+    start, end = sharing.bounds(len(row.token_ids))
+    own = slice(*torch.stack([(places < start).sum(), (places < end).sum()]).tolist())
+    return ActionStates(hidden[places[own] - start], own, num_actions, sharing)
+
+
 def hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
-    """(N, H): what the head of `model` would read at each token."""
-    if reading_of(model).packed:
-        return in_one_pass(model, row)
+    """(N, H) what the head of `model` would read at each token; where ranks share the row (n, H), at each of
+    this rank's slice."""
+    reading = reading_of(model)
+    if reading.packed:
+        return in_one_pass(model, row, reading.sharing)
     return _one_by_one(model, row)
 
 
-def in_one_pass(model: PreTrainedModel, row: PackedRow) -> Tensor:
+def in_one_pass(model: PreTrainedModel, row: PackedRow, sharing: RowSharing | None = None) -> Tensor:
     attention = model.config._attn_implementation
     assert attention is not None  # models/loading.py chose it
-    backbone, reader, length = backbone_of(model), reading_of(model).images, len(row.token_ids)
-    inputs = {"position_ids": row.position_ids[None]}
+    reader, length = reading_of(model).images, len(row.token_ids)
     if reader is not None:
         row = with_blank(row, reader)
-        inputs = inputs_of_row(backbone, row, reader)
-    output = backbone(
-        input_ids=row.token_ids[None],
+    if sharing is not None:
+        row = sharing.filled_up(row)
+    output = backbone_of(model)(
+        **_inputs(model, row, sharing),
         # A cache makes transformers take the row for one sequence: attention would leak without an error.
         use_cache=False,
-        **inputs,
-        **packing_kwargs(attention, row.lengths, row.token_ids.device),
+        **packing_kwargs(attention, row.lengths, row.token_ids.device, sharing),
     )
     return output.last_hidden_state[0, :length].to(model.dtype)  # Mamba keeps its residual in float32
+
+
+def _inputs(model: PreTrainedModel, row: PackedRow, sharing: RowSharing | None) -> dict[str, Tensor]:
+    """What transformers' forward of a row, or of this rank's slice, is called with."""
+    reader = reading_of(model).images
+    if reader is not None:
+        return {"input_ids": row.token_ids[None]} | inputs_of_row(backbone_of(model), row, reader)
+    tokens = {"input_ids": row.token_ids, "position_ids": row.position_ids}
+    return {name: (x if sharing is None else sharing.own(x))[None] for name, x in tokens.items()}
 
 
 def alone(model: PreTrainedModel, token_ids: Tensor, images: Sequence[Image] = ()) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from openrlhf.models.backbone import RowModel, backbone_of
+from openrlhf.models.backbone import RowModel, backbone_of, reading_of
 from openrlhf.models.loading import load_config
 
 
@@ -39,7 +39,9 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
     def record(module: nn.Module, args: tuple, output: Any) -> None:
         if torch.is_grad_enabled() == with_grad:
             num_tokens = len(args[0].token_ids)  # behind them are passes that only keep ranks in step
-            logits = tuple(torch.cat(layer)[:num_tokens] for layer in zip(*passes, strict=True))
+            layers = (torch.cat(layer) for layer in zip(*passes, strict=True))
+            sharing = reading_of(model).sharing
+            logits = tuple((sharing.gathered(x) if sharing else x)[:num_tokens] for x in layers)
             losses.append(balance_loss(logits, logits[0].shape[-1], top_k))
         passes.clear()
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from openrlhf.algos.logprobs import linear_log_probs, sum_of_log_probs
-from openrlhf.models.backbone import RowModel, hidden_states
+from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.types import PackedRow
 
 
@@ -33,20 +33,23 @@ class PolicyModel(RowModel):
         distribution is the softmax over these alone; log-probs have the log of the sets' shares added, which
         are constants. With `summed`, which has no entropy, the gradients of the head are made in the forward
         pass, see `sum_of_log_probs`."""
-        hidden = hidden_states(self.model, row)
+        states = action_states(self.model, row, row.actions - 1)
         scale, softcap = self.head_options
         log_probs, entropy = head_of(self.model)(
-            hidden[row.actions - 1],
-            row.token_ids[row.actions],
+            states.hidden,
+            row.token_ids[row.actions[states.own]],
             scale=scale / temperature,
             softcap=softcap,
-            kept=row.kept_ids,
+            kept=None if row.kept_ids is None else row.kept_ids[states.own],
             with_entropy=with_entropy,
             summed=summed,
         )
+        if summed:
+            return TokenScores(states.total(log_probs), None)
+        log_probs = states.whole(log_probs)
         if row.log_shares is not None:
             log_probs = log_probs + row.log_shares
-        return TokenScores(log_probs, entropy)
+        return TokenScores(log_probs, None if entropy is None else states.whole(entropy))
 
 
 class LogProbHead(nn.Linear):

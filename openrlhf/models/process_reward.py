@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from openrlhf.algos.logprobs import linear_logits
-from openrlhf.models.backbone import RowModel, hidden_states
+from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.models.policy import head_of, head_options
 from openrlhf.types import PackedRow
 
@@ -21,7 +21,8 @@ class ProcessRewardModel(RowModel):
     def forward(self, row: PackedRow) -> Tensor:
         """(A, V) float32 logits at each action."""
         scale, softcap = self.head_options
-        logits = head_of(self.model)(hidden_states(self.model, row)[row.actions]) * scale
+        states = action_states(self.model, row, row.actions)
+        logits = states.whole(head_of(self.model)(states.hidden)) * scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

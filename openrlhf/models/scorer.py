@@ -18,7 +18,7 @@ from transformers.conversion_mapping import (
 )
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from openrlhf.models.backbone import RowModel, hidden_states
+from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.models.loading import DTYPES, load_config, load_for_rows, nf4
 from openrlhf.types import PackedRow
 
@@ -37,9 +37,12 @@ class ScoreModel(RowModel):
 
     def forward(self, row: PackedRow) -> Tensor:
         """(A,) float32: the score that is read off each action itself."""
-        hidden = hidden_states(self.model, row)
-        head = getattr(self.model, self.head_name)
-        return head(hidden[row.actions])[:, 0]
+        return self.read(row, row.actions)
+
+    def read(self, row: PackedRow, places: Tensor) -> Tensor:
+        """(A,) what the head says at `places`, one for each action."""
+        states = action_states(self.model, row, places)
+        return states.whole(getattr(self.model, self.head_name)(states.hidden)[:, 0])
 
 
 class ValueModel(ScoreModel):
@@ -48,9 +51,7 @@ class ValueModel(ScoreModel):
 
     def forward(self, row: PackedRow) -> Tensor:
         """(A,) float32"""
-        hidden = hidden_states(self.model, row)
-        head = getattr(self.model, self.head_name)
-        return head(hidden[row.actions - 1])[:, 0]
+        return self.read(row, row.actions - 1)
 
 
 class ScoreHead(nn.Linear):

@@ -7,6 +7,7 @@ rows of two short sequences A and B:
 
     leaks       A is exchanged: nothing may change in B. A token of B is: nothing may change before it.
     the same    hidden states of A and B in the row are those of transformers' own forward of each alone.
+    sharing     where ranks share rows, the hidden states of each slice of A are those of the whole.
     the head    log-probs made of hidden states are those of the model's own logits.
     Liger       hidden states with its kernels are those with transformers' own.
 
@@ -34,6 +35,7 @@ from openrlhf.models.attention import PACKED, CannotPack, of_text
 from openrlhf.models.backbone import Reading, RowModel, alone, in_one_pass, inputs_alone, reading_of
 from openrlhf.models.liger import transformers_kernels
 from openrlhf.models.policy import head_of, head_options
+from openrlhf.models.sequence_parallel import RowSharing
 from openrlhf.models.vision import SHAPES
 from openrlhf.types import PackedRow, Sample
 
@@ -102,6 +104,12 @@ def _find_out(run: Callable, model: PreTrainedModel) -> dict[str, str]:
             "Use --ds.attn_implementation auto."
         )
         return {"reason": reason, "error": error}
+    if reading.sharing and (unshared := reason or why_not_shared(run, model, reading.sharing)):
+        error = (
+            f"--ds.ring_attn_size {reading.sharing.size}: ranks cannot share a row of {name}: {unshared}.\n"
+            "Remove the flag."
+        )
+        return {"reason": reason, "error": error}
     problem = why_not_at_all(run, model) or (why_not_liger(run, model) if reading.liger else "")
     return {"reason": reason, "error": f"{name} cannot be trained: {problem}." if problem else ""}
 
@@ -134,6 +142,18 @@ def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
     )
     if not error <= MAX_ERROR[model.dtype]:
         return f"its hidden states differ by {error:.2g} of their size from those of each sequence alone"
+    return ""
+
+
+def why_not_shared(run: Callable, model: PreTrainedModel, sharing: RowSharing) -> str:
+    """What goes wrong where each rank computes a slice of a sequence; "" where nothing does."""
+    row = _row(model, _probe(model).a)
+    expected = run(lambda: in_one_pass(model, row))
+    found = run(lambda: sharing.gathered(in_one_pass(model, row, sharing)))[: len(expected)]
+    start = -(-len(expected) // sharing.size)  # the first slice sees nothing of the others
+    error = _error(found[start:], expected[start:])
+    if not error <= MAX_ERROR[model.dtype]:
+        return f"its hidden states differ by {error:.2g} of their size from those of the whole row"
     return ""
 
 
@@ -322,6 +342,7 @@ def _cache_entry(model: PreTrainedModel) -> Path:
         "versions": [version("torch"), version("transformers"), digest(code)],
         "liger": version("liger-kernel") if reading_of(model).liger else None,
         "images": reading_of(model).images is not None,
+        "sharing": [sharing.size, sharing.mode] if (sharing := reading_of(model).sharing) else None,
     }
     return cache_folder() / "packing" / f"{digest(parts)}.json"
 

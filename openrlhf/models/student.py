@@ -8,15 +8,16 @@ from transformers import PreTrainedModel
 
 from openrlhf.algos.distillation import Divergence, LinearHead, linear_divergence
 from openrlhf.algos.logprobs import linear_log_probs
-from openrlhf.models.backbone import RowModel, hidden_states
+from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.models.policy import head_of, head_options
 from openrlhf.types import PackedRow
 
 
 class Lesson(NamedTuple):
-    """The teacher's distributions at the actions of a row."""
+    """The teacher's distributions at the actions of a row; where ranks share it, at those of this rank's
+    slice, which is the student's slice too."""
 
-    hidden: Tensor  # (A, H) what its head reads to predict each action
+    hidden: Tensor  # (a, H) what its head reads to predict each action
     head: LinearHead
 
 
@@ -24,8 +25,8 @@ class TeacherModel(RowModel):
     """Answers with hidden states, from which `StudentModel` makes the teacher's logits."""
 
     def forward(self, row: PackedRow) -> Tensor:
-        """(A, H)"""
-        return hidden_states(self.model, row)[row.actions - 1]
+        """(a, H), see `Lesson`."""
+        return action_states(self.model, row, row.actions - 1).hidden
 
 
 def linear_head(model: PreTrainedModel) -> LinearHead:
@@ -47,17 +48,18 @@ class StudentModel(RowModel):
 
     def forward(self, row: PackedRow, lesson: Lesson, temperature: float, kind: Divergence) -> StudentScores:
         """`temperature` divides the logits of both in the divergence, and nothing in the log-probs."""
-        hidden = hidden_states(self.model, row)[row.actions - 1]
+        states = action_states(self.model, row, row.actions - 1)
         scale, softcap = self.head_options
-        return head_of(self.model)(
-            hidden,
-            row.token_ids[row.actions],
+        log_probs, divergence = head_of(self.model)(
+            states.hidden,
+            row.token_ids[row.actions[states.own]],
             lesson,
             scale=scale,
             softcap=softcap,
             temperature=temperature,
             kind=kind,
         )
+        return StudentScores(states.whole(log_probs), states.whole(divergence))
 
 
 class StudentHead(nn.Linear):

@@ -423,7 +423,7 @@ def _sample(kind: str, row: dict[str, Any]) -> dict[str, Any]:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Three to six round values that enclose low and high."""
-    if low == high:
+    if math.isclose(low, high):  # what differs by rounding has no ticks between
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (-1.0, 1.0)
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))

@@ -19,12 +19,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(script for script in (EXAMPLES / "scripts").glob("*.sh") if not script.is_symlink())
 """A link is another name of a script."""
 
-NOT_YET = {
-    "train_reinforce_baseline_hybrid_engine.sh": {"ds.ring_attn_size"},
-    "train_reinforce_baseline_ray_agent_async.sh": {"ds.ring_attn_size"},
-}
-"""Flags and commands that a script uses and that are not available yet."""
-
 PROGRAMS = ("python", "deepspeed", "torchrun", "openrlhf", "ray", "srun", "scontrol", "docker")
 PROGRAMS += ("nvidia-smi", "sudo", "apt-cache")
 STUB = """#!/bin/bash
@@ -125,26 +119,19 @@ def make_outputs(config) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_nothing_is_wrong_but_what_is_not_available_yet(
+def test_nothing_is_wrong(
     script: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused = set()
     calls = run(script.name)
     assert calls
     known = {command.name: command for command in COMMANDS}
     for call in calls:
         if call.name is None:
             continue
-        if call.name not in known:
-            refused.add(call.name)
-            continue
         monkeypatch.setenv("WORLD_SIZE", str(call.ranks))
         invocation = understood(call, capsys)
-        for problem in known[call.name].problems(invocation.config, invocation.explicit):
-            assert "not available yet" in problem.text, f"--{problem.key}: {problem.text}"
-            refused.add(problem.key)
+        assert not known[call.name].problems(invocation.config, invocation.explicit)
         make_outputs(invocation.config)
-    assert refused == NOT_YET.get(script.name, set())
 
 
 def values(calls: Sequence[Call], capsys: pytest.CaptureFixture[str]) -> list[dict]:

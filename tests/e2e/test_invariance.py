@@ -1,5 +1,5 @@
-"""The gradient does not change with the layout: micro-batch size, packing, order, accumulation, ranks, ZeRO
-stage."""
+"""The gradient does not change with the layout: micro-batch size, packing, order, accumulation, ranks, ranks
+that share rows, ZeRO stage."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,10 @@ from openrlhf.tasks.tiny_model import tiny_chat_model
 
 Gradients = dict[str, torch.Tensor]
 
-each_group = pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3)])
+WHOLE = [(1, 0, 1), (1, 2, 1), (1, 3, 1), (2, 0, 1), (2, 2, 1), (2, 3, 1)]
+SHARED = [(2, 2, 2), (2, 0, 2), (2, 3, 2), (4, 3, 2), (4, 2, 4)]
+"""Ranks, ZeRO stage, and how many ranks share each row."""
+slow = lambda *groups: [pytest.param(*group, marks=pytest.mark.slow) for group in groups]
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +66,12 @@ def check_equal(name: str, found: Gradients, expected: Gradients, *, atol: float
         )
 
 
-@each_group
+@pytest.mark.parametrize(("num_ranks", "stage", "sharing"), [*WHOLE, SHARED[0], *slow(*SHARED[1:])])
 def test_gradient_does_not_depend_on_layout(
-    task: TaskFiles, run_worker: Callable, seen: dict, num_ranks: int, stage: int
+    task: TaskFiles, run_worker: Callable, seen: dict, num_ranks: int, stage: int, sharing: int
 ) -> None:
-    reports = run_worker("gradients", num_ranks, model=str(task.model), stage=stage, attention="auto")
+    options = {"stage": stage, "attention": "auto", "sequence": sharing}
+    reports = run_worker("gradients", num_ranks, model=str(task.model), **options)
     for name, path in reports[0].items():
         gradients = torch.load(path)
         check_equal(name, gradients, seen.setdefault(name.split()[0], gradients))
@@ -110,7 +114,7 @@ def test_models_that_read_one_sequence_at_a_time(
         check_equal(name, gradients, seen.setdefault("one by one", gradients))
 
 
-@each_group
+@pytest.mark.parametrize(("num_ranks", "stage", "sharing"), [*WHOLE, *slow(*SHARED)])
 def test_no_supervised_command_depends_on_layout(
     task: TaskFiles,
     run_worker: Callable,
@@ -119,12 +123,13 @@ def test_no_supervised_command_depends_on_layout(
     seen_metrics: dict,
     num_ranks: int,
     stage: int,
+    sharing: int,
 ) -> None:
     """With the whole batch's KL estimate of KTO, the statistics of a reward model's scores, and sharded
     references and teachers. Everything but the flags of the layout is what the command does."""
     common = (
         f"--model.model_name_or_path {task.model} --data.max_samples 10 --ds.param_dtype fp32 "
-        "--max_norm 0 --adam.lr 0"
+        f"--max_norm 0 --adam.lr 0 --ds.ring_attn_size {sharing}"
     )
     (report, *_) = run_worker(
         "supervised_gradients", num_ranks, commands=commands, common=common, stage=stage

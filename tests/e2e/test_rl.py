@@ -53,6 +53,10 @@ ARRANGEMENTS = {
         "--critic.num_gpus_per_node 1 --vllm.num_engines 2 --vllm.enable_prefix_caching "
         "--train.micro_batch_size 4"
     ),
+    "zero 2, two ranks that share rows, two engines, colocated": (
+        "--ds.zero_stage 2 --actor.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all "
+        "--ds.enable_sleep --train.dynamic_batch_enable --train.max_tokens_per_gpu 256 --ds.ring_attn_size 2"
+    ),
 }
 IN_EVERY_RUN = 2
 """The first arrangements, which differ in everything; all of them are in `make test-all`."""

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.algos.logprobs import linear_log_probs, rows_of_chunk, sum_of_log_probs
-from openrlhf.models.attention import PACKED, packed_attention, packing_kwargs
+from openrlhf.models.attention import PACKED, Packing, _attend, packed_attention, packing_kwargs
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.self_check import settle_reading
+from openrlhf.models.sequence_parallel import cut
 from openrlhf.tasks.prepare import prepare
 from openrlhf.types import PackedRow, Sample
 
@@ -83,6 +84,37 @@ def test_attention_against_float64(heads, kv_heads, size, value_size, window, dt
     expected.backward(weights.double())
     for found, exact in ((output, expected), *((x.grad, y.grad) for x, y in zip(qkv, wide, strict=True))):
         # A gradient is a sum over the group's heads of what was rounded after another sum.
+        limit = 8 * OF_VALUES[dtype] * float(exact.abs().max())
+        assert float((found.double() - exact).abs().max()) < limit
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_of_a_slice_against_float64(window, dtype) -> None:
+    """As in a row that ranks share by gathering keys: queries of a slice that begins and ends within a
+    sequence, and their gradients."""
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    shapes = (8, 128), (2, 128), (2, 128)
+    qkv = [torch.randn(1, h, sum(ROW), d, device=device, dtype=dtype, requires_grad=True) for h, d in shapes]
+    wide = [x.detach().double().requires_grad_() for x in qkv]
+    inside, until, seen = cut(ROW, 70, 300)
+    output = _attend(
+        qkv[0][:, :, 70:300],
+        *(x[:, :, seen] for x in qkv[1:]),
+        None,
+        Packing.of(inside, device),
+        Packing.of(until, device),
+        scaling=128**-0.5,
+        dropout=0.0,
+        window=window,
+        softcap=None,
+    )
+    expected = exact_attention(*wide, window, 128**-0.5)[:, 70:300]
+    weights = torch.randn(expected.shape, device=device, dtype=dtype)
+    output.backward(weights)
+    expected.backward(weights.double())
+    for found, exact in ((output, expected), *((x.grad, y.grad) for x, y in zip(qkv, wide, strict=True))):
         limit = 8 * OF_VALUES[dtype] * float(exact.abs().max())
         assert float((found.double() - exact).abs().max()) < limit
 

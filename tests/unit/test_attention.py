@@ -4,6 +4,7 @@ No GPU is needed: fake tensors know that they are on one, and the kernel's place
 (pytorch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_varlen_fwd`).
 """
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -18,12 +19,14 @@ from torch.nn.attention import varlen
 from openrlhf.models import attention
 from openrlhf.models.attention import (
     Packing,
+    _attend,
     _one_sequence,
     has_varlen_kernel,
     lacks_its_kernel,
     packed_attention,
 )
 from openrlhf.models.backbone import in_one_pass
+from openrlhf.models.sequence_parallel import cut
 from openrlhf.types import PackedRow, Sample
 
 LENGTHS = (5, 1, 7, 2)
@@ -81,10 +84,10 @@ def obey_rules(q: Tensor, k: Tensor, v: Tensor, cumulative: Tensor) -> None:
     assert q.dtype == k.dtype == v.dtype
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     assert cumulative.dtype == torch.int32 and cumulative.is_contiguous()
-    total, heads, size = q.shape
+    _, heads, size = q.shape
     assert size <= 256, "FlashAttention forward only supports head dimension at most 256"
     assert size % 8 == 0, "head_size must be a multiple of 8, this is ensured by padding!"
-    assert k.shape == v.shape == (total, k.shape[1], size)
+    assert k.shape == v.shape and k.shape[2] == size
     assert heads % k.shape[1] == 0
 
 
@@ -115,15 +118,18 @@ def test_the_kernel_is_called_as_it_wants(monkeypatch, dtype, size: int, value_s
 
 
 def by_the_rules(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """What the kernel computes: a token sees the `left` ones before it in its sequence, and itself."""
+    """What the kernel computes: a token sees the `left` ones before it in its sequence, and itself. Queries
+    are the last tokens of the keys."""
     obey_rules(q, k, v, cu_q)
-    bounds, outputs = cu_q.tolist(), []
-    assert max_q == max_k == max(LENGTHS)
-    for start, end in pairwise(bounds):
-        i = torch.arange(end - start)
+    bounds, outputs = [list(pairwise(cumulative.tolist())) for cumulative in (cu_q, cu_k)], []
+    assert [max_q, max_k] == [max(end - start for start, end in of) for of in bounds]
+    for of_queries, of_keys in zip(*bounds, strict=True):
+        j = torch.arange(of_keys[1] - of_keys[0])
+        i = j[of_queries[0] - of_queries[1] :]
         left = window_size[0] if window_size[0] >= 0 else N
-        seen = (i[:, None] >= i) & (i[:, None] - i <= left)
-        parts = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+        seen = (i[:, None] >= j) & (i[:, None] - j <= left)
+        places = of_queries, of_keys, of_keys
+        parts = (x[slice(*at)].transpose(0, 1)[None] for x, at in zip((q, k, v), places, strict=True))
         outputs.append(
             F.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)[0]
         )
@@ -147,6 +153,43 @@ def test_the_whole_row_is_its_sequences(monkeypatch, size, value_size, kv_heads,
         found.append((output, *(x.grad for x in qkv)))
     for one_by_one, whole in zip(*found, strict=True):
         torch.testing.assert_close(whole, one_by_one, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("with_kernel", [False, True])
+@pytest.mark.parametrize(
+    ("window", "softcap", "limit"), [(None, None, 1), (3, None, 1), (3, 1.5, 2), (None, 2, 1)]
+)
+@pytest.mark.parametrize(("start", "end"), [(0, 6), (4, 9), (8, 13), (10, 15)])
+def test_queries_of_a_slice_of_a_row(
+    monkeypatch,
+    start: int,
+    end: int,
+    window: int | None,
+    softcap: float | None,
+    limit: int,
+    with_kernel: bool,
+) -> None:
+    """Against the same tokens of the whole row, with gradients; `limit` queries have their scores at a
+    time."""
+    monkeypatch.setattr(varlen, "varlen_attn", by_the_rules)
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda *_: with_kernel)
+    monkeypatch.setattr(attention, "SCORES_BYTES", 4 * 4 * 7 * limit)
+    attend = partial(_attend, sinks=None, scaling=None, dropout=0.0, window=window, softcap=softcap)
+    inside, until, seen = cut(LENGTHS, start, end)
+    found, device = [], torch.device("cpu")
+    for cuts in (True, False):
+        torch.manual_seed(0)
+        q, k, v = qkv = inputs(dtype=torch.float64, requires_grad=True)
+        if cuts:
+            keys = k[:, :, seen], v[:, :, seen]
+            places = {"queries": Packing.of(inside, device), "keys": Packing.of(until, device)}
+            output = attend(q[:, :, start:end], *keys, **places)
+        else:
+            output = attend(q, k, v, queries=packing(), keys=packing())[:, start:end]
+        (output * torch.randn(output.shape, dtype=output.dtype)).sum().backward()
+        found.append((output, *(x.grad for x in qkv)))
+    for of_slice, of_row in zip(*found, strict=True):
+        torch.testing.assert_close(of_slice, of_row, atol=1e-6, rtol=1e-6)  # scores are float32
 
 
 @pytest.mark.parametrize(

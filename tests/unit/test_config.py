@@ -14,13 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from openrlhf.config.checks import COMMON_UNREAD
+from openrlhf.config.checks import COMMON_UNREAD, sequence_parallel
 from openrlhf.config.commands import COMMANDS, DPO, KD, KTO, PPO, PRM, RM, SFT
 from openrlhf.config.fields import fields_of, to_words, values_of
 from openrlhf.config.parse import parse, suggest, to_yaml
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import PPO_NOT_YET, PPO_UNREAD
-from openrlhf.config.sections import is_due
+from openrlhf.config.sections import DeepSpeedConfig, is_due
 from openrlhf.config.supervised import DPOConfig
 from openrlhf.config.supervised_checks import (
     DPO_UNREAD,
@@ -266,10 +266,8 @@ def test_all_problems_are_listed_at_once(capsys):
     argv = (
         "foo --ds.zero_stage three --actor.optim sgd --actor.adam.lr -1 --actor.adam.lrr 1 --train.seed 1 2 "
     )
-    argv += (
-        "--ring_attn_size 2 --algo.advantage.estimator rloo --bf16 fp16 --config --reward.remote_url r.txt "
-    )
-    argv += "--vllm.num_engines"
+    argv += "--ds_tensor_parallel_size 2 --algo.advantage.estimator rloo --bf16 fp16 --config "
+    argv += "--reward.remote_url r.txt --vllm.num_engines"
     err = refused(PPO, argv.split(), capsys).splitlines()
     assert [line for line in err if line.startswith("error")] == [
         "error: foo: unexpected; flags start with --",
@@ -282,7 +280,7 @@ def test_all_problems_are_listed_at_once(capsys):
         "error: --actor.adam.lr -1: must be at least 0",
         "error: --train.seed 1 2: expects one value (INT), got 2",
         "error: --vllm.num_engines: expects one value (INT), got none",
-        "error: --ds.ring_attn_size 2: ring attention is not available yet; leave it at 1",
+        "error: --ds.tensor_parallel_size 2: tensor parallel training is not available yet; leave it at 1",
         "error: --actor.model_name_or_path: is required: Hugging Face name or folder of the policy; the "
         "reference model starts from it too.",
         "error: --data.prompt_dataset: is required: Comma list of `path[@data_dir]`: .json .jsonl .csv "
@@ -709,6 +707,28 @@ CHECKS = [
         "with train.colocate_all; vllm.tensor_parallel_size can be 1, 2, 4, 8",
     ),
     (PPO, "--ref_num_nodes 0", "--ref.num_nodes 0: 0 means the actor's GPUs; add --train.colocate_all"),
+    # ranks that share rows
+    (
+        SFT,
+        "--ring_attn_size 2",
+        "--ds.ring_attn_size 2: does not divide the 1 rank of the run, of which 2 share each row; use a "
+        "multiple of 2",
+    ),
+    (
+        PPO,
+        "--ds.ring_attn_size 4 --ref.num_gpus_per_node 2",
+        "--ds.ring_attn_size 4: does not divide the 2 ranks of the ref",
+    ),
+    (
+        PPO,
+        "--ds.ring_attn_size 2 --data.max_images_per_prompt 1 --data.apply_chat_template",
+        "--ds.ring_attn_size 2: ranks do not share rows with images (data.max_images_per_prompt); remove one",
+    ),
+    (
+        PPO,
+        "--ds.ring_attn_size 2 --ds.attn_implementation sdpa",
+        "--ds.attn_implementation sdpa: sees whole rows, which ranks share (ds.ring_attn_size); use auto",
+    ),
     # precision and checkpoints
     (SFT, "--ds.adam_offload --ds.zero_stage 0", "--ds.adam_offload: needs sharded optimizer states"),
     (
@@ -809,6 +829,16 @@ NOT_YET = [
     for command, table in ((PPO, PPO_NOT_YET), (SFT, SUPERVISED_NOT_YET), (KD, KD_NOT_YET))
     for key, what in table.items()
 ]
+
+
+def test_flash_attention_of_a_package_gives_way_where_ranks_share_rows() -> None:
+    def of(**flags) -> tuple[str, list[bool]]:
+        ds = DeepSpeedConfig(**flags)
+        return ds.row_attention, [p.fatal for p in sequence_parallel(ds, {"run": 2}, reads_images=False)]
+
+    assert of(attn_implementation="flash_attention_2") == ("flash_attention_2", [])
+    assert of(attn_implementation="flash_attention_2", ring_attn_size=2) == ("auto", [False])
+    assert of(attn_implementation="eager", ring_attn_size=2) == ("eager", [True])
 
 
 @pytest.mark.parametrize(
@@ -970,7 +1000,12 @@ REMARKS = [
         "--ds.lora.alpha 32",
         "--ds.lora.alpha 32: has no effect: LoRA is off (ds.lora.rank 0)",
     ),
-    (SFT, "--ds.ring_attn_head_stride 2", "has no effect: ring attention is off"),
+    (SFT, "--ds.ring_attn_head_stride 2", "has no effect: every rank has whole rows"),
+    (
+        SFT,
+        "--ds.sequence_parallel_mode ulysses",
+        "--ds.sequence_parallel_mode ulysses: has no effect: every rank has whole rows",
+    ),
     (SFT, "--ds.zpg 8", "has no effect: only ds.zero_stage 3 shards weights"),
     (SFT, "--train.max_tokens_per_gpu 8", "has no effect: train.dynamic_batch_enable is off"),
     (PPO, "--rollout.max_tokens_per_gpu 8", "has no effect: train.dynamic_batch_enable is off"),

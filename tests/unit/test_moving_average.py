@@ -54,10 +54,12 @@ def test_frozen_weights_have_no_average() -> None:
     assert MovingAverage(named, beta=0.9, mesh=ProcessMesh()).parts.keys() == {"trained"}
 
 
-def test_each_rank_averages_a_part_of_every_weight() -> None:
-    """Of five elements three and two, of one all and none."""
+@pytest.mark.parametrize("dimension", ["data", "sequence"])
+def test_each_rank_averages_a_part_of_every_weight(dimension: str) -> None:
+    """Of five elements three and two, of one all and none; as ZeRO shards them, over all ranks."""
     named = [("w", nn.Parameter(torch.zeros(5))), ("b", nn.Parameter(torch.zeros(1)))]
-    ranks = [MovingAverage(named, beta=0.5, mesh=ProcessMesh(data=2, rank=rank)) for rank in range(2)]
+    meshes = [ProcessMesh(**{dimension: 2}, rank=rank) for rank in range(2)]
+    ranks = [MovingAverage(named, beta=0.5, mesh=mesh) for mesh in meshes]
     named[0][1].data.copy_(torch.arange(5))
     for rank in ranks:
         rank.update()

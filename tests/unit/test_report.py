@@ -288,6 +288,7 @@ def test_a_folder_that_is_not_a_run_is_named(tmp_path):
         (5, 5, [2, 4, 6, 8]),
         (0, 0, [-1, -0.5, 0, 0.5, 1]),
         (1e-6, 1e-6, [5e-7, 1e-6, 1.5e-6]),
+        (1 - 2**-53, 1.0, [0, 0.5, 1, 1.5]),
     ],
 )
 def test_ticks_are_round_and_enclose(low, high, ticks):

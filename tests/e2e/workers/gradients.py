@@ -119,7 +119,7 @@ def gradients(spec: dict, mesh: ProcessMesh, build, parts, order, size: int) -> 
 def main() -> None:
     spec = json.loads(sys.argv[1])
     init_distributed()
-    mesh = ProcessMesh.joined(tensor=spec.get("tensor", 1))
+    mesh = ProcessMesh.joined(sequence=spec.get("sequence", 1), tensor=spec.get("tensor", 1))
     report = {}
     wanted = {kind: OBJECTIVES[kind] for kind in spec.get("objectives", OBJECTIVES)}
     for (kind, what), (layout, (order, size)) in itertools.product(wanted.items(), LAYOUTS.items()):

@@ -1,0 +1,40 @@
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int, Callable[[], Any]], list[Any]]]:
+    """function -> what it returns on each of `n` ranks, which are threads and meet in real process groups."""
+    _install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    yield in_threads
+    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    _uninstall_threaded_pg()
+
+
+def in_threads(num_ranks: int, function: Callable[[], Any]) -> list[Any]:
+    found, failed, store = [None] * num_ranks, [], dist.HashStore()
+
+    def be(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
+            found[rank] = function()
+        except BaseException as error:
+            failed.append(error)
+
+    ranks = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(30)
+    assert not failed and not any(thread.is_alive() for thread in ranks), failed
+    return found

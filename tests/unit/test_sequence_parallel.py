@@ -1,0 +1,380 @@
+"""Ranks that share rows compute what one rank computes of whole rows.
+
+The ranks are threads; their gradients are averaged as DeepSpeed does. In float64, but for norms, heads of
+judges and scores of attention that are computed one by one, which are float32 in every model.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as hf
+from architectures import tiny_config
+from test_policy import CAPPED, SHAPE
+from torch import Tensor
+
+from openrlhf.algos.distillation import LinearHead
+from openrlhf.config.choices import SequenceParallelMode
+from openrlhf.engine.interfaces import Objective
+from openrlhf.models.attention import PACKED
+from openrlhf.models.backbone import RowModel, reading_of
+from openrlhf.models.policy import PolicyModel
+from openrlhf.models.process_reward import ProcessRewardModel
+from openrlhf.models.scorer import CLASSIFIER_HEAD, ScoreModel, ValueModel
+from openrlhf.models.self_check import settle_reading
+from openrlhf.models.sequence_parallel import Cut, RowSharing, cut
+from openrlhf.models.student import StudentModel, TeacherModel, linear_head
+from openrlhf.objectives.actor import ActorObjective
+from openrlhf.objectives.balanced import BalancedObjective
+from openrlhf.objectives.critic import CriticObjective
+from openrlhf.objectives.dpo import DPOObjective
+from openrlhf.objectives.kd import DistillationObjective
+from openrlhf.objectives.kto import KTOObjective
+from openrlhf.objectives.prm import ProcessObjective
+from openrlhf.objectives.rm import RewardObjective
+from openrlhf.objectives.sft import SFTObjective
+from openrlhf.types import (
+    ExperienceRow,
+    LossNorm,
+    PackedRow,
+    Pair,
+    PairRow,
+    Sample,
+    Steps,
+    StepsRow,
+    UnpairedExample,
+    UnpairedRow,
+)
+
+LENGTHS = (5, 23, 2, 11)
+"""41 tokens: a slice of 2 ranks ends in the second sequence, of 4 in the second and the last, and is filled
+up."""
+NORM = LossNorm(40.0, 8.0)
+
+
+# ---- by hand
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        (0, 4, Cut((4,), (4,), slice(0, 4))),
+        (4, 8, Cut((1, 1, 2), (5, 1, 2), slice(0, 8))),
+        (8, 12, Cut((4,), (6,), slice(6, 12))),
+        (12, 16, Cut((1, 2, 1), (7, 2, 1), slice(6, 16))),
+        (0, 16, Cut((5, 1, 7, 2, 1), (5, 1, 7, 2, 1), slice(0, 16))),
+    ],
+)
+def test_what_of_a_row_is_in_a_slice(start: int, end: int, expected: Cut) -> None:
+    """Sequences at 0-5, 5-6, 6-13, 13-15 and 15-16."""
+    assert cut((5, 1, 7, 2, 1), start, end) == expected
+
+
+def sharing(mode: SequenceParallelMode = "auto", heads_at_a_time: int = 1) -> RowSharing:
+    group = dist.group.WORLD
+    assert group is not None
+    return RowSharing(group=group, mode=mode, heads_at_a_time=heads_at_a_time)
+
+
+def row_of(*lengths: int) -> PackedRow:
+    return PackedRow.of(
+        [Sample(token_ids=torch.arange(3, n + 3), action_mask=torch.arange(n) >= 1) for n in lengths]
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "filled", "slices"),
+    [
+        ((3, 2), 2, (3, 2, 1), [[0, 1, 2], [0, 1, 0]]),
+        ((3, 3), 2, (3, 3), [[0, 1, 2], [0, 1, 2]]),
+        ((2,), 4, (2, 2), [[0], [1], [0], [1]]),
+        ((1,), 3, (1, 2), [[0], [0], [1]]),
+    ],
+)
+def test_slices_are_equal_and_what_fills_them_up_is_a_sequence(
+    threads: Callable, lengths: tuple, num_ranks: int, filled: tuple, slices: list
+) -> None:
+    def positions() -> tuple[tuple[int, ...], list[int], int]:
+        row = sharing().filled_up(row_of(*lengths))
+        return row.lengths, sharing().own(row.position_ids).tolist(), row.num_tokens
+
+    found = threads(num_ranks, positions)
+    assert found == [(filled, mine, sum(lengths) - len(lengths)) for mine in slices]
+
+
+def test_gathering_is_differentiated_as_the_sum_over_ranks(threads: Callable) -> None:
+    """L_r = (r + 1) sum_i i w_i over the gathered w: of sum_r L_r the i-th derivative is 3 i."""
+
+    def gradient() -> tuple[list[float], list[float], float]:
+        rank = dist.get_rank()
+        x = torch.tensor([1.0, 2.0]) + 2 * rank
+        x.requires_grad_()
+        whole = sharing().gathered(x)
+        ((rank + 1) * (torch.arange(4) * whole).sum()).backward()
+        return whole.tolist(), x.grad.tolist(), float(sharing().summed(x.detach().sum()))
+
+    assert threads(2, gradient) == [([1, 2, 3, 4], [0, 3], 10), ([1, 2, 3, 4], [6, 9], 10)]
+
+
+def test_some_heads_of_the_whole_row_and_back(threads: Callable) -> None:
+    """Four heads, two tokens on each of two ranks; token i of head h is 10 h + i."""
+
+    def exchanged() -> tuple[list, list]:
+        start = 2 * dist.get_rank()
+        own = (10 * torch.arange(4)[:, None] + torch.arange(start, start + 2)).float()[..., None]
+        whole = sharing().whole_row(own)
+        return whole[..., 0].tolist(), sharing().all_heads(whole.transpose(0, 1))[..., 0].tolist()
+
+    assert threads(2, exchanged) == [
+        ([[0, 1, 2, 3], [10, 11, 12, 13]], [[0, 10, 20, 30], [1, 11, 21, 31]]),
+        ([[20, 21, 22, 23], [30, 31, 32, 33]], [[2, 12, 22, 32], [3, 13, 23, 33]]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_kv", "expected"),
+    [("auto", 4, True), ("auto", 3, False), ("ulysses", 4, True), ("allgather", 4, False)],
+)
+def test_when_heads_are_divided(threads: Callable, mode: Any, num_kv: int, expected: bool) -> None:
+    assert threads(2, lambda: sharing(mode).splits_heads(num_kv)) == [expected] * 2
+
+
+def test_heads_that_do_not_divide_are_refused(threads: Callable) -> None:
+    def said() -> str:
+        with pytest.raises(ValueError) as refused:
+            sharing("ulysses").splits_heads(3)
+        return str(refused.value)
+
+    head = "--ds.sequence_parallel_mode ulysses: the model has 3 heads of keys, which do not divide among"
+    assert set(threads(2, said)) == {f"{head} 2 ranks (--ds.ring_attn_size).\nUse auto."}
+
+
+# ---- models
+
+
+MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_experts": 6}
+ARCHITECTURES = {
+    "qwen3": hf.Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "gpt2": hf.GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1),
+    "mistral, window of 8": hf.MistralConfig(**SHAPE, sliding_window=8),
+    "gemma2, capped attention": hf.Gemma2Config(**SHAPE, **CAPPED, attn_logit_softcapping=1.5),
+    "gpt-oss, sinks": hf.GptOssConfig(**SHAPE, sliding_window=8, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek, latent attention": hf.DeepseekV3Config(
+        **{k: v for k, v in SHAPE.items() if k not in ("head_dim", "num_key_value_heads")},
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=6,
+        first_k_dense_replace=2,
+    ),
+    "qwen3 moe": hf.Qwen3MoeConfig(**SHAPE, **MOE),  # pyrefly: ignore[unexpected-keyword]
+}
+ROUNDING = 1e-6
+"""Of sums of some hundred terms of at most the largest gradient's size, each rounded to 2^-24 of it."""
+
+
+def language_model(
+    config: hf.PreTrainedConfig, kind: Any = hf.AutoModelForCausalLM, attention: str = PACKED
+) -> hf.PreTrainedModel:
+    config = copy.deepcopy(config)
+    torch.manual_seed(1)
+    options = {"attn_implementation": attention, "experts_implementation": "eager"}
+    return kind.from_config(config, **options).double().eval()
+
+
+def scorer(config: hf.PreTrainedConfig) -> hf.PreTrainedModel:
+    config = copy.deepcopy(config)
+    config.num_labels, config.value_head_prefix = 1, CLASSIFIER_HEAD
+    return language_model(config, hf.AutoModelForSequenceClassification)
+
+
+def samples(seed: int = 0) -> list[Sample]:
+    random = torch.Generator().manual_seed(seed)
+    made = []
+    for length in LENGTHS:
+        mask = torch.rand(length, generator=random) < 0.6
+        mask[0], mask[-1] = False, True
+        made.append(Sample(token_ids=torch.randint(3, 61, (length,), generator=random), action_mask=mask))
+    return made
+
+
+def scored(seed: int = 0) -> list[Sample]:
+    """With the last token as the only action."""
+    return [replace(s, action_mask=torch.arange(s.length) == s.length - 1) for s in samples(seed)]
+
+
+def noise(row: PackedRow, seed: int) -> Tensor:
+    return 0.1 * torch.randn(row.num_tokens, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def experiences() -> ExperienceRow:
+    row = PackedRow.of(samples())
+    return ExperienceRow(
+        row=row,
+        old_log_probs=-4 + noise(row, 1),
+        advantages=10 * noise(row, 2),
+        returns=noise(row, 3),
+        rollout_log_probs=-4 + noise(row, 4),
+        ref_log_probs=-4 + noise(row, 5),
+        values=noise(row, 6),
+    )
+
+
+def pairs(made: list[Sample]) -> PairRow:
+    known = torch.tensor([-3.0, -5.0]).double()
+    a, b, c, d = made
+    return PairRow.of(
+        [Pair(chosen=a, rejected=b, ref_log_probs=known), Pair(chosen=c, rejected=d, ref_log_probs=known)]
+    )
+
+
+def unpaired() -> UnpairedRow:
+    return UnpairedRow.of(
+        [
+            UnpairedExample(
+                sample=s,
+                mismatched=m,
+                desirable=i % 2 == 0,
+                ref_log_probs=torch.tensor([-3.0, -4.0]).double(),
+            )
+            for i, (s, m) in enumerate(zip(samples(0), samples(1), strict=True))
+        ]
+    )
+
+
+def steps() -> StepsRow:
+    return StepsRow.of([Steps(sample=s, labels=s.token_ids[s.action_mask]) for s in samples()])
+
+
+def distillation(module: RowModel) -> Objective:
+    """From a teacher that shares the student's rows."""
+    teacher = copy.deepcopy(TEACHER)
+    reading_of(teacher.model).sharing = reading_of(module.model).sharing
+    head = LinearHead(*(x if not isinstance(x, Tensor) else x.detach() for x in linear_head(teacher.model)))
+    return DistillationObjective(teacher=teacher, teacher_head=head, coef=0.4, temperature=2.0)
+
+
+Q = ARCHITECTURES["qwen3"]
+policy = partial(language_model, Q)
+TEACHER = TeacherModel(language_model(hf.LlamaConfig(**SHAPE)))
+PPO = ActorObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, correction="tis", temperature=0.7)
+OBJECTIVES: dict[str, tuple[Callable, Callable, Callable]] = {
+    # model, row, module -> objective
+    "sft": (lambda: PolicyModel(policy()), lambda: PackedRow.of(samples()), lambda m: SFTObjective()),
+    "ppo": (lambda: PolicyModel(policy()), experiences, lambda m: PPO),
+    "gspo": (lambda: PolicyModel(policy()), experiences, lambda m: ActorObjective(loss_type="gspo")),
+    "balance": (
+        lambda: PolicyModel(language_model(ARCHITECTURES["qwen3 moe"])),
+        experiences,
+        lambda m: BalancedObjective(objective=PPO, coef=0.3),
+    ),
+    "critic": (lambda: ValueModel(scorer(Q)), experiences, lambda m: CriticObjective(value_clip=0.2)),
+    "rm": (lambda: ScoreModel(scorer(Q)), lambda: pairs(scored()), lambda m: RewardObjective()),
+    "prm": (lambda: ProcessRewardModel(policy()), steps, lambda m: ProcessObjective()),
+    "dpo": (
+        lambda: PolicyModel(policy()),
+        lambda: pairs(samples()),
+        lambda m: DPOObjective(beta=0.1, nll_coef=0.1),
+    ),
+    "kto": (lambda: PolicyModel(policy()), unpaired, lambda m: KTOObjective(beta=0.1, kl=0.3)),
+    "kd": (lambda: StudentModel(policy()), lambda: PackedRow.of(samples()), distillation),
+}
+
+
+def passed(module: RowModel, row: Any, objective_of: Callable) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(metrics, gradients) of two rows, the second one without actions, as DeepSpeed averages them."""
+    objective, metrics = objective_of(module), {}
+    for part in (row, row.empty()):
+        loss, found = objective(module, part, NORM)
+        loss.backward()
+        metrics = {name: metrics.get(name, 0) + x.detach() for name, x in found.items()}
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    if dist.is_initialized():
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+    return metrics, gradients
+
+
+def on_ranks(
+    threads: Callable, module: RowModel, row: Any, objective_of: Callable, num_ranks: int, *mode: Any
+) -> list:
+    def part() -> Any:
+        own = copy.deepcopy(module)
+        reading_of(own.model).sharing = sharing(*mode)
+        return passed(own, row, objective_of)
+
+    return threads(num_ranks, part)
+
+
+def check_equal(found: list, expected: tuple) -> None:
+    largest = max(float(g.abs().max()) for g in expected[1].values())
+    assert largest > 1e-2
+    for metrics, gradients in found:
+        assert gradients.keys() == expected[1].keys()
+        torch.testing.assert_close(metrics, expected[0], atol=ROUNDING, rtol=0, check_dtype=False)
+        torch.testing.assert_close(gradients, expected[1], atol=ROUNDING * max(1, largest), rtol=0)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective(threads: Callable, name: str) -> None:
+    build, row, objective_of = OBJECTIVES[name]
+    module, row = build(), row()
+    expected = passed(copy.deepcopy(module), row, objective_of)
+    for num_ranks in (2, 4):  # heads of keys divide among two
+        check_equal(on_ranks(threads, module, row, objective_of, num_ranks), expected)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "mode", "heads"), [(2, "ulysses", 1), (2, "allgather", 1), (3, "allgather", 2)]
+)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_kind_of_attention(
+    threads: Callable, name: str, num_ranks: int, mode: SequenceParallelMode, heads: int
+) -> None:
+    module, row = PolicyModel(language_model(ARCHITECTURES[name])), experiences()
+    expected = passed(copy.deepcopy(module), row, lambda m: PPO)
+    check_equal(on_ranks(threads, module, row, lambda m: PPO, num_ranks, mode, heads), expected)
+
+
+# ---- the check of a loaded model
+
+
+def settled(module: RowModel) -> str:
+    """What is said of a model whose rows two ranks share."""
+    own = copy.deepcopy(module).float()
+    reading_of(own.model).sharing = sharing()
+    try:
+        settle_reading(lambda: own(), own)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_computes_slices_right_passes(threads: Callable) -> None:
+    module = PolicyModel(policy())
+    assert threads(2, lambda: settled(module)) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: language_model(Q, attention="sdpa"), "its hidden states differ by"),
+        (lambda: language_model(tiny_config("jamba"), attention="sdpa"), "a sequence changes the next one"),
+    ],
+    ids=["attention that only sees its slice", "a state that runs along the row"],
+)
+def test_a_model_that_does_not_is_refused(threads: Callable, model: Callable, reason: str) -> None:
+    module = PolicyModel(model())
+    said, same = threads(2, lambda: settled(module))
+    name = type(module.model).__name__
+    assert said == same
+    assert said.startswith(f"--ds.ring_attn_size 2: ranks cannot share a row of {name}: {reason}")
+    assert said.endswith("\nRemove the flag.")
