@@ -37,10 +37,10 @@ def visible_index(name: int | str) -> int:
 
 def gpu_bytes() -> int | None:
     """Memory of this machine's smallest GPU, asked of its driver, so that nothing is started on it. None
-    without one, and for those of another make."""
+    where it has no figure: without a GPU, and for those of another make."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True)
     except (FileNotFoundError, subprocess.CalledProcessError):
         return None
-    return min(int(line) << 20 for line in answer.stdout.split())
+    return min((int(mib) << 20 for mib in answer.stdout.split() if mib.isdecimal()), default=None)

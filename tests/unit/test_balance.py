@@ -98,8 +98,10 @@ def test_the_bound_by_hand():
 )
 def test_ranks_get_as_much_as_the_longest_sequences_let_them(name: str, n: int, k: int, off: float):
     lengths = LENGTHS[name](n, random.Random(n))
-    most = max(sum(lengths[i] for i in part) for part in partition(lengths, k))
-    assert most <= (1 + off) * least_possible(lengths, k)
+    for equal_size in {False, n >= 16 * k}:
+        parts = partition(lengths, k, equal_size=equal_size)
+        most = max(sum(lengths[i] for i in part) for part in parts)
+        assert most <= (1 + off) * least_possible(lengths, k), equal_size
 
 
 def test_estimated_cost():

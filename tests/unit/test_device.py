@@ -3,13 +3,14 @@ and vLLM; what speaks to a driver is replaced."""
 
 import os
 import runpy
+import shlex
 
 import pytest
 import torch
 
 from openrlhf import device
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.device import visible_index
+from openrlhf.device import gpu_bytes, visible_index
 from openrlhf.engine import distributed
 from openrlhf.engine.vllm_engine import EngineOptions, engine_environment
 
@@ -88,3 +89,21 @@ def test_more_ranks_than_gpus_are_refused(environment, monkeypatch) -> None:
     environment |= {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
     with pytest.raises(ValueError, match=r"2 ranks .* 1 GPUs are visible.*\n.*--nproc_per_node 1"):
         distributed.init_distributed()
+
+
+@pytest.mark.parametrize(
+    ("mib", "memory"),
+    [(("81559", "24576"), 24576 << 20), (("81559",), 81559 << 20), (("[N/A]",), None), ((), None)],
+)
+def test_the_memory_of_the_smallest_gpu(tmp_path, environment, mib: tuple, memory: int | None) -> None:
+    """As `nvidia-smi` says it: MiB, a line for each. Some have no memory of their own."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '%s\\n' {shlex.join(mib)}\n")
+    program.chmod(0o755)
+    environment["PATH"] = str(tmp_path)
+    assert gpu_bytes() == memory
+
+
+def test_without_a_driver_nothing_is_known_of_gpus(tmp_path, environment) -> None:
+    environment["PATH"] = str(tmp_path)
+    assert gpu_bytes() is None
