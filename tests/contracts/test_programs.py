@@ -17,5 +17,6 @@ PROGRAMS = sorted(
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_it_imports(program: Path) -> None:
+def test_it_imports(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / program.parent)  # as Python does for a program
     assert callable(runpy.run_path(str(ROOT / program), run_name="imported")["main"])
