@@ -79,12 +79,23 @@ def test_controller() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("running_ray")
+def test_learning() -> None:
+    sizes = "--seeds 1 --steps 2 --every 1 --prompts 2 --samples 4 --max_new_tokens 8 --sft_rows 64"
+    command = [sys.executable, str(BENCHMARKS / "learning.py"), "--modes", "ours", "async", *sizes.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert re.search(r"^ +8 +0\.\d+ .* +0\.\d+ ", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^ +16 ", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("running_ray")
 def test_rl_step() -> None:
     sizes = "--prompts 2 --samples 4 --steps 2 --warmup 1 --rounds 1 --threads 1 --max_new_tokens 8"
     command = [sys.executable, str(BENCHMARKS / "rl_step.py"), "--model", "small", *sizes.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    for way in ("ours", "trl", "floor"):
+    for way in ("ours", "async", "partial", "trl", "floor"):
         assert re.search(rf"^{way} +1 .* [78]\.\d +\d", done.stdout, re.MULTILINE), done.stdout
 
 
