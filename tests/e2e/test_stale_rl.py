@@ -1,0 +1,45 @@
+"""Actions of several versions in one step: each is weighed by the age of the weights that chose it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_async_rl import AHEAD, FLAGS, PLACES, steps_of
+from test_rl import train
+
+from openrlhf.tasks.prepare import TaskFiles
+from openrlhf.types import Trajectory
+
+pytestmark = pytest.mark.usefixtures("running_ray")
+
+
+def staleness_of(step: list[Trajectory], version: int) -> np.ndarray:
+    """(A,) as the journal tells it."""
+    versions = np.concatenate([np.repeat(*t.weight_versions.T) for t in step])
+    return version - versions
+
+
+@pytest.mark.slow
+def test_staleness_reaches_the_loss_on_every_rank(task: TaskFiles, tmp_path: Path) -> None:
+    """No forward pass precedes a step of one update, which tells the mismatch of each age."""
+    flags = (
+        f"{FLAGS} {PLACES['separate']} {AHEAD['pauses']} --algo.advantage.proximal_policy interpolated "
+        "--algo.advantage.is_correction_enable --algo.advantage.staleness_decay 0.5 "
+        "--algo.advantage.max_token_staleness 1"
+    )
+    metrics = train(task, tmp_path, flags)
+    ages = [staleness_of(step, number) for number, step in enumerate(steps_of(tmp_path))]
+    assert any(len(np.unique(age)) > 1 for age in ages) and max(age.max() for age in ages) > 1
+    for row, age in zip([metrics[number] for number in range(1, 5)], ages, strict=True):
+        if not age.any():
+            assert not any("staleness_masked" in name for name in row)
+            continue
+        error = len(age) * 2**-24  # of a sum of float32 in any order
+        told = row["policy/staleness_masked_fraction"], row["policy/staleness_weight_mean"]
+        assert told == pytest.approx(((age > 1).mean(), np.where(age > 1, 0, 0.5**age).mean()), abs=error)
+        kinds = np.unique(age.clip(max=3))
+        of_ages = [name for name in row if name.startswith("mismatch/kl_staleness_")]
+        assert len(of_ages) == (len(kinds) if len(kinds) > 1 else 0)
+        if len(kinds) > 1 and 0 in kinds:
+            assert row["mismatch/abs_diff_mean_staleness_0"] < 1e-4
+            assert row["mismatch/abs_diff_mean_staleness_0"] < row["mismatch/abs_diff_mean"]
