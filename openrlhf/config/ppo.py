@@ -234,7 +234,7 @@ class VllmConfig:
     """Send weights with ray.util.collective."""
     sync_bucket_mb: Count | None = None
     """MiB of weights that travel to the engines at a time. Both ends have up to two such buckets beside the
-    weights. None: 64, or 512 on GPUs that they share."""
+    weights. None: 64 over nccl, 16 over gloo, 512 on GPUs that they share."""
     lora_sync: LoraSync = "merged"
     """What a weight sync sends of a policy with adapters (ds.lora.rank). merged: all weights, adapters added
     to them. adapter: the weights below them once, and from then on the adapters alone, which engines keep

@@ -33,11 +33,12 @@ from openrlhf.config.choices import LoraSync
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import WeightSource as VLLMWeightSource
 
-BUCKET_BYTES = 64 << 20
-"""Of weights that travel at a time, unless `--vllm.sync_bucket_mb` says otherwise."""
-SHARED_BYTES = 512 << 20
-"""The same for the buffer that processes on one GPU share: each filling of it is a round trip to all
-engines."""
+BUCKET_BYTES = {"gloo": 16 << 20, "nccl": 64 << 20, "ipc": 512 << 20}
+"""Of weights that travel at a time, unless `--vllm.sync_bucket_mb` says otherwise. On a CPU memory of more
+than 32 MiB is new to the process each time, which takes longer than to copy it. Of a buffer that processes on
+one GPU share each filling is a round trip to all engines."""
+GATHERED_BYTES = 64 << 20
+"""Of weights that are made whole at a time."""
 ALIGNMENT = 64
 ADAPTER_MARKS = (".lora_A.", ".lora_B.")
 """In the names of an adapter's tensors, and in no checkpoint's of a whole model."""
@@ -164,8 +165,8 @@ class WeightSource:
     """A model's weights as the transfer backends want them: metadata, and iteration that every rank joins.
     Where adapters go apart, what lies below them is only sent the first time."""
 
-    def __init__(self, engine: Sendable, lora_sync: LoraSync, bucket_bytes: int) -> None:
-        self.engine, self.bucket_bytes = engine, bucket_bytes
+    def __init__(self, engine: Sendable, lora_sync: LoraSync) -> None:
+        self.engine = engine
         self.parts: tuple[Part, ...] = ("merged",) if lora_sync == "merged" else ("base", "adapter")
         self.checksum = Checksum()
         self._metadata: dict[Part, list[TensorMeta]] = {}
@@ -178,7 +179,7 @@ class WeightSource:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         self.checksum = Checksum()
         for part in self.parts:
-            for name, tensor in self.engine.weights(self.bucket_bytes, part):
+            for name, tensor in self.engine.weights(GATHERED_BYTES, part):
                 whole = tensor.contiguous()
                 self.checksum.add(name, whole)
                 yield name, whole
@@ -207,8 +208,7 @@ class Rendezvous(NamedTuple):
     port: int
     rank: int
     """Of the trainer."""
-    shared_bytes: int
-    """Of the buffer on a GPU that they share, at most."""
+    bucket_bytes: int
 
 
 class WeightSender:
@@ -228,9 +228,8 @@ class WeightSender:
     ) -> None:
         """`address`, `port`: where rank 0 can be reached. `bucket_bytes`: of weights that travel at a
         time."""
-        self.source = WeightSource(engine, lora_sync, bucket_bytes or BUCKET_BYTES)
-        self.client, self.rank = client, rank
-        meeting = Rendezvous(address, port, rank, bucket_bytes or SHARED_BYTES)
+        self.source, self.client, self.rank = WeightSource(engine, lora_sync), client, rank
+        meeting = Rendezvous(address, port, rank, bucket_bytes or BUCKET_BYTES[backend])
         self.transfer: Transfer = OPEN_TRANSFER[backend](self.source, client, meeting)
 
     def send(self, version: int) -> None:
@@ -264,10 +263,15 @@ class GlooTransfer:
     that none waits for another that has failed."""
 
     def __init__(
-        self, source: WeightSource, client: EngineClient, groups: Mapping[int, dist.ProcessGroup]
+        self,
+        source: WeightSource,
+        client: EngineClient,
+        groups: Mapping[int, dist.ProcessGroup],
+        bucket_bytes: int,
     ) -> None:
         """`groups`: by the number of the engine; none on ranks other than 0."""
         self.source, self.client, self.groups = source, client, dict(groups)
+        self.bucket_bytes = bucket_bytes
         self.under_way: dict[int, dist.Work] = {}
 
     def send_weights(self) -> None:
@@ -281,11 +285,11 @@ class GlooTransfer:
         with ThreadPoolExecutor(1) as thread:
             update = {
                 "tensors": [[t.name, t.dtype, list(t.shape)] for t in tensors],
-                "bucket_bytes": self.source.bucket_bytes,
+                "bucket_bytes": self.bucket_bytes,
             }
             received = thread.submit(self.client.update_weights, update)
             stream = iter(self.source)
-            for bucket in plan_buckets(tensors, self.source.bucket_bytes):
+            for bucket in plan_buckets(tensors, self.bucket_bytes):
                 buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
                 for meta, view in bucket.views(buffer):
                     name, tensor = next(stream)
@@ -382,7 +386,7 @@ def _address_towards(address: str, port: int) -> str:
 
 def _open_gloo(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
     if meeting.rank != 0:
-        return GlooTransfer(source, client, {})
+        return GlooTransfer(source, client, {}, meeting.bucket_bytes)
     store = _store(meeting.address, meeting.port, is_master=True)
     info = {"master_address": meeting.address, "master_port": meeting.port, "rank_offset": 1}
     client.ends_with_first = True
@@ -393,7 +397,7 @@ def _open_gloo(source: WeightSource, client: EngineClient, meeting: Rendezvous) 
         groups = {i: _gloo_group(store, name, 0, 1 + size) for i, name in enumerate(names)}
         joined.result()
     client.ends_with_first = False
-    return GlooTransfer(source, client, groups)
+    return GlooTransfer(source, client, groups, meeting.bucket_bytes)
 
 
 def _open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
@@ -407,7 +411,7 @@ def _open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) 
         meeting.port,
         1 + client.num_engines * client.workers_per_engine,
         rank=meeting.rank,
-        packed_buffer_size_bytes=source.bucket_bytes,
+        packed_buffer_size_bytes=meeting.bucket_bytes,
     )
     client.ends_with_first = True
     return WeightTransferTrainerFactory.trainer_init(
@@ -444,7 +448,7 @@ def _open_ipc(source: WeightSource, client: EngineClient, meeting: Rendezvous) -
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-    size = shared_buffer_bytes(source.tensors, meeting.shared_bytes)
+    size = shared_buffer_bytes(source.tensors, meeting.bucket_bytes)
     info = IPCTrainerInitInfo(rank=meeting.rank, packed=True, packed_buffer_size_bytes=size)
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=_vllm_source(source))
 

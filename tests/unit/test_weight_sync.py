@@ -15,9 +15,9 @@ from openrlhf.engine import weight_sync
 from openrlhf.engine.distributed import free_port
 from openrlhf.engine.weight_sync import (
     ALIGNMENT,
+    BUCKET_BYTES,
     CPU_CHUNK_ROWS,
     PLACES,
-    SHARED_BYTES,
     Bucket,
     Checksum,
     EnginesFailedError,
@@ -63,13 +63,13 @@ def test_buckets_by_hand():
     ("sizes", "expected"),
     [
         ((3 << 20, 5 << 20), 8 << 20),  # a small model whole
-        ((100 << 20,) * 20, SHARED_BYTES),
+        ((100 << 20,) * 20, BUCKET_BYTES["ipc"]),
         ((100 << 20, 700 << 20, 100 << 20), 700 << 20),  # vLLM takes no tensor that exceeds the buffer
     ],
 )
 def test_the_buffer_on_a_shared_gpu(sizes, expected):
     tensors = [TensorMeta(str(i), "uint8", (size,)) for i, size in enumerate(sizes)]
-    assert shared_buffer_bytes(tensors, SHARED_BYTES) == expected
+    assert shared_buffer_bytes(tensors, BUCKET_BYTES["ipc"]) == expected
 
 
 @given(METAS, st.integers(1, 2000))
@@ -329,7 +329,7 @@ def test_adapters_travel_alone_once_what_lies_below_them_has_arrived():
     assert receivers.loaded[0]["layer.lora_B.weight"].eq(1).all()
 
 
-@pytest.mark.parametrize(("asked", "expected"), [(None, 2), (40 << 20, 3), (1 << 20, 100)])
+@pytest.mark.parametrize(("asked", "expected"), [(None, 7), (40 << 20, 3), (1 << 20, 100)])
 def test_weights_travel_in_buckets_of_the_size_that_was_asked_for(asked, expected):
     weights = Weights({str(i): torch.zeros(1 << 18) for i in range(100)})  # 1 MiB each
     receivers = Receivers(1)

@@ -8,20 +8,21 @@ from pathlib import Path
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
+from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
 from openrlhf.engine.distributed import init_distributed, leave_distributed
 from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 
 
-def build_engine(path: str) -> DeepSpeedEngine:
+def build_engine(path: str, rank: int = 0) -> DeepSpeedEngine:
+    """With adapters of that rank."""
     gc.collect()  # of an engine at stage 3, which would shard every later model
+    ds = DeepSpeedConfig(zero_stage=3, param_dtype="fp32", lora=LoraConfig(rank=rank))
+    load = lambda: load_causal_lm(path, flag="--model", dtype="fp32", attention="eager")
     return DeepSpeedEngine(
-        lambda: PolicyModel(load_causal_lm(path, flag="--model", dtype="fp32", attention="eager")),
-        optim=OptimConfig(),
-        ds=DeepSpeedConfig(zero_stage=3, param_dtype="fp32"),
-        total_steps=1,
+        lambda: PolicyModel(prepare_for_training(load(), ds)), optim=OptimConfig(), ds=ds, total_steps=1
     )
 
 
@@ -42,11 +43,32 @@ def examine(path: str, bucket_bytes: int, folder: str) -> dict:
     return {"count": len(sent), "wrong": sorted(wrong), "as announced": sent == engine.weight_metadata()}
 
 
+def examine_apart(path: str, bucket_bytes: int, folder: str) -> dict:
+    """Adapters, and what lies below them."""
+    engine = build_engine(path, rank=4)
+    engine.export(folder)
+    expected = {
+        "base": load_file(f"{path}/model.safetensors"),
+        "adapter": load_file(f"{folder}/adapter_model.safetensors"),
+    }
+    wrong, announced, count = set(), True, 0
+    for part, tensors in expected.items():
+        found = dict(engine.weights(bucket_bytes, part))
+        wrong |= {n for n in tensors.keys() | found.keys() if n not in tensors or n not in found}
+        wrong |= {n for n in tensors.keys() & found.keys() if not tensors[n].equal(found[n])}
+        metadata = [(n, t.dtype, tuple(t.shape)) for n, t in found.items()]
+        announced, count = announced and metadata == engine.weight_metadata(part), count + len(found)
+    dist.barrier()
+    return {"count": count, "wrong": sorted(wrong), "as announced": announced}
+
+
 def main(spec: dict) -> None:
-    """For each model how many tensors there are, and the names of those that are wrong."""
+    """For each model how many tensors there are, and the names of those that are wrong; of the first also
+    with adapters."""
     init_distributed()
     exported = f"{spec['out']}/exported"
     results = {Path(path).name: examine(path, spec["bucket_bytes"], exported) for path in spec["models"]}
+    results["adapters"] = examine_apart(spec["models"][0], spec["bucket_bytes"], f"{spec['out']}/adapter")
     (Path(spec["out"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     leave_distributed()
 

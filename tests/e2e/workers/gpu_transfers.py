@@ -23,7 +23,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.engine.distributed import init_distributed, leave_distributed
 from openrlhf.engine.vllm_transfer import CheckedIPC, CheckedNCCL
-from openrlhf.engine.weight_sync import SHARED_BYTES, TensorMeta, WeightSender, shared_buffer_bytes
+from openrlhf.engine.weight_sync import BUCKET_BYTES, TensorMeta, WeightSender, shared_buffer_bytes
 
 
 class Trainer:
@@ -147,7 +147,7 @@ def ipc(spec: dict) -> dict:
         "loaded": [len(e.workers[0].model.loaded) for e in engines],
         "wrong": [e.workers[0].model.wrong for e in engines],
         "opened": [[d, Path(p).name.split("-")[0]] for d, p in cuda_on_cpu.OPENED],
-        "buffer": shared_buffer_bytes(metas, SHARED_BYTES),
+        "buffer": shared_buffer_bytes(metas, BUCKET_BYTES["ipc"]),
     }
 
 
