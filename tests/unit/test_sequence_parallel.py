@@ -137,21 +137,32 @@ def test_some_heads_of_the_whole_row_and_back(threads: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "num_kv", "expected"),
-    [("auto", 4, True), ("auto", 3, False), ("ulysses", 4, True), ("allgather", 4, False)],
+    ("mode", "num_heads", "num_kv", "expected"),
+    [
+        ("auto", 8, 8, True),
+        ("auto", 8, 2, True),  # each twice
+        ("auto", 24, 6, True),  # each twice, so that a rank has three
+        ("auto", 6, 6, False),
+        ("auto", 12, 6, True),
+        ("auto", 6, 2, False),
+        ("ulysses", 8, 2, True),
+        ("allgather", 8, 8, False),
+    ],
 )
-def test_when_heads_are_divided(threads: Callable, mode: Any, num_kv: int, expected: bool) -> None:
-    assert threads(2, lambda: sharing(mode).splits_heads(num_kv)) == [expected] * 2
+def test_when_heads_are_divided_among_four(
+    threads: Callable, mode: Any, num_heads: int, num_kv: int, expected: bool
+) -> None:
+    assert threads(4, lambda: sharing(mode).splits_heads(num_heads, num_kv)) == [expected] * 4
 
 
 def test_heads_that_do_not_divide_are_refused(threads: Callable) -> None:
     def said() -> str:
         with pytest.raises(ValueError) as refused:
-            sharing("ulysses").splits_heads(3)
+            sharing("ulysses").splits_heads(6, 3)
         return str(refused.value)
 
-    head = "--ds.sequence_parallel_mode ulysses: the model has 3 heads of keys, which do not divide among"
-    assert set(threads(2, said)) == {f"{head} 2 ranks (--ds.ring_attn_size).\nUse auto."}
+    head = "--ds.sequence_parallel_mode ulysses: the model's 6 heads, 3 of keys, do not divide among 4 ranks"
+    assert set(threads(4, said)) == {f"{head} (--ds.ring_attn_size).\nUse auto."}
 
 
 # ---- models
@@ -328,12 +339,12 @@ def test_every_objective(threads: Callable, name: str) -> None:
     build, row, objective_of = OBJECTIVES[name]
     module, row = build(), row()
     expected = passed(copy.deepcopy(module), row, objective_of)
-    for num_ranks in (2, 4):  # heads of keys divide among two
+    for num_ranks in (2, 3):  # heads divide among two
         check_equal(on_ranks(threads, module, row, objective_of, num_ranks), expected)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "mode", "heads"), [(2, "ulysses", 1), (2, "allgather", 1), (3, "allgather", 2)]
+    ("num_ranks", "mode", "heads"), [(4, "ulysses", 1), (2, "allgather", 1), (3, "allgather", 2)]
 )
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_kind_of_attention(
