@@ -23,6 +23,7 @@ from openrlhf.config.choices import SequenceParallelMode
 from openrlhf.engine.interfaces import Objective
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import RowModel, reading_of
+from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.process_reward import ProcessRewardModel
 from openrlhf.models.scorer import CLASSIFIER_HEAD, ScoreModel, ValueModel
@@ -353,6 +354,19 @@ def test_every_kind_of_attention(
     module, row = PolicyModel(language_model(ARCHITECTURES[name])), experiences()
     expected = passed(copy.deepcopy(module), row, lambda m: PPO)
     check_equal(on_ranks(threads, module, row, lambda m: PPO, num_ranks, mode, heads), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("mode", ["ulysses", "allgather"])
+def test_layers_that_are_computed_again(
+    threads: Callable, mode: SequenceParallelMode, reentrant: bool
+) -> None:
+    """With gradient checkpointing ranks meet in the backward pass too."""
+    module, row = PolicyModel(policy()), experiences()
+    expected = passed(copy.deepcopy(module), row, lambda m: PPO)
+    enable_checkpointing(module.model, reentrant=reentrant, dropout=True)
+    module.train()
+    check_equal(on_ranks(threads, module, row, lambda m: PPO, 2, mode), expected)
 
 
 # ---- the check of a loaded model
