@@ -5,9 +5,9 @@ its attention computes every token by itself. Attention sees whole sequences (mo
 head says of the actions of each slice is put together (models/backbone.py), so that every rank computes the
 loss of the whole row.
 
-So the loss is there as often as there are ranks. What differentiates the sum of these copies is to sum
-gradients over the ranks where values were gathered from them; the mean over ranks, which is what DeepSpeed
-makes of gradients, is then the gradient of the loss.
+Every rank has a copy of the loss, and each collective is differentiated as what it is, a function of all
+ranks' tensors: where values were gathered, the gradients of all copies are summed. DeepSpeed's mean over the
+ranks is then the gradient of the loss.
 """
 
 import math
