@@ -657,9 +657,9 @@ HYBRID = (
     "--ds.enable_sleep --vllm.gpu_memory_utilization 0.5"
 )
 SEPARATE = "--actor.num_gpus_per_node 1 --vllm.num_engines 1 --vllm.gpu_memory_utilization 0.8"
-TENSOR_PARALLEL = (
-    HYBRID.replace("num_gpus_per_node 1", "num_gpus_per_node 2") + " --vllm.tensor_parallel_size 2"
-)
+ON_TWO = HYBRID.replace("num_gpus_per_node 1", "num_gpus_per_node 2")
+TENSOR_PARALLEL = f"{ON_TWO} --vllm.tensor_parallel_size 2"
+SHARED_ROWS = f"{ON_TWO.replace('num_engines 1', 'num_engines 2')} --ds.ring_attn_size 2"
 
 STAGES = {
     "facts": Stage(shows="what the machine is, and its two rates", run=facts),
@@ -708,6 +708,16 @@ STAGES = {
         gpus=2,
         rehearsed=False,
     ),
+    **{
+        f"shared-{mode}": Stage(
+            shows=f"two steps, two GPUs share each row ({mode})",
+            run=rl(f"{SHARED_ROWS} --ds.sequence_parallel_mode {mode} --ds.zero_stage 2"),
+            packages=STACK,
+            gpus=2,
+            rehearsed=False,
+        )
+        for mode in ("ulysses", "allgather")
+    },
     "rollout": Stage(shows="rollout beside bare vLLM", run=rollout, packages=STACK),
     "step": Stage(
         shows="a full RL step of 0.6B: 512 samples of 512 tokens",

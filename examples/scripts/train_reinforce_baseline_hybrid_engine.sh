@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # REINFORCE++-baseline with an agent: episodes of several turns and up to 74k tokens, each sequence shared by
-# two GPUs (ring attention).
+# two GPUs (sequence parallelism).
 # Needs 8 GPUs of 80 GB, and a .py file with the class AgentExecutor. Makes the policy in $OUT.
 set -euo pipefail
 

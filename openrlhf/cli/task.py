@@ -326,14 +326,13 @@ def lay_out(
     from openrlhf.datasets.batches import Windows
 
     train = task.config.train
+    tokens_of_row = train.max_tokens_per_gpu * (mesh.sequence if mesh else 1)
     return Windows(
         dataset,
         task.collate,
         batch_size=batch_size,
         micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
-        max_tokens=train.max_tokens_per_gpu * (mesh.sequence if mesh else 1)
-        if train.dynamic_batch_enable
-        else None,
+        max_tokens=tokens_of_row if train.dynamic_batch_enable else None,
         data_rank=mesh.data_rank if mesh else 0,
         data_size=mesh.data if mesh else 1,
         seed=train.seed,

@@ -124,8 +124,8 @@ class DeepSpeedConfig:
     messages, and more memory."""
     sequence_parallel_mode: SequenceParallelMode = "auto"
     """How attention sees all of a row that ranks share. ulysses: each rank has a part of the heads, which
-    must divide, also those of keys. allgather: each has all heads for its slice, and gathers keys and values.
-    auto: ulysses where the heads divide, else allgather."""
+    must divide. allgather: each has all heads for its slice, and gathers keys and values. auto: ulysses where
+    the heads divide, else allgather."""
     packing_samples: bool = False
     """Accepted for old commands: rows are always packed (padding-free), and attention never crosses a
     border."""

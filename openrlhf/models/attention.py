@@ -176,7 +176,7 @@ def packed_attention(
     attend = partial(_attend, scaling=scaling, dropout=dropout, window=window, softcap=softcap)
     if packing.share is None:
         return attend(query, key, value, s_aux, packing, packing), None
-    if packing.share.sharing.splits_heads(key.shape[1]):
+    if packing.share.sharing.splits_heads(query.shape[1], key.shape[1]):
         return _with_own_heads(attend, query, key, value, s_aux, packing), None
     return _over_gathered_keys(attend, query, key, value, s_aux, packing.share), None
 
@@ -191,7 +191,8 @@ def _with_own_heads(
 ) -> Tensor:
     """Of this rank's slice of a row, as `packed_attention`."""
     sharing = present(packing.share).sharing
-    q, k, v = (sharing.whole_row(x[0])[None] for x in (query, key, value))
+    keys = (x.repeat_interleave(sharing.copies(x.shape[1]), dim=1) for x in (key, value))
+    q, k, v = (sharing.whole_row(x[0])[None] for x in (query, *keys))
     if sinks is not None:
         sinks = sinks[sharing.own_heads(len(sinks))]
     return sharing.all_heads(attend(q, k, v, sinks, packing, packing)[0])[None]

@@ -5,11 +5,12 @@ its attention computes every token by itself. Attention sees whole sequences (mo
 head says of the actions of each slice is put together (models/backbone.py), so that every rank computes the
 loss of the whole row.
 
-So the loss is there as often as there are ranks. What differentiates the sum of these copies is to sum
-gradients over the ranks where values were gathered from them; the mean over ranks, which is what DeepSpeed
-makes of gradients, is then the gradient of the loss.
+Every rank has a copy of the loss, and each collective is differentiated as what it is, a function of all
+ranks' tensors: where values were gathered, the gradients of all copies are summed. DeepSpeed's mean over the
+ranks is then the gradient of the loss.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -62,16 +63,20 @@ class RowSharing:
         """(n, ...) of each rank's slice -> (N, ...)"""
         return _Gathered.apply(x, self.group)
 
-    def splits_heads(self, num_kv: int) -> bool:
+    def splits_heads(self, num_heads: int, num_kv: int) -> bool:
         """Whether each rank attends with a part of the heads over whole rows; else with all from its slice.
-        `num_kv`: heads of keys."""
-        divides = num_kv % self.size == 0
+        `num_kv`: heads of keys, each for as many of the others."""
+        divides = num_heads % math.lcm(num_kv, self.size) == 0
         if self.mode == "ulysses" and not divides:
             raise ValueError(
-                f"--ds.sequence_parallel_mode ulysses: the model has {num_kv} heads of keys, which do not "
-                f"divide among {self.size} ranks (--ds.ring_attn_size).\nUse auto."
+                f"--ds.sequence_parallel_mode ulysses: the model's {num_heads} heads, {num_kv} of keys, do "
+                f"not divide among {self.size} ranks (--ds.ring_attn_size).\nUse auto."
             )
         return divides and self.mode != "allgather"
+
+    def copies(self, num_kv: int) -> int:
+        """Of each head of keys, so that every rank has those that its queries look at."""
+        return math.lcm(num_kv, self.size) // num_kv
 
     def own_heads(self, num_heads: int) -> slice:
         """That this rank attends with."""

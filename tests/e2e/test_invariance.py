@@ -66,7 +66,7 @@ def check_equal(name: str, found: Gradients, expected: Gradients, *, atol: float
         )
 
 
-@pytest.mark.parametrize(("num_ranks", "stage", "sharing"), [*WHOLE, SHARED[0], *slow(*SHARED[1:])])
+@pytest.mark.parametrize(("num_ranks", "stage", "sharing"), [*WHOLE, *slow(*SHARED)])
 def test_gradient_does_not_depend_on_layout(
     task: TaskFiles, run_worker: Callable, seen: dict, num_ranks: int, stage: int, sharing: int
 ) -> None:

@@ -25,7 +25,7 @@ LAYOUTS = {
     "forked": "--train.micro_batch_size 1 --ds.zero_stage 0",
     "console": "--train.dynamic_batch_enable --train.max_tokens_per_gpu 200 --ds.zero_stage 2",
     "torchrun": "--train.micro_batch_size 4 --ds.zero_stage 3",
-    "deepspeed": "--train.micro_batch_size 8 --ds.zero_stage 2",
+    "deepspeed": "--train.micro_batch_size 8 --ds.zero_stage 2 --ds.ring_attn_size 2",
 }
 STEPS = 10
 

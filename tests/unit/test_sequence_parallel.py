@@ -23,6 +23,7 @@ from openrlhf.config.choices import SequenceParallelMode
 from openrlhf.engine.interfaces import Objective
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import RowModel, reading_of
+from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.process_reward import ProcessRewardModel
 from openrlhf.models.scorer import CLASSIFIER_HEAD, ScoreModel, ValueModel
@@ -137,21 +138,32 @@ def test_some_heads_of_the_whole_row_and_back(threads: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "num_kv", "expected"),
-    [("auto", 4, True), ("auto", 3, False), ("ulysses", 4, True), ("allgather", 4, False)],
+    ("mode", "num_heads", "num_kv", "expected"),
+    [
+        ("auto", 8, 8, True),
+        ("auto", 8, 2, True),  # each twice
+        ("auto", 24, 6, True),  # each twice, so that a rank has three
+        ("auto", 6, 6, False),
+        ("auto", 12, 6, True),
+        ("auto", 6, 2, False),
+        ("ulysses", 8, 2, True),
+        ("allgather", 8, 8, False),
+    ],
 )
-def test_when_heads_are_divided(threads: Callable, mode: Any, num_kv: int, expected: bool) -> None:
-    assert threads(2, lambda: sharing(mode).splits_heads(num_kv)) == [expected] * 2
+def test_when_heads_are_divided_among_four(
+    threads: Callable, mode: Any, num_heads: int, num_kv: int, expected: bool
+) -> None:
+    assert threads(4, lambda: sharing(mode).splits_heads(num_heads, num_kv)) == [expected] * 4
 
 
 def test_heads_that_do_not_divide_are_refused(threads: Callable) -> None:
     def said() -> str:
         with pytest.raises(ValueError) as refused:
-            sharing("ulysses").splits_heads(3)
+            sharing("ulysses").splits_heads(6, 3)
         return str(refused.value)
 
-    head = "--ds.sequence_parallel_mode ulysses: the model has 3 heads of keys, which do not divide among"
-    assert set(threads(2, said)) == {f"{head} 2 ranks (--ds.ring_attn_size).\nUse auto."}
+    head = "--ds.sequence_parallel_mode ulysses: the model's 6 heads, 3 of keys, do not divide among 4 ranks"
+    assert set(threads(4, said)) == {f"{head} (--ds.ring_attn_size).\nUse auto."}
 
 
 # ---- models
@@ -328,12 +340,12 @@ def test_every_objective(threads: Callable, name: str) -> None:
     build, row, objective_of = OBJECTIVES[name]
     module, row = build(), row()
     expected = passed(copy.deepcopy(module), row, objective_of)
-    for num_ranks in (2, 4):  # heads of keys divide among two
+    for num_ranks in (2, 3):  # heads divide among two
         check_equal(on_ranks(threads, module, row, objective_of, num_ranks), expected)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "mode", "heads"), [(2, "ulysses", 1), (2, "allgather", 1), (3, "allgather", 2)]
+    ("num_ranks", "mode", "heads"), [(4, "ulysses", 1), (2, "allgather", 1), (3, "allgather", 2)]
 )
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_kind_of_attention(
@@ -342,6 +354,19 @@ def test_every_kind_of_attention(
     module, row = PolicyModel(language_model(ARCHITECTURES[name])), experiences()
     expected = passed(copy.deepcopy(module), row, lambda m: PPO)
     check_equal(on_ranks(threads, module, row, lambda m: PPO, num_ranks, mode, heads), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("mode", ["ulysses", "allgather"])
+def test_layers_that_are_computed_again(
+    threads: Callable, mode: SequenceParallelMode, reentrant: bool
+) -> None:
+    """With gradient checkpointing ranks meet in the backward pass too."""
+    module, row = PolicyModel(policy()), experiences()
+    expected = passed(copy.deepcopy(module), row, lambda m: PPO)
+    enable_checkpointing(module.model, reentrant=reentrant, dropout=True)
+    module.train()
+    check_equal(on_ranks(threads, module, row, lambda m: PPO, 2, mode), expected)
 
 
 # ---- the check of a loaded model
