@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_async_rl import AHEAD, FLAGS, PLACES, steps_of
-from test_rl import train
+from test_rl import COMMON, train
 
+from openrlhf.observe.journal import journal_steps, read_table
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.types import Trajectory
 
@@ -43,3 +44,15 @@ def test_staleness_reaches_the_loss_on_every_rank(task: TaskFiles, tmp_path: Pat
         if len(kinds) > 1 and 0 in kinds:
             assert row["mismatch/abs_diff_mean_staleness_0"] < 1e-4
             assert row["mismatch/abs_diff_mean_staleness_0"] < row["mismatch/abs_diff_mean"]
+
+
+@pytest.mark.slow
+def test_a_clip_that_counts_from_the_sampler_needs_no_forward_pass(task: TaskFiles, tmp_path: Path) -> None:
+    """Two optimizer steps of fresh samples, and the ratio to the sampler is 1 before the first: what it is on
+    average is what the first has changed. Nothing knows the policy before them."""
+    flags = f"{COMMON} {PLACES['shared']} --algo.kl.init_coef 0 --actor.adam.lr 1e-4 --train.max_steps 1"
+    metrics = train(task, tmp_path, f"{flags} --algo.advantage.proximal_policy rollout")
+    assert 1e-5 < abs(metrics[1]["policy/ppo_kl"]) < 1e-2
+    assert not any(name.startswith("mismatch/") for name in metrics[1])
+    table = read_table(journal_steps(tmp_path / "run" / "rollouts")[1])
+    assert table["log_probs"].null_count == len(table) == 32
