@@ -57,7 +57,8 @@ FREE = {
     *(f"{role}.num_gpus_per_node" for role in ("actor", "critic", "ref", "teacher", "reward")),
     *("ref.offload", "teacher.offload", "reward.offload", "ref.precompute_enable"),
     *("train.colocate_all", "train.colocate_actor_ref", "train.colocate_critic_reward"),
-    *("vllm.num_engines", "vllm.tensor_parallel_size", "vllm.sync_backend", "vllm.sync_with_ray"),
+    *("vllm.num_engines", "vllm.tensor_parallel_size", "vllm.pipeline_parallel_size"),
+    *("vllm.sync_backend", "vllm.sync_with_ray"),
     *("vllm.enable_prefix_caching", "vllm.enforce_eager", "vllm.enable_sleep"),
     *("vllm.gpu_memory_utilization", "vllm.kv_cache_gb"),
     # Rows: how a step's samples are laid out.

@@ -162,6 +162,7 @@ OURS = {
         "train.max_turns",
         "train.placement_timeout",
         "vllm.kv_cache_gb",
+        "vllm.pipeline_parallel_size",
     },
     "batch_inference": {
         "data.bad_rows",
