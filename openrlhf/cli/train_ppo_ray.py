@@ -13,7 +13,7 @@ from openrlhf.cli.rl_checks import check_policy_learns, problems_outside
 from openrlhf.cli.rl_data import PRETRAIN_FLAG, RLData, build_data
 from openrlhf.cli.start import begin, make_room, origin_of, position
 from openrlhf.config.commands import PPO
-from openrlhf.config.fields import values_of
+from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.parse import Explicit, parse
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 
@@ -117,9 +117,15 @@ def _suitable(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> 
     from openrlhf.observe.progress import checking
 
     with checking():
+        from openrlhf.cluster.layout import demands, total
         from openrlhf.cluster.planner import suitable_flags
 
-        return suitable_flags(config, explicit, _nodes(cluster), _engine_size(config, explicit, cluster))
+        nodes = _nodes(cluster)
+        chosen = suitable_flags(config, explicit, nodes, _engine_size(config, explicit, cluster))
+    gpus, used = total(nodes, "GPU"), sum(demands(with_values(config, chosen)).values())
+    if used < gpus:
+        print(f"note: --placement auto: {gpus - used} of {gpus} GPUs stay idle", file=sys.stderr, flush=True)
+    return chosen
 
 
 def _engine_size(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> int:
@@ -137,7 +143,7 @@ def _engine_size(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) 
         weights = weight_bytes(path, flag=ACTOR_FLAG, dtype=dtype, images=config.reads_images)
     except ValueError:  # there is no such model, which the checks tell
         return size
-    return least_tensor_parallel_size(weights, memory)
+    return least_tensor_parallel_size(weights // config.vllm.pipeline_parallel_size, memory)
 
 
 def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) -> dict[str, int]:

@@ -141,6 +141,7 @@ def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False)
         max_len=config.data.max_len,
         on_gpu=on_gpu,
         transfer_backend=transfer_backend(config, on_gpu),
+        pipeline_parallel_size=config.vllm.pipeline_parallel_size,
         enable_prefix_caching=config.vllm.enable_prefix_caching,
         enable_sleep=config.engines_sleep,
         load_weights=from_files,
@@ -209,7 +210,7 @@ class EnginePool:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
 
     def _create(self, index: int) -> Handle:
-        placed, devices = self.bundles.engine_options(index, self.options.tensor_parallel_size)
+        placed, devices = self.bundles.engine_options(index, self.options.num_workers)
         env_vars = engine_environment(self.options) | devices
         actor = ray.remote(EngineActor).options(
             **placed, runtime_env={"env_vars": env_vars}, max_concurrency=MAX_CALLS
@@ -251,7 +252,7 @@ class EnginePool:
 
     def _send_weights(self, policy: "PolicyGroup", version: int) -> Metrics:
         if self.connected_epoch != self.epoch:
-            client = RayEngineClient(self.members, self.options.tensor_parallel_size)
+            client = RayEngineClient(self.members, self.options.num_workers)
             policy.open_weight_sync(client, self.options.transfer_backend).result()
             self.connected_epoch = self.epoch
             # Adapters are zero before the first step: the second sync shows what engines make of them.

@@ -36,6 +36,8 @@ class RoleLayout:
     """The role whose GPUs it has; None: its own."""
     offload: str
     """The flag that moves it out of its GPU's memory while others compute; "": it stays."""
+    size_flags: str
+    """Those that say how many GPUs share one copy of its weights."""
     first: int
     """Its first bundle."""
     devices: tuple[Device, ...]
@@ -108,12 +110,12 @@ def resource_problems(config: PPOConfig, nodes: Nodes) -> list[str]:
             f"the run needs {sum(needs.values())} GPUs ({listed(needs)}); the cluster has {gpus}.\n"
             f"Ask for fewer{'' if shared else ', or share them with --train.colocate_all'}."
         )
-    size = config.vllm.tensor_parallel_size
+    size = config.vllm.num_gpus
     room = sum(int(node.get("GPU", 0)) // size for node in nodes)
     if room < config.num_engines and config.num_engines * size <= gpus:
         each = ", ".join(f"{node.get('GPU', 0):g}" for node in nodes)
         problems.append(
-            f"--vllm.tensor_parallel_size {size}: the GPUs of an engine are on one node, and nodes with "
+            f"{engine_size_flags(config)} {size}: the GPUs of an engine are on one node, and nodes with "
             f"{each} GPUs have room for {room} of {config.num_engines} engines.\n"
             "Choose a size that divides the GPUs of a node, or fewer --vllm.num_engines."
         )
@@ -127,14 +129,14 @@ def demands(config: PPOConfig) -> dict[str, int]:
         for role, count in config.own_placements.items()
     }
     if not config.engines_share:
-        engine_gpus = config.num_engines * config.vllm.tensor_parallel_size
-        needs["--vllm.num_engines x --vllm.tensor_parallel_size"] = engine_gpus
+        needs[f"--vllm.num_engines x {engine_size_flags(config)}"] = config.num_engines * config.vllm.num_gpus
     return needs
 
 
-def tensor_flag(role: str) -> str:
-    """The flag that says how many GPUs share one copy of the role's weights."""
-    return "--vllm.tensor_parallel_size" if role == ENGINES else "--ds.tensor_parallel_size"
+def engine_size_flags(config: PPOConfig) -> str:
+    """Those that say how many GPUs an engine has."""
+    stages = " x --vllm.pipeline_parallel_size" if config.vllm.pipeline_parallel_size > 1 else ""
+    return f"--vllm.tensor_parallel_size{stages}"
 
 
 def listed(needs: Mapping[str, int]) -> str:
@@ -168,7 +170,7 @@ def _layout(config: PPOConfig, nodes: Nodes) -> Layout:
     # actor comes last, so that it gets nodes of its own.
     for role, count in reversed(config.own_placements.items()):
         own[role] = [1] * count
-    engines = Mesh(data=config.num_engines, tensor=config.vllm.tensor_parallel_size)
+    engines = Mesh(data=config.num_engines, tensor=config.vllm.num_gpus)
     if not config.engines_share:
         own[ENGINES] = [engines.tensor] * engines.data
     bundles = [size for sizes in own.values() for size in sizes] if any(gpus) else []
@@ -182,6 +184,7 @@ def _layout(config: PPOConfig, nodes: Nodes) -> Layout:
             mesh=mesh,
             colocated_with=other,
             offload=_offload(config, role) if any(gpus) else "",
+            size_flags=engine_size_flags(config) if role == ENGINES else "--ds.tensor_parallel_size",
             first=first[home],
             devices=tuple(device for bundle in held for device in bundle),
         )
@@ -220,7 +223,7 @@ def _torn(layout: Layout) -> Iterator[str]:
         home = layout.home(role)
         held = Counter(device.node for device in place.devices).values()
         yield (
-            f"{tensor_flag(role)} {place.mesh.tensor}: the GPUs of one copy of the weights are on one node, "
+            f"{place.size_flags} {place.mesh.tensor}: the GPUs of one copy of the weights are on one node, "
             f"and of those of --{home}.num_gpus_per_node the nodes have {', '.join(map(str, held))}.\n"
             "Choose a size that divides the GPUs of a node."
         )

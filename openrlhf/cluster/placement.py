@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from openrlhf.cluster.launch import available_nodes, check_resources, free_gpus
-from openrlhf.cluster.layout import SHARE, Layout, demands, listed, tensor_flag, total
+from openrlhf.cluster.layout import SHARE, Layout, RoleLayout, demands, listed, total
 from openrlhf.cluster.residency import ExclusiveDevices
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.device import VISIBLE_DEVICES
@@ -46,7 +46,7 @@ class Bundles:
             return {"num_cpus": 0}
         return {"num_cpus": 0, "num_gpus": self.share, "scheduling_strategy": self._bundle(self.group, rank)}
 
-    def engine_options(self, index: int, tensor_parallel_size: int) -> tuple[dict, dict[str, str]]:
+    def engine_options(self, index: int, num_gpus: int) -> tuple[dict, dict[str, str]]:
         """Ray options and environment of the engine on its share of the bundles. An engine drives all of its
         GPUs itself, so it claims none from Ray and is told which are its own."""
         if self.group is None:
@@ -56,7 +56,7 @@ class Bundles:
         where = ray.remote(
             lambda: (ray.get_runtime_context().get_node_id(), sorted(map(str, ray.get_gpu_ids())))
         )
-        size = tensor_parallel_size // self.gpus
+        size = num_gpus // self.gpus
         asked = [
             where.options(
                 num_cpus=0,
@@ -104,7 +104,7 @@ def _share_out(
     for role, plan in layout.roles.items():
         size = layout.bundles[plan.first]
         indices = granted[plan.first : plan.first + plan.mesh.size // size]
-        _check_together(role, plan.mesh.tensor, [nodes[i] for i in indices for _ in range(size)])
+        _check_together(plan, [nodes[i] for i in indices for _ in range(size)])
         home = devices[layout.home(role)]
         places[role] = Bundles(group, plan.mesh, home, indices, size, layout.share(role))
     return places
@@ -129,13 +129,14 @@ def in_order(sizes: Sequence[int], nodes: Mapping[int, str]) -> list[int]:
     return [next(following[size]) for size in sizes]
 
 
-def _check_together(role: str, size: int, nodes: Sequence[str]) -> None:
+def _check_together(plan: RoleLayout, nodes: Sequence[str]) -> None:
     """`nodes`: of each of the role's GPUs. A busy cluster may have room for a run, but not where it needs
     it."""
+    size = plan.mesh.tensor
     torn = sum(len(set(nodes[i : i + size])) > 1 for i in range(0, len(nodes), size))
     if torn:
         raise RuntimeError(
-            f"{tensor_flag(role)} {size}: the GPUs of one copy of the weights are on one node, and of what "
+            f"{plan.size_flags} {size}: the GPUs of one copy of the weights are on one node, and of what "
             f"others left free the cluster gave {torn} of {len(nodes) // size} copies GPUs of several.\n"
             "Start again when whole nodes are free, or choose a smaller size."
         )
@@ -177,7 +178,7 @@ def _shortage(config: PPOConfig) -> str:
     if others > 0:
         held.append(f"tasks and actors hold {others:g}")
     apart = f" ({', '.join(f'{count:g}' for count in free)} on the nodes)" if len(free) > 1 else ""
-    size = 1 if config.engines_share else config.vllm.tensor_parallel_size
+    size = 1 if config.engines_share else config.vllm.num_gpus
     whole = f", for an engine {size} of one node" if size > 1 else ""
     return (
         f"the run needs {sum(needs.values())} GPUs ({listed(needs)}{whole}); of the cluster's {gpus}, "

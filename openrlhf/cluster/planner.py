@@ -66,7 +66,7 @@ class _Planner:
         config = self.set(config, dict(zip(SIZE, shape, strict=True)))
         if config.engines_share or not any(self.gpus):
             return config
-        size = config.vllm.tensor_parallel_size
+        size = config.vllm.num_gpus
         whole = sum(gpus // size for gpus in self.gpus)
         left = (sum(self.gpus) - config.actor.num_gpus) // size
         return self.set(config, {"vllm.num_engines": max(1, min(whole, left))})
@@ -106,7 +106,7 @@ class _Planner:
 
     def _actor_counts(self, config: PPOConfig, is_asked: bool) -> range:
         """GPUs, or processes, of the actor, best first. `is_asked`: somebody set a part of it."""
-        gpus, size = sum(self.gpus), config.vllm.tensor_parallel_size
+        gpus, size = sum(self.gpus), config.vllm.num_gpus
         if not gpus:
             return range(1, max(2, total(self.nodes, "CPU")) + 1)
         of_engines = 0

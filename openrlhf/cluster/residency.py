@@ -101,7 +101,8 @@ def free_share(models: Mapping[str, Sequence[DeviceMemory]], weights: int) -> fl
             f"--train.colocate_all: an engine's weights take {_gib(weights)} of each GPU. The models there "
             f"hold {held}; {_gib(fullest.free)} of {_gib(fullest.total)} are free.\n"
             "Move models out of the way with --ds.enable_sleep, --ref.offload and --reward.offload, or "
-            "split weights with --ds.zero_stage 3 or a larger --vllm.tensor_parallel_size."
+            "split weights with --ds.zero_stage 3 or a larger --vllm.tensor_parallel_size or "
+            "--vllm.pipeline_parallel_size."
         )
     return fullest.free / fullest.total
 

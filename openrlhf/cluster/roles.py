@@ -106,6 +106,6 @@ def start_roles(
     for start in starting:
         start.result()
     if engines_come_last:
-        rollout.start(roles.free_share(config.vllm.tensor_parallel_size)).result()
+        rollout.start(roles.free_share(config.vllm.num_gpus)).result()
     rollout.give_way()
     return roles

@@ -226,7 +226,11 @@ class VllmConfig:
     num_engines: Count | None = None
     """Engines. None: with train.colocate_all as many as the actor's GPUs hold, otherwise 1."""
     tensor_parallel_size: Count = 1
-    """GPUs (or processes) of one engine."""
+    """GPUs (or processes) that share each layer of one engine."""
+    pipeline_parallel_size: Count = 1
+    """Stages of one engine, each of which has a part of the layers on GPUs of its own. An engine has
+    tensor_parallel_size times pipeline_parallel_size GPUs, on one node. For GPUs without fast links between
+    them; not without GPUs."""
     sync_backend: SyncBackend = "nccl"
     """How weights travel to engines on other GPUs. Shared GPUs use CUDA IPC, CPUs use gloo whatever it
     says."""
@@ -255,6 +259,11 @@ class VllmConfig:
     the models leave."""
     kv_cache_gb: Positive | None = None
     """Size of an engine's KV cache, GB. None: what gpu_memory_utilization leaves; 0.25 without a GPU."""
+
+    @property
+    def num_gpus(self) -> int:
+        """Of one engine; without GPUs its processes."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 QUEUE_VARIABLE = "OPENRLHF_ASYNC_QUEUE_SIZE"
@@ -422,8 +431,8 @@ class TrainConfig:
     full_determinism_enable: bool = False
     """Only deterministic kernels: the same run gives the same bits, slower."""
     colocate_all: bool = False
-    """All models and engines share the actor's GPUs (hybrid engine): vllm.num_engines times
-    vllm.tensor_parallel_size must be the actor's GPUs. With async_enable engines have GPUs of their own."""
+    """All models and engines share the actor's GPUs (hybrid engine): the GPUs of all engines must be the
+    actor's. With async_enable engines have GPUs of their own."""
     colocate_actor_ref: bool = False
     """The reference model shares the actor's GPUs."""
     colocate_critic_reward: bool = False
@@ -678,7 +687,7 @@ class PPOConfig:
     def num_engines(self) -> int:
         if self.vllm.num_engines is not None:
             return self.vllm.num_engines
-        return max(1, self.actor.num_gpus // self.vllm.tensor_parallel_size) if self.engines_share else 1
+        return max(1, self.actor.num_gpus // self.vllm.num_gpus) if self.engines_share else 1
 
     @property
     def max_staleness(self) -> int:

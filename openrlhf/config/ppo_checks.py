@@ -593,7 +593,7 @@ def _ahead(config: PPOConfig) -> Iterator[Problem]:
             text="would give images of new prompts what the old weights saw in them; remove it",
         )
     if train.async_enable and train.colocate_all and config.placement == "manual":
-        more = config.num_engines * config.vllm.tensor_parallel_size
+        more = config.num_engines * config.vllm.num_gpus
         yield Problem(
             key="train.async_enable",
             text="engines that sample while models train have GPUs of their own; train.colocate_all shares "
@@ -685,13 +685,14 @@ def optimizer_sleep(config: PPOConfig) -> Iterator[Problem]:
 
 def engines_beside_actor(config: PPOConfig) -> Iterator[Problem]:
     """Engines that share the actor's GPUs have all of them."""
-    gpus, per_engine = config.actor.num_gpus, config.vllm.tensor_parallel_size
+    gpus, per_engine = config.actor.num_gpus, config.vllm.num_gpus
     if config.engines_share and config.num_engines * per_engine != gpus:
         sizes = [str(n) for n in range(1, gpus + 1) if gpus % n == 0]
         fits = (
             f"use {gpus // per_engine}"
             if gpus % per_engine == 0
-            else f"vllm.tensor_parallel_size can be {', '.join(sizes)}"
+            else f"an engine can have {', '.join(sizes)} GPUs (vllm.tensor_parallel_size x "
+            "vllm.pipeline_parallel_size)"
         )
         yield Problem(
             key="vllm.num_engines",

@@ -66,6 +66,7 @@ class EngineOptions:
     """gloo, nccl or ipc."""
     on_gpu: bool
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     enable_prefix_caching: bool = False
     enforce_eager: bool = False
     enable_sleep: bool = False
@@ -87,6 +88,10 @@ class EngineOptions:
     `target_modules`. None: weights are all that comes."""
     keep_cache: bool = False
     """Requests that a weight sync pauses go on with what their tokens were to the old weights."""
+
+    @property
+    def num_workers(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @classmethod
     def of(
@@ -134,13 +139,13 @@ def engine_environment(options: EngineOptions) -> dict[str, str]:
         # whether there is a GPU; CUDA is then lost to the fork.
         return common | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     cores = os.cpu_count() or 1
-    bind = "|".join(str(i % cores) for i in range(options.tensor_parallel_size))
+    bind = "|".join(str(i % cores) for i in range(options.num_workers))
     return common | {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         # One process less for each engine; with several workers vLLM needs them apart.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if options.tensor_parallel_size == 1 else "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if options.num_workers == 1 else "1",
         # The default pins every engine to the first cores.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind" if options.tensor_parallel_size == 1 else bind,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind" if options.num_workers == 1 else bind,
         "TORCH_COMPILE_DISABLE": "1",
     }
 
@@ -211,6 +216,7 @@ class VLLMEngine:
                 max_model_len=options.max_len,
                 seed=options.seed,
                 tensor_parallel_size=options.tensor_parallel_size,
+                pipeline_parallel_size=options.pipeline_parallel_size,
                 enable_prefix_caching=options.enable_prefix_caching,
                 max_num_seqs=options.max_num_seqs,
                 limit_mm_per_prompt={"image": options.max_images, "video": 0} if options.max_images else {},

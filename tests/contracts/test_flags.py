@@ -170,6 +170,7 @@ OURS = {
         "vllm.keep_cache",
         "vllm.kv_cache_gb",
         "vllm.lora_sync",
+        "vllm.pipeline_parallel_size",
         "vllm.sync_bucket_mb",
     },
     "batch_inference": {

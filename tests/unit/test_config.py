@@ -704,7 +704,7 @@ CHECKS = [
     (
         PPO,
         "--train.colocate_all --vllm.tensor_parallel_size 3",
-        "with train.colocate_all; vllm.tensor_parallel_size can be 1, 2, 4, 8",
+        "with train.colocate_all; an engine can have 1, 2, 4, 8 GPUs (vllm.tensor_parallel_size x",
     ),
     (PPO, "--ref_num_nodes 0", "--ref.num_nodes 0: 0 means the actor's GPUs; add --train.colocate_all"),
     # ranks that share rows

@@ -57,6 +57,7 @@ def configs(draw: st.DrawFn) -> PPOConfig:
     actors, size, together = draw(COUNTS) * draw(COUNTS), draw(COUNTS), draw(st.booleans())
     if together:
         size = draw(st.sampled_from([n for n in range(1, actors + 1) if actors % n == 0]))
+    stages = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
     return PPOConfig(
         actor=ActorConfig(num_gpus_per_node=actors),
         critic=CriticConfig(num_gpus_per_node=draw(COUNTS)),
@@ -67,7 +68,11 @@ def configs(draw: st.DrawFn) -> PPOConfig:
         teacher=PPOTeacherConfig(
             model_name_or_path=draw(st.sampled_from([None, "one"])), num_gpus_per_node=draw(COUNTS)
         ),
-        vllm=VllmConfig(num_engines=None if together else draw(COUNTS), tensor_parallel_size=size),
+        vllm=VllmConfig(
+            num_engines=None if together else draw(COUNTS),
+            tensor_parallel_size=size // stages,
+            pipeline_parallel_size=stages,
+        ),
         algo=AlgoConfig(
             advantage=AdvantageConfig(estimator=draw(st.sampled_from(["gae", "rloo"]))),
             kl=KLConfig(init_coef=draw(st.sampled_from([0.0, 0.1]))),
@@ -130,7 +135,7 @@ def test_each_role_has_bundles_of_its_own_that_hold_its_ranks(config: PPOConfig,
     for role, place in layout.roles.items():
         if place.colocated_with is None:
             size = layout.bundles[place.first]
-            assert size == (place.mesh.tensor if role == ENGINES else 1)
+            assert size == (config.vllm.num_gpus if role == ENGINES else 1)
             asked += range(place.first, place.first + place.mesh.size // size)
     assert sorted(asked) == list(range(len(layout.bundles)))
 
@@ -150,6 +155,7 @@ def test_the_actor_has_a_node_of_its_own_where_there_is_room() -> None:
         mesh=Mesh(data=4),
         colocated_with=None,
         offload="",
+        size_flags="--ds.tensor_parallel_size",
         first=2,
         devices=tuple(Device(1, gpu) for gpu in range(4)),
     )
@@ -169,6 +175,24 @@ def test_an_engine_that_shared_gpus_would_tear_apart_is_refused() -> None:
         "--actor.num_gpus_per_node the nodes have 6, 2.\nChoose a size that divides the GPUs of a node."
     )
     assert resource_problems(config, described([8])) == []
+
+
+def test_the_stages_of_an_engine_are_on_one_node() -> None:
+    """Two engines of two stages of two GPUs; a node of 6 has room for one, and one of 3 for none."""
+    vllm = VllmConfig(num_engines=2, tensor_parallel_size=2, pipeline_parallel_size=2)
+    config = PPOConfig(
+        actor=ActorConfig(num_gpus_per_node=4),
+        vllm=vllm,
+        algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo"), kl=KLConfig(init_coef=0)),
+    )
+    layout = layout_of(config, described([6, 6]))
+    assert layout.roles[ENGINES].tensor_groups == [tuple(Device(n, gpu) for gpu in range(4)) for n in (0, 1)]
+    (problem,) = resource_problems(config, described([7, 3, 2]))
+    assert problem == (
+        "--vllm.tensor_parallel_size x --vllm.pipeline_parallel_size 4: the GPUs of an engine are on one "
+        "node, and nodes with 7, 3, 2 GPUs have room for 1 of 2 engines.\n"
+        "Choose a size that divides the GPUs of a node, or fewer --vllm.num_engines."
+    )
 
 
 def test_without_gpus_nobody_has_a_device() -> None:

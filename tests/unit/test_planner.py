@@ -40,6 +40,7 @@ def runs(draw: st.DrawFn) -> PPOConfig:
             "train.batch_size": samples,
             "rollout.batch_size": samples,
             "vllm.tensor_parallel_size": draw(st.sampled_from([1, 1, 2, 4, 3])),
+            "vllm.pipeline_parallel_size": draw(st.sampled_from([1, 1, 1, 2])),
         },
     )
 
@@ -50,7 +51,7 @@ def planned(config: PPOConfig, nodes: Nodes, explicit: tuple[str, ...] = ()) -> 
 
 def actor_suits(config: PPOConfig, nodes: Nodes, count: int) -> bool:
     """The run would fit with so many GPUs of the actor, and engines on the same."""
-    size, whole = config.vllm.tensor_parallel_size, with_values(config, {"train.colocate_all": True})
+    size, whole = config.vllm.num_gpus, with_values(config, {"train.colocate_all": True})
     whole = with_values(whole, {"actor.num_nodes": 1, "actor.num_gpus_per_node": count})
     divides = config.train.batch_size % count == 0 and count % size == 0
     return divides and not resource_problems(whole, nodes)
@@ -59,7 +60,7 @@ def actor_suits(config: PPOConfig, nodes: Nodes, count: int) -> bool:
 @settings(deadline=None, max_examples=300)
 @given(config=runs(), gpus=CLUSTERS)
 def test_on_any_cluster_everything_has_its_place(config: PPOConfig, gpus: list[int]) -> None:
-    nodes, size = described(gpus), config.vllm.tensor_parallel_size
+    nodes, size = described(gpus), config.vllm.num_gpus
     if max(gpus) < size or (config.train.async_enable and sum(gpus) < 1 + size):
         return  # there is nothing to choose
     if not config.train.async_enable and not any(
@@ -79,7 +80,7 @@ def test_on_any_cluster_everything_has_its_place(config: PPOConfig, gpus: list[i
 
 
 def no_gpu_idles_without_a_reason(config: PPOConfig, layout: Layout, nodes: Nodes) -> None:
-    gpus, used, size = total(nodes, "GPU"), sum(layout.bundles), config.vllm.tensor_parallel_size
+    gpus, used, size = total(nodes, "GPU"), sum(layout.bundles), config.vllm.num_gpus
     if not config.train.async_enable:
         assert layout.roles[ENGINES].devices == layout.roles["actor"].devices
         assert not any(actor_suits(config, nodes, count) for count in range(used + 1, gpus + 1))
@@ -186,6 +187,15 @@ def test_what_is_chosen_is_shown_as_flags_that_choose_the_same(capsys: pytest.Ca
     (chosen,) = re.findall("note: not set, so chosen by what there is: (.*)\n", err)
     assert "--vllm.num_engines 4" in chosen and "The run needs" not in err
     assert printed(capsys, f"{flags} {chosen} --print_plan 2x4")[1] == out
+
+
+def test_gpus_without_work_are_told(capsys: pytest.CaptureFixture) -> None:
+    """12 GPUs, and a batch that divides among 8."""
+    group = "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2"
+    flags = f"{group} --placement auto --print_plan 1x8 1x4"
+    idle = "note: --placement auto: 4 of 12 GPUs stay idle\n"
+    assert idle in printed(capsys, flags)[2]
+    assert idle not in printed(capsys, f"{flags} --train.batch_size 96 --rollout.batch_size 96")[2]
 
 
 def test_async_on_one_gpu_is_refused(capsys: pytest.CaptureFixture) -> None:
