@@ -22,7 +22,7 @@ from openrlhf.algos.distillation import LinearHead
 from openrlhf.config.choices import SequenceParallelMode
 from openrlhf.engine.interfaces import Objective
 from openrlhf.models.attention import PACKED
-from openrlhf.models.backbone import RowModel, reading_of
+from openrlhf.models.backbone import RowModel, hidden_states, reading_of
 from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.process_reward import ProcessRewardModel
@@ -367,6 +367,36 @@ def test_layers_that_are_computed_again(
     enable_checkpointing(module.model, reentrant=reentrant, dropout=True)
     module.train()
     check_equal(on_ranks(threads, module, row, lambda m: PPO, 2, mode), expected)
+
+
+@pytest.mark.parametrize(("mode", "most"), [("ulysses", 0.27), ("allgather", 0.30)])
+def test_a_rank_keeps_its_share_of_the_activations(
+    threads: Callable, mode: SequenceParallelMode, most: float
+) -> None:
+    """Of four ranks a quarter; beside that a copy of its keys, of which there are 2 heads, or the keys of the
+    others."""
+    module, row = PolicyModel(policy()), row_of(*[50] * 20)
+
+    def kept(module: RowModel) -> int:
+        """Bytes that a pass keeps for the backward pass, beside the weights."""
+        found = {}
+
+        def keep(x: Tensor) -> Tensor:
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            states = hidden_states(module.model, row)  # while it lives, so does what it keeps
+        assert states.requires_grad
+        weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        return sum(size for place, size in found.items() if place not in weights)
+
+    def part() -> int:
+        own = copy.deepcopy(module)
+        reading_of(own.model).sharing = sharing(mode)
+        return kept(own)
+
+    assert max(threads(4, part)) < most * kept(module)
 
 
 # ---- the check of a loaded model
