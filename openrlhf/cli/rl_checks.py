@@ -59,7 +59,6 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
 
     actor, critic = config.actor.model_name_or_path, config.critic_path
     ask(ACTOR_FLAG, _check_trained, actor, ACTOR_FLAG, config.data.max_len)
-    ask("--vllm.pipeline_parallel_size", check_stages, config, on_cpu=on_cpu)
     ask(ACTOR_FLAG, check_engines, config, on_cpu=on_cpu)
     if config.actor.aux_loss_coef:
         ask(ACTOR_FLAG, check_experts, actor, ACTOR_FLAG, "--actor.aux_loss_coef")
@@ -154,17 +153,6 @@ def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
     )
     if config.ds.lora.rank > 0 and config.vllm.lora_sync == "adapter":
         check_vllm_adapts(model_config, flag=ACTOR_FLAG, path=path)
-
-
-def check_stages(config: PPOConfig, *, on_cpu: bool) -> None:
-    """Raise ValueError where an engine cannot have them."""
-    stages = config.vllm.pipeline_parallel_size
-    if on_cpu and stages > 1:
-        raise ValueError(
-            f"--vllm.pipeline_parallel_size {stages}: stages need GPUs: on a CPU vLLM makes no buffers for "
-            "what they pass on, and ends with the first prompt.\n"
-            "Use --vllm.tensor_parallel_size, or more --vllm.num_engines."
-        )
 
 
 def check_policy_learns(config: PPOConfig, num_prompts: int) -> None:

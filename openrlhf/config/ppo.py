@@ -230,7 +230,7 @@ class VllmConfig:
     pipeline_parallel_size: Count = 1
     """Stages of one engine, each of which has a part of the layers on GPUs of its own. An engine has
     tensor_parallel_size times pipeline_parallel_size GPUs, on one node. For GPUs without fast links between
-    them; not without GPUs."""
+    them."""
     sync_backend: SyncBackend = "nccl"
     """How weights travel to engines on other GPUs. Shared GPUs use CUDA IPC, CPUs use gloo whatever it
     says."""

@@ -246,6 +246,8 @@ class VLLMEngine:
             # vLLM's batch sizes for throughput. Its choice for engines that nobody names is 128 sequences.
             usage_context=UsageContext.LLM_CLASS,
         )
+        if options.pipeline_parallel_size > 1 and not options.on_gpu:
+            await self._bounded(self.llm.collective_rpc("make_stage_buffers"))
         await self._bounded(self.llm.update_weight_version("0"))  # vLLM's own name for it is no number
 
     @property

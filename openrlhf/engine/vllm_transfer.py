@@ -50,6 +50,16 @@ class WorkerExtension:
     weight_transfer_engine: "CheckedLoading"
     """Of the worker that this is mixed into, as is `add_lora`."""
     add_lora: Callable[[LoRARequest], bool]
+    model_runner: Any
+    """Of the same worker."""
+
+    def make_stage_buffers(self) -> None:
+        """For what a stage gets from the one before it. vLLM makes them while it warms up, which it does not
+        on a CPU unless it compiles."""
+        runner = self.model_runner
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
     def loaded_checksum(self) -> int:
         """Of everything loaded since the last `start_weight_update`."""

@@ -48,6 +48,10 @@ ARRANGEMENTS = {
         "--ds.zero_stage 2 --actor.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all "
         "--ds.enable_sleep --train.dynamic_batch_enable --train.max_tokens_per_gpu 256"
     ),
+    "zero 2, one rank, an engine of two stages": (
+        "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 "
+        "--critic.num_gpus_per_node 1 --vllm.pipeline_parallel_size 2"
+    ),
     "zero 3, one rank, two engines": (
         "--ds.zero_stage 3 --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 "
         "--critic.num_gpus_per_node 1 --vllm.num_engines 2 --vllm.enable_prefix_caching "

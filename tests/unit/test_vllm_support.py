@@ -13,7 +13,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from openrlhf.cli.rl_checks import check_engines, check_stages
+from openrlhf.cli.rl_checks import check_engines
 from openrlhf.config.ppo import ActorConfig, PPOConfig, VllmConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.engine.vllm_support import (
@@ -53,16 +53,6 @@ def test_a_run_of_rl_asks_once_it_is_known_that_there_are_no_gpus(tmp_path):
     check_engines(config, on_cpu=False)
     with pytest.raises(ValueError, match=f"--actor.model_name_or_path {tmp_path}: vLLM .* heads have size 8"):
         check_engines(config, on_cpu=True)
-
-
-def test_stages_need_gpus():
-    config = PPOConfig(vllm=VllmConfig(pipeline_parallel_size=2))
-    check_stages(config, on_cpu=False)
-    check_stages(PPOConfig(), on_cpu=True)
-    with pytest.raises(
-        ValueError, match=r"^--vllm.pipeline_parallel_size 2: stages need GPUs: on a CPU vLLM"
-    ):
-        check_stages(config, on_cpu=True)
 
 
 def test_heads_that_do_not_divide():
