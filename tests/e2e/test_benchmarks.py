@@ -50,7 +50,7 @@ SMALLEST = ["--rows", "4", "--batch_size", "2", "--rounds", "1"]
 @pytest.mark.parametrize(
     "options",
     [
-        ["--tasks", "sft", "kto", "--modes", "bare", "trl"],
+        ["--tasks", "sft", "--modes", "bare"],
         pytest.param([], marks=pytest.mark.slow, id="all tasks and ways"),
     ],
 )

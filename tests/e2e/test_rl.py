@@ -203,25 +203,25 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
         "--ds.enable_sleep "
         "--critic.adam.lr 3e-3 --critic.lr_scheduler constant --critic.save_value_network "
         "--rollout.vllm_generate_batch_size 12 --train.enable_ema --eval.steps -1 --train.num_episodes 2 "
-        "--ckpt.save_steps 2 --ckpt.max_num 2 --train.max_steps 6 --train.batch_size 32 "
+        "--ckpt.save_steps 2 --ckpt.max_num 2 --train.max_steps 4 --train.batch_size 32 "
         "--algo.advantage.is_correction_enable --actor.entropy_coef 0 "
         f"--data.pretrain_dataset {task.pretrain} --actor.ptx_coef 0.1 "
     )
     whole = train(task, tmp_path / "whole", flags)
     assert whole[1]["policy/ptx_loss"] == pytest.approx(mean_loss_of_texts(task, count=32), rel=1e-5)
-    cut_after_step_4(tmp_path / "whole", tmp_path / "halves")
+    cut_after_step_2(tmp_path / "whole", tmp_path / "halves")
     halves = train(task, tmp_path / "halves", f"{flags} --ckpt.load_enable")
-    assert list(halves) == list(range(1, 7))
+    assert list(halves) == list(range(1, 5))
     for step in whole:  # with one optimizer step per rollout the update starts at ratio one
         assert whole[step]["policy/ppo_kl"] == pytest.approx(0, abs=1e-6)
         assert whole[step]["policy/clip_fraction"] == 0
         assert whole[step]["policy/entropy"] > 1
     assert whole[1]["policy/is_weight_mean"] == pytest.approx(1, abs=1e-4)  # later, samples have waited
-    assert [whole[step]["rollout/buffered_groups"] for step in range(1, 7)] == [4, 8, 0, 4, 8, 0]
-    assert whole[6]["kl/coef"] != whole[4]["kl/coef"] != 0.01
+    assert [whole[step]["rollout/buffered_groups"] for step in range(1, 5)] == [4, 8, 0, 4]
+    assert whole[4]["kl/coef"] != whole[2]["kl/coef"] != 0.01
     same = ("rollout/reward_mean", "grad_norm", "policy/ptx_loss", "kl/coef", "kl/mean")
     same += ("critic/grad_norm", "critic/value_mean")
-    for step in (5, 6):
+    for step in (3, 4):
         for name in same:
             assert halves[step][name] == pytest.approx(whole[step][name], rel=1e-4, abs=1e-7), (name, step)
     for folder in ("policy", "policy_critic"):
@@ -252,17 +252,17 @@ def mean_loss_of_texts(task: TaskFiles, *, count: int) -> float:
     return torch.cat(losses).mean().item()
 
 
-def cut_after_step_4(whole: Path, halves: Path) -> None:
-    """The folder of a run that was killed when it had saved its second checkpoint of three; two are kept."""
+def cut_after_step_2(whole: Path, halves: Path) -> None:
+    """The folder of a run that was killed when it had saved its first checkpoint of two."""
     shutil.copytree(whole / "ckpt", halves / "ckpt")
     for role in ("_actor", "_critic"):
         kept = halves / "ckpt" / role
-        assert {path.name for path in kept.glob("global_step*")} == {"global_step4", "global_step6"}
-        shutil.rmtree(kept / "global_step6")
-    (halves / "ckpt" / "_actor" / "latest").write_text("global_step4")
+        assert {path.name for path in kept.glob("global_step*")} == {"global_step2", "global_step4"}
+        shutil.rmtree(kept / "global_step4")
+    (halves / "ckpt" / "_actor" / "latest").write_text("global_step2")
     (halves / "run").mkdir()
     steps = (whole / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (halves / "run" / "metrics.jsonl").write_text("".join(steps[:4]))
+    (halves / "run" / "metrics.jsonl").write_text("".join(steps[:2]))
 
 
 FAULTY_REWARD = """
