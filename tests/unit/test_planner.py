@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_layout import printed
 from transformers import LlamaConfig
 
-from openrlhf.cli.train_ppo_ray import plan, settle
+from openrlhf.cli.train_ppo_ray import settle
 from openrlhf.cluster.layout import ENGINES, Layout, Nodes, described, layout_of, resource_problems, total
 from openrlhf.cluster.planner import least_tensor_parallel_size, suitable_flags
-from openrlhf.config.commands import PPO
 from openrlhf.config.fields import with_values
-from openrlhf.config.parse import Source, parse
+from openrlhf.config.parse import Source
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.resume import Change, change_of
 
@@ -173,15 +173,6 @@ def test_placement_learns_nothing() -> None:
 
 
 # ---- on a command line
-
-RUN = "--actor.model_name_or_path a/b --data.prompt_dataset c/d --reward.remote_url http://h:1/r"
-
-
-def printed(capsys: pytest.CaptureFixture, flags: str) -> tuple[int | str | None, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        parse(PPO, f"{RUN} {flags}".split(), settle=settle, plan=plan)
-    said = capsys.readouterr()
-    return stop.value.code, said.out, said.err
 
 
 def test_what_is_chosen_is_shown_as_flags_that_choose_the_same(capsys: pytest.CaptureFixture) -> None:
