@@ -91,7 +91,7 @@ DOCUMENTS: dict[str, str] = {
     """,
     "training guide for 0.9: asynchronous": f"""
     python3 -m openrlhf.cli.train_ppo_ray --actor_num_nodes 1 --actor_num_gpus_per_node 4 --ref_num_nodes 1
-    --ref_num_gpus_per_node 4 --vllm_num_engines 4 --vllm_tensor_parallel_size 1
+    --ref_num_gpus_per_node 4 --colocate_actor_ref --vllm_num_engines 4 --vllm_tensor_parallel_size 1
     --pretrain OpenRLHF/Llama-3-8b-sft-mixture --remote_rm_url examples/scripts/reward_func.py
     --label_key answer {FLAT_RL} --n_samples_per_prompt 8 --bf16 --flash_attn --advantage_estimator group_norm
     --async_train --enable_prefix_caching
