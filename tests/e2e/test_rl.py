@@ -110,11 +110,9 @@ def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement
     assert [{int(v) for t in step for v, _ in t.weight_versions} for step in sampled] == [{0}, {1}]
     assert all(t.ok and t.num_actions <= 12 for step in sampled for t in step)
 
+    # A process with torch, and a small model.
     for step, phase in product((1, 2), ("generate", "score", "update", "sync")):
-        assert 0.05 < metrics[step][f"memory/{phase}_gb"] < 8, (
-            step,
-            phase,
-        )  # a process with torch, a small model
+        assert 0.05 < metrics[step][f"memory/{phase}_gb"] < 8, (step, phase)
 
     # Seeds have addresses: every arrangement samples the same tokens, and learns the same from them.
     reference = first_run.setdefault("sampled", sampled)
