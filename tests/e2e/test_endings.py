@@ -120,8 +120,9 @@ def test_a_run_that_loses_a_process(
 ) -> None:
     code, _, err = interrupt(rl(task, tmp_path, flags), tmp_path, kill(title))
     assert code == 1
-    what, log, where = err[err.index("error: ") :].splitlines()
-    assert what.startswith((f"error: {name} died: process ", f"error: {name} died: the process that "))
+    *what, log, where = err[err.index("error: ") :].splitlines()
+    assert f"{name} died: process " in what[-1] or f"{name} died: the process that " in what[-1]
+    assert len(what) == 1 or what[0].startswith("error: weight sync ")  # one may have been under way
     assert Path(log.removeprefix("Its log is ").partition(";")[0]).exists()
     saved = "save_steps" in flags
     left = last_checkpoint(tmp_path) if saved else "nothing was saved: --ckpt.save_steps N saves a checkpoint"
