@@ -5,7 +5,7 @@ Every way trains the demo's policy, after its supervised phases, on the same pro
 rate, batch and group size. A reward is that of the policy which sampled, so a curve of samples that are a
 step old lies a step behind also where nothing is lost.
 
-    python benchmarks/learning.py --folder /tmp/learning
+    python benchmarks/learning.py --seeds 3 --steps 20
 """
 
 import argparse

@@ -8,6 +8,9 @@ import pytest
 from filelock import FileLock
 from xdist.scheduler import LoadScopeScheduling
 
+from openrlhf import heap
+
+heap.grow()
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models of the tests are so small that a second one costs

@@ -28,7 +28,7 @@ RL = (
     "--train.batch_size 256 --train.dynamic_batch_enable --train.max_tokens_per_gpu 8192 "
     "--actor.adam.lr 5e-4 --actor.lr_scheduler constant --actor.num_gpus_per_node 1 --train.colocate_all "
     "--ds.zero_stage 2 --ds.param_dtype fp32 --data.apply_chat_template --data.label_key label "
-    "--eval.n_samples_per_prompt 1 --eval.temperature 1.0"
+    "--reward.batch 32 --eval.n_samples_per_prompt 1 --eval.temperature 1.0"
 )
 
 NEEDED_GB = 4

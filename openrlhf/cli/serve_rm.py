@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from openrlhf import heap
 from openrlhf.config.commands import SERVE_RM
 from openrlhf.config.parse import parse
 from openrlhf.config.serve_rm import ServeRMConfig
@@ -33,6 +34,7 @@ def run(config: ServeRMConfig) -> None:
     from openrlhf.serve.scoring import ScoreQueue
     from openrlhf.serve.server import bind, build_app, serve
 
+    heap.settle()
     bound = bind(config.host, config.port)
     with waiting("loading the model", key=config.reward.model_name_or_path or ""):
         score = load(config)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_type_hints
 
+from openrlhf import heap
 from openrlhf.cli.errors import catch_signals, short_errors, telling
 from openrlhf.cli.publish import publish
 from openrlhf.cli.start import begin, make_room, origin_of, position
@@ -116,6 +117,7 @@ class Run(Generic[ConfigT]):
             from openrlhf.engine.distributed import ProcessMesh, init_distributed, seed_everything
             from openrlhf.trainer.supervised import total_steps
 
+            heap.settle()
             init_distributed()
             self.mesh = ProcessMesh.joined(
                 sequence=task.config.ds.ring_attn_size, tensor=task.config.ds.tensor_parallel_size

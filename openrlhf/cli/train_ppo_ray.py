@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from openrlhf import heap
 from openrlhf.cli.errors import catch_signals, short_errors, telling
 from openrlhf.cli.publish import publish
 from openrlhf.cli.rl_checks import check_policy_learns, problems_outside
@@ -72,6 +73,7 @@ def train(
     from openrlhf.cluster.roles import start_roles
     from openrlhf.observe.progress import waiting
 
+    heap.settle()
     engines = "1 vLLM engine" if config.num_engines == 1 else f"{config.num_engines} vLLM engines"
     title = f"starting {engines}, loading {', '.join(config.placements)}"
     with naming_the_dead(), waiting(title, key=config.actor.model_name_or_path):

@@ -14,6 +14,7 @@ from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.pending import Gathered, Handle, first
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.residency import Residency
+from openrlhf.cluster.sampler import EngineSampler, Groups, Request
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.config.serve_rm import KEY_VARIABLE
@@ -62,6 +63,7 @@ class EngineActor(VLLMEngine):
         environment.take(private)
         super().__init__(options)
         self.config, self.files = config, files
+        self.groups = Groups(self.run_group)
 
     async def start(self, free_share: float | None = None) -> None:
         await super().start(free_share)
@@ -122,6 +124,12 @@ class EngineActor(VLLMEngine):
     ) -> Group:
         """See `EpisodeRunner`."""
         return await self.runner.run_group(prompt, self.samplings[purpose], samples)
+
+    async def submit_groups(self, requests: dict[int, Request]) -> None:
+        self.groups.submit(requests)
+
+    async def finished_groups(self) -> dict[int, Group]:
+        return await self.groups.finished()
 
     async def probe(self, token_ids: list[int], images: Sequence[Image]) -> EngineProbe:
         log_probs = await self.log_probs(token_ids, [decoded(image.data) for image in images])
@@ -200,7 +208,7 @@ class EnginePool:
         """Of what these members have stored."""
         self.residency = Residency(self.members, config.engines_sleep)
         self.dispatcher = Dispatcher(
-            [_Sampler(member) for member in self.members],
+            [EngineSampler(member) for member in self.members],
             {"train": config.rollout.n_samples_per_prompt, "eval": config.eval.n_samples_per_prompt},
             memory=self.residency,
             score=reward.score if reward else None,
@@ -279,13 +287,3 @@ class EnginePool:
         if not self.config.reads_images:
             return ProbePicture()
         return probe_picture(image_reader(self.config.actor.model_name_or_path))
-
-
-class _Sampler:
-    def __init__(self, engine: Handle) -> None:
-        self.engine = engine
-
-    def run_group(
-        self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
-    ) -> Future[Group]:
-        return self.engine.run_group.remote(prompt, purpose, samples).future()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from openrlhf import heap
 from openrlhf.algos.balance import pack_to_budget
 from openrlhf.cluster import environment, folder
 from openrlhf.cluster.residency import DeviceMemory, optimizer_present, rest_optimizer
@@ -69,6 +70,7 @@ class Worker:
         self, config: PPOConfig, rank: int, mesh: Mesh, private: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         """`private`: see environment.py."""
+        heap.settle()
         folder.enter()
         environment.take(private)
         self.config, self.rank, self.mesh = config, rank, ProcessMesh.of(mesh, rank)

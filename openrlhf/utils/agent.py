@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.utils.text import (
@@ -342,13 +342,18 @@ async def in_thread(function: Callable, *arguments: Any) -> Any:
     return await asyncio.wrap_future(future)
 
 
+_PROMPTS = 64
+"""Whose tokens are kept: the samples of a prompt ask for them one soon after the other."""
+
+
 class SingleTurnAgentExecutor(AgentExecutorBase):
     """One generation, then one call of the reward."""
 
     def __init__(self, reward: Callable[[str, str, Any], Awaitable[Reward]], *, is_chat: bool) -> None:
         """`reward(query, prompt, label)`: query is the prompt and the response as text, special tokens
         kept. `is_chat`: prompts are written by a chat template."""
-        self.reward, self.is_chat = reward, is_chat
+        self.reward = reward
+        self._prompt_ids = lru_cache(_PROMPTS)(partial(prompt_token_ids, is_chat=is_chat))
 
     async def execute(
         self,
@@ -361,7 +366,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         images: Any = None,
     ) -> dict:
         tokenizer = text_tokenizer(hf_tokenizer)
-        prompt_ids = prompt_token_ids(tokenizer, prompt, is_chat=self.is_chat)
+        prompt_ids = list(self._prompt_ids(tokenizer, prompt))
         length = len(prompt_ids) + more_tokens(hf_tokenizer, images or ())
         room = max_length - length
         if room < 1:

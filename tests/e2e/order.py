@@ -81,7 +81,9 @@ class Reference(Rank):
 
 class Engine:
     def __init__(self, *_: Any) -> None:
-        pass
+        from openrlhf.cluster.sampler import Groups
+
+        self.groups = Groups(self.run_group)
 
     async def start(self, *_: Any) -> None:
         note("Engine", "start")
@@ -89,6 +91,12 @@ class Engine:
     async def run_group(self, prompt: Any, *_: Any) -> SimpleNamespace:
         note("Engine", "run_group")
         return SimpleNamespace(prompt=prompt, trajectories=[])
+
+    async def submit_groups(self, requests: dict[int, Any]) -> None:
+        self.groups.submit(requests)
+
+    async def finished_groups(self) -> dict[int, Any]:
+        return await self.groups.finished()
 
     async def peak_memory(self) -> dict[str, int]:
         return {"generate": 2**29}

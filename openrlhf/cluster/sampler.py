@@ -1,0 +1,96 @@
+"""Groups asked of an engine's process and brought back, several in one call: a call of Ray's takes as long as
+an answer of a few tokens.
+
+`EngineSampler` is the dispatcher's end, `Groups` the engine's.
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from itertools import count
+
+from openrlhf.cluster.pending import Handle
+from openrlhf.types import Group, Prompt, Purpose
+
+Request = tuple[Prompt, Purpose, Sequence[int] | None]
+"""Arguments of `Sampler.run_group`."""
+
+
+class Groups:
+    """Those that an engine's process works on, and those that nobody has fetched yet."""
+
+    def __init__(self, run: Callable[[Prompt, Purpose, Sequence[int] | None], Awaitable[Group]]) -> None:
+        self._run = run
+        self._numbers: dict[asyncio.Future[Group], int] = {}
+        self._finished: asyncio.Queue[asyncio.Future[Group]] = asyncio.Queue()
+
+    def submit(self, requests: dict[int, Request]) -> None:
+        """In the event loop that they run in."""
+        for number, request in requests.items():
+            task = asyncio.ensure_future(self._run(*request))
+            self._numbers[task] = number
+            task.add_done_callback(self._finished.put_nowait)
+
+    async def finished(self) -> dict[int, Group]:
+        """All that have finished, as soon as one has. Raises what a group raised."""
+        tasks = [await self._finished.get()]
+        while not self._finished.empty():
+            tasks.append(self._finished.get_nowait())
+        return {self._numbers.pop(task): task.result() for task in tasks}
+
+
+class EngineSampler:
+    """The dispatcher's Sampler, whose groups run in an engine's process. What is asked for while a call is on
+    its way goes with the next one."""
+
+    def __init__(self, engine: Handle) -> None:
+        """`engine`: an actor with `submit_groups` and `finished_groups`."""
+        self.engine = engine
+        self._numbers = count()
+        self._lock = threading.RLock()  # Ray answers in threads of its own, or at once
+        self._unsent: dict[int, Request] = {}
+        self._waiting: dict[int, Future[Group]] = {}
+        self._is_sending = self._is_fetching = False
+
+    def run_group(
+        self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
+    ) -> Future[Group]:
+        future: Future[Group] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._unsent[number], self._waiting[number] = (prompt, purpose, samples), future
+            self._advance()
+        return future
+
+    def _advance(self) -> None:
+        """One call of each kind at a time. Inside the lock."""
+        if self._unsent and not self._is_sending:
+            requests, self._unsent, self._is_sending = self._unsent, {}, True
+            self.engine.submit_groups.remote(requests).future().add_done_callback(self._sent)
+        if self._waiting and not self._is_fetching:
+            self._is_fetching = True
+            self.engine.finished_groups.remote().future().add_done_callback(self._fetched)
+
+    def _sent(self, call: Future[None]) -> None:
+        with self._lock:
+            self._is_sending = False
+            if error := call.exception():
+                self._fail(error)
+            self._advance()
+
+    def _fetched(self, call: Future[dict[int, Group]]) -> None:
+        with self._lock:
+            self._is_fetching = False
+            if error := call.exception():
+                self._fail(error)
+            else:
+                for number, group in call.result().items():
+                    self._waiting.pop(number).set_result(group)
+            self._advance()
+
+    def _fail(self, error: BaseException) -> None:
+        """An engine that is dead, or what one of its groups has raised: both end a run. Inside the lock."""
+        waiting, self._waiting, self._unsent = self._waiting, {}, {}
+        for future in waiting.values():
+            future.set_exception(error)
