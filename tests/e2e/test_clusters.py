@@ -1,6 +1,7 @@
 """The commands of docs/clusters.md, run as they stand there, but for ports and addresses."""
 
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from namespaces import needs_namespaces
 
 from openrlhf.engine.distributed import free_port
 from openrlhf.tasks.prepare import TaskFiles
@@ -73,7 +75,9 @@ class Machine:
         own += f" --dashboard-agent-listen-port {free_port()} --object-store-memory 100000000"
         command = command.replace("ray start --head", f"ray start --head {own}")
         command = command.replace("127.0.0.1:8265", f"127.0.0.1:{self.dashboard}")
-        if "10.0.0.1:6379" in command:
+        if "10.0.0.1:6379" in command:  # a node more
+            own = f"--dashboard-agent-listen-port {free_port()} --object-store-memory 100000000"
+            command = command.replace("ray start --address", f"ray start {own} --address")
             command = command.replace("10.0.0.1:6379", self.address)
         return subprocess.Popen(
             command.replace("ray stop", "true"),
@@ -213,3 +217,47 @@ def test_a_run_as_a_job(machine: Machine, heading: str) -> None:
             assert f"joined the Ray cluster at {machine.address}" in output and "succeeded" in output
     assert (machine.folder / ".ray" / "auth_token").exists() == (heading == "A token")
     assert (machine.folder / "policy" / "config.json").exists()
+
+
+@pytest.mark.slow
+@needs_namespaces
+@pytest.mark.usefixtures("cpu_engines")
+def test_a_run_on_two_nodes(machine: Machine, task: TaskFiles) -> None:
+    """They share a folder, and each has a disk of its own."""
+    head, other, status = commands("Several nodes")[0]
+    own, cores = machine.folder / "own", "--num-gpus 0 --num-cpus 1 --node-ip-address"
+    shutil.copytree(task.model, own / "model")
+    assert machine.run(head.replace("--num-gpus 8", f"{cores} 127.0.0.2"))[0] == 0
+    start = f"mount -t tmpfs none {own} && {other.replace('--num-gpus 8', f'{cores} 127.0.0.3')}"
+    assert machine.run(f"unshare --mount --user --map-root-user sh -c '{start}'")[0] == 0
+    assert machine.run(status)[1].count("node_") == 2
+    ((run,),) = commands("One machine")
+    run += " --actor.num_nodes 2 --actor.num_gpus_per_node 1 --vllm.num_engines 2 --ds.zero_stage 3"
+
+    name = platform.node()
+    code, output = machine.run(
+        f"{run} --ckpt.save_steps 1 --actor.model_name_or_path {own}/model "
+        f"--ckpt.path {own}/ckpt --ckpt.output_dir {own}/policy"
+    )
+    assert code == 2, output
+    assert f"error: --actor.model_name_or_path {own}/model: not on 127.0.0.3 ({name}).\n" in output
+    assert f"\n--ckpt.path {own}/ckpt: not shared with 127.0.0.3 ({name}): parts of" in output
+    assert "--ckpt.output_dir" not in output  # the actor's rank 0 writes it here
+
+    code, output = machine.run(
+        f"{run} --train.max_steps 2 --ckpt.save_steps 1 --algo.advantage.estimator gae"
+    )
+    assert code == 0, output
+    assert f"joined the Ray cluster at {machine.address}: 2 nodes, 0 GPUs, 2 CPU cores" in output
+    lines = [re.split("  +", line) for line in output.partition("who runs where:\n")[2].splitlines()[:7]]
+    assert [line[:4] for line in lines] == [
+        ["role", "ranks", "node", "devices"],
+        *(
+            [role, str(rank), f"127.0.0.{2 + rank} ({name})", "cores"]
+            for role in ("engines", "policy", "critic")
+            for rank in range(2)
+        ),
+    ]
+    assert len({pid for *_, pid in lines}) == len(lines)
+    shards = (machine.folder / "ckpt" / "_actor" / "global_step2").glob("*_optim_states.pt")
+    assert len(list(shards)) == 2
