@@ -270,10 +270,17 @@ def test_a_plan_that_does_not_fit_is_a_problem_like_others(capsys: pytest.Captur
     assert "error: --actor.adam.lr fast" in err
 
 
-def test_the_plan_of_the_page_is_what_is_printed(capsys: pytest.CaptureFixture) -> None:
+def plans() -> list[tuple[str, str]]:
+    """(flags, table) of each that the page shows."""
     page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
-    command, shown = re.findall(r"(--print_plan 2x8.*)\n```\n\n((?: {4}.*\n)+)", page)[0]
-    assert printed(capsys, command)[:2] == (0, textwrap.dedent(shown))
+    return re.findall(r"(--print_plan \dx8.*)\n```\n\n((?: {4}.*\n)+)", page)
+
+
+@pytest.mark.parametrize(("flags", "shown"), plans(), ids=[flags[13:16] for flags, _ in plans()])
+def test_the_plan_of_the_page_is_what_is_printed(
+    flags: str, shown: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert printed(capsys, flags)[:2] == (0, textwrap.dedent(shown))
 
 
 # ---- residency
