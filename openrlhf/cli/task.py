@@ -237,7 +237,7 @@ class Run(Generic[ConfigT]):
         from openrlhf.engine.distributed import machines_without
 
         ckpt = self.config.ckpt
-        if ckpt.is_used and (machines := machines_without(ckpt.folder)):
+        if ckpt.has_parts and (machines := machines_without(ckpt.folder)):
             raise ValueError(f"--ckpt.path {ckpt.folder}: {SCATTERED.format(', '.join(machines))}")
         if self.mesh.is_first:
             return begin(self.config, self.checkpoints, held)

@@ -74,14 +74,16 @@ def _folders(
     config: PPOConfig, nodes: Mapping[str, set[str]], first: Mapping[str, set[str]], held: ExitStack
 ) -> Iterator[Need]:
     """`first`: the nodes of the ranks 0, which export; `held`: until it ends the folders are marked."""
-    trained, ckpt = [role for role in ("actor", "critic") if role in nodes], config.ckpt
-    export = held.enter_context(marked(ckpt.output_dir))
-    writers = set().union(*(first[role] for role in trained))
-    yield Need("--ckpt.output_dir", ckpt.output_dir, writers, export, EXPORT)
+    ckpt, exporting = config.ckpt, first["actor"]
+    if config.critic.save_value_network:
+        exporting = exporting | first.get("critic", set())
+    model = held.enter_context(marked(ckpt.output_dir))
+    yield Need("--ckpt.output_dir", ckpt.output_dir, exporting, model, EXPORT)
     if ckpt.is_used:
+        training = nodes["actor"] | nodes.get("critic", set())
+        writing, problem = (training, SCATTERED) if ckpt.has_parts else (exporting, EXPORT)
         checkpoint = held.enter_context(marked(ckpt.folder))
-        writers = set().union(*(nodes[role] for role in trained))
-        yield Need("--ckpt.path", ckpt.folder, writers, checkpoint, SCATTERED)
+        yield Need("--ckpt.path", ckpt.folder, writing, checkpoint, problem)
 
 
 def _lacking(needs: Sequence[Need]) -> list[list[str]]:

@@ -82,6 +82,11 @@ def test_without_checkpoints_only_the_first_rank_writes(cluster: Path, tmp_path:
     assert len(problems(config, {"actor": ["b", "a"], "engines": ["b"]})) == 1
 
 
+def test_copies_for_the_hub_have_no_parts(cluster: Path, tmp_path: Path) -> None:
+    ckpt = CkptConfig(output_dir=f"{tmp_path}/out", save_steps=1, save_hf=True, disable_ds=True)
+    assert problems(PPOConfig(ckpt=ckpt), {"actor": ["a", "b"], "engines": ["a"]}) == []
+
+
 def test_of_one_node_nothing_is_asked(cluster: Path, tmp_path: Path) -> None:
     config = PPOConfig(ckpt=CkptConfig(output_dir=f"{tmp_path}/out", save_steps=1))
     assert problems(config, {"actor": ["a"], "engines": ["a"]}) == []
