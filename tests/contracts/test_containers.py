@@ -44,6 +44,12 @@ def test_an_image_has_the_versions_of_the_project(dockerfile: Path) -> None:
         assert version[1] in SpecifierSet(PROJECT["requires-python"])
 
 
+def test_no_image_has_what_was_made_on_this_machine() -> None:
+    """An environment of another Python, above all."""
+    left_out = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {".git/", ".venv/", "ckpt/", "demo/"} <= {*left_out}
+
+
 def test_scripts_run_the_image_that_is_built_upon() -> None:
     image = image_of(ROOT / "dockerfile" / "Dockerfile")
     for script in ("docker_run.sh", "nvidia_docker_install.sh"):
