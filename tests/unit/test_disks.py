@@ -4,12 +4,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from openrlhf import files
 from openrlhf.cluster import disks
 from openrlhf.cluster.disks import check_disks
 from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig, PPOTeacherConfig
 from openrlhf.config.sections import CkptConfig
+from openrlhf.engine import distributed
+from openrlhf.engine.distributed import machines_without
 
 PLACES = {
     "actor": ["b", "b", "c", "c"],
@@ -91,6 +94,18 @@ def test_of_one_node_nothing_is_asked(cluster: Path, tmp_path: Path) -> None:
     config = PPOConfig(ckpt=CkptConfig(output_dir=f"{tmp_path}/out", save_steps=1))
     assert problems(config, {"actor": ["a"], "engines": ["a"]}) == []
     assert not (tmp_path / "out").exists()
+
+
+def test_all_ranks_know_which_machines_do_not_share_a_folder(
+    threads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three machines with a rank each the last has another disk."""
+    monkeypatch.setattr(distributed.platform, "node", lambda: f"node-{dist.get_rank()}")
+    seen = lambda mark: Path(mark).exists() and dist.get_rank() < 2
+    monkeypatch.setattr(distributed, "appears", seen)
+    assert threads(3, lambda: machines_without(f"{tmp_path}/ckpt")) == [["node-2"]] * 3
+    assert threads(2, lambda: machines_without(f"{tmp_path}/ckpt")) == [[]] * 2
+    assert [*tmp_path.iterdir()] == [tmp_path / "ckpt"] and not [*(tmp_path / "ckpt").iterdir()]
 
 
 def test_what_is_new_on_a_network_file_system_may_come_late(
