@@ -199,11 +199,6 @@ def test_a_supervised_recipe_runs_on_all_nodes_of_a_slurm_job(run: Run) -> None:
     ]
 
 
-def test_an_rl_recipe_takes_all_nodes_of_a_slurm_job(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    (rl,) = values(run("train_ppo_ray_slurm.sh"), capsys)
-    assert (rl["actor.num_nodes"], rl["actor.num_gpus_per_node"], rl["vllm.num_engines"]) == (2, 8, 8)
-
-
 def test_ray_knows_what_the_slurm_script_asks_of_it(run: Run) -> None:
     (ray,) = (call for call in run("train_ppo_ray_slurm.sh") if call.words[0] == "ray")
     _, name, *words = ray.words
@@ -211,6 +206,11 @@ def test_ray_knows_what_the_slurm_script_asks_of_it(run: Run) -> None:
     assert (asked["address"], asked["min_nodes"]) == ("node-0:6379", 2)
     of_start = takewhile(lambda word: word != "env", asked["ray_args_and_entrypoint"])
     assert cli.commands["start"].make_context("start", [*of_start]).params["num_gpus"] == 8
+
+
+def test_an_rl_recipe_takes_all_nodes_of_a_slurm_job(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    (rl,) = values(run("train_ppo_ray_slurm.sh"), capsys)
+    assert (rl["actor.num_nodes"], rl["actor.num_gpus_per_node"], rl["vllm.num_engines"]) == (2, 8, 8)
 
 
 def test_a_converted_checkpoint_is_found(run: Run) -> None:
