@@ -1,8 +1,10 @@
-"""Files that a reader sees whole or not at all, and the user's cache folder."""
+"""Files that a reader sees whole or not at all, folders that machines share, and the user's cache folder."""
 
 import os
 import platform
 import shutil
+import time
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +32,30 @@ def write_atomically(path: Path, parts: Iterable[str], *, shared: bool = False) 
     """UTF-8 text, see `replacing`."""
     with replacing(path, shared=shared) as beside, beside.open("w", encoding="utf-8") as file:
         file.writelines(parts)
+
+
+PATIENCE = 5.0
+"""Seconds after which a network file system shows on one machine what another has made."""
+
+
+@contextmanager
+def marked(folder: str | os.PathLike) -> Iterator[Path]:
+    """An empty file in `folder` while the block runs: machines that see it share the folder with this one."""
+    mark = Path(folder) / f".{platform.node()}.{uuid.uuid4().hex}.mark"
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    try:
+        yield mark
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def appears(path: str | os.PathLike) -> bool:
+    """Whether there is such a file or folder on this machine, or will be in a moment."""
+    deadline = time.monotonic() + PATIENCE
+    while not (found := os.path.exists(path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
 
 
 def cache_folder() -> Path:

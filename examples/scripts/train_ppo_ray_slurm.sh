@@ -15,6 +15,11 @@ PORT=${PORT:-6379}
 read -r HEAD < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 export NODES=$SLURM_NNODES GPUS=${SLURM_GPUS_ON_NODE:-8}
+# Who reaches a cluster without a token runs what they like on it.
+RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')}
+export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
+# Seconds that nodes may take to start Ray.
+export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=${RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT:-600}
 # Starts Ray on all nodes, runs the recipe on the first once they are there, and stops Ray after it.
 srun --kill-on-bad-exit=1 ray symmetric-run --address "$HEAD:$PORT" --min-nodes "$NODES" --num-gpus "$GPUS" \
     -- env RAY_ADDRESS="$HEAD:$PORT" bash "$RECIPE" "$@"

@@ -11,6 +11,7 @@ from openrlhf import heap
 from openrlhf.cli.errors import catch_signals, short_errors, telling
 from openrlhf.cli.publish import publish
 from openrlhf.cli.start import begin, make_room, origin_of, position
+from openrlhf.config.checks import SCATTERED
 from openrlhf.config.parse import Command, parse, to_yaml
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.hub import choose_hub
@@ -235,6 +236,11 @@ class Run(Generic[ConfigT]):
 
     def _begin(self, held: ExitStack) -> str | None:
         """The tag to resume from. Rank 0 speaks; the others find the same."""
+        from openrlhf.engine.distributed import machines_without
+
+        ckpt = self.config.ckpt
+        if ckpt.has_parts and (machines := machines_without(ckpt.folder)):
+            raise ValueError(f"--ckpt.path {ckpt.folder}: {SCATTERED.format(', '.join(machines))}")
         if self.mesh.is_first:
             return begin(self.config, self.checkpoints, held)
         return self.checkpoints.choose()[0]

@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     """Train, and write the policy to `ckpt.output_dir`."""
+    from openrlhf.cluster.disks import check_disks
     from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
     from openrlhf.cluster.placement import place
     from openrlhf.observe.progress import waiting
@@ -49,6 +50,7 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
         layout = check_resources(config)
         with naming_logs(), ExitStack() as held:
             places = place(config, layout)
+            check_disks(config, places)
             data = build_data(config)
             check_policy_learns(config, len(data.prompts))
             checkpoints = checkpoints_of(config, data)
@@ -71,6 +73,7 @@ def train(
     """With a cluster that has room: every process of the run starts, works and ends here."""
     from openrlhf.cluster.deaths import naming_the_dead
     from openrlhf.cluster.roles import start_roles
+    from openrlhf.cluster.whereabouts import who_runs_where
     from openrlhf.observe.progress import waiting
 
     heap.settle()
@@ -79,6 +82,8 @@ def train(
     with naming_the_dead(), waiting(title, key=config.actor.model_name_or_path):
         roles = start_roles(config, places, layout.on_gpu, len(data.prompts), data.texts)
     try:
+        if table := who_runs_where(roles.processes, places):
+            print(table, file=sys.stderr, flush=True)
         trainer = build_trainer(config, argv, roles, data, checkpoints, tag)
         try:
             with telling(lambda: position(trainer)), naming_the_dead(roles.members):

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 
 PREFIXES = (
-    *("GLOO_", "HF_", "MODELSCOPE_", "NCCL_", "OPENRLHF_", "PYTORCH_", "TORCH_", "TRANSFORMERS_", "UCX_"),
-    "VLLM_",
+    *("FI_", "GLOO_", "HF_", "MODELSCOPE_", "NCCL_", "OPENRLHF_", "PYTORCH_", "TORCH_", "TRANSFORMERS_"),
+    *("UCX_", "VLLM_"),
 )
 """Of the variables by which a run's libraries are told what to do. CUDA_VISIBLE_DEVICES, PATH and their like
 belong to a machine."""

@@ -103,13 +103,25 @@ def available_nodes() -> Nodes:
 
             return [{"GPU": torch.cuda.device_count(), "CPU": len(os.sched_getaffinity(0))}]
         start_ray()
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [node["Resources"] for node in living_nodes()]
+
+
+def living_nodes() -> list[dict[str, Any]]:
+    """Of the cluster that this process has joined, as Ray describes them. The first is this process's own."""
+    here = ray.get_runtime_context().get_node_id()
+    living = [node for node in ray.nodes() if node["Alive"]]
+    return sorted(living, key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"]))
+
+
+def node_names() -> dict[str, str]:
+    """For people, of each living node by Ray's name."""
+    return {n["NodeID"]: f"{n['NodeManagerAddress']} ({n['NodeManagerHostname']})" for n in living_nodes()}
 
 
 def free_gpus() -> list[float]:
     """Of each node that has GPUs."""
     free = ray._private.state.available_resources_per_node()
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
+    nodes = [node for node in living_nodes() if node["Resources"].get("GPU")]
     return [free.get(node["NodeID"], {}).get("GPU", 0.0) for node in nodes]
 
 

@@ -41,7 +41,7 @@ class RoleLayout:
     first: int
     """Its first bundle."""
     devices: tuple[Device, ...]
-    """Of each rank. Without GPUs empty."""
+    """Of each rank. Without GPUs all of a node are one, its cores."""
 
     @property
     def tensor_groups(self) -> list[tuple[Device, ...]]:
@@ -157,9 +157,13 @@ def table(layout: Layout) -> str:
     """Of every role, for people: one line for each node that it is on."""
     rows = [row for role in layout.roles for row in _rows(layout, role)]
     head = ("role", "ranks", "node", "devices", "shares with", "share", "leaves by")
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in [head, *rows]]
-    return "\n".join([*lines, _summary(layout)]) + "\n"
+    return "\n".join([*aligned([head, *rows]), _summary(layout)]) + "\n"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, whose columns are below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _layout(config: PPOConfig, nodes: Nodes) -> Layout:
@@ -174,19 +178,21 @@ def _layout(config: PPOConfig, nodes: Nodes) -> Layout:
     if not config.engines_share:
         own[ENGINES] = [engines.tensor] * engines.data
     bundles = [size for sizes in own.values() for size in sizes] if any(gpus) else []
-    devices = _pack(bundles, gpus)
+    packed = _pack(bundles, gpus)
+    hosts = _hosts(nodes)
     first = dict(zip(own, accumulate(map(len, own.values()), initial=0), strict=False))
 
     def of(role: str, mesh: Mesh, other: str | None) -> RoleLayout:
         home = other or role
-        held = devices[first[home] : first[home] + len(own[home])]
+        held = packed[first[home] : first[home] + len(own[home])]
+        devices = tuple(device for bundle in held for device in bundle)
         return RoleLayout(
             mesh=mesh,
             colocated_with=other,
             offload=_offload(config, role) if any(gpus) else "",
             size_flags=engine_size_flags(config) if role == ENGINES else "--ds.tensor_parallel_size",
             first=first[home],
-            devices=tuple(device for bundle in held for device in bundle),
+            devices=devices if any(gpus) else _spread(mesh, hosts),
         )
 
     roles = {role: of(role, place.mesh, place.colocated_with) for role, place in config.placements.items()}
@@ -213,6 +219,18 @@ def _pack(bundles: Sequence[int], nodes: Sequence[int]) -> list[list[Device]]:
             free[node] -= bundles[i]
         waiting = left
     return placed
+
+
+def _hosts(nodes: Nodes) -> list[int]:
+    """The nodes that processes without GPUs may be on: those with a core."""
+    return [i for i, node in enumerate(nodes) if node.get("CPU", 0) >= 1] or list(range(len(nodes)))
+
+
+def _spread(mesh: Mesh, hosts: Sequence[int]) -> tuple[Device, ...]:
+    """Evenly over the nodes, neighbours together; what shares a copy of the weights is on one."""
+    copies = mesh.size // mesh.tensor
+    homes = [hosts[copy * len(hosts) // copies] for copy in range(copies)]
+    return tuple(Device(node, 0) for node in homes for _ in range(mesh.tensor))
 
 
 def _torn(layout: Layout) -> Iterator[str]:
@@ -244,7 +262,9 @@ def _offload(config: PPOConfig, role: str) -> str:
 def _rows(layout: Layout, role: str) -> Iterator[tuple[str, ...]]:
     place = layout.roles[role]
     if not layout.on_gpu:
-        yield role, str(place.mesh.size), "any", "cores", "all", "-", "-"
+        for node, ranks in sorted(Counter(device.node for device in place.devices).items()):
+            yield role, str(ranks), str(node), "cores", "all", "-", "-"
+        return
     others, share = ", ".join(layout.companions(role)) or "-", layout.share(role)
     for node in sorted({device.node for device in place.devices}):
         groups = [[d.gpu for d in group if d.node == node] for group in place.tensor_groups]

@@ -14,7 +14,7 @@ from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from openrlhf.cluster.launch import available_nodes, check_resources, free_gpus
+from openrlhf.cluster.launch import available_nodes, check_resources, free_gpus, living_nodes
 from openrlhf.cluster.layout import SHARE, Layout, RoleLayout, demands, listed, total
 from openrlhf.cluster.residency import ExclusiveDevices
 from openrlhf.config.ppo import PPOConfig
@@ -33,6 +33,8 @@ class Bundles:
     group: PlacementGroup | None
     mesh: Mesh
     devices: ExclusiveDevices
+    nodes: Sequence[str]
+    """Of each rank, by Ray's names; of engines, of each of their processes."""
     indices: Sequence[int] = ()
     """Ray's numbers of the bundles."""
     gpus: int = 1
@@ -43,14 +45,14 @@ class Bundles:
     def options(self, rank: int) -> dict:
         """Ray options of the worker with this rank."""
         if self.group is None:
-            return {"num_cpus": 0}
+            return {"num_cpus": 0, "scheduling_strategy": self._node(rank)}
         return {"num_cpus": 0, "num_gpus": self.share, "scheduling_strategy": self._bundle(self.group, rank)}
 
     def engine_options(self, index: int, num_gpus: int) -> tuple[dict, dict[str, str]]:
         """Ray options and environment of the engine on its share of the bundles. An engine drives all of its
         GPUs itself, so it claims none from Ray and is told which are its own."""
         if self.group is None:
-            return {"num_cpus": 0}, {}
+            return {"num_cpus": 0, "scheduling_strategy": self._node(index * num_gpus)}, {}
         # (node, its GPUs as its Ray names them) of a bundle. Made here, so that Ray takes it along: a worker
         # that imports it from a module imports torch.
         where = ray.remote(
@@ -73,6 +75,9 @@ class Bundles:
         }
         return {"num_cpus": 0, "scheduling_strategy": strategy}, environment
 
+    def _node(self, rank: int) -> NodeAffinitySchedulingStrategy:
+        return NodeAffinitySchedulingStrategy(self.nodes[rank], soft=False)
+
     def _bundle(self, group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=self.indices[index])
 
@@ -83,8 +88,7 @@ def place(config: PPOConfig, layout: Layout) -> dict[str, Bundles]:
     train.placement_timeout, or not together what belongs together."""
     devices = {layout.home(role): ExclusiveDevices(shared=layout.on_gpu) for role in layout.roles}
     if not layout.on_gpu:
-        roles = layout.roles.items()
-        return {role: Bundles(None, plan.mesh, devices[layout.home(role)]) for role, plan in roles}
+        return _on_cores(layout, devices)
     group = _reserve(config, layout.bundles)
     try:
         _wait_for(group, config)
@@ -92,6 +96,16 @@ def place(config: PPOConfig, layout: Layout) -> dict[str, Bundles]:
     except BaseException:  # who goes on without a place shall not hold one
         remove_placement_group(group)
         raise
+
+
+def _on_cores(layout: Layout, devices: Mapping[str, ExclusiveDevices]) -> dict[str, Bundles]:
+    """`devices`: of each home."""
+    ids = [node["NodeID"] for node in living_nodes()]
+    places = {}
+    for role, plan in layout.roles.items():
+        held = [ids[device.node] for device in plan.devices]
+        places[role] = Bundles(None, plan.mesh, devices[layout.home(role)], held)
+    return places
 
 
 def _share_out(
@@ -104,9 +118,10 @@ def _share_out(
     for role, plan in layout.roles.items():
         size = layout.bundles[plan.first]
         indices = granted[plan.first : plan.first + plan.mesh.size // size]
-        _check_together(plan, [nodes[i] for i in indices for _ in range(size)])
+        held = [nodes[i] for i in indices for _ in range(size)]
+        _check_together(plan, held)
         home = devices[layout.home(role)]
-        places[role] = Bundles(group, plan.mesh, home, indices, size, layout.share(role))
+        places[role] = Bundles(group, plan.mesh, home, held, indices, size, layout.share(role))
     return places
 
 

@@ -49,9 +49,14 @@ class Roles:
         return {name: g for name, g in groups.items() if g and not isinstance(g, Unadapted)}
 
     @property
+    def processes(self) -> dict[str, list[ActorHandle]]:
+        """Of each role, rank by rank."""
+        return {ENGINES: self.rollout.members} | {name: m.workers for name, m in self.models.items()}
+
+    @property
     def members(self) -> list[ActorHandle]:
         """Every process of the run."""
-        return [*self.rollout.members, *(w for model in self.models.values() for w in model.workers)]
+        return [process for own in self.processes.values() for process in own]
 
     def free_share(self, gpus_per_engine: int) -> float:
         """See `residency.free_share`. Every model has started, and shares the engines' GPUs."""

@@ -18,6 +18,12 @@ from openrlhf.config.parse import Explicit, Problem
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.config.sections import CkptConfig, DeepSpeedConfig, LoggerConfig, OptimConfig
 
+SCATTERED = (
+    "not shared with {}: parts of a checkpoint would be on several disks.\nName a folder that all machines "
+    "share, or save no checkpoints (no --ckpt.save_steps, no --ckpt.load_enable)."
+)
+"""Of a folder of checkpoints that is not the same on {}. Found once processes run there."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unread:

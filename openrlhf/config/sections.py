@@ -172,7 +172,8 @@ class CkptConfig:
     output_dir: str = "./ckpt"
     """Where the final Hugging Face model and tokenizer go."""
     path: str | None = None
-    """Where resumable checkpoints go. None: `{ckpt.output_dir}/checkpoints`."""
+    """Where resumable checkpoints go; a folder that all nodes share. None:
+    `{ckpt.output_dir}/checkpoints`."""
     save_steps: Steps = -1
     """Save a checkpoint every N steps. -1: never."""
     save_hf: bool = False
@@ -198,6 +199,11 @@ class CkptConfig:
     def is_used(self) -> bool:
         """Checkpoints are read or written."""
         return self.load_enable or self.save_steps > 0
+
+    @property
+    def has_parts(self) -> bool:
+        """Every rank reads or writes its own of a checkpoint."""
+        return self.load_enable or (self.save_steps > 0 and not self.disable_ds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,8 +3,10 @@
 import ctypes
 import datetime
 import os
+import platform
 import random
 import socket
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import deepspeed
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from openrlhf.device import DEVICE_TYPE
+from openrlhf.files import appears, marked
 from openrlhf.mesh import Mesh
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -113,6 +116,16 @@ def seed_everything(seed: int, deterministic: bool) -> None:
         from transformers import enable_full_determinism  # loads peft: seconds in every process of a run
 
         enable_full_determinism(seed)
+
+
+def machines_without(folder: str) -> list[str]:
+    """Those on which ranks do not see what rank 0 makes in `folder`. Collective."""
+    with marked(folder) if dist.get_rank() == 0 else nullcontext() as mark:
+        told, seen = [mark], [("", True)] * dist.get_world_size()
+        dist.broadcast_object_list(told)
+        assert told[0] is not None  # by rank 0
+        dist.all_gather_object(seen, (platform.node(), appears(told[0])))
+    return sorted({machine for machine, found in seen if not found})
 
 
 def leave_distributed() -> None:

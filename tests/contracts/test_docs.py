@@ -68,6 +68,10 @@ def test_command_is_understood(
             pass
         case ["make", target]:
             assert target in TARGETS
+        case ["docker", "build", "-t", _, "-f", dockerfile, "."]:
+            assert (ROOT / dockerfile).exists()
+        case ["kubectl", "logs", *_]:
+            pass
         case ["pip", "install", *_]:
             extras = re.findall(r"\[([\w,]+)\]", " ".join(words))
             assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from ray.scripts.scripts import cli
 
 from openrlhf.cli import main
 from openrlhf.config.commands import COMMANDS
@@ -195,6 +197,15 @@ def test_a_supervised_recipe_runs_on_all_nodes_of_a_slurm_job(run: Run) -> None:
         *("--nnodes=2", "--nproc-per-node=8", "--rdzv-id=7", "--rdzv-backend=c10d"),
         "--rdzv-endpoint=node-0:29500",
     ]
+
+
+def test_ray_knows_what_the_slurm_script_asks_of_it(run: Run) -> None:
+    (ray,) = (call for call in run("train_ppo_ray_slurm.sh") if call.words[0] == "ray")
+    _, name, *words = ray.words
+    asked = cli.commands[name].make_context(name, list(words)).params
+    assert (asked["address"], asked["min_nodes"]) == ("node-0:6379", 2)
+    of_start = takewhile(lambda word: word != "env", asked["ray_args_and_entrypoint"])
+    assert cli.commands["start"].make_context("start", [*of_start]).params["num_gpus"] == 8
 
 
 def test_an_rl_recipe_takes_all_nodes_of_a_slurm_job(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The commands of docs/clusters.md, run as they stand there, but for ports and addresses."""
 
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from namespaces import needs_namespaces
 
 from openrlhf.engine.distributed import free_port
 from openrlhf.tasks.prepare import TaskFiles
@@ -73,7 +75,9 @@ class Machine:
         own += f" --dashboard-agent-listen-port {free_port()} --object-store-memory 100000000"
         command = command.replace("ray start --head", f"ray start --head {own}")
         command = command.replace("127.0.0.1:8265", f"127.0.0.1:{self.dashboard}")
-        if "10.0.0.1:6379" in command:
+        if "10.0.0.1:6379" in command:  # a node more
+            own = f"--dashboard-agent-listen-port {free_port()} --object-store-memory 100000000"
+            command = command.replace("ray start --address", f"ray start {own} --address")
             command = command.replace("10.0.0.1:6379", self.address)
         return subprocess.Popen(
             command.replace("ray stop", "true"),
@@ -153,16 +157,22 @@ def test_a_run_starts_ray_where_a_dead_cluster_left_its_file(machine: Machine) -
     assert (machine.folder / "policy" / "config.json").exists()
 
 
+def submitted(machine: Machine, command: str) -> tuple[int, str]:
+    """As `machine.run`, once Ray takes jobs."""
+    deadline = time.monotonic() + 60
+    while "No available agent" in (done := machine.run(command))[1] and time.monotonic() < deadline:
+        pass
+    return done
+
+
 def test_a_cluster_that_is_too_small_or_busy(machine: Machine) -> None:
-    """With a token, of which the runs hear from nobody."""
+    """With a token, of which the second run hears from nobody. The first is a job."""
     assert machine.run("ray get-auth-token --generate")[0] == 0
-    (start, run, _), (named,) = commands("A cluster that stays")
+    (start, _, _), (named,) = commands("A cluster that stays")
     assert machine.run(start)[0] == 0
-    code, output = machine.run(
-        f"{named} --actor.num_gpus_per_node 16 --rollout.batch_size 8 "
-        "--train.batch_size 16 --actor.adam.lr fast"
-    )
-    assert code == 2, output
+    flags = "--actor.num_gpus_per_node 16 --rollout.batch_size 8 --train.batch_size 16 --actor.adam.lr fast"
+    code, output = submitted(machine, f"RAY_AUTH_MODE=token {commands('A token')[0][3]} {flags}")
+    assert code == 1, output  # as `ray job submit` says of every job that failed
     assert f"joined the Ray cluster at {machine.address}: 1 node, 8 GPUs" in output
     assert "error: the run needs 16 GPUs" in output and "the cluster has 8" in output
     assert "error: --actor.adam.lr fast" in output and "2 problems; nothing was started." in output
@@ -170,7 +180,7 @@ def test_a_cluster_that_is_too_small_or_busy(machine: Machine) -> None:
     holder = machine.start(f"exec {shlex.quote(sys.executable)} -c {shlex.quote(HOLDER)}")
     assert holder.stdout and holder.stdin
     assert any("held" in line for line in holder.stdout)
-    process = machine.start(f"exec {run} --actor.num_gpus_per_node 8")
+    process = machine.start(f"exec env {named} --actor.num_gpus_per_node 8")
     assert process.stdout
     said = ""
     for line in process.stdout:
@@ -204,12 +214,53 @@ def test_a_run_joins_a_cluster_that_stays(machine: Machine) -> None:
 def test_a_run_as_a_job(machine: Machine, heading: str) -> None:
     (block,) = commands(heading)
     for command in block:
-        code, output = machine.run(command.replace("--num-gpus 8", "--num-gpus 0"))
-        deadline = time.monotonic() + 60
-        while "No available agent" in output and time.monotonic() < deadline:
-            code, output = machine.run(command)
+        code, output = submitted(machine, command.replace("--num-gpus 8", "--num-gpus 0"))
         assert code == 0, output
         if "submit" in command:
             assert f"joined the Ray cluster at {machine.address}" in output and "succeeded" in output
     assert (machine.folder / ".ray" / "auth_token").exists() == (heading == "A token")
     assert (machine.folder / "policy" / "config.json").exists()
+
+
+@pytest.mark.slow
+@needs_namespaces
+@pytest.mark.usefixtures("cpu_engines")
+def test_a_run_on_two_nodes(machine: Machine, task: TaskFiles) -> None:
+    """They share a folder, and each has a disk of its own."""
+    head, other, status = commands("Several nodes")[0]
+    own, cores = machine.folder / "own", "--num-gpus 0 --num-cpus 1 --node-ip-address"
+    shutil.copytree(task.model, own / "model")
+    assert machine.run(head.replace("--num-gpus 8", f"{cores} 127.0.0.2"))[0] == 0
+    start = f"mount -t tmpfs none {own} && {other.replace('--num-gpus 8', f'{cores} 127.0.0.3')}"
+    assert machine.run(f"unshare --mount --user --map-root-user sh -c '{start}'")[0] == 0
+    assert machine.run(status)[1].count("node_") == 2
+    ((run,),) = commands("One machine")
+    run += " --actor.num_nodes 2 --actor.num_gpus_per_node 1 --vllm.num_engines 2 --ds.zero_stage 3"
+
+    name = platform.node()
+    code, output = machine.run(
+        f"{run} --ckpt.save_steps 1 --actor.model_name_or_path {own}/model "
+        f"--ckpt.path {own}/ckpt --ckpt.output_dir {own}/policy"
+    )
+    assert code == 2, output
+    assert f"error: --actor.model_name_or_path {own}/model: not on 127.0.0.3 ({name}).\n" in output
+    assert f"\n--ckpt.path {own}/ckpt: not shared with 127.0.0.3 ({name}): parts of" in output
+    assert "--ckpt.output_dir" not in output  # the actor's rank 0 writes it here
+
+    code, output = machine.run(
+        f"{run} --train.max_steps 2 --ckpt.save_steps 1 --algo.advantage.estimator gae"
+    )
+    assert code == 0, output
+    assert f"joined the Ray cluster at {machine.address}: 2 nodes, 0 GPUs, 2 CPU cores" in output
+    lines = [re.split("  +", line) for line in output.partition("who runs where:\n")[2].splitlines()[:7]]
+    assert [line[:4] for line in lines] == [
+        ["role", "ranks", "node", "devices"],
+        *(
+            [role, str(rank), f"127.0.0.{2 + rank} ({name})", "cores"]
+            for role in ("engines", "policy", "critic")
+            for rank in range(2)
+        ),
+    ]
+    assert len({pid for *_, pid in lines}) == len(lines)
+    shards = (machine.folder / "ckpt" / "_actor" / "global_step2").glob("*_optim_states.pt")
+    assert len(list(shards)) == 2

@@ -161,6 +161,8 @@ def test_roles_are_where_they_were_planned(actors: int, refs: int, engines: int,
     with placed(wanted) as places:
         found = {role: [(node, gpu) for node, gpu, _ in of_ranks(places[role])] for role in ("actor", "ref")}
         found[ENGINES] = [place for i in range(engines) for place in of_engine(places[ENGINES], i, size)]
+        told = {role: list(places[role].nodes) for role in found}
+    assert told == {role: [node for node, _ in at] for role, at in found.items()}
     held = [place for places in found.values() for place in places]
     assert len(set(held)) == len(held) == actors + refs + engines * size
     for role, at in found.items():

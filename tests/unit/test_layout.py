@@ -3,7 +3,6 @@
 import re
 import textwrap
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -195,12 +194,26 @@ def test_the_stages_of_an_engine_are_on_one_node() -> None:
     )
 
 
-def test_without_gpus_nobody_has_a_device() -> None:
-    config = replace(PPOConfig(), actor=ActorConfig(num_gpus_per_node=1), ref=RefConfig(num_gpus_per_node=1))
-    config = replace(config, algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo")))
-    layout = layout_of(config, [{"CPU": 2}])
+WITHOUT_GPUS = PPOConfig(
+    actor=ActorConfig(num_nodes=2, num_gpus_per_node=2),
+    ref=RefConfig(num_gpus_per_node=1),
+    vllm=VllmConfig(num_engines=3, tensor_parallel_size=2),
+    algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo")),
+)
+
+
+def test_without_gpus_ranks_and_engines_are_spread_over_the_nodes_with_cores() -> None:
+    """The head of a cluster may have none. An engine is on one node."""
+    layout = layout_of(WITHOUT_GPUS, [{"CPU": 0}, {"CPU": 4}, {"CPU": 4}])
     assert not layout.on_gpu and layout.bundles == ()
-    assert all(place.devices == () and place.offload == "" for place in layout.roles.values())
+    nodes = {role: [device.node for device in place.devices] for role, place in layout.roles.items()}
+    assert nodes == {"actor": [1, 1, 2, 2], "ref": [1], ENGINES: [1, 1, 1, 1, 2, 2]}
+    assert all(place.offload == "" for place in layout.roles.values())
+
+
+def test_of_one_machine_without_gpus_everything_is_there() -> None:
+    layout = layout_of(WITHOUT_GPUS, [{"CPU": 6}])
+    assert {device.node for place in layout.roles.values() for device in place.devices} == {0}
 
 
 # ---- --print_plan
@@ -241,6 +254,11 @@ def test_ranks_that_nobody_counted_are_those_of_the_described_cluster(capsys: py
 def test_without_a_gpu_processes_share_the_cores(capsys: pytest.CaptureFixture) -> None:
     code, out, _ = printed(capsys, "--print_plan 1x0 --algo.advantage.estimator rloo")
     assert code == 0 and out.endswith("3 processes share the cores\n")
+    code, out, _ = printed(capsys, "--print_plan 2x0 --train.colocate_all --actor.num_nodes 2")
+    rows = [line.split()[:4] for line in out.splitlines()[1:-1]]
+    assert code == 0 and rows == [
+        [role, "1", node, "cores"] for role in ("actor", "critic", "ref", "engines") for node in "01"
+    ]
 
 
 def test_a_plan_that_does_not_fit_is_a_problem_like_others(capsys: pytest.CaptureFixture) -> None:
@@ -252,10 +270,17 @@ def test_a_plan_that_does_not_fit_is_a_problem_like_others(capsys: pytest.Captur
     assert "error: --actor.adam.lr fast" in err
 
 
-def test_the_plan_of_the_page_is_what_is_printed(capsys: pytest.CaptureFixture) -> None:
+def plans() -> list[tuple[str, str]]:
+    """(flags, table) of each that the page shows."""
     page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
-    command, shown = re.findall(r"(--print_plan 2x8.*)\n```\n\n((?: {4}.*\n)+)", page)[0]
-    assert printed(capsys, command)[:2] == (0, textwrap.dedent(shown))
+    return re.findall(r"(--print_plan \dx8.*)\n```\n\n((?: {4}.*\n)+)", page)
+
+
+@pytest.mark.parametrize(("flags", "shown"), plans(), ids=[flags[13:16] for flags, _ in plans()])
+def test_the_plan_of_the_page_is_what_is_printed(
+    flags: str, shown: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert printed(capsys, flags)[:2] == (0, textwrap.dedent(shown))
 
 
 # ---- residency

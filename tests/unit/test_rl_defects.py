@@ -157,7 +157,8 @@ def everything_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def group_of(group_class: type, config: PPOConfig, ranks: int | Mesh, slope: float = 0.0, **options) -> Any:
     mesh = ranks if isinstance(ranks, Mesh) else Mesh(data=ranks)
-    made = group_class(config, Bundles(None, mesh, ExclusiveDevices(shared=False)), **options)
+    bundles = Bundles(None, mesh, ExclusiveDevices(shared=False), ["00" * 28] * mesh.size)
+    made = group_class(config, bundles, **options)
     for handle in made.workers:
         handle.worker.model = Engine(slope=slope)
     return made

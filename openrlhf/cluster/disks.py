@@ -1,0 +1,104 @@
+"""Whether every node of a run finds on its disk what it needs there: models, and folders that nodes share."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from openrlhf.cluster import folder
+from openrlhf.cluster.launch import node_names
+from openrlhf.config.checks import SCATTERED
+from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+from openrlhf.files import appears, marked
+
+if TYPE_CHECKING:  # it imports torch, and the processes that look for files shall not
+    from openrlhf.cluster.placement import Bundles
+
+MODEL = (
+    "not on {}.\nCopy it there to the same path, put it into a folder that all nodes share, or give its name "
+    "on the hub."
+)
+EXPORT = "not shared with {}, which writes the model.\nName a folder that all nodes share."
+
+
+class Need(NamedTuple):
+    """What `nodes` must see as the node does on which the run starts."""
+
+    flag: str
+    value: str
+    nodes: set[str]
+    file: str | Path
+    problem: str
+    """What is to be said where {} do not."""
+
+
+def check_disks(config: PPOConfig, places: "Mapping[str, Bundles]") -> None:
+    """Raise ValueError where nodes lack something. Asks nobody where the run has a single node."""
+    here = ray.get_runtime_context().get_node_id()
+    nodes = {role: set(bundles.nodes) - {here} for role, bundles in places.items()}
+    if not any(nodes.values()):
+        return
+    first = {role: {bundles.nodes[0]} - {here} for role, bundles in places.items()}
+    with ExitStack() as held:
+        needs = [*_models(config, nodes), *_folders(config, nodes, first, held)]
+        lacking = _lacking(needs)
+    names = node_names()
+    problems = [
+        f"{need.flag} {need.value}: {need.problem.format(', '.join(names[node] for node in without))}"
+        for need, without in zip(needs, lacking, strict=True)
+        if without
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _models(config: PPOConfig, nodes: Mapping[str, set[str]]) -> Iterator[Need]:
+    """Those that are folders here. The actor's is everybody's tokenizer."""
+    flags = {
+        ACTOR_FLAG: ([config.actor.model_name_or_path], set().union(*nodes.values())),
+        CRITIC_FLAG: ([config.critic_path], nodes.get("critic", set())),
+        REWARD_FLAG: (config.reward.models, nodes.get("reward", set())),
+        TEACHER_FLAG: ([config.teacher.model_name_or_path or ""], nodes.get("teacher", set())),
+    }
+    for flag, (paths, where) in flags.items():
+        for path in paths:
+            if os.path.exists(path):
+                yield Need(flag, path, where, path, MODEL)
+
+
+def _folders(
+    config: PPOConfig, nodes: Mapping[str, set[str]], first: Mapping[str, set[str]], held: ExitStack
+) -> Iterator[Need]:
+    """`first`: the nodes of the ranks 0, which export; `held`: until it ends the folders are marked."""
+    ckpt, exporting = config.ckpt, first["actor"]
+    if config.critic.save_value_network:
+        exporting = exporting | first.get("critic", set())
+    model = held.enter_context(marked(ckpt.output_dir))
+    yield Need("--ckpt.output_dir", ckpt.output_dir, exporting, model, EXPORT)
+    if ckpt.is_used:
+        training = nodes["actor"] | nodes.get("critic", set())
+        writing, problem = (training, SCATTERED) if ckpt.has_parts else (exporting, EXPORT)
+        checkpoint = held.enter_context(marked(ckpt.folder))
+        yield Need("--ckpt.path", ckpt.folder, writing, checkpoint, problem)
+
+
+def _lacking(needs: Sequence[Need]) -> list[list[str]]:
+    """Of each need the nodes that do not see it."""
+    absent = ray.remote(_absent)
+    asked = {
+        node: absent.options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote([str(need.file) for need in needs if node in need.nodes])
+        for node in set().union(*(need.nodes for need in needs))
+    }
+    answers = dict(zip(asked, ray.get(list(asked.values())), strict=True))
+    return [[node for node in need.nodes if str(need.file) in answers[node]] for need in needs]
+
+
+def _absent(files: Sequence[str]) -> list[str]:
+    folder.enter()
+    return [file for file in files if not appears(file)]

@@ -1,0 +1,37 @@
+"""The table of who runs where."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from openrlhf.cluster import whereabouts
+from openrlhf.cluster.whereabouts import Spot, who_runs_where
+
+
+def process(node: str, devices: str, pid: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        __ray_call__=SimpleNamespace(remote=lambda ask: Spot(node=node, devices=devices, pid=pid))
+    )
+
+
+def test_there_is_a_line_for_each_role_on_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whereabouts.ray, "get", list)
+    names = {"a": "10.0.0.1 (node-1)", "b": "10.0.0.2 (node-2)"}
+    monkeypatch.setattr(whereabouts, "node_names", lambda: names)
+    members = {
+        "engines": [process("b", "0, 1", 11)],
+        "policy": [process("a", "0", 21), process("b", "1", 22), process("a", "1", 23)],
+    }
+    places = {"engines": SimpleNamespace(nodes=["b", "b"]), "actor": SimpleNamespace(nodes=["a", "b", "a"])}
+    assert who_runs_where(members, places).splitlines() == [
+        "who runs where:",
+        "role     ranks  node               devices  processes",
+        "engines  0      10.0.0.2 (node-2)  0, 1     11",
+        "policy   0, 2   10.0.0.1 (node-1)  0, 1     21, 23",
+        "policy   1      10.0.0.2 (node-2)  1        22",
+    ]
+
+
+def test_a_run_on_one_node_has_none() -> None:
+    """Its processes are not even asked."""
+    assert who_runs_where({"policy": [None]}, {"actor": SimpleNamespace(nodes=["a", "a"])}) == ""
