@@ -10,6 +10,7 @@ rows of two short sequences A and B:
     sharing     where ranks share rows, the hidden states of each slice of A are those of the whole.
     the head    log-probs made of hidden states are those of the model's own logits.
     Liger       hidden states with its kernels are those with transformers' own.
+    routers     where their choice is replayed, every layer can be told what to choose.
 
 A leak is measured against what that one exchanged token does to the rest of B. Rows of the same shape round
 alike, so this asks little of the precision, and nothing of the size of the weights. The model itself is
@@ -35,9 +36,10 @@ from openrlhf.models.attention import PACKED, CannotPack, of_text
 from openrlhf.models.backbone import Reading, RowModel, alone, in_one_pass, inputs_alone, reading_of
 from openrlhf.models.liger import transformers_kernels
 from openrlhf.models.policy import head_of, head_options
+from openrlhf.models.router_replay import NotReplayed, Replay
 from openrlhf.models.sequence_parallel import RowSharing
 from openrlhf.models.vision import SHAPES
-from openrlhf.types import PackedRow, Sample
+from openrlhf.types import PackedRow, Sample, own_choice
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +113,7 @@ def _find_out(run: Callable, model: PreTrainedModel) -> dict[str, str]:
         )
         return {"reason": reason, "error": error}
     problem = why_not_at_all(run, model) or (why_not_liger(run, model) if reading.liger else "")
+    problem = problem or (why_not_replayed(run, model, reading.replay) if reading.replay else "")
     return {"reason": reason, "error": f"{name} cannot be trained: {problem}." if problem else ""}
 
 
@@ -190,6 +193,20 @@ def why_not_liger(run: Callable, model: PreTrainedModel) -> str:
             f"with --ds.use_liger_kernel its hidden states differ by {error:.2g} of their size from those "
             "with transformers' own kernels; remove the flag"
         )
+    return ""
+
+
+def why_not_replayed(run: Callable, model: PreTrainedModel, replay: Replay) -> str:
+    """Why the choice of its routers cannot be replayed; "" where it can."""
+    b = _probe(model).b
+    nothing_known = torch.zeros(b.length, *replay.shape, dtype=torch.uint8)
+    nothing_known += own_choice(nothing_known)
+    device = next(model.parameters()).device
+    with transformers_attention(model):
+        try:
+            run(lambda: alone(model, b.token_ids.to(device), b.images, nothing_known.to(device)))
+        except NotReplayed as error:
+            return f"{error}; remove --algo.router_replay"
     return ""
 
 
@@ -342,6 +359,7 @@ def _cache_entry(model: PreTrainedModel) -> Path:
         "versions": [version("torch"), version("transformers"), digest(code)],
         "liger": version("liger-kernel") if reading_of(model).liger else None,
         "images": reading_of(model).images is not None,
+        "replay": reading_of(model).replay is not None,
         "sharing": [sharing.size, sharing.mode] if (sharing := reading_of(model).sharing) else None,
     }
     return cache_folder() / "packing" / f"{digest(parts)}.json"
