@@ -16,6 +16,9 @@ from openrlhf.models.sequence_parallel import RowSharing
 from openrlhf.models.vision import ImageReader, inputs_of_row, with_blank
 from openrlhf.types import Image, PackedRow, present
 
+STATEFUL = {"linear_attention", "conv"}
+"""Kinds of layers, in the words of transformers' configurations, that carry a state along the row."""
+
 
 @dataclass(slots=True)
 class Reading:
@@ -112,9 +115,27 @@ def in_one_pass(model: PreTrainedModel, row: PackedRow, sharing: RowSharing | No
         row.routing,
         sharing,
         **_inputs(model, row, sharing),
+        **({} if sharing else _state_borders(model, row.lengths, row.token_ids.device)),
         **packing_kwargs(attention, row.lengths, row.token_ids.device, sharing),
     )
     return output[:length]
+
+
+def _state_borders(
+    model: PreTrainedModel, lengths: tuple[int, ...], device: torch.device
+) -> dict[str, Tensor]:
+    """Where layers that carry a state along the row (linear attention, convolutions) shall start anew. Only
+    the kernels of flash-linear-attention and causal-conv1d read it; transformers' own code leaks."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if not STATEFUL.intersection(kinds):
+        return {}
+    counts = torch.tensor(lengths)
+    cumulative = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(counts)
+    return {
+        "cu_seq_lens_q": cumulative.to(device, non_blocking=True),
+        "seq_idx": numbers[None].to(device, non_blocking=True),
+    }
 
 
 def _inputs(model: PreTrainedModel, row: PackedRow, sharing: RowSharing | None) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,8 @@ MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 a deep model. A lost window, cap or position changes hidden states by more."""
 MAX_HEAD_ERROR = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Nats. One of the two ways rounds its logits, which are some tens, to the model's precision."""
+STATE_KERNELS = ("causal_conv1d", "fla")
+"""Packages that transformers takes its kernels for states from, where they are installed."""
 LENGTHS = (23, 17)
 """Tokens of A and B."""
 LONGEST = 1280
@@ -357,6 +360,7 @@ def _cache_entry(model: PreTrainedModel) -> Path:
         "attention": [reading_of(model).flag, reading_of(model).packed, model.config._attn_implementation],
         "run": [str(model.dtype), next(model.parameters()).device.type],
         "versions": [version("torch"), version("transformers"), digest(code)],
+        "state kernels": [name for name in STATE_KERNELS if find_spec(name)],
         "liger": version("liger-kernel") if reading_of(model).liger else None,
         "images": reading_of(model).images is not None,
         "replay": reading_of(model).replay is not None,

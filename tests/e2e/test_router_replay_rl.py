@@ -1,5 +1,5 @@
-"""A mixture of experts in reinforcement learning: what a router's rounding does to the gap between sampler and
-trainer, and that replaying its choice takes that away."""
+"""A mixture of experts in reinforcement learning: what the rounding of its routers does to the gap between
+sampler and trainer, and that replaying their choice takes that away."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,11 @@ from openrlhf.tasks.prepare import TaskFiles
 pytestmark = [pytest.mark.usefixtures("running_ray"), pytest.mark.slow]
 FLAGS = (
     f"{COMMON.replace('fp32', 'bf16')} --algo.kl.init_coef 0.01 --actor.adam.lr 1e-4 --eval.steps -1 "
-    "--actor.num_gpus_per_node 1 --train.colocate_all --vllm.enable_prefix_caching"
+    "--train.colocate_all --vllm.enable_prefix_caching"
+)
+SHARDED = (
+    "--actor.num_gpus_per_node 2 --vllm.num_engines 2 --ds.zero_stage 3 --train.dynamic_batch_enable "
+    "--train.max_tokens_per_gpu 256 --actor.gradient_checkpointing_enable"
 )
 
 
@@ -45,21 +49,13 @@ def mixture(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> TaskFi
 
 
 def test_replay_closes_the_gap(mixture: TaskFiles, tmp_path: Path) -> None:
-    """In bfloat16 sampler and trainer round otherwise. What is left is the rounding of weights and sums, which
-    are as good as those of a dense model."""
+    """In bfloat16 sampler and trainer round otherwise; what is left is what that does to a dense model. The
+    choice goes with its tokens to the ranks and rows that read them, and is made again where layers are
+    computed again."""
     (tmp_path / "own").mkdir()
-    own = train(mixture, tmp_path / "own", FLAGS)
-    replayed = train(mixture, tmp_path, f"{FLAGS} --algo.router_replay")
+    own = train(mixture, tmp_path / "own", f"{FLAGS} --actor.num_gpus_per_node 1")
+    replayed = train(mixture, tmp_path, f"{FLAGS} --algo.router_replay {SHARDED}")
     for step in (1, 2):
-        for name in ("mean", "p99", "max"):
-            print(
-                step,
-                name,
-                own[step][f"mismatch/abs_diff_{name}"],
-                replayed[step][f"mismatch/abs_diff_{name}"],
-            )
-        print(own[step]["mismatch/kl"], replayed[step]["mismatch/kl"])
-    for step in (1, 2):
-        assert replayed[step]["mismatch/abs_diff_max"] < 0.25 * own[step]["mismatch/abs_diff_max"]
+        for name in ("abs_diff_p99", "abs_diff_max", "kl"):
+            assert replayed[step][f"mismatch/{name}"] < 0.5 * own[step][f"mismatch/{name}"], (step, name)
         assert replayed[step]["mismatch/abs_diff_mean"] < own[step]["mismatch/abs_diff_mean"]
-        assert replayed[step]["mismatch/kl"] < 0.1 * own[step]["mismatch/kl"]

@@ -21,8 +21,6 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from vllm import SamplingParams
 
-from openrlhf.config.commands import PPO
-from openrlhf.config.parse import parse
 from openrlhf.engine import vllm_routing
 from openrlhf.engine.vllm_engine import _set_routing
 from openrlhf.engine.vllm_routing import RoutingRecorder
@@ -437,22 +435,3 @@ def test_a_worker_says_whose_tokens_were_read(monkeypatch: Any) -> None:
     assert taken("a_") == taken("b_") == {}
     step(**{"0_c-1": (0, [7]), "1_c-2": (0, [8, 9])})
     assert taken("c") == {0: [7], 1: [8, 9]}
-
-
-# ---- flags
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("", "vLLM keeps with the blocks of its prefix cache; add --vllm.enable_prefix_caching"),
-        (
-            "--vllm.enable_prefix_caching --vllm.pipeline_parallel_size 2",
-            "no stage of an engine knows the experts of all layers",
-        ),
-    ],
-)
-def test_what_the_engine_needs(flags: str, said: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        parse(PPO, f"--algo.router_replay {flags}".split())
-    assert said in capsys.readouterr().err
