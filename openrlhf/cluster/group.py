@@ -117,7 +117,8 @@ class RewardGroup(ModelRanks[RewardWorker]):
         """The groups with what the models say of them in their rewards."""
         finished = [t for group in groups for t in group.trajectories if t.ok]
         shares = partition([len(t.token_ids) for t in finished], self.data_parallel_size)
-        refs = self.run("forward", [([finished[i] for i in share],) for share in shares])
+        read = [replace(t, routing=None) for t in finished]
+        refs = self.run("forward", [([read[i] for i in share],) for share in shares])
         scores: dict[int, np.ndarray] = {}
         for share, rows in zip(shares, self.of_leaders(ray.get(refs)), strict=True):
             scores |= dict(zip(share, rows, strict=True))

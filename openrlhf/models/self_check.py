@@ -201,6 +201,8 @@ def why_not_liger(run: Callable, model: PreTrainedModel) -> str:
 
 def why_not_replayed(run: Callable, model: PreTrainedModel, replay: Replay) -> str:
     """Why the choice of its routers cannot be replayed; "" where it can."""
+    if not replay.choices:
+        return "none of its layers has a router; remove --algo.router_replay"
     b = _probe(model).b
     nothing_known = torch.zeros(b.length, *replay.shape, dtype=torch.uint8)
     nothing_known += own_choice(nothing_known)

@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 from test_rl import COMMON, train
 
+from openrlhf.observe.journal import read_journal
 from openrlhf.tasks.prepare import TaskFiles
 
 pytestmark = [pytest.mark.usefixtures("running_ray"), pytest.mark.slow]
@@ -39,7 +40,7 @@ def mixture(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> TaskFi
         num_experts=8,
         num_experts_per_tok=2,
         initializer_range=0.2,
-        max_position_embeddings=128,
+        max_position_embeddings=512,
         eos_token_id=tokenizer.eos_token_id,
     )
     torch.manual_seed(0)
@@ -59,3 +60,20 @@ def test_replay_closes_the_gap(mixture: TaskFiles, tmp_path: Path) -> None:
         for name in ("abs_diff_p99", "abs_diff_max", "kl"):
             assert replayed[step][f"mismatch/{name}"] < 0.5 * own[step][f"mismatch/{name}"], (step, name)
         assert replayed[step]["mismatch/abs_diff_mean"] < own[step]["mismatch/abs_diff_mean"]
+
+
+def test_answers_that_go_on_after_a_sync(mixture: TaskFiles, tmp_path: Path) -> None:
+    """Engines that are paused read their answers' tokens anew, and tell their experts once: with weights that
+    do not move, sampler and trainer agree."""
+    flags = FLAGS.replace("bf16", "fp32").replace("--actor.adam.lr 1e-4", "--actor.adam.lr 0")
+    metrics = train(
+        mixture,
+        tmp_path,
+        f"{flags} --actor.num_gpus_per_node 1 --algo.router_replay --train.async_enable "
+        "--train.async_queue_size 2 --train.partial_rollout_enable --train.max_steps 4 "
+        "--rollout.batch_size 2 --train.batch_size 8 --data.max_len 480 --rollout.max_new_tokens 400",
+    )
+    steps = [read_journal(tmp_path / "run" / "rollouts" / f"step_{step:06d}.parquet") for step in range(1, 5)]
+    assert any(len(t.weight_versions) > 1 for step in steps for t in step)
+    for step in metrics:
+        assert metrics[step]["mismatch/abs_diff_max"] < 1e-4

@@ -21,6 +21,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from vllm import SamplingParams
 
+from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup
 from openrlhf.engine import vllm_routing
 from openrlhf.engine.vllm_engine import _set_routing
 from openrlhf.engine.vllm_routing import RoutingRecorder
@@ -364,6 +365,13 @@ def test_batches_groups_and_rows_keep_it_with_its_tokens() -> None:
     rows = present(PackedRow.of_batch(batch).routing)
     assert rows.shape == (5, 2, 1) and rows.dtype == torch.uint8
     assert Batch.of([unknown]).routing is None and PackedRow.of_batch(Batch.of([unknown])).routing is None
+
+
+def test_only_the_policy_is_told() -> None:
+    batch = Batch.of([trajectory(actions=(4, 3), routing=experts(1, 2, OWN))])
+    for group, is_told in ((PolicyGroup, True), (CriticGroup, False), (FrozenGroup, False)):
+        ranks: Any = group.__new__(group)
+        assert (ranks.share_of(batch, [0]).routing is not None) == is_told
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(255, np.uint8), (256, np.int16), (300, np.int16)])
