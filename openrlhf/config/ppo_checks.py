@@ -570,6 +570,10 @@ def _replay(config: PPOConfig) -> Iterator[Problem]:
             key="algo.router_replay",
             text="no stage of an engine knows the experts of all layers; use --vllm.pipeline_parallel_size 1",
         )
+    if config.reads_images:
+        yield Problem(
+            key="algo.router_replay", text="is for text alone (data.max_images_per_prompt); remove it"
+        )
 
 
 def _lengths(config: PPOConfig) -> Iterator[Problem]:

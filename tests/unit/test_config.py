@@ -604,6 +604,11 @@ CHECKS = [
     ),
     (
         PPO,
+        f"{WITH_IMAGES} --algo.router_replay --vllm.enable_prefix_caching",
+        "--algo.router_replay: is for text alone (data.max_images_per_prompt); remove it",
+    ),
+    (
+        PPO,
         "--vllm.keep_cache",
         "requests that a sync pauses, and only --train.partial_rollout_enable pauses any; add",
     ),
