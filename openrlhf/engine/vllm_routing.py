@@ -12,6 +12,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
     RoutedExpertsCapturer,
     bind_routed_experts_capturer,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 
 class RoutingRecorder:
@@ -21,8 +22,8 @@ class RoutingRecorder:
         self.runner, self.execute_model = runner, runner.execute_model
         self.capturer = RoutedExpertsCapturer(runner.max_num_tokens, runner.vllm_config)
         bind_routed_experts_capturer(runner.model, self.capturer)
-        blocks = runner.input_batch.block_table[0]
-        num_slots = runner.kv_cache_config.num_blocks * blocks.block_size
+        self.blocks = runner.input_batch.block_table[_group_of_all_tokens(runner.kv_cache_config)]
+        num_slots = runner.kv_cache_config.num_blocks * self.blocks.block_size
         nothing = self.capturer.snapshot_routing_data(0).numpy()
         self.of_slots = np.zeros((num_slots, *nothing.shape[1:]), nothing.dtype)
         """(S, M, K) of what is in each slot of the KV cache: a request may find its first tokens there."""
@@ -45,17 +46,14 @@ class RoutingRecorder:
             slots = self._slots(i, start + len(rows))
             self.of_slots[slots[start:]] = rows
             parts = self.of_requests.setdefault(request, [])
+            known = sum(map(len, parts))
             # A request that starts over reads tokens again; they stay with those that first read them.
-            parts.append(self.of_slots[slots[sum(map(len, parts)) :]])
+            parts += [self.of_slots[slots[known:start]], rows[max(0, known - start) :].copy()]
 
     def _slots(self, index: int, num_tokens: int) -> np.ndarray:
         """Of the KV cache, with the first tokens of a request of the batch."""
-        blocks = self.runner.input_batch.block_table[0]
-        places = np.arange(num_tokens)
-        return (
-            blocks.block_table.np[index, places // blocks.block_size] * blocks.block_size
-            + places % blocks.block_size
-        )
+        block, place = np.divmod(np.arange(num_tokens), self.blocks.block_size)
+        return self.blocks.block_table.np[index, block] * self.blocks.block_size + place
 
     def take(self, name: str) -> dict[int, tuple[bytes, str, tuple[int, ...]]]:
         """Of the answers to the request that was asked for by this name, all that they have read; it is
@@ -66,3 +64,9 @@ class RoutingRecorder:
             index = request.partition(name)[0].rstrip("_")  # with several answers `0_NAME-more`
             taken[int(index or 0)] = rows.tobytes(), str(rows.dtype), rows.shape
         return taken
+
+
+def _group_of_all_tokens(config: Any) -> int:
+    """Of the layers that share their blocks, those that have some for every token: no window, no state."""
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    return next((i for i, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)), 0)

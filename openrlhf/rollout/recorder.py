@@ -161,14 +161,17 @@ def _turn(
         finish_reason=present(answer.finish_reason),
         seed=seed,
         kept=_kept_sets(log_probs) if records_kept else None,
-        routing=_routing(answer.routed_experts),
+        routing=_routing(answer.routed_experts, len(prompt_ids) + len(action_ids)),
         images=images,
     )
 
 
-def _routing(of_read: np.ndarray | None) -> np.ndarray | None:
+def _routing(of_read: np.ndarray | None, num_tokens: int) -> np.ndarray | None:
     """Of all tokens, where vLLM knows it of those that it has read: all but the last one."""
-    return None if of_read is None else np.concatenate([of_read, unrouted(1, of_read)])
+    if of_read is None:
+        return None
+    of_read = of_read[: num_tokens - 1]
+    return np.concatenate([of_read, unrouted(num_tokens - len(of_read), of_read)])
 
 
 def _sampled_log_probs(log_probs: "FlatLogprobs") -> np.ndarray:

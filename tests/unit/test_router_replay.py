@@ -369,8 +369,9 @@ def test_batches_groups_and_rows_keep_it_with_its_tokens() -> None:
 
 def test_only_the_policy_is_told() -> None:
     batch = Batch.of([trajectory(actions=(4, 3), routing=experts(1, 2, OWN))])
-    for group, is_told in ((PolicyGroup, True), (CriticGroup, False), (FrozenGroup, False)):
-        ranks: Any = group.__new__(group)
+    groups: dict[Any, bool] = {PolicyGroup: True, CriticGroup: False, FrozenGroup: False}
+    for group, is_told in groups.items():
+        ranks = group.__new__(group)
         assert (ranks.share_of(batch, [0]).routing is not None) == is_told
 
 
@@ -398,7 +399,7 @@ class Runner:
         self.read = np.zeros(0, np.uint8)
         tables = np.array([[1, 0], [1, 3]])
         block_table = SimpleNamespace(block_size=4, block_table=SimpleNamespace(np=tables))
-        self.kv_cache_config = SimpleNamespace(num_blocks=4)
+        self.kv_cache_config = SimpleNamespace(num_blocks=4, kv_cache_groups=[])
         self.query_start_loc = SimpleNamespace(np=np.zeros(3, int))
         self.input_batch = SimpleNamespace(
             block_table=[block_table], req_ids=[], num_computed_tokens_cpu=np.zeros(2, int)
