@@ -15,7 +15,10 @@ pytestmark = [pytest.mark.usefixtures("running_ray"), pytest.mark.slow]
 
 
 def test_sampler_and_trainer_agree_and_weights_arrive(task: TaskFiles, hybrid: Path, tmp_path: Path) -> None:
-    flags = f"{COMMON} --algo.kl.init_coef 0.01 --actor.adam.lr 1e-3 --eval.steps -1 --train.colocate_all"
+    """In bfloat16, the only type of vLLM's kernels for CPUs: within what rounding does."""
+    common = COMMON.replace("fp32", "bf16")
+    flags = f"{common} --algo.kl.init_coef 0.01 --actor.adam.lr 1e-3 --eval.steps -1 --train.colocate_all"
     metrics = train(replace(task, model=hybrid), tmp_path, f"{flags} --actor.num_gpus_per_node 1")
     for step in (1, 2):
-        assert metrics[step]["mismatch/abs_diff_max"] < 1e-3
+        assert metrics[step]["mismatch/abs_diff_mean"] < 0.03
+        assert metrics[step]["mismatch/ess"] > 0.99
