@@ -153,7 +153,10 @@ def test_rounding_is_far_below_what_a_leak_does(judged) -> None:
         assert (leaked - expected).abs().max() > 100 * tolerance
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen3_next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5_text", "olmo_hybrid"))],
+)
 def test_states_start_anew_where_the_kernels_do_that(tmp_path, monkeypatch, model_type: str) -> None:
     """As those of flash-linear-attention and causal-conv1d document it: where a sequence begins."""
     model = tiny_model(tiny_config(model_type))
