@@ -16,7 +16,7 @@ In supervised learning a dataset has Samples, Pairs, UnpairedExamples or solutio
 pass reads a PackedRow, PairRow, UnpairedRow or StepsRow.
 
 Shapes: B sequences, L tokens in a sequence, N tokens in a packed row or a batch (the sum of L), A actions,
-R runs of equal values, T turns, S tokens of all kept sets.
+R runs of equal values, T turns, S tokens of all kept sets, M layers of which each token goes to K experts.
 An action is a token that the policy chose and is trained on; in supervised learning, a token with loss. A
 (L,) or (N,) field speaks of the token at that index. A (A,) field has one entry for each True of the matching
 mask, in order: prompts, environment feedback and padding have no entry anywhere, so nothing can train on
@@ -144,6 +144,11 @@ class KeptSets:
         return rows
 
 
+def own_choice(routing: np.ndarray | Tensor) -> int:
+    """Where a routing, uint8 or int16, has this in the place of an expert, the router chooses."""
+    return 255 if routing.dtype.itemsize == 1 else 32767
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Turn:
     """One request to an engine, recorded by what every executor is given in its place: exact whatever the
@@ -163,6 +168,9 @@ class Turn:
     seed: int
     kept: KeptSets | None = None
     """What the actions were chosen from. None: all tokens."""
+    routing: np.ndarray | None = None
+    """(P + A, M, K) uint8 or int16: the experts that read each token in each layer, for the last one
+    `own_choice`, because nobody has read it yet. None: not known."""
     images: tuple[Image, ...] = ()
     """That the policy had seen, in the order of their tokens."""
     reward: float | None = None
@@ -215,6 +223,9 @@ class Trajectory:
     """(R, 2) int32: version of the weights that chose the next actions, and how many; see `runs`."""
     kept: KeptSets | None = None
     """What the actions were chosen from. None: all tokens."""
+    routing: np.ndarray | None = None
+    """(L, M, K) uint8 or int16: the sampler's experts for each token in each layer, or `own_choice`. None:
+    not known."""
     images: tuple[Image, ...] = ()
     """In the order of their tokens: of the prompt, and of feedback."""
     turn_starts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -283,15 +294,25 @@ class Group:
         arrays = {name: [getattr(t, name) for t in self.trajectories] for name in _ARRAYS}
         packed = {name: (np.concatenate(a), [len(x) for x in a]) for name, a in arrays.items() if a}
         facts = [tuple(getattr(t, name) for name in _FACTS) for t in self.trajectories]
-        return _unpack_group, (self.prompt, packed, facts, kept_of(self.trajectories))
+        return _unpack_group, (
+            self.prompt,
+            packed,
+            facts,
+            kept_of(self.trajectories),
+            routing_of(self.trajectories),
+        )
 
 
 _ARRAYS = ("token_ids", "action_mask", "rollout_log_probs", "weight_versions", "turn_starts", "turn_rewards")
-_FACTS = tuple(f.name for f in fields(Trajectory) if f.name not in ("prompt", "kept", *_ARRAYS))
+_FACTS = tuple(f.name for f in fields(Trajectory) if f.name not in ("prompt", "kept", "routing", *_ARRAYS))
 
 
 def _unpack_group(
-    prompt: Prompt, packed: Mapping[str, tuple], facts: Sequence[tuple], kept: KeptSets | None = None
+    prompt: Prompt,
+    packed: Mapping[str, tuple],
+    facts: Sequence[tuple],
+    kept: KeptSets | None = None,
+    routing: np.ndarray | None = None,
 ) -> Group:
     """The trajectories' arrays are views of those that travelled."""
     columns = [
@@ -302,16 +323,20 @@ def _unpack_group(
     if kept is not None:
         num_actions = np.array(packed["rollout_log_probs"][1])
         sets = kept.parts(_slices(num_actions, range(len(facts))))
+    routings: Sequence[np.ndarray | None] = [None] * len(facts)
+    if routing is not None:
+        routings = np.split(routing, np.cumsum(packed["token_ids"][1])[:-1])
     return Group(
         prompt=prompt,
         trajectories=[
             Trajectory(
                 prompt=prompt,
                 kept=of_actions,
+                routing=of_tokens,
                 **dict(zip(packed, arrays, strict=True)),
                 **dict(zip(_FACTS, values, strict=True)),
             )
-            for *arrays, of_actions, values in zip(*columns, sets, facts, strict=True)
+            for *arrays, of_actions, of_tokens, values in zip(*columns, sets, routings, facts, strict=True)
         ],
     )
 
@@ -321,6 +346,20 @@ def kept_of(parts: "Sequence[Turn | Trajectory]") -> KeptSets | None:
     if all(part.kept is None for part in parts):
         return None
     return KeptSets.joined([part.kept or KeptSets.of_all_tokens(part.num_actions) for part in parts])
+
+
+def routing_of(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
+    """(N, M, K) of all their tokens. None: of none it is known."""
+    known = next((t.routing for t in trajectories if t.routing is not None), None)
+    if known is None:
+        return None
+    nothing = lambda t: unrouted(len(t.token_ids), known)
+    return np.concatenate([nothing(t) if t.routing is None else t.routing for t in trajectories])
+
+
+def unrouted(num_tokens: int, like: np.ndarray) -> np.ndarray:
+    """(L, M, K): every router chooses."""
+    return np.full_like(like, own_choice(like), shape=(num_tokens, *like.shape[1:]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -336,6 +375,7 @@ class Batch:
     num_actions: np.ndarray  # (B,) int64
     images: tuple[tuple[Image, ...], ...] = ()  # B entries; empty where no sequence has any
     kept: KeptSets | None = None  # of all actions; None: each was chosen from all tokens
+    routing: np.ndarray | None = None  # (N, M, K) of all tokens, as a trajectory's; None: routers choose
     rollout_log_probs: np.ndarray  # (A,) float32, from the sampler
     staleness: np.ndarray | None = None  # (A,) int32, updates by which the sampler was behind; None: all 0
     log_probs: np.ndarray | None = None  # (A,) of the policy before the update; None: not known before it
@@ -355,6 +395,7 @@ class Batch:
             num_actions=np.array([t.num_actions for t in trajectories]),
             images=_images(trajectories),
             kept=kept_of(trajectories),
+            routing=routing_of(trajectories),
             rollout_log_probs=np.concatenate([t.rollout_log_probs for t in trajectories]),
             staleness=None if version is None else _staleness(trajectories, version),
         )
@@ -378,7 +419,7 @@ class Batch:
         """The sequences at `indices`, in that order, with every column."""
         of_tokens = _slices(self.lengths, indices)
         of_actions = _slices(self.num_actions, indices)
-        actions = {f.name: _gather(getattr(self, f.name), of_actions) for f in fields(self)[6:]}
+        actions = {f.name: _gather(getattr(self, f.name), of_actions) for f in fields(self)[7:]}
         return replace(
             self,
             token_ids=_gather(self.token_ids, of_tokens),
@@ -387,6 +428,7 @@ class Batch:
             num_actions=self.num_actions[list(indices)],
             images=tuple(self.images[i] for i in indices) if self.images else (),
             kept=None if self.kept is None else KeptSets.joined(self.kept.parts(of_actions)),
+            routing=_gather(self.routing, of_tokens),
             **actions,
         )
 
@@ -494,6 +536,7 @@ class PackedRow:
     images: tuple[tuple[Image, ...], ...] = ()  # B entries; empty where no sequence has any
     kept_ids: Tensor | None = None  # (A, K) int64, `KeptSets.padded`; None: actions of all tokens
     log_shares: Tensor | None = None  # (A,) of the kept sets; None without any
+    routing: Tensor | None = None  # (N, M, K) as a batch's
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Self:
@@ -522,6 +565,7 @@ class PackedRow:
             images=batch.images,
             kept_ids=None if batch.kept is None else torch.from_numpy(batch.kept.padded()),
             log_shares=None if batch.kept is None else torch.from_numpy(batch.kept.log_shares),
+            routing=tensor_of(batch.routing),
         )
 
     @classmethod

@@ -62,6 +62,8 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
     ask(ACTOR_FLAG, check_engines, config, on_cpu=on_cpu)
     if config.actor.aux_loss_coef:
         ask(ACTOR_FLAG, check_experts, actor, ACTOR_FLAG, "--actor.aux_loss_coef")
+    if config.algo.router_replay:
+        ask(ACTOR_FLAG, _check_replay, actor)
     if path := config.teacher.model_name_or_path:
         ask(TEACHER_FLAG, check_model, path, TEACHER_FLAG)
     if config.uses_critic and critic != actor:
@@ -94,6 +96,13 @@ def _check_trained(path: str, flag: str, max_len: int) -> None:
     from openrlhf.models.loading import check_room, load_config
 
     check_room(load_config(path, flag), max_len, flags="--data.max_len", path=path)
+
+
+def _check_replay(path: str) -> None:
+    from openrlhf.models.loading import load_config
+    from openrlhf.models.router_replay import check_replay
+
+    check_replay(load_config(path, ACTOR_FLAG), ACTOR_FLAG, path)
 
 
 def _check_statistics(path: str) -> None:

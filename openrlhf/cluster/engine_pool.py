@@ -156,6 +156,7 @@ def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False)
         max_images=config.data.max_images_per_prompt,
         max_logprobs=max(MAX_LOGPROBS, config.rollout.max_kept_tokens),
         lora=adapters_apart(config),
+        returns_routing=config.algo.router_replay,
         keep_cache=config.vllm.keep_cache,
         float32_head=on_gpu,  # on a CPU vLLM casts the whole head at every step, which takes 7 times as long
     )

@@ -37,6 +37,9 @@ TrainedT = TypeVar("TrainedT", bound=TrainedWorker)
 class ModelRanks(Generic[WorkerT]):
     """All ranks of one model."""
 
+    replays_routing = False
+    """What a batch says of the experts of its tokens is sent to them."""
+
     def __init__(self, worker_class: type[WorkerT], config: PPOConfig, bundles: Bundles) -> None:
         """Creates the ranks' processes; `start` loads the model."""
         self.config, self.bundles, self.mesh = config, bundles, bundles.mesh
@@ -54,8 +57,12 @@ class ModelRanks(Generic[WorkerT]):
     def forward(self, batch: Batch, method: str = "forward") -> Gathered[np.ndarray]:
         """(A,) what the model says of every action. `method`: of the workers."""
         shares = partition(batch.lengths.tolist(), self.data_parallel_size)
-        refs = self.run(method, [(batch.select(share),) for share in shares])
+        refs = self.run(method, [(self.share_of(batch, share),) for share in shares])
         return Gathered(refs, lambda parts: batch.put_together(shares, self.of_leaders(parts)))
+
+    def share_of(self, batch: Batch, share: Sequence[int]) -> Batch:
+        """What a rank reads of it."""
+        return (batch if self.replays_routing else replace(batch, routing=None)).select(share)
 
     def of_leaders(self, answers: Sequence[AnswerT]) -> list[AnswerT]:
         """Of every rank's answers one for each data parallel rank."""
@@ -110,7 +117,8 @@ class RewardGroup(ModelRanks[RewardWorker]):
         """The groups with what the models say of them in their rewards."""
         finished = [t for group in groups for t in group.trajectories if t.ok]
         shares = partition([len(t.token_ids) for t in finished], self.data_parallel_size)
-        refs = self.run("forward", [([finished[i] for i in share],) for share in shares])
+        read = [replace(t, routing=None) for t in finished]
+        refs = self.run("forward", [([read[i] for i in share],) for share in shares])
         scores: dict[int, np.ndarray] = {}
         for share, rows in zip(shares, self.of_leaders(ray.get(refs)), strict=True):
             scores |= dict(zip(share, rows, strict=True))
@@ -150,7 +158,7 @@ class TrainedGroup(ModelRanks[TrainedT]):
             position = {i: k for k, i in enumerate(share)}
             own = [[position[i] for i in window] for window in windows]
             shares.append(share)
-            arguments.append((batch.select(share), own, kl_coef))
+            arguments.append((self.share_of(batch, share), own, kl_coef))
 
         def combine(results: list[Learned]) -> Updated:
             steps, parts = zip(*self.of_leaders(results), strict=True)
@@ -179,6 +187,8 @@ class TrainedGroup(ModelRanks[TrainedT]):
 
 
 class PolicyGroup(TrainedGroup[PolicyWorker]):
+    replays_routing = True
+
     def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
         super().__init__(PolicyWorker, config, bundles)
 
@@ -205,7 +215,7 @@ class Unadapted:
         self.policy = policy
 
     def forward(self, batch: Batch) -> Gathered[np.ndarray]:
-        return self.policy.forward(batch, "forward_unadapted")
+        return self.policy.forward(replace(batch, routing=None), "forward_unadapted")
 
 
 class CriticGroup(TrainedGroup[CriticWorker]):

@@ -36,7 +36,7 @@ from openrlhf.engine.interfaces import Objective
 from openrlhf.engine.peak_memory import PeakMemory, Peaks
 from openrlhf.engine.weight_sync import EngineClient, WeightSender
 from openrlhf.mesh import Mesh
-from openrlhf.models.backbone import RowModel
+from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.loading import (
     load_causal_lm,
     load_config,
@@ -48,6 +48,7 @@ from openrlhf.models.loading import (
 )
 from openrlhf.models.lora import disabled_adapters, prepare_for_training
 from openrlhf.models.policy import PolicyModel
+from openrlhf.models.router_replay import Replay
 from openrlhf.models.scorer import ScoreModel, ValueModel, load_scorer, score_statistics
 from openrlhf.models.vision import freeze_vision
 from openrlhf.objectives.actor import ActorObjective
@@ -309,7 +310,10 @@ class PolicyWorker(TrainedWorker):
 
     def build_model(self, path: str, flag: str) -> RowModel:
         ds = self.config.ds
-        model = prepare_for_training(self.load(path, flag, in_4bit=ds.load_in_4bit), ds)
+        model = self.load(path, flag, in_4bit=ds.load_in_4bit)
+        if self.config.algo.router_replay:
+            reading_of(model).replay = Replay(model)
+        model = prepare_for_training(model, ds)
         if self.config.actor.freeze_visual_encoder:
             freeze_vision(model)
         return PolicyModel(model)

@@ -532,6 +532,10 @@ class AlgoConfig:
     pass that asks for its log-probs. auto: where nothing reads them before that step, as KL in the reward
     and a teacher do. Where algo.advantage.proximal_policy is not recomputed, however many optimizer steps
     there are."""
+    router_replay: bool = False
+    """Mixtures of experts: in training every token goes to the experts that it went to when it was sampled
+    (rollout routing replay), so that the gap between the sampler's probabilities and the trainer's is no
+    matter of which expert a rounding chose. Needs vllm.enable_prefix_caching."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

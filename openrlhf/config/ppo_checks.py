@@ -68,6 +68,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_proximal_policy(config),
             *_old_log_probs(config),
             *_balance(config),
+            *_replay(config),
             *_lengths(config),
             *_variables(),
             *_ahead(config),
@@ -552,6 +553,27 @@ def _balance(config: PPOConfig) -> Iterator[Problem]:
                 key="actor.gradient_checkpointing_reentrant",
                 text=f"hides the routers from the balance loss ({role}.aux_loss_coef); remove one",
             )
+
+
+def _replay(config: PPOConfig) -> Iterator[Problem]:
+    """What vLLM needs to tell which experts read a token."""
+    if not config.algo.router_replay:
+        return
+    if not config.vllm.enable_prefix_caching:
+        yield Problem(
+            key="algo.router_replay",
+            text="needs the experts of each token, which vLLM keeps with the blocks of its prefix cache; add "
+            "--vllm.enable_prefix_caching",
+        )
+    if config.vllm.pipeline_parallel_size > 1:
+        yield Problem(
+            key="algo.router_replay",
+            text="no stage of an engine knows the experts of all layers; use --vllm.pipeline_parallel_size 1",
+        )
+    if config.reads_images:
+        yield Problem(
+            key="algo.router_replay", text="is for text alone (data.max_images_per_prompt); remove it"
+        )
 
 
 def _lengths(config: PPOConfig) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 
 from openrlhf import heap
@@ -87,6 +88,8 @@ class EngineOptions:
     lora: LoraConfig | None = None
     """Adapters that weight syncs bring beside the weights, on layers whose last names are its
     `target_modules`. None: weights are all that comes."""
+    returns_routing: bool = False
+    """Answers say which experts read each token. Needs `enable_prefix_caching`."""
     keep_cache: bool = False
     """Requests that a weight sync pauses go on with what their tokens were to the old weights."""
 
@@ -167,6 +170,18 @@ def _lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
     }
 
 
+def _set_routing(output: "RequestOutput", recorded: dict[int, tuple], num_experts: int) -> None:
+    """In a type that has room for `types.own_choice`, which is no expert. `recorded`: by the answer's index,
+    where vLLM does not return it by itself."""
+    dtype = np.uint8 if num_experts < 256 else np.int16
+    for answer in output.outputs:
+        if answer.index in recorded:
+            data, name, shape = recorded[answer.index]
+            answer.routed_experts = np.frombuffer(data, name).reshape(shape)
+        if answer.routed_experts is not None:
+            answer.routed_experts = answer.routed_experts.astype(dtype, copy=False)
+
+
 def sampling_params(decoding: Decoding, seed: int, *, stream: bool = False) -> "SamplingParams":
     """vLLM's words for it. stream: tokens come as they are sampled."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -220,6 +235,7 @@ class VLLMEngine:
                 tensor_parallel_size=options.tensor_parallel_size,
                 pipeline_parallel_size=options.pipeline_parallel_size,
                 enable_prefix_caching=options.enable_prefix_caching,
+                enable_return_routed_experts=options.returns_routing and options.on_gpu,
                 max_num_seqs=options.max_num_seqs,
                 limit_mm_per_prompt={"image": options.max_images, "video": 0} if options.max_images else {},
                 # Else the model has mean and deviation of pixels as buffers: no checkpoint holds them, so a
@@ -250,7 +266,14 @@ class VLLMEngine:
         )
         if options.pipeline_parallel_size > 1 and not options.on_gpu:
             await self._bounded(self.llm.collective_rpc("make_stage_buffers"))
+        if self._records_routing:
+            await self._bounded(self.llm.collective_rpc("record_routing"))
         await self._bounded(self.llm.update_weight_version("0"))  # vLLM's own name for it is no number
+
+    @property
+    def _records_routing(self) -> bool:
+        """Where vLLM does not return it by itself."""
+        return self.options.returns_routing and not self.options.on_gpu
 
     @property
     def vocabulary(self) -> int:
@@ -266,12 +289,18 @@ class VLLMEngine:
         """One request. Raises vLLM's errors."""
         self._require_awake(TAGS)
         prompt = self._prompt(prompt_token_ids, multi_modal_data)
-        output = None
-        async for latest in self.llm.generate(
-            prompt, sampling_params, request_id=uuid.uuid4().hex, lora_request=self.adapter
-        ):
-            output = latest
+        output, name, routing = None, uuid.uuid4().hex, {}
+        try:
+            async for latest in self.llm.generate(
+                prompt, sampling_params, request_id=name, lora_request=self.adapter
+            ):
+                output = latest
+        finally:  # what is not taken would stay in the workers
+            if self._records_routing:
+                routing, *_ = await self._bounded(self.llm.collective_rpc("take_routing", args=(name,)))
         assert output is not None  # vLLM answers or raises
+        if self.options.returns_routing:
+            _set_routing(output, routing, self.llm.model_config.get_num_experts())
         return output
 
     async def stream(

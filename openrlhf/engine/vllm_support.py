@@ -16,6 +16,8 @@ PLAIN_BASES = ("nn.Module", "MixtureOfExperts", "HasInnerState", "IsHybrid", "Is
 """Of vLLM's models beside what they support."""
 MODEL_CONFIG = "config/model.py"
 CPU_ATTENTION = "v1/attention/backends/cpu_attn.py"
+LINEAR_ATTENTION = "gdn.qwen_gdn_linear_attn"
+"""The module whose kernels for CPUs are written for bf16."""
 REMOVED = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
 """Tables of the registry that name what there is no code for."""
 SUFFIX = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel|ChatModel|Model)$")
@@ -32,6 +34,7 @@ def check_vllm_runs(
         _not_in_half_precision(model_config) if dtype == "fp16" else "",
         _uneven_heads(model_config.get_text_config(), tensor_parallel_size),
         _head_size_without_kernel(model_config.get_text_config()) if on_cpu else "",
+        _linear_attention_without_kernel(model_config) if on_cpu and dtype != "bf16" else "",
     ):
         if reason:
             raise ValueError(f"{flag} {path}: vLLM does not run this model: {reason}")
@@ -140,6 +143,17 @@ def _not_in_half_precision(config: Any) -> str:
     if config.model_type not in _tables(MODEL_CONFIG).get("_FLOAT16_NOT_SUPPORTED_MODELS", ()):
         return ""
     return f"{config.model_type} is not stable in float16.\nUse --ds.param_dtype bf16 or fp32."
+
+
+def _linear_attention_without_kernel(config: Any) -> str:
+    """Of a CPU, but for bf16."""
+    if "linear_attention" not in (getattr(config.get_text_config(), "layer_types", None) or ()):
+        return ""
+    files = [file for name in config.architectures or () for file, _ in _implementations(name)]
+    imports = (part for file in files for part in _source(file) if isinstance(part, ast.ImportFrom))
+    if not any((part.module or "").endswith(LINEAR_ATTENTION) for part in imports):
+        return ""
+    return "on a CPU its linear attention computes in bf16 alone.\nUse --ds.param_dtype bf16, or a GPU."
 
 
 def _uneven_heads(config: Any, tensor_parallel_size: int) -> str:

@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from openrlhf.engine import peak_memory
+from openrlhf.engine.vllm_routing import RoutingRecorder
 from openrlhf.engine.weight_sync import (
     ADAPTER_MARKS,
     PLACES,
@@ -60,6 +61,13 @@ class WorkerExtension:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
+
+    def record_routing(self) -> None:
+        self.routing = RoutingRecorder(self.model_runner)
+
+    def take_routing(self, name: str) -> dict[int, tuple[bytes, str, tuple[int, ...]]]:
+        """See `RoutingRecorder`."""
+        return self.routing.take(name)
 
     def loaded_checksum(self) -> int:
         """Of everything loaded since the last `start_weight_update`."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from openrlhf.models.attention import packing_kwargs
+from openrlhf.models.router_replay import Replay
 from openrlhf.models.sequence_parallel import RowSharing
 from openrlhf.models.vision import ImageReader, inputs_of_row, with_blank
-from openrlhf.types import Image, PackedRow
+from openrlhf.types import Image, PackedRow, present
+
+STATEFUL = {"linear_attention", "conv"}
+"""Kinds of layers, in the words of transformers' configurations, that carry a state along the row."""
 
 
 @dataclass(slots=True)
@@ -30,6 +34,8 @@ class Reading:
     """None: text only."""
     sharing: RowSharing | None = None
     """None: every rank reads whole rows."""
+    replay: Replay | None = None
+    """The experts that a row names for its tokens are chosen. None: routers choose."""
 
 
 class RowModel(nn.Module):
@@ -104,13 +110,32 @@ def in_one_pass(model: PreTrainedModel, row: PackedRow, sharing: RowSharing | No
         row = with_blank(row, reader)
     if sharing is not None:
         row = sharing.filled_up(row)
-    output = backbone_of(model)(
+    output = _read(
+        model,
+        row.routing,
+        sharing,
         **_inputs(model, row, sharing),
-        # A cache makes transformers take the row for one sequence: attention would leak without an error.
-        use_cache=False,
+        **({} if sharing else _state_borders(model, row.lengths, row.token_ids.device)),
         **packing_kwargs(attention, row.lengths, row.token_ids.device, sharing),
     )
-    return output.last_hidden_state[0, :length].to(model.dtype)  # Mamba keeps its residual in float32
+    return output[:length]
+
+
+def _state_borders(
+    model: PreTrainedModel, lengths: tuple[int, ...], device: torch.device
+) -> dict[str, Tensor]:
+    """Where layers that carry a state along the row (linear attention, convolutions) shall start anew. Only
+    the kernels of flash-linear-attention and causal-conv1d read it; transformers' own code leaks."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if not STATEFUL.intersection(kinds):
+        return {}
+    counts = torch.tensor(lengths)
+    cumulative = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(counts)
+    return {
+        "cu_seq_lens_q": cumulative.to(device, non_blocking=True),
+        "seq_idx": numbers[None].to(device, non_blocking=True),
+    }
 
 
 def _inputs(model: PreTrainedModel, row: PackedRow, sharing: RowSharing | None) -> dict[str, Tensor]:
@@ -122,10 +147,26 @@ def _inputs(model: PreTrainedModel, row: PackedRow, sharing: RowSharing | None) 
     return {name: (x if sharing is None else sharing.own(x))[None] for name, x in tokens.items()}
 
 
-def alone(model: PreTrainedModel, token_ids: Tensor, images: Sequence[Image] = ()) -> Tensor:
+def _read(
+    model: PreTrainedModel, routing: Tensor | None, sharing: RowSharing | None, **inputs: Any
+) -> Tensor:
+    """transformers' forward of `inputs` -> hidden states (n, H)."""
+    replay = reading_of(model).replay if routing is not None else None
+    if replay is not None:
+        inputs["routing"] = replay.routing(present(routing), inputs["input_ids"].shape[1], sharing)
+    # A cache makes transformers take the row for one sequence: attention would leak without an error.
+    output = backbone_of(model)(**inputs, use_cache=False)
+    if replay is not None:
+        replay.check()
+    return output.last_hidden_state[0].to(model.dtype)  # Mamba keeps its residual in float32
+
+
+def alone(
+    model: PreTrainedModel, token_ids: Tensor, images: Sequence[Image] = (), routing: Tensor | None = None
+) -> Tensor:
     """(L,) one sequence -> (L, H), as transformers itself reads it."""
-    output = backbone_of(model)(**inputs_alone(model, token_ids, images), use_cache=False)
-    return output.last_hidden_state[0, : len(token_ids)].to(model.dtype)
+    inputs = inputs_alone(model, token_ids, images)
+    return _read(model, routing, None, **inputs)[: len(token_ids)]
 
 
 def inputs_alone(model: PreTrainedModel, token_ids: Tensor, images: Sequence[Image]) -> dict[str, Tensor]:
@@ -141,7 +182,9 @@ def inputs_alone(model: PreTrainedModel, token_ids: Tensor, images: Sequence[Ima
 
 def _one_by_one(model: PreTrainedModel, row: PackedRow) -> Tensor:
     num_passes = _most_sequences(model, row)
-    sequences = zip(row.token_ids.split(row.lengths), row.images or [()] * len(row.lengths), strict=True)
+    routings = [None] * len(row.lengths) if row.routing is None else row.routing.split(row.lengths)
+    images = row.images or [()] * len(row.lengths)
+    sequences = zip(row.token_ids.split(row.lengths), images, routings, strict=True)
     hidden = torch.cat([alone(model, *sequence) for sequence in sequences])
     for _ in range(num_passes - len(row.lengths)):
         hidden = hidden + 0 * alone(model, row.token_ids.new_zeros(2)).sum()

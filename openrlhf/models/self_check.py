@@ -10,6 +10,7 @@ rows of two short sequences A and B:
     sharing     where ranks share rows, the hidden states of each slice of A are those of the whole.
     the head    log-probs made of hidden states are those of the model's own logits.
     Liger       hidden states with its kernels are those with transformers' own.
+    routers     where their choice is replayed, every layer can be told what to choose.
 
 A leak is measured against what that one exchanged token does to the rest of B. Rows of the same shape round
 alike, so this asks little of the precision, and nothing of the size of the weights. The model itself is
@@ -21,6 +22,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,9 +37,10 @@ from openrlhf.models.attention import PACKED, CannotPack, of_text
 from openrlhf.models.backbone import Reading, RowModel, alone, in_one_pass, inputs_alone, reading_of
 from openrlhf.models.liger import transformers_kernels
 from openrlhf.models.policy import head_of, head_options
+from openrlhf.models.router_replay import NotReplayed, Replay
 from openrlhf.models.sequence_parallel import RowSharing
 from openrlhf.models.vision import SHAPES
-from openrlhf.types import PackedRow, Sample
+from openrlhf.types import PackedRow, Sample, own_choice
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,8 @@ MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 a deep model. A lost window, cap or position changes hidden states by more."""
 MAX_HEAD_ERROR = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Nats. One of the two ways rounds its logits, which are some tens, to the model's precision."""
+STATE_KERNELS = ("causal_conv1d", "fla")
+"""Packages that transformers takes its kernels for states from, where they are installed."""
 LENGTHS = (23, 17)
 """Tokens of A and B."""
 LONGEST = 1280
@@ -111,6 +116,7 @@ def _find_out(run: Callable, model: PreTrainedModel) -> dict[str, str]:
         )
         return {"reason": reason, "error": error}
     problem = why_not_at_all(run, model) or (why_not_liger(run, model) if reading.liger else "")
+    problem = problem or (why_not_replayed(run, model, reading.replay) if reading.replay else "")
     return {"reason": reason, "error": f"{name} cannot be trained: {problem}." if problem else ""}
 
 
@@ -190,6 +196,22 @@ def why_not_liger(run: Callable, model: PreTrainedModel) -> str:
             f"with --ds.use_liger_kernel its hidden states differ by {error:.2g} of their size from those "
             "with transformers' own kernels; remove the flag"
         )
+    return ""
+
+
+def why_not_replayed(run: Callable, model: PreTrainedModel, replay: Replay) -> str:
+    """Why the choice of its routers cannot be replayed; "" where it can."""
+    if not replay.choices:
+        return "none of its layers has a router; remove --algo.router_replay"
+    b = _probe(model).b
+    nothing_known = torch.zeros(b.length, *replay.shape, dtype=torch.uint8)
+    nothing_known += own_choice(nothing_known)
+    device = next(model.parameters()).device
+    with transformers_attention(model):
+        try:
+            run(lambda: alone(model, b.token_ids.to(device), b.images, nothing_known.to(device)))
+        except NotReplayed as error:
+            return f"{error}; remove --algo.router_replay"
     return ""
 
 
@@ -340,8 +362,10 @@ def _cache_entry(model: PreTrainedModel) -> Path:
         "attention": [reading_of(model).flag, reading_of(model).packed, model.config._attn_implementation],
         "run": [str(model.dtype), next(model.parameters()).device.type],
         "versions": [version("torch"), version("transformers"), digest(code)],
+        "state kernels": [name for name in STATE_KERNELS if find_spec(name)],
         "liger": version("liger-kernel") if reading_of(model).liger else None,
         "images": reading_of(model).images is not None,
+        "replay": reading_of(model).replay is not None,
         "sharing": [sharing.size, sharing.mode] if (sharing := reading_of(model).sharing) else None,
     }
     return cache_folder() / "packing" / f"{digest(parts)}.json"

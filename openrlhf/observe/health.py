@@ -95,7 +95,7 @@ RULES = (
         steps=3,
         text="sampler and trainer disagree about the probability of a token by more than 5 %. Where the "
         "sampler is not behind by updates, look for another precision, kernel or chat template; "
-        "--algo.advantage.is_correction_enable limits the damage.",
+        "with experts --algo.router_replay. --algo.advantage.is_correction_enable limits the damage.",
     ),
     Rule(
         metric="mismatch/ess",

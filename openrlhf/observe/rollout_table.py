@@ -15,7 +15,7 @@
     log_probs, ref_log_probs, values, advantages, returns  [A] null where nothing computed them
     optimizer_steps, ranks                                 which learned from it, by epoch; null: none
 
-What truncated sampling kept of the vocabulary is not here.
+What truncated sampling kept of the vocabulary, and which experts read a token, is not here.
 
 A lone surrogate, which UTF-8 does not know, is its escape in a text and itself in a label.
 """

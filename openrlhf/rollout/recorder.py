@@ -9,7 +9,7 @@ import numpy as np
 from openrlhf.datasets.pictures import encoded
 from openrlhf.rollout.agents import EnvironmentFailed
 from openrlhf.rollout.seeds import seed_at
-from openrlhf.types import Image, KeptSets, Turn, present
+from openrlhf.types import Image, KeptSets, Turn, present, unrouted
 from openrlhf.utils.agent import Engine
 
 if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
@@ -161,8 +161,17 @@ def _turn(
         finish_reason=present(answer.finish_reason),
         seed=seed,
         kept=_kept_sets(log_probs) if records_kept else None,
+        routing=_routing(answer.routed_experts, len(prompt_ids) + len(action_ids)),
         images=images,
     )
+
+
+def _routing(of_read: np.ndarray | None, num_tokens: int) -> np.ndarray | None:
+    """Of all tokens, where vLLM knows it of those that it has read: all but the last one."""
+    if of_read is None:
+        return None
+    of_read = of_read[: num_tokens - 1]
+    return np.concatenate([of_read, unrouted(num_tokens - len(of_read), of_read)])
 
 
 def _sampled_log_probs(log_probs: "FlatLogprobs") -> np.ndarray:

@@ -1,11 +1,12 @@
 """From the turns of an episode to the sequences that are trained on."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from openrlhf.types import Episode, Trajectory, Turn, kept_of, runs
+from openrlhf.types import Episode, Trajectory, Turn, kept_of, present, runs, unrouted
 
 NO_TURN = Turn(
     prompt_ids=np.zeros(0, np.int32),
@@ -71,6 +72,7 @@ def _trajectory(episode: Episode, part: int, turns: Sequence[Turn]) -> Trajector
         rollout_log_probs=np.concatenate([turn.log_probs for turn in turns]),
         weight_versions=_joined([turn.weight_versions for turn in turns]),
         kept=kept_of(turns),
+        routing=_routing(turns),
         images=last.images,
         turn_starts=np.array([len(turn.prompt_ids) for turn in acted], np.int32),
         turn_rewards=np.array([turn.reward for turn in acted if turn.reward is not None], np.float32),
@@ -83,6 +85,18 @@ def _trajectory(episode: Episode, part: int, turns: Sequence[Turn]) -> Trajector
         seed=episode.seed,
         extra_logs=episode.extra_logs,
     )
+
+
+def _routing(turns: Sequence[Turn]) -> np.ndarray | None:
+    """A token stays with the experts that first read it: what was chosen behind it, until the next turn, is
+    theirs."""
+    known = [turn for turn in turns if turn.routing is not None]
+    if not known:
+        return None
+    whole = unrouted(_end(turns[-1]), present(known[0].routing))
+    for turn in reversed(known):
+        whole[: _end(turn) - 1] = present(turn.routing)[:-1]
+    return whole
 
 
 def _joined(weight_versions: Sequence[np.ndarray]) -> np.ndarray:
@@ -147,7 +161,8 @@ def _cut(
     inner = np.flatnonzero(np.diff(where[start:stop])) + start + 1
     for a, b in pairwise([start, *inner.tolist(), stop]):
         turn = turns[where[a]]
-        yield _part(token_ids, a, b, turn, a - len(turn.prompt_ids))
+        part = _part(token_ids, a, b, turn, a - len(turn.prompt_ids))
+        yield replace(part, routing=None if turn.routing is None else turn.routing[:b])
 
 
 def _with_these_tokens(

@@ -128,6 +128,7 @@ OURS = {
         "algo.advantage.max_token_staleness",
         "algo.advantage.proximal_policy",
         "algo.advantage.staleness_decay",
+        "algo.router_replay",
         "algo.skip_old_log_probs",
         "ckpt.push_to_hub",
         "critic.aux_loss_coef",

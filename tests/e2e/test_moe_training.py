@@ -63,3 +63,51 @@ def test_a_mixture_of_experts_learns_and_balances(task: TaskFiles, model: Path, 
     assert one[STEPS]["sft/loss"] < one[1]["sft/loss"] - 0.5
     assert one[STEPS]["balance_loss"] - 2 < 0.5 * (one[1]["balance_loss"] - 2)
     hf.AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model")
+
+
+@pytest.fixture(scope="module")
+def hybrid(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Linear attention in one layer, plain attention in the other, experts in both."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    tokenizer = hf.AutoTokenizer.from_pretrained(task.model)
+    config = hf.Qwen3NextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_model_that_reads_one_by_one_learns_alike_in_every_layout(
+    task: TaskFiles, hybrid: Path, tmp_path: Path
+) -> None:
+    """Ranks whose rows have different numbers of sequences gather the weights equally often. There is one
+    note."""
+    alone = sft(task, hybrid, tmp_path / "alone", 1, "--ds.zero_stage 0")
+    rows = "--train.dynamic_batch_enable --train.max_tokens_per_gpu 160 --model.gradient_checkpointing_enable"
+    shared = sft(task, hybrid, tmp_path / "shared", 2, f"--ds.zero_stage 3 {rows}")
+    for step in alone:
+        for name in ("sft/loss", "grad_norm"):
+            assert shared[step][name] == pytest.approx(alone[step][name], rel=2e-3), (step, name)
+    assert alone[STEPS]["sft/loss"] < alone[1]["sft/loss"] - 0.5
+    note = "Qwen3NextForCausalLM reads one sequence at a time"
+    assert (tmp_path / "shared" / "log").read_text().count(note) == 1

@@ -5,6 +5,7 @@ docs/models.md has the table; `OPENRLHF_WRITE_DOCS=1 pytest tests/unit/test_arch
 
 import logging
 import os
+import sys
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -150,6 +151,38 @@ def test_rounding_is_far_below_what_a_leak_does(judged) -> None:
         expected = one_by_one(model)[LENGTHS[0] - 1 :][: LENGTHS[1] - 1]
         tolerance = ROUNDINGS * judged(model_type, "auto").rounding + 1e-5
         assert (leaked - expected).abs().max() > 100 * tolerance
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen3_next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5_text", "olmo_hybrid"))],
+)
+def test_states_start_anew_where_the_kernels_do_that(tmp_path, monkeypatch, model_type: str) -> None:
+    """As those of flash-linear-attention and causal-conv1d document it: where a sequence begins."""
+    model = tiny_model(tiny_config(model_type))
+    model.save_pretrained(tmp_path / "model")
+    modeling = sys.modules[type(model).__module__]
+    convolve, attend = modeling.causal_conv1d_fn, modeling.torch_chunk_gated_delta_rule
+
+    def convolve_each(x: Tensor, *args, seq_idx: Tensor | None = None, **options) -> Tensor:
+        parts = [x] if seq_idx is None else x.split(seq_idx[0].bincount().tolist(), 2)
+        return torch.cat([convolve(part, *args, **options) for part in parts], 2)
+
+    def attend_each(*qkv: Tensor, g, beta, cu_seqlens: Tensor | None = None, **options):
+        lengths = [g.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+        parts = zip(*(x.split(lengths, 1) for x in (*qkv, g, beta)), strict=True)
+        answers = [attend(q, k, v, g=g, beta=beta, **options)[0] for q, k, v, g, beta in parts]
+        return torch.cat(answers, 1), None
+
+    monkeypatch.setattr(modeling, "causal_conv1d_fn", convolve_each)
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", attend_each)
+    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
+    path = str(tmp_path / "model")
+    policy = PolicyModel(load_causal_lm(path, flag="--model", dtype="fp32", attention="auto")).eval()
+    assert settle_reading(policy, policy).packed
+    with torch.no_grad():
+        found = policy(PackedRow.of(samples())).log_probs
+    torch.testing.assert_close(found, one_by_one(model), atol=1e-4, rtol=0)
 
 
 def test_the_note_and_the_refusal_say_what_leaked_and_what_to_do(judged, caplog, tmp_path) -> None:

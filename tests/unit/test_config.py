@@ -594,6 +594,21 @@ CHECKS = [
     ),
     (
         PPO,
+        "--algo.router_replay",
+        "vLLM keeps with the blocks of its prefix cache; add --vllm.enable_prefix_caching",
+    ),
+    (
+        PPO,
+        "--algo.router_replay --vllm.enable_prefix_caching --vllm.pipeline_parallel_size 2",
+        "--algo.router_replay: no stage of an engine knows the experts of all layers",
+    ),
+    (
+        PPO,
+        f"{WITH_IMAGES} --algo.router_replay --vllm.enable_prefix_caching",
+        "--algo.router_replay: is for text alone (data.max_images_per_prompt); remove it",
+    ),
+    (
+        PPO,
         "--vllm.keep_cache",
         "requests that a sync pauses, and only --train.partial_rollout_enable pauses any; add",
     ),

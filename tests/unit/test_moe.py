@@ -1,5 +1,6 @@
 """The balance loss of experts against transformers' own."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from openrlhf.models.experts import check_experts, recorded_balance
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
+from openrlhf.models.self_check import read_one_by_one
 from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.balanced import BalancedObjective
 from openrlhf.objectives.critic import CriticObjective
@@ -93,6 +95,30 @@ def test_loss_and_gradient_of_one_row_are_transformers_own(folders: dict, name: 
     assert metrics["balance_loss"] > plain.num_experts_per_tok + 0.01
     for parameter, grad in gradients(policy).items():
         torch.testing.assert_close(grad, plain.get_parameter(parameter).grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_of_several_sequences_has_the_balance_of_them_all(folders: dict, name: str) -> None:
+    """Packed, and one by one: transformers' loss of the routers' logits that it computes for each alone."""
+    samples = [sample(length, seed=length) for length in (20, 3, 9)]
+    row, found = PackedRow.of(samples), []
+    for packed in (True, False):
+        policy = policy_of(folders[name])
+        if not packed:
+            read_one_by_one(policy.model)
+        loss, metrics = BalancedObjective(objective=SFTObjective(), coef=COEF)(policy, row, norm_of(row))
+        loss.backward()
+        found.append((metrics["balance_loss"], gradients(policy)))
+
+    plain = hf.AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
+    alone = [plain(s.token_ids[None], output_router_logits=True, use_cache=False) for s in samples]
+    logits = tuple(torch.cat(layer) for layer in zip(*(a.router_logits for a in alone), strict=True))
+    modeling = sys.modules[type(plain).__module__]
+    expected = modeling.load_balancing_loss_func(logits, logits[0].shape[1], plain.num_experts_per_tok)
+    for balance, _ in found:
+        assert balance == pytest.approx(expected.item(), rel=1e-6)
+    for parameter, grad in found[0][1].items():
+        torch.testing.assert_close(grad, found[1][1][parameter], atol=1e-5, rtol=1e-4)
 
 
 def test_rows_weigh_as_much_as_their_actions(folders: dict) -> None:

@@ -11,6 +11,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from openrlhf.cli.rl_checks import check_engines
@@ -65,6 +66,15 @@ def test_a_model_that_is_unstable_in_half_precision():
     with pytest.raises(ValueError, match=r"gemma2 is not stable in float16\.\nUse --ds.param_dtype bf16"):
         check(gemma, dtype="fp16")
     check(gemma, dtype="bf16")
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"])
+def test_linear_attention_on_a_cpu(architecture):
+    config = Qwen3NextConfig(architectures=[architecture], head_dim=128)
+    with pytest.raises(ValueError, match=r"computes in bf16 alone\.\nUse --ds.param_dtype bf16, or a GPU"):
+        check(config, dtype="fp32")
+    check(config, dtype="bf16")
+    check(config, dtype="fp32", on_cpu=False)
 
 
 def test_an_architecture_that_vllm_does_not_have():
