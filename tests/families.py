@@ -50,8 +50,8 @@ FAMILIES = {
 
 
 def tiny_family(folder: Path, family: str, seed: int = 0, **changed: Any) -> Path:
-    """Write a model and its tokenizer. Neither norms nor the biases of routers are constant. `changed`: of its
-    configuration."""
+    """Write a model and its tokenizer. Neither norms nor the biases of routers are constant.
+    `changed`: of its configuration."""
     tokenizer = tiny_tokenizer()
     options = FAMILIES[family]
     common = {
