@@ -36,7 +36,7 @@ from openrlhf.rewards.user_file import UserFiles
 from openrlhf.rollout.agents import AgentSetting, UserExecutor
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
-from openrlhf.types import Group, Image, Metrics, Prompt, Purpose
+from openrlhf.types import Group, Image, Metrics, Prompt, Purpose, Sampled
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from openrlhf.utils.text import text_tokenizer
 
@@ -119,9 +119,10 @@ class EngineActor(VLLMEngine):
 
     async def run_group(
         self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
-    ) -> Group:
+    ) -> Sampled:
         """See `EpisodeRunner`."""
-        return await self.runner.run_group(prompt, self.samplings[purpose], samples)
+        group = await self.runner.run_group(prompt, self.samplings[purpose], samples)
+        return Sampled(group=group, done=self.runner.done.copy())
 
     async def probe(self, token_ids: list[int], images: Sequence[Image]) -> EngineProbe:
         log_probs = await self.log_probs(token_ids, [decoded(image.data) for image in images])
@@ -203,6 +204,7 @@ class EnginePool:
             [_Sampler(member) for member in self.members],
             {"train": config.rollout.n_samples_per_prompt, "eval": config.eval.n_samples_per_prompt},
             memory=self.residency,
+            longest=config.longest_response,
             score=reward.score if reward else None,
             scores_at_once=not (config.engines_share and on_gpu),
             retry_on=config.rollout.retry_on if retries_elsewhere(config) else (),
@@ -287,5 +289,5 @@ class _Sampler:
 
     def run_group(
         self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
-    ) -> Future[Group]:
+    ) -> Future[Sampled]:
         return self.engine.run_group.remote(prompt, purpose, samples).future()

@@ -88,7 +88,7 @@ class Engine:
 
     async def run_group(self, prompt: Any, *_: Any) -> SimpleNamespace:
         note("Engine", "run_group")
-        return SimpleNamespace(prompt=prompt, trajectories=[])
+        return SimpleNamespace(group=SimpleNamespace(prompt=prompt, trajectories=[]), done=0)
 
     async def peak_memory(self) -> dict[str, int]:
         return {"generate": 2**29}
