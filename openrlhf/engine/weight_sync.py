@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -291,8 +292,8 @@ class GlooTransfer:
             }
             received = thread.submit(self.client.update_weights, update)
             stream = iter(self.source)
-            for bucket in plan_buckets(tensors, self.bucket_bytes):
-                buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            buckets = plan_buckets(tensors, self.bucket_bytes)
+            for bucket, buffer in zip(buckets, _two_buffers(buckets), strict=True):
                 for meta, view in bucket.views(buffer):
                     name, tensor = next(stream)
                     assert name == meta.name, (name, meta.name)
@@ -350,6 +351,13 @@ def plan_buckets(tensors: list[TensorMeta], capacity: int) -> list[Bucket]:
         buckets[-1].append(t)
         size += _aligned(t.num_bytes)
     return [Bucket(tuple(b)) for b in buckets if b]
+
+
+def _two_buffers(buckets: Sequence[Bucket]) -> Iterator[Tensor]:
+    """For the next of `buckets`, in turns: one is filled while the other is under way."""
+    size = max((bucket.num_bytes for bucket in buckets), default=0)
+    memory = cycle(torch.empty(2, size, dtype=torch.uint8))
+    return (buffer[: bucket.num_bytes] for bucket, buffer in zip(buckets, memory, strict=False))
 
 
 def gloo_group(address: str, port: int, name: str, rank: int, world_size: int) -> dist.ProcessGroup:
