@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ Metrics = dict[str, float]
 
 Purpose = Literal["train", "eval"]
 """What samples are for."""
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
 Schedule = list[list[list[int]]]
 """[optimizer step][rank] -> which sequences of a batch the rank learns from."""
@@ -81,6 +82,8 @@ class Prompt:
     """The conversation that a chat template made the text of, for models with another template."""
     images: tuple[Image, ...] = ()
     """In the order of their placeholders in `text`."""
+    num_tokens: int = 0
+    """As many as the policy reads, those of images included. 0: nobody has counted them."""
 
 
 def _restore(prompt: Prompt, state: Sequence[Any]) -> None:
@@ -301,6 +304,28 @@ class Group:
             kept_of(self.trajectories),
             routing_of(self.trajectories),
         )
+
+
+Work = np.ndarray
+"""(P + 1,) int64: samples for each of the P purposes, and the tokens of their prompts together."""
+
+
+def no_work() -> Work:
+    return np.zeros(len(PURPOSES) + 1, np.int64)
+
+
+def work_of(prompt: Prompt, purpose: Purpose, num_samples: int) -> Work:
+    samples = [num_samples * (p == purpose) for p in PURPOSES]
+    return np.array([*samples, num_samples * prompt.num_tokens], np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sampled:
+    """A group that a sampler has finished."""
+
+    group: Group
+    done: Work
+    """What the sampler has finished since it started, in groups that have samples left too."""
 
 
 _ARRAYS = ("token_ids", "action_mask", "rollout_log_probs", "weight_versions", "turn_starts", "turn_rewards")

@@ -1,6 +1,7 @@
 """Tiny models of architectures whose weights transformers renames, fuses or splits on load."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers as hf
@@ -48,8 +49,9 @@ FAMILIES = {
 }
 
 
-def tiny_family(folder: Path, family: str, seed: int = 0) -> Path:
-    """Write a model and its tokenizer. Neither norms nor the biases of routers are constant."""
+def tiny_family(folder: Path, family: str, seed: int = 0, **changed: Any) -> Path:
+    """Write a model and its tokenizer. Neither norms nor the biases of routers are constant.
+    `changed`: of its configuration."""
     tokenizer = tiny_tokenizer()
     options = FAMILIES[family]
     common = {
@@ -69,7 +71,7 @@ def tiny_family(folder: Path, family: str, seed: int = 0) -> Path:
     if family == "GPTNeoX":
         del common["num_key_value_heads"]
     torch.manual_seed(seed)
-    config = getattr(hf, f"{family}Config")(**common | options)
+    config = getattr(hf, f"{family}Config")(**common | options | changed)
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

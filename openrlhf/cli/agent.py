@@ -80,7 +80,7 @@ async def play(config: "PPOConfig", prompt: "Prompt") -> "Group":
     engine = EngineActor(config, options, UserFiles.of(config.train.agent_func_path), private={})
     await engine.start()
     try:
-        return await engine.run_group(prompt, "train")
+        return (await engine.run_group(prompt, "train")).group
     finally:
         await engine.close()
 

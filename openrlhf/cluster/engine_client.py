@@ -2,6 +2,7 @@
 protocol."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import as_completed
 from typing import Any
 
 import ray
@@ -37,7 +38,8 @@ class RayEngineClient:
         self._all(lambda _, engine: engine.start_weight_update.remote())
 
     def update_weights(self, update_info: dict | list[dict]) -> None:
-        self._all(lambda _, engine: engine.update_weights.remote(update_info))
+        shared = ray.put(update_info)  # the names of all tensors: else they leave here once for each engine
+        self._all(lambda _, engine: engine.update_weights.remote(shared))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         version = str(self.version) if weight_version is None else weight_version
@@ -48,15 +50,13 @@ class RayEngineClient:
 
     def _all(self, call: Callable[[int, ActorHandle], ray.ObjectRef]) -> dict[int, Any]:
         """The answers of engines that gave one."""
-        asked = {call(i, e): i for i, e in enumerate(self.engines) if i not in self.failures}
+        asked = {call(i, e).future(): i for i, e in enumerate(self.engines) if i not in self.failures}
         answers = {}
-        while asked:
-            (done, *_), _ = ray.wait(list(asked))
-            i = asked.pop(done)
+        for done in as_completed(asked):
             try:
-                answers[i] = ray.get(done)
+                answers[asked[done]] = done.result()
             except RayError as error:
                 if self.ends_with_first:
                     raise
-                self.failures[i] = in_words(error)
+                self.failures[asked[done]] = in_words(error)
         return answers

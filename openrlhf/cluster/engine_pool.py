@@ -37,7 +37,7 @@ from openrlhf.rewards.user_file import UserFiles
 from openrlhf.rollout.agents import AgentSetting, UserExecutor
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
-from openrlhf.types import Group, Image, Metrics, Prompt, Purpose
+from openrlhf.types import Group, Image, Metrics, Prompt, Purpose, Sampled
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from openrlhf.utils.text import text_tokenizer
 
@@ -121,14 +121,15 @@ class EngineActor(VLLMEngine):
 
     async def run_group(
         self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
-    ) -> Group:
+    ) -> Sampled:
         """See `EpisodeRunner`."""
-        return await self.runner.run_group(prompt, self.samplings[purpose], samples)
+        group = await self.runner.run_group(prompt, self.samplings[purpose], samples)
+        return Sampled(group=group, done=self.runner.done.copy())
 
     async def submit_groups(self, requests: dict[int, Request]) -> None:
         self.groups.submit(requests)
 
-    async def finished_groups(self) -> dict[int, Group]:
+    async def finished_groups(self) -> dict[int, Sampled]:
         return await self.groups.finished()
 
     async def probe(self, token_ids: list[int], images: Sequence[Image]) -> EngineProbe:
@@ -212,6 +213,7 @@ class EnginePool:
             [EngineSampler(member) for member in self.members],
             {"train": config.rollout.n_samples_per_prompt, "eval": config.eval.n_samples_per_prompt},
             memory=self.residency,
+            longest=config.longest_response,
             score=reward.score if reward else None,
             scores_at_once=not (config.engines_share and on_gpu),
             retry_on=config.rollout.retry_on if retries_elsewhere(config) else (),

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from itertools import count
 
 from openrlhf.cluster.pending import Handle
-from openrlhf.types import Group, Prompt, Purpose
+from openrlhf.types import Prompt, Purpose, Sampled
 
 Request = tuple[Prompt, Purpose, Sequence[int] | None]
 """Arguments of `Sampler.run_group`."""
@@ -20,10 +20,10 @@ Request = tuple[Prompt, Purpose, Sequence[int] | None]
 class Groups:
     """Those that an engine's process works on, and those that nobody has fetched yet."""
 
-    def __init__(self, run: Callable[[Prompt, Purpose, Sequence[int] | None], Awaitable[Group]]) -> None:
+    def __init__(self, run: Callable[[Prompt, Purpose, Sequence[int] | None], Awaitable[Sampled]]) -> None:
         self._run = run
-        self._numbers: dict[asyncio.Future[Group], int] = {}
-        self._finished: asyncio.Queue[asyncio.Future[Group]] = asyncio.Queue()
+        self._numbers: dict[asyncio.Future[Sampled], int] = {}
+        self._finished: asyncio.Queue[asyncio.Future[Sampled]] = asyncio.Queue()
 
     def submit(self, requests: dict[int, Request]) -> None:
         """In the event loop that they run in."""
@@ -32,7 +32,7 @@ class Groups:
             self._numbers[task] = number
             task.add_done_callback(self._finished.put_nowait)
 
-    async def finished(self) -> dict[int, Group]:
+    async def finished(self) -> dict[int, Sampled]:
         """All that have finished, as soon as one has. Raises what a group raised."""
         tasks = [await self._finished.get()]
         while not self._finished.empty():
@@ -50,13 +50,13 @@ class EngineSampler:
         self._numbers = count()
         self._lock = threading.RLock()  # Ray answers in threads of its own, or at once
         self._unsent: dict[int, Request] = {}
-        self._waiting: dict[int, Future[Group]] = {}
+        self._waiting: dict[int, Future[Sampled]] = {}
         self._is_sending = self._is_fetching = False
 
     def run_group(
         self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
-    ) -> Future[Group]:
-        future: Future[Group] = Future()
+    ) -> Future[Sampled]:
+        future: Future[Sampled] = Future()
         with self._lock:
             number = next(self._numbers)
             self._unsent[number], self._waiting[number] = (prompt, purpose, samples), future
@@ -79,7 +79,7 @@ class EngineSampler:
                 self._fail(error)
             self._advance()
 
-    def _fetched(self, call: Future[dict[int, Group]]) -> None:
+    def _fetched(self, call: Future[dict[int, Sampled]]) -> None:
         with self._lock:
             self._is_fetching = False
             if error := call.exception():

@@ -77,7 +77,7 @@ def build_prompts(
             refuse(rows.origin(i), reason, policy, dropped)
             continue
         if 0 < length < max_len:
-            kept.append(i, replace(prompt, prompt_id=first_id + i, images=seen))
+            kept.append(i, replace(prompt, prompt_id=first_id + i, images=seen, num_tokens=length))
         elif length and bad_rows is None:
             dropped[LONG_PROMPT] += 1
             needed_len = max(needed_len, length + 1)
@@ -98,7 +98,7 @@ class _Kept(Sequence[Prompt]):
 
     def __init__(self, rows: Rows, read: Callable[[Row], Prompt], first_id: int) -> None:
         self._rows, self._read, self._first_id = rows, read, first_id
-        self._numbers = array("q")
+        self._numbers, self._lengths = array("q"), array("i")
         self._images: dict[int, tuple[Image, ...]] = {}
         """Row -> the names of its images, where it has some."""
         self._held: list[Prompt] | None = []
@@ -107,6 +107,7 @@ class _Kept(Sequence[Prompt]):
     def append(self, number: int, prompt: Prompt) -> None:
         """number: of its row."""
         self._numbers.append(number)
+        self._lengths.append(prompt.num_tokens)
         if prompt.images:
             self._images[number] = prompt.images
         self._size += len(prompt.text)
@@ -129,7 +130,9 @@ class _Kept(Sequence[Prompt]):
             return self._held[i]
         number = self._numbers[i]
         images = self._images.get(number, ())
-        return replace(self._read(self._rows[number]), prompt_id=self._first_id + number, images=images)
+        prompt = self._read(self._rows[number])
+        own = {"prompt_id": self._first_id + number, "images": images, "num_tokens": self._lengths[i]}
+        return replace(prompt, **own)
 
 
 IN_MEMORY = 2**26

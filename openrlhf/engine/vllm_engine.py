@@ -151,6 +151,8 @@ def engine_environment(options: EngineOptions) -> dict[str, str]:
         # The default pins every engine to the first cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind" if options.num_workers == 1 else bind,
         "TORCH_COMPILE_DISABLE": "1",
+        # In pages of 2 MiB new memory takes a third of the time, and a weight sync is mostly new memory.
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
     }
 
 

@@ -5,7 +5,8 @@ Importing this module registers our transfer backends: `openrlhf_gloo` for machi
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
@@ -25,7 +27,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
@@ -34,6 +36,7 @@ from openrlhf.engine.vllm_routing import RoutingRecorder
 from openrlhf.engine.weight_sync import (
     ADAPTER_MARKS,
     PLACES,
+    Bucket,
     Checksum,
     TensorMeta,
     broadcast,
@@ -170,24 +173,32 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        assert self.group is not None  # the trainer opens the transfer first
         tensors = [TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in update_info.tensors]
         try:
-            for bucket in plan_buckets(tensors, update_info.bucket_bytes):
-                buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-                broadcast(self.group, buffer).wait()
+            for bucket, buffer in self._received(plan_buckets(tensors, update_info.bucket_bytes)):
                 self.model.load_weights([(meta.name, view) for meta, view in bucket.views(buffer)])
         except BaseException:
             self.group = None  # a closed connection: the sender does not wait for this engine
             raise
 
+    def _received(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, Tensor]]:
+        """Each with its bytes. The next one arrives while one is loaded."""
+        assert self.group is not None  # the trainer opens the transfer first
+        under_way: list[tuple[Bucket, Tensor, dist.Work]] = []
+        for bucket in buckets:
+            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            under_way.append((bucket, buffer, broadcast(self.group, buffer)))
+            if len(under_way) == 2:
+                yield _arrived(*under_way.pop(0))
+        for last in under_way:
+            yield _arrived(*last)
+
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         # On CPU a linear layer keeps a packed copy of its weight. A reload packs again only the layers that
         # received weights, and a tied head receives none.
-        for module in self.model.modules():
-            if isinstance(module, VocabParallelEmbedding):
-                module.quant_method.process_weights_after_loading(module)
+        for head in _tied_heads(self.model):
+            head.quant_method.process_weights_after_loading(head)
 
     def shutdown(self) -> None:
         self.group = None
@@ -203,6 +214,18 @@ class CheckedNCCL(CheckedLoading, NCCLWeightTransferEngine):
 
 class CheckedIPC(CheckedLoading, IPCWeightTransferEngine):
     pass
+
+
+def _arrived(bucket: Bucket, buffer: Tensor, work: dist.Work) -> tuple[Bucket, Tensor]:
+    work.wait()
+    return bucket, buffer
+
+
+def _tied_heads(model: nn.Module) -> list[ParallelLMHead]:
+    """Heads that compute with the weight of another layer."""
+    layers = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    owners = Counter(id(layer.weight) for layer in layers)
+    return [m for m in layers if isinstance(m, ParallelLMHead) and owners[id(m.weight)] > 1]
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -40,6 +41,8 @@ one GPU share each filling is a round trip to all engines."""
 GATHERED_BYTES = 64 << 20
 """Of weights that are made whole at a time."""
 ALIGNMENT = 64
+SENDING_THREADS = 8
+"""Of rank 0 over gloo, at most: connections to engines share them."""
 ADAPTER_MARKS = (".lora_A.", ".lora_B.")
 """In the names of an adapter's tensors, and in no checkpoint's of a whole model."""
 TIMEOUT = datetime.timedelta(seconds=300)
@@ -289,8 +292,8 @@ class GlooTransfer:
             }
             received = thread.submit(self.client.update_weights, update)
             stream = iter(self.source)
-            for bucket in plan_buckets(tensors, self.bucket_bytes):
-                buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            buckets = plan_buckets(tensors, self.bucket_bytes)
+            for bucket, buffer in zip(buckets, _two_buffers(buckets), strict=True):
                 for meta, view in bucket.views(buffer):
                     name, tensor = next(stream)
                     assert name == meta.name, (name, meta.name)
@@ -350,10 +353,18 @@ def plan_buckets(tensors: list[TensorMeta], capacity: int) -> list[Bucket]:
     return [Bucket(tuple(b)) for b in buckets if b]
 
 
+def _two_buffers(buckets: Sequence[Bucket]) -> Iterator[Tensor]:
+    """For the next of `buckets`, in turns: one is filled while the other is under way."""
+    size = max((bucket.num_bytes for bucket in buckets), default=0)
+    memory = cycle(torch.empty(2, size, dtype=torch.uint8))
+    return (buffer[: bucket.num_bytes] for bucket, buffer in zip(buckets, memory, strict=False))
+
+
 def gloo_group(address: str, port: int, name: str, rank: int, world_size: int) -> dist.ProcessGroup:
     """A process group that leaves the default one alone. All groups of a trainer, told apart by `name`, meet
     at the store of its rank 0."""
-    return _gloo_group(_store(address, port, is_master=False), name, rank, world_size)
+    store = _store(address, port, is_master=False)
+    return _gloo_group(store, name, rank, world_size, _gloo_device(store))
 
 
 def broadcast(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
@@ -364,11 +375,18 @@ def broadcast(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
     return group.broadcast([tensor], options)
 
 
-def _gloo_group(store: dist.TCPStore, name: str, rank: int, world_size: int) -> dist.ProcessGroup:
+def _gloo_device(store: dist.TCPStore) -> Any:
+    """A thread that moves the bytes of any number of groups."""
+    return dist.ProcessGroupGloo.create_device(hostname=_address_towards(store.host, store.port))
+
+
+def _gloo_group(
+    store: dist.TCPStore, name: str, rank: int, world_size: int, device: Any
+) -> dist.ProcessGroup:
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know its options
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=_address_towards(store.host, store.port))]
-    options._timeout = TIMEOUT
+    options._devices, options._timeout = [device], TIMEOUT
+    options._threads = 1  # that waits: one bucket comes after the other
     return gloo(dist.PrefixStore(name, store), rank, world_size, options)
 
 
@@ -393,8 +411,11 @@ def _open_gloo(source: WeightSource, client: EngineClient, meeting: Rendezvous) 
     with ThreadPoolExecutor(1) as thread:  # the engines block until rank 0 joins
         joined = thread.submit(client.init_weight_transfer_engine, info)
         size = client.workers_per_engine
-        names = [str(1 + i * size) for i in range(client.num_engines)]
-        groups = {i: _gloo_group(store, name, 0, 1 + size) for i, name in enumerate(names)}
+        devices = [_gloo_device(store) for _ in range(min(client.num_engines, SENDING_THREADS))]
+        groups = {
+            i: _gloo_group(store, str(1 + i * size), 0, 1 + size, devices[i % len(devices)])
+            for i in range(client.num_engines)
+        }
         joined.result()
     client.ends_with_first = False
     return GlooTransfer(source, client, groups, meeting.bucket_bytes)

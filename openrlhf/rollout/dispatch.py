@@ -10,11 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from openrlhf.types import Group, Prompt, Purpose
+import numpy as np
+
+from openrlhf.types import PURPOSES, Group, Prompt, Purpose, Sampled, Work, work_of
 
 SAMPLES_IN_FLIGHT = 512
-"""Samples that an engine holds at a time: enough to fill its batch, few enough that engines of different
+"""Samples that an engine works on at a time: enough to fill its batch, few enough that engines of different
 speed finish together."""
+REMEMBERED = 4096
+"""Samples whose mean length is expected of the next ones: what a policy writes changes as it learns."""
 NAMED = 3
 """Prompts that a message about waiting names."""
 
@@ -22,7 +26,7 @@ NAMED = 3
 class Sampler(Protocol):
     def run_group(
         self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
-    ) -> Future[Group]:
+    ) -> Future[Sampled]:
         """All samples of one prompt; or some of them, by number, that have failed elsewhere."""
         ...
 
@@ -49,8 +53,7 @@ class _Request:
 @dataclass(slots=True, eq=False)
 class _Load:
     sampler: Sampler
-    num_samples: int = 0
-    """Unfinished ones."""
+    number: int
     requests: list[_Request] = field(default_factory=list)
 
 
@@ -64,9 +67,49 @@ class _Again:
     failed_at: _Load
 
 
+class Balance:
+    """Which sampler gets the next prompt: the one with the fewest tokens left. Those are the tokens of its
+    unfinished samples' prompts, and for each sample as many more as finished ones took on average.
+
+    A group is as long under way as its longest sample, so samplers say of every sample when it has
+    finished."""
+
+    def __init__(self, num_samplers: int, longest: int) -> None:
+        """`longest`: tokens that are expected of an answer before any has finished."""
+        self.sent, self.done = np.zeros((2, num_samplers, len(PURPOSES) + 1), np.int64)
+        """The Work of each sampler."""
+        self.tokens_each = np.array([longest] * len(PURPOSES) + [1.0])
+        """(P + 1,) float64: expected of each sample, by its purpose; and a prompt's token is one."""
+        self._seen = Counter[Purpose]()
+        """Samples that `tokens_each` is the mean of."""
+
+    def least_busy(self, num_samples: int, avoided: int | None = None) -> int | None:
+        """A sampler with room for a group of this size, by its number. None where all have as much as they
+        can hold."""
+        left = self.sent - self.done
+        samples_left = left[:, :-1].sum(1)
+        has_room = (samples_left == 0) | (samples_left + num_samples <= SAMPLES_IN_FLIGHT)
+        if avoided is not None:
+            has_room[avoided] = False
+        if not has_room.any():
+            return None
+        return int(np.where(has_room, left @ self.tokens_each, np.inf).argmin())
+
+    def hear(self, number: int, done: Work) -> None:
+        """From a sampler. What it says may come in another order than it was said."""
+        self.done[number] = np.maximum(self.done[number], done)
+
+    def expect(self, purpose: Purpose, num_samples: int, num_tokens: int) -> None:
+        """Of other samples the same as of these, which took so many tokens together beside their prompts."""
+        if num_samples:
+            i = PURPOSES.index(purpose)
+            self._seen[purpose] = min(self._seen[purpose] + num_samples, REMEMBERED)
+            self.tokens_each[i] += (num_tokens - num_samples * self.tokens_each[i]) / self._seen[purpose]
+
+
 class Dispatcher:
-    """Each prompt goes to the sampler with the fewest unfinished samples. One thread decides; nothing that
-    calls a method waits for it but `next_group`."""
+    """Each prompt goes to the sampler that has least left to do. One thread decides; nothing that calls a
+    method waits for it but `next_group`."""
 
     def __init__(
         self,
@@ -74,15 +117,17 @@ class Dispatcher:
         num_samples: Mapping[Purpose, int],
         *,
         memory: Memory,
+        longest: int,
         score: Callable[[list[Group]], list[Group]] | None = None,
         scores_at_once: bool = True,
         retry_on: Collection[str] = (),
     ) -> None:
-        """`num_samples`: of a prompt. `retry_on`: outcomes after which a sample runs once more, on another
-        sampler; needs two of them. `score`: adds rewards to groups that have finished, several at a time
-        where they finish while it works; `scores_at_once` off: only when no sampler works, whose memory it
-        needs."""
-        self._loads = [_Load(sampler) for sampler in samplers]
+        """`num_samples`: of a prompt. `longest`: tokens that are expected of an answer before any has
+        finished. `retry_on`: outcomes after which a sample runs once more, on another sampler; needs two of
+        them. `score`: adds rewards to groups that have finished, several at a time where they finish while
+        it works; `scores_at_once` off: only when no sampler works, whose memory it needs."""
+        self._loads = [_Load(sampler, i) for i, sampler in enumerate(samplers)]
+        self._balance = Balance(len(samplers), longest)
         self._num_samples, self._memory = num_samples, memory
         self._score, self._scores_at_once, self._retry_on = score, scores_at_once, retry_on
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="score")
@@ -192,16 +237,15 @@ class Dispatcher:
     def _least_busy(self) -> _Load | None:
         """None where all have as much as they can hold."""
         request = self._waiting[0]
-        avoided = request.again.failed_at if request.again else None
-        load = min((load for load in self._loads if load is not avoided), key=lambda load: load.num_samples)
-        is_full = load.requests and load.num_samples + self._size(request) > SAMPLES_IN_FLIGHT
-        return None if is_full else load
+        avoided = request.again.failed_at.number if request.again else None
+        number = self._balance.least_busy(self._size(request), avoided)
+        return None if number is None else self._loads[number]
 
     def _size(self, request: _Request) -> int:
         return len(request.again.samples) if request.again else self._num_samples[request.purpose]
 
     def _send(self, request: _Request, load: _Load) -> None:
-        load.num_samples += self._size(request)
+        self._balance.sent[load.number] += work_of(request.prompt, request.purpose, self._size(request))
         load.requests.append(request)
         samples = request.again.samples if request.again else None
         future = load.sampler.run_group(request.prompt, request.purpose, samples)
@@ -209,9 +253,11 @@ class Dispatcher:
             lambda future: self._events.put(lambda: self._sampled(request, load, future.result()))
         )
 
-    def _sampled(self, request: _Request, load: _Load, group: Group) -> None:
-        load.num_samples -= self._size(request)
+    def _sampled(self, request: _Request, load: _Load, sampled: Sampled) -> None:
         load.requests.remove(request)
+        group = sampled.group
+        self._balance.hear(load.number, sampled.done)
+        self._balance.expect(request.purpose, *_answered(group))
         if request.again:
             group = _replaced(request.again.group, group)
         elif failed := [t.sample_index for t in group.trajectories if t.outcome in self._retry_on]:
@@ -247,6 +293,13 @@ class Dispatcher:
         if self._is_scoring:
             lines.append("reward models are scoring finished groups")
         return f"{self._under_way[purpose]} prompts of {purpose} are under way.\n" + "\n".join(lines)
+
+
+def _answered(group: Group) -> tuple[int, int]:
+    """Samples, and their tokens beside the prompts: feedback too, which engines read."""
+    num_samples = len({t.sample_index for t in group.trajectories})
+    num_tokens = sum(len(t.token_ids) for t in group.trajectories)
+    return num_samples, num_tokens - num_samples * group.prompt.num_tokens
 
 
 def _replaced(group: Group, again: Group) -> Group:

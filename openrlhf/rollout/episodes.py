@@ -2,7 +2,7 @@
 data."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.rollout.results import read_result
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.rollout.trajectories import trajectories
-from openrlhf.types import Episode, Group, Outcome, Prompt
+from openrlhf.types import Episode, Group, Outcome, Prompt, Purpose, Work, no_work, work_of
 from openrlhf.utils.agent import AgentExecutorBase, Engine, RewardError, StepTimeout
 
 if TYPE_CHECKING:  # both take seconds, and vLLM reads its environment
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # both take seconds, and vLLM reads its environment
 class Sampling:
     """How to sample, in training or in evaluation."""
 
-    purpose: str
+    purpose: Purpose
     """Part of every seed's address: train or eval."""
     num_samples: int
     temperature: float
@@ -52,7 +52,7 @@ class Sampling:
         return cls._of(config, "eval", config.eval.n_samples_per_prompt, config.eval.temperature)
 
     @classmethod
-    def _of(cls, config: PPOConfig, purpose: str, num_samples: int, temperature: float) -> "Sampling":
+    def _of(cls, config: PPOConfig, purpose: Purpose, num_samples: int, temperature: float) -> "Sampling":
         return cls(
             purpose=purpose,
             num_samples=num_samples,
@@ -93,6 +93,8 @@ class EpisodeRunner:
         self.retries, self.retry_on = retries, retry_on
         self.reward_is_optional, self.image_token_id = reward_is_optional, image_token_id
         self._room = nullcontext() if at_a_time is None else asyncio.Semaphore(at_a_time)
+        self.done: Work = no_work()
+        """Of all groups together."""
         self.is_users = isinstance(executor, UserExecutor)
         self.source = executor.source if isinstance(executor, UserExecutor) else type(executor).__name__
 
@@ -107,8 +109,15 @@ class EpisodeRunner:
         else:
             last = self.retries + 1
             running = [self._attempt(prompt, i, sampling, pictures, last) for i in samples]
-        episodes = await asyncio.gather(*running)
+        episodes = await asyncio.gather(*(self._counted(each, prompt, sampling) for each in running))
         return Group(prompt=prompt, trajectories=[t for episode in episodes for t in trajectories(episode)])
+
+    async def _counted(
+        self, running: Coroutine[Any, Any, Episode], prompt: Prompt, sampling: Sampling
+    ) -> Episode:
+        episode = await running
+        self.done += work_of(prompt, sampling.purpose, 1)
+        return episode
 
     async def run(
         self, prompt: Prompt, sample_index: int, sampling: Sampling, pictures: "Sequence[Picture]" = ()

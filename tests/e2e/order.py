@@ -90,7 +90,7 @@ class Engine:
 
     async def run_group(self, prompt: Any, *_: Any) -> SimpleNamespace:
         note("Engine", "run_group")
-        return SimpleNamespace(prompt=prompt, trajectories=[])
+        return SimpleNamespace(group=SimpleNamespace(prompt=prompt, trajectories=[]), done=0)
 
     async def submit_groups(self, requests: dict[int, Any]) -> None:
         self.groups.submit(requests)

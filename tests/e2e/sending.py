@@ -1,10 +1,13 @@
-"""What sends weights to engines in the place of a model in training."""
+"""What sends weights to engines in the place of a model in training, and what speaks to an engine there."""
 
+import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from openrlhf.engine.vllm_engine import VLLMEngine
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
@@ -35,6 +38,37 @@ class Trainer:
                 param.copy_(param.flatten()[torch.randperm(param.numel())].view_as(param))
             elif "norm" in name:
                 param.add_(0.1 * torch.randn_like(param))
+
+
+class Client:
+    """The control plane of one engine, from a thread beside its loop."""
+
+    version = 0
+    num_engines = 1
+    ends_with_first = False
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        self.engine, self.loop = engine, asyncio.get_running_loop()
+        self.workers_per_engine = engine.options.num_workers
+        self.failures: dict[int, str] = {}
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        self._wait(self.engine.init_weight_transfer_engine(init_info))
+
+    def start_weight_update(self) -> None:
+        self._wait(self.engine.start_weight_update())
+
+    def update_weights(self, update_info: dict) -> None:
+        self._wait(self.engine.update_weights(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._wait(self.engine.finish_weight_update(str(self.version)))
+
+    def checksums(self) -> dict[int, list[int]]:
+        return {0: self._wait(self.engine.loaded_checksums())}
+
+    def _wait(self, call: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(call, self.loop).result(100)
 
 
 def differences(policy: PolicyModel, token_ids: list[int], log_probs: list[float]) -> list[float]:

@@ -52,6 +52,10 @@ ARRANGEMENTS = {
         "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 "
         "--critic.num_gpus_per_node 1 --vllm.pipeline_parallel_size 2"
     ),
+    "zero 3, two ranks, an engine of two shards": (
+        "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 1 "
+        "--critic.num_gpus_per_node 1 --vllm.tensor_parallel_size 2"
+    ),
     "zero 3, one rank, two engines": (
         "--ds.zero_stage 3 --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 "
         "--critic.num_gpus_per_node 1 --vllm.num_engines 2 --vllm.enable_prefix_caching "

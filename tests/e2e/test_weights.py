@@ -22,13 +22,13 @@ def test_ranks_send_what_the_checkpoint_held(tmp_path: Path, run_worker: Callabl
             assert found["count"] > 20 and not found["wrong"] and found["as announced"], (family, found)
 
 
+ON_CPU = EngineOptions(model="", dtype="fp32", max_len=256, seed=0, transfer_backend="gloo", on_gpu=False)
+
+
 @pytest.fixture
 def engine_variables(cpu_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For workers with an engine in their process."""
-    options = EngineOptions(
-        model="", dtype="fp32", max_len=256, seed=0, transfer_backend="gloo", on_gpu=False
-    )
-    for name, value in engine_environment(options).items():
+    for name, value in engine_environment(ON_CPU).items():
         monkeypatch.setenv(name, value)
 
 
@@ -109,6 +109,37 @@ def test_a_request_that_a_sync_pauses(tmp_path: Path, run_worker: Callable, keep
     assert found["new versions"] == [[2, 8]] and found["of new requests"] < 1e-4
     # A block: of what the request computed anew, or what the first new one did.
     assert found["cached"] == ([0, 128] if keep_cache else [128, 128])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "heads", "shards", "stages"),
+    [
+        ("Qwen3", (4, 1), 2, 1),  # tied; both workers hold the one head of keys and values
+        ("Qwen2Moe", (2, 2), 2, 1),
+        ("Qwen3", (2, 2), 1, 2),
+    ],
+)
+def test_an_engine_of_several_workers(
+    cpu_engines: None,
+    tmp_path: Path,
+    run_worker: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    heads: tuple[int, int],
+    shards: int,
+    stages: int,
+) -> None:
+    """Each loads its part of what all receive, and counts the whole; together they compute what the trainer
+    does, with the first weights and with the next."""
+    own = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    model = str(tiny_family(tmp_path / family, family, **own))
+    options = replace(ON_CPU, tensor_parallel_size=shards, pipeline_parallel_size=stages)
+    for name, value in engine_environment(options).items():
+        monkeypatch.setenv(name, value)
+    (found,) = run_worker("sharded_engine", 1, model=model, shards=shards, stages=stages)
+    assert found["workers"] == 2 and not found["unwritten"]
+    assert max(found["differences"]) < 1e-4
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from openrlhf.config.ppo import AlgoConfig, PPOConfig, RewardConfig, RolloutConf
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.trainer.collect import Admission, Collected, Collector, check_failures
-from openrlhf.types import Group, Prompt, Purpose, Trajectory
+from openrlhf.types import Group, Prompt, Purpose, Sampled, Trajectory, no_work
 
 Score = float | None
 """None: the sample failed."""
@@ -339,15 +339,16 @@ def test_engines_that_finish_in_another_order_change_nothing():
     class Engine:
         """The later a prompt is asked for, the sooner its samples are there."""
 
-        def run_group(self, prompt: Prompt, purpose: Purpose, samples: None = None) -> Future[Group]:
-            future: Future[Group] = Future()
+        def run_group(self, prompt: Prompt, purpose: Purpose, samples: None = None) -> Future[Sampled]:
+            future: Future[Sampled] = Future()
             group = group_of(prompt, world.scores(prompt.episode, prompt.prompt_id))
-            Timer(0.02 * (8 - prompt.prompt_id), future.set_result, [group]).start()
+            sampled = Sampled(group=group, done=no_work())
+            Timer(0.02 * (8 - prompt.prompt_id), future.set_result, [sampled]).start()
             return future
 
     world, other = (World(solved(1, 2, 4, 6, 7), at_a_time=8, batch=2, filters=True) for _ in range(2))
     memory = SimpleNamespace(wake=lambda: None, rest=lambda: None)
-    engines = Dispatcher([Engine(), Engine()], {"train": 2}, memory=memory)
+    engines = Dispatcher([Engine(), Engine()], {"train": 2}, memory=memory, longest=8)
     world.collector = Collector(world.config, world.prompts, engines, world.on_group)
     assert plain(world.run()) == plain(other.run())
     assert world.arrived != sorted(world.arrived)

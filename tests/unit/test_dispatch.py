@@ -9,7 +9,7 @@ import pytest
 from records import group_of, trajectory
 
 from openrlhf.rollout.dispatch import SAMPLES_IN_FLIGHT, Dispatcher
-from openrlhf.types import Group, Outcome, Prompt, Purpose, Trajectory
+from openrlhf.types import Group, Outcome, Prompt, Purpose, Sampled, Trajectory, Work, no_work, work_of
 
 
 def prompts(*ids: int) -> list[Prompt]:
@@ -21,7 +21,10 @@ class Sampler:
 
     def __init__(self, calls: list[str] | None = None) -> None:
         self.calls = [] if calls is None else calls
-        self.open: dict[int, Future[Group]] = {}
+        self.open: dict[int, Future[Sampled]] = {}
+        self.work: dict[int, Work] = {}
+        self.done = no_work()
+        self.num_samples = 2
         self.seen: list[int] = []
         self.samples: list[Sequence[int] | None] = []
         self.purposes: list[Purpose] = []
@@ -29,8 +32,11 @@ class Sampler:
 
     def run_group(
         self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
-    ) -> Future[Group]:
-        future: Future[Group] = Future()
+    ) -> Future[Sampled]:
+        future: Future[Sampled] = Future()
+        self.work[prompt.prompt_id] = work_of(
+            prompt, purpose, self.num_samples if samples is None else len(samples)
+        )
         self.samples.append(samples)
         self.seen.append(prompt.prompt_id)
         self.purposes.append(purpose)
@@ -43,12 +49,17 @@ class Sampler:
         """As soon as they are under way."""
         wait_until(lambda: set(ids) <= set(self.open))
         for i in ids:
-            self.open.pop(i).set_result(group_of(Prompt(prompt_id=i, text=""), [0.0, 1.0]))
+            self._hand_over(group_of(Prompt(prompt_id=i, text=""), [0.0, 1.0]))
 
     def answer(self, i: int, trajectories: list[Trajectory]) -> None:
         wait_until(lambda: i in self.open)
         prompt = Prompt(prompt_id=i, text="")
-        self.open.pop(i).set_result(Group(prompt=prompt, trajectories=trajectories))
+        self._hand_over(Group(prompt=prompt, trajectories=trajectories))
+
+    def _hand_over(self, group: Group) -> None:
+        i = group.prompt.prompt_id
+        self.done += self.work.pop(i)
+        self.open.pop(i).set_result(Sampled(group=group, done=self.done.copy()))
 
     def fail(self, i: int, error: Exception) -> None:
         wait_until(lambda: i in self.open)
@@ -89,7 +100,10 @@ def dispatcher_of() -> Iterator[Build]:
 
     def build(samplers: Sequence[Sampler], num_samples: int = 2, calls: list[str] | None = None, **options):
         sizes: dict[Purpose, int] = {"train": num_samples, "eval": num_samples}
-        made.append(Dispatcher(samplers, sizes, memory=Memory([] if calls is None else calls), **options))
+        memory = Memory([] if calls is None else calls)
+        for sampler in samplers:
+            sampler.num_samples = num_samples
+        made.append(Dispatcher(samplers, sizes, memory=memory, longest=100, **options))
         return made[-1]
 
     yield build
@@ -286,7 +300,7 @@ def test_an_error_while_memory_is_taken_reaches_whoever_asks():
         def wake(self) -> None:
             raise MemoryError("the KV cache does not fit")
 
-    dispatcher = Dispatcher([Sampler()], {"train": 2}, memory=Full([]))
+    dispatcher = Dispatcher([Sampler()], {"train": 2}, memory=Full([]), longest=100)
     dispatcher.submit(prompts(0), "train")
     with pytest.raises(MemoryError, match="the KV cache does not fit"):
         dispatcher.next_group("train", 10)

@@ -1,6 +1,6 @@
-"""The control plane of engines, some of which fail. Ray's calls are futures here."""
+"""The control plane of engines, some of which fail. Ray's calls are done here when they are made."""
 
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -21,22 +21,24 @@ class Engine:
         self.calls: list[tuple] = []
 
     def __getattr__(self, method: str) -> SimpleNamespace:
-        def remote(*arguments) -> Future:
+        def remote(*arguments) -> SimpleNamespace:
             self.calls.append((method, *arguments))
             future: Future = Future()
             if method == self.method:
                 future.set_exception(self.error)
             else:
                 future.set_result([self.number])
-            return future
+            return SimpleNamespace(future=lambda: future)
 
         return SimpleNamespace(remote=remote)
 
 
 @pytest.fixture(autouse=True)
-def futures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "wait", lambda refs: wait(refs, return_when=FIRST_COMPLETED))
-    monkeypatch.setattr(ray, "get", Future.result)
+def put(monkeypatch: pytest.MonkeyPatch) -> list:
+    """What was given to the object store, which hands it on to every engine."""
+    given = []
+    monkeypatch.setattr(ray, "put", lambda value: given.append(value) or value)
+    return given
 
 
 def synced(*engines: Engine) -> RayEngineClient:
@@ -76,3 +78,11 @@ def test_every_engine_has_ranks_of_its_own():
     method = "init_weight_transfer_engine"
     for i, engine in enumerate(engines):
         assert engine.calls == [(method, {"rank_offset": 1 + 2 * i}), (method, {"packed": True})]
+
+
+def test_hundreds_of_engines_get_the_names_of_all_tensors_from_one_place(put: list):
+    engines = [Engine(i) for i in range(512)]
+    client = synced(*engines)
+    assert put == [{"a": 1}] and not client.failures
+    assert all(len(engine.calls) == 3 for engine in engines)
+    assert client.checksums() == {i: [i] for i in range(512)}

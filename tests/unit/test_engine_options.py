@@ -69,6 +69,16 @@ def test_only_engines_on_the_trainers_gpus_unpickle_what_their_socket_brings(mon
         assert not allowed.keys() & engine_environment(other).keys()
 
 
+def test_engines_on_a_cpu_take_memory_in_large_pages(monkeypatch):
+    """Unless somebody has told glibc something else."""
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    on_cpu, on_gpu = (engine_options(PPOConfig(), on_gpu=on_gpu) for on_gpu in (False, True))
+    assert engine_environment(on_cpu)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    assert "GLIBC_TUNABLES" not in engine_environment(on_gpu)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
+    assert engine_environment(on_cpu)["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2"
+
+
 class AwakeLLM:
     """What an engine asks of vLLM to change its weights and to sleep."""
 

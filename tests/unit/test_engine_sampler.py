@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from openrlhf.cluster.sampler import EngineSampler, Groups
-from openrlhf.types import Group, Prompt
+from openrlhf.types import Group, Prompt, Sampled, no_work
 
 
 class Method:
@@ -35,8 +35,12 @@ def prompt(number: int) -> Prompt:
     return Prompt(prompt_id=number, text="")
 
 
-def group(number: int) -> Group:
-    return Group(prompt=prompt(number), trajectories=[])
+def group(number: int) -> Sampled:
+    return Sampled(group=Group(prompt=prompt(number), trajectories=[]), done=no_work())
+
+
+def ids(groups: dict[int, Sampled]) -> dict[int, int]:
+    return {number: sampled.group.prompt.prompt_id for number, sampled in groups.items()}
 
 
 def test_what_is_asked_for_while_a_call_is_on_its_way_goes_with_the_next() -> None:
@@ -51,7 +55,7 @@ def test_what_is_asked_for_while_a_call_is_on_its_way_goes_with_the_next() -> No
     assert len(actor.submit_groups.calls) == 2 and len(actor.finished_groups.calls) == 1
     actor.finished_groups.last.set_result({3: group(3), 1: group(1)})
     actor.finished_groups.last.set_result({0: group(0), 2: group(2), 4: group(4)})
-    assert [future.result().prompt.prompt_id for future in futures] == [0, 1, 2, 3, 4]
+    assert [future.result().group.prompt.prompt_id for future in futures] == [0, 1, 2, 3, 4]
     assert len(actor.finished_groups.calls) == 2  # nobody waits for more
 
 
@@ -75,25 +79,25 @@ def test_groups_are_fetched_as_soon_as_one_has_finished() -> None:
     async def use() -> None:
         ready = [asyncio.Event() for _ in range(3)]
 
-        async def run(prompt: Prompt, *_: Any) -> Group:
+        async def run(prompt: Prompt, *_: Any) -> Sampled:
             await ready[prompt.prompt_id].wait()
             return group(prompt.prompt_id)
 
         groups = Groups(run)
         groups.submit({10 + i: (prompt(i), "train", None) for i in range(3)})
         ready[1].set()
-        assert {n: g.prompt.prompt_id for n, g in (await groups.finished()).items()} == {11: 1}
+        assert ids(await groups.finished()) == {11: 1}
         ready[2].set()
         ready[0].set()
         await asyncio.sleep(0.01)
-        assert {n: g.prompt.prompt_id for n, g in (await groups.finished()).items()} == {10: 0, 12: 2}
+        assert ids(await groups.finished()) == {10: 0, 12: 2}
 
     asyncio.run(use())
 
 
 def test_what_a_group_raises_is_raised_to_who_fetches() -> None:
     async def use() -> None:
-        async def run(*_: Any) -> Group:
+        async def run(*_: Any) -> Sampled:
             raise ValueError("no room")
 
         groups = Groups(run)

@@ -211,6 +211,23 @@ def test_samples_that_failed_elsewhere_have_the_seeds_of_a_further_try() -> None
     assert [params.seed for _, params in engine.asked] == wanted
 
 
+def test_samples_are_counted_while_others_of_their_group_go_on() -> None:
+    prompt, counts = replace(PROMPT, num_tokens=5), []
+
+    class Noting(Engine):
+        async def generate(self, *arguments, **options):
+            output = await super().generate(*arguments, **options)
+            if len(self.asked) == 3:  # the last one
+                await asyncio.sleep(0.01)
+                counts.append(runner.done.tolist())
+            return output
+
+    runner = EpisodeRunner(Noting(ANSWER), TOKENIZER, SingleTurnAgentExecutor(judge, is_chat=True), [STOP])
+    asyncio.run(runner.run_group(prompt, sampling(num_samples=3, purpose="eval")))
+    asyncio.run(runner.run_group(prompt, sampling(num_samples=1)))
+    assert counts[0] == [0, 2, 10] and runner.done.tolist() == [1, 3, 20]
+
+
 def test_the_last_try_stands() -> None:
     engine = Engine(ANSWER[:1], finish_reason="abort")
     (t,) = run_group(engine, options={"retries": 2, "retry_on": ALL}, num_samples=1)

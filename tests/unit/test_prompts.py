@@ -33,9 +33,9 @@ def build(rows, tokenizer, **changes):
 
 def test_a_text_is_one_user_message(tokenizer):
     prompts = build([{"input": "hi", "answer": 7}], tokenizer, label_key="answer")
-    text = "<|user|>hi<|end|><|assistant|>"
+    text, messages = "<|user|>hi<|end|><|assistant|>", [{"role": "user", "content": "hi"}]
     assert list(prompts) == [
-        Prompt(prompt_id=0, text=text, label=7, messages=[{"role": "user", "content": "hi"}])
+        Prompt(prompt_id=0, text=text, label=7, messages=messages, num_tokens=len("hi") + 3)
     ]
 
 
@@ -267,7 +267,10 @@ def test_many_prompts_are_made_of_their_rows_again(tokenizer, monkeypatch, in_me
     monkeypatch.setattr("openrlhf.datasets.prompts.IN_MEMORY", in_memory)
     rows = [{"input": f"prompt {i}", "answer": i} for i in range(20)]
     prompts = build(rows, tokenizer, label_key="answer", first_id=5, apply_chat_template=False)
-    expected = [Prompt(prompt_id=5 + i, text=f"prompt {i}", label=i) for i in range(20)]
+    expected = [
+        Prompt(prompt_id=5 + i, text=text, label=i, num_tokens=len(tokenizer(text)["input_ids"]))
+        for i, text in enumerate(f"prompt {i}" for i in range(20))
+    ]
     assert list(prompts) == list(prompts.without_images) == expected
     assert prompts.without_images[-2:] == expected[-2:]
     read = json.dumps([[p.prompt_id, p.text, p.label, p.source] for p in expected])

@@ -6,10 +6,9 @@ import copy
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from sending import Trainer, differences
+from sending import Client, Trainer, differences
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 
@@ -20,36 +19,6 @@ from openrlhf.models.generation import Decoding
 
 PROMPT = [3 + i % 200 for i in range(140)]
 """A whole block of vLLM's cache on a CPU, and some."""
-
-
-class Client:
-    """The control plane, from a thread beside the engine's loop."""
-
-    version = 0
-    num_engines = workers_per_engine = 1
-    ends_with_first = False
-
-    def __init__(self, engine: VLLMEngine) -> None:
-        self.engine, self.loop = engine, asyncio.get_running_loop()
-        self.failures: dict[int, str] = {}
-
-    def init_weight_transfer_engine(self, init_info: dict) -> None:
-        self._wait(self.engine.init_weight_transfer_engine(init_info))
-
-    def start_weight_update(self) -> None:
-        self._wait(self.engine.start_weight_update())
-
-    def update_weights(self, update_info: dict) -> None:
-        self._wait(self.engine.update_weights(update_info))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._wait(self.engine.finish_weight_update(str(self.version)))
-
-    def checksums(self) -> dict[int, list[int]]:
-        return {0: self._wait(self.engine.loaded_checksums())}
-
-    def _wait(self, call: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(call, self.loop).result(100)
 
 
 def params(seed: int, *, stream: bool = False, tokens: int = 100) -> SamplingParams:

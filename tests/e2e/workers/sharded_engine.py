@@ -1,0 +1,51 @@
+"""Weights from a transformers model in this process to a vLLM engine of several workers: what each of them
+loaded, and whether they compute with it together."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import torch
+from sending import Client, Trainer, differences
+from transformers import AutoTokenizer
+
+from openrlhf.engine.distributed import free_port
+from openrlhf.engine.stored_weights import probe_of
+from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine
+from openrlhf.engine.weight_sync import WeightSender
+
+
+async def main(spec: dict) -> None:
+    torch.manual_seed(0)
+    trainer = Trainer(spec["model"], "fp32")
+    options = EngineOptions(
+        model=spec["model"],
+        dtype="fp32",
+        max_len=256,
+        seed=0,
+        transfer_backend="gloo",
+        on_gpu=False,
+        load_weights=False,
+        tensor_parallel_size=spec["shards"],
+        pipeline_parallel_size=spec["stages"],
+    )
+    engine = VLLMEngine(options)
+    await engine.start()
+    client = Client(engine)
+    meeting = {"backend": "gloo", "address": "127.0.0.1", "port": free_port(), "rank": 0}
+    sender = await asyncio.to_thread(WeightSender, trainer, client, bucket_bytes=1 << 14, **meeting)
+    probe = probe_of(AutoTokenizer.from_pretrained(spec["model"]), 128)
+    found: dict = {"differences": [], "workers": len(await engine.loaded_checksums())}
+    for version in (1, 2):
+        await asyncio.to_thread(sender.send, version)  # compares the checksum of every worker
+        log_probs = await engine.log_probs(probe)
+        found["differences"].append(max(differences(trainer.policy, probe, log_probs)))
+        trainer.learn()
+    found["unwritten"] = await engine.unwritten_parameters()
+    engine.shutdown()
+    (Path(spec["out"]) / "rank0.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(json.loads(sys.argv[1])))
