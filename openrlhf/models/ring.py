@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openrlhf.models.sequence_parallel import Block, RowShare, RowSharing
+from openrlhf.types import present
 
 
 def ring_attention(
@@ -64,20 +65,24 @@ class _Ring(torch.autograd.Function):
         share, sharing = ctx.share, ctx.share.sharing
         of_queries = grad.contiguous(), query, output, lse
         dq = torch.zeros_like(query, dtype=_wide(query))
-        home, arriving = dq, None
-        for rank, kv in _travelling(torch.stack([key, value]), sharing):
+
+        def differentiated(rank: int, kv: Tensor) -> Tensor:
+            """The gradient of these keys and values by this rank's queries; adds theirs to `dq`."""
             dkv = torch.zeros_like(kv, dtype=dq.dtype)
             for block in share.blocks(rank):
-                q_side, kv_side = (x[:, :, block.own] for x in of_queries), kv[:, :, :, block.of]
-                found = ctx.kernel.backward(*q_side, *kv_side, block, ctx.scale)
+                own = (x[:, :, block.own] for x in of_queries)
+                found = ctx.kernel.backward(*own, *kv[:, :, :, block.of], block, ctx.scale)
                 dq[:, :, block.own] += found[0]
                 dkv[0, :, :, block.of] += found[1]
                 dkv[1, :, :, block.of] += found[2]
-            if rank == sharing.rank:
-                home = dkv
-            else:
-                arriving = sharing.passed_on(dkv if arriving is None else dkv + arriving())
-        dk, dv = home if arriving is None else home + arriving()
+            return dkv
+
+        visits, arriving = _travelling(torch.stack([key, value]), sharing), None
+        home = differentiated(*next(visits))
+        for rank, kv in visits:
+            dkv = differentiated(rank, kv)
+            arriving = sharing.passed_on(dkv if arriving is None else dkv + arriving())
+        dk, dv = home + present(arriving)()
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None, None
 
 
