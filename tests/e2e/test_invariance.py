@@ -209,7 +209,13 @@ def on_mesh(
     return run
 
 
-@pytest.mark.parametrize(("ranks", "cases"), covering().items())
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(ranks, cases, marks=[pytest.mark.slow] if ranks.number > 2 else [])
+        for ranks, cases in covering().items()
+    ],
+)
 def test_ranks_that_share_rows(on_mesh: Callable, ranks: Ranks, cases: list) -> None:
     """In every way, at every stage."""
     on_mesh(ranks, cases, "last")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 
-from openrlhf.models import ring
+from openrlhf.models import attention, ring
 from openrlhf.models.attention import packed_attention, packing_kwargs
 from openrlhf.models.sequence_parallel import Block, RowShare, RowSharing
 from openrlhf.types import present
@@ -80,7 +80,7 @@ def attended(lengths: tuple[int, ...], dtype: torch.dtype, share: RowSharing | N
     weights = torch.randn(sum(lengths), HEADS, SIZE - 5, generator=random)
     own = (lambda x: x) if share is None else share.own
     qkv = [own(x).transpose(0, 1)[None].to(dtype).requires_grad_() for x in whole]
-    packing = packing_kwargs("openrlhf_packed", lengths, CPU, share)["packing"]
+    packing = packing_kwargs(attention.PACKED, lengths, CPU, share)["packing"]
     output, _ = packed_attention(nn.Module(), *qkv, None, scaling=0.3, packing=packing)
     output.backward(own(weights)[None].to(dtype))
     return [output.transpose(1, 2).detach(), *(present(x.grad) for x in qkv)]
@@ -109,6 +109,30 @@ def test_it_is_the_attention_of_the_whole_row(
     for found in threads(num_ranks, differences):
         for difference, whole in zip(found, expected, strict=True):
             assert difference <= LIMITS[dtype] * max(1, float(whole.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, ""),
+        ({"sliding_window": 8}, "a sliding window"),
+        ({"softcap": 2.0}, "capped scores"),
+        ({"s_aux": torch.zeros(HEADS)}, "attention sinks"),
+        ({"dropout": 0.1}, "dropout"),
+    ],
+)
+def test_what_the_ring_has_not_is_said_once(threads: Callable, caplog, options: dict, reason: str) -> None:
+    attention._say_gathered.cache_clear()
+
+    def attend() -> None:
+        qkv = (torch.zeros(1, heads, 4, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        packing = packing_kwargs(attention.PACKED, (8,), CPU, sharing())["packing"]
+        for x in [[*qkv]] * 2:
+            packed_attention(nn.Module(), *x, None, packing=packing, **options)
+
+    threads(2, attend)
+    text = f"--ds.sequence_parallel_mode ring: layers with {reason} gather keys, as in allgather"
+    assert caplog.messages == ([text] if reason else [])
 
 
 def test_keys_arrive_at_every_rank_in_turn(threads: Callable) -> None:
