@@ -716,7 +716,7 @@ STAGES = {
             gpus=2,
             rehearsed=False,
         )
-        for mode in ("ulysses", "allgather")
+        for mode in ("ulysses", "ring", "allgather")
     },
     "rollout": Stage(shows="rollout beside bare vLLM", run=rollout, packages=STACK),
     "step": Stage(

@@ -120,12 +120,12 @@ class DeepSpeedConfig:
     """Ranks that share each row (sequence parallelism): every one computes a slice of its tokens. For
     sequences whose activations do not fit one GPU."""
     ring_attn_head_stride: Count = 1
-    """Heads of keys and values that sequence_parallel_mode allgather gathers at a time. More of them: fewer
-    messages, and more memory."""
+    """Heads of keys and values that are gathered at a time where sequence_parallel_mode gathers them. More of
+    them: fewer messages, and more memory."""
     sequence_parallel_mode: SequenceParallelMode = "auto"
     """How attention sees all of a row that ranks share. ulysses: each rank has a part of the heads, which
-    must divide. allgather: each has all heads for its slice, and gathers keys and values. auto: ulysses where
-    the heads divide, else allgather."""
+    must divide. In the others each has all heads for its slice of the tokens. ring: keys and values pass from
+    rank to rank. allgather: every rank gathers them. auto: ulysses where the heads divide, else ring."""
     packing_samples: bool = False
     """Accepted for old commands: rows are always packed (padding-free), and attention never crosses a
     border."""

@@ -7,17 +7,17 @@ scaled_dot_product_attention. Whether a model hands all of this on to its attent
 models/self_check.py.
 
 Where ranks share a row, each comes with a slice of its tokens. Either they exchange their slices of all heads
-for the whole row of some (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), or each gathers the keys and
-values of the whole row for the queries of its slice, some heads at a time (context parallelism in section
-3.3.2 of https://arxiv.org/abs/2407.21783). There the edge of a slice may cut a sequence: its queries are the
-last tokens of its keys.
+for the whole row of some (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), or keys and values travel
+round the ranks (models/ring.py), or each gathers those of the whole row for the queries of its slice, some
+heads at a time (context parallelism in section 3.3.2 of https://arxiv.org/abs/2407.21783). There the edge of
+a chunk may cut a sequence: its queries are the last tokens of its keys.
 """
 
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Self, cast
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from openrlhf.config.checks import row_attention
 from openrlhf.config.choices import FLASH_PACKAGES
-from openrlhf.models.sequence_parallel import RowSharing, cut
+from openrlhf.models.ring import ring_attention
+from openrlhf.models.sequence_parallel import Packing, RowShare, RowSharing
 from openrlhf.types import present
 
 PACKED = "openrlhf_packed"
@@ -52,38 +53,6 @@ logger = logging.getLogger(__name__)
 
 class CannotPack(ValueError):
     """An architecture asks for what attention over packed rows cannot do."""
-
-
-class Packing(NamedTuple):
-    """Where the sequences of a row lie. Travels through the model to the attention as `packing`."""
-
-    lengths: tuple[int, ...]
-    cumulative: Tensor  # (B + 1,) int32, on the row's device
-    share: "RowShare | None" = None
-    """None: this rank has the whole row."""
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
-        # Summed up here: copying a list to a GPU would wait for it.
-        cumulative = torch.tensor((0, *lengths)).cumsum(0, dtype=torch.int32)
-        return cls(tuple(lengths), cumulative.to(device, non_blocking=True))
-
-
-class RowShare(NamedTuple):
-    """This rank's slice of a row, and what it sees of the others'."""
-
-    sharing: RowSharing
-    queries: Packing
-    keys: Packing
-    """Of the same sequences, each up to its last query."""
-    seen: slice
-    """Where those are in the row."""
-
-    @classmethod
-    def of(cls, sharing: RowSharing, lengths: Sequence[int], device: torch.device) -> Self:
-        """`lengths`: of the sequences of a row that is filled up."""
-        inside, until, seen = cut(lengths, *sharing.bounds(sum(lengths)))
-        return cls(sharing, Packing.of(inside, device), Packing.of(until, device), seen)
 
 
 def resolve_attention(name: str, model_config: PreTrainedConfig) -> str:
@@ -178,7 +147,41 @@ def packed_attention(
         return attend(query, key, value, s_aux, packing, packing), None
     if packing.share.sharing.splits_heads(query.shape[1], key.shape[1]):
         return _with_own_heads(attend, query, key, value, s_aux, packing), None
+    sharing = packing.share.sharing
+    if sharing.mode != "allgather":
+        reason = why_no_ring(query, value, window=window, softcap=softcap, sinks=s_aux, dropout=dropout)
+        if not reason:
+            return _round_the_ring(query, key, value, scaling, packing.share), None
+        if sharing.mode == "ring" and sharing.rank == 0:
+            _say_gathered(reason)
     return _over_gathered_keys(attend, query, key, value, s_aux, packing.share), None
+
+
+def why_no_ring(
+    query: Tensor,
+    value: Tensor,
+    *,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float,
+) -> str:
+    """Why keys and values of a layer cannot travel to the queries; "" where they can. All ranks say the
+    same."""
+    reasons = {
+        "a sliding window": window is not None,
+        "capped scores": softcap is not None,
+        "attention sinks": sinks is not None,
+        "dropout": dropout > 0,
+        "no FlashAttention on the GPU": query.is_cuda and not has_varlen_kernel(query, value, dropout),
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), "")
+
+
+@cache
+def _say_gathered(reason: str) -> None:
+    """Once."""
+    logger.warning("--ds.sequence_parallel_mode ring: layers with %s gather keys, as in allgather", reason)
 
 
 def _with_own_heads(
@@ -211,19 +214,25 @@ def _over_gathered_keys(
     per_kv, outputs = query.shape[1] // num_kv, []
     own = torch.cat([key, value], dim=-1)[0].transpose(0, 1)  # (n, heads, d): one message for both
     for head in range(0, num_kv, step):
-        seen = share.sharing.gathered(own[:, head : head + step])[share.seen].transpose(0, 1)[None]
+        whole = share.sharing.gathered(own[:, head : head + step]).transpose(0, 1)[None]
         of_heads = slice(head * per_kv, (head + step) * per_kv)
-        outputs.append(
-            attend(
-                query[:, of_heads],
-                seen[..., :key_size],
-                seen[..., key_size:],
-                None if sinks is None else sinks[of_heads],
-                share.queries,
-                share.keys,
-            )
-        )
+        of_chunks = []
+        for chunk, q in zip(share.chunks, query[:, of_heads].chunk(2, 2), strict=True):
+            k, v = whole[:, :, chunk.seen].tensor_split((key_size,), -1)
+            of_sinks = None if sinks is None else sinks[of_heads]
+            of_chunks.append(attend(q, k, v, of_sinks, chunk.queries, chunk.keys))
+        outputs.append(torch.cat(of_chunks, dim=1))
     return torch.cat(outputs, dim=2)
+
+
+def _round_the_ring(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, share: RowShare
+) -> Tensor:
+    """Of this rank's slice of a row, as `packed_attention`."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = _of_kernel_size(query, key, value)
+    output = ring_attention(q, k, v, share, scale, flash=query.is_cuda).transpose(1, 2)
+    return output[..., : value.shape[-1]].contiguous()
 
 
 def _attend(
@@ -360,9 +369,7 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     size, value_size = q.shape[-1], v.shape[-1]
-    kernel_size = -(-max(size, value_size) // 8) * 8
-    # Zeros behind queries and keys add nothing to their products; those behind values are cut off again.
-    q, k, v = (_of_size(x[0].transpose(0, 1), kernel_size) for x in (q, k, v))  # (N, heads, d)
+    q, k, v = (x[0].transpose(0, 1) for x in _of_kernel_size(q, k, v))  # (N, heads, d)
     output = varlen_attn(
         q,
         k,
@@ -379,8 +386,11 @@ def _varlen(
     return cast(Tensor, output)[None, ..., :value_size]
 
 
-def _of_size(x: Tensor, size: int) -> Tensor:
-    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+def _of_kernel_size(*qkv: Tensor) -> list[Tensor]:
+    """Filled up with zeros to what kernels want: one size of all heads, a multiple of 8. Behind queries and
+    keys they add nothing to products; what they make behind outputs is for the caller to cut off."""
+    size = -(-max(x.shape[-1] for x in qkv) // 8) * 8
+    return [x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in qkv]
 
 
 def _window_of_layer(

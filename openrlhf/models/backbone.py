@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -65,8 +64,8 @@ class ActionStates(NamedTuple):
     action of this rank's slice."""
 
     hidden: Tensor  # (a, H)
-    own: slice
-    """Which of the row's actions those are."""
+    own: slice | Tensor
+    """Which of the row's actions those are: all, or (a,) their indices."""
     num_actions: int
     """Of the row."""
     sharing: RowSharing | None
@@ -75,8 +74,8 @@ class ActionStates(NamedTuple):
         """(a, ...) what the head says of its actions -> (A, ...) of all of the row."""
         if self.sharing is None:
             return answers
-        padding = [0, 0] * (answers.dim() - 1) + [self.own.start, self.num_actions - self.own.stop]
-        return self.sharing.summed(F.pad(answers, padding))
+        of_others = answers.new_zeros(self.num_actions, *answers.shape[1:])
+        return self.sharing.summed(of_others.index_copy(0, cast(Tensor, self.own), answers))
 
     def total(self, of_slice: Tensor) -> Tensor:
         """A sum over the slice's actions -> that over all of the row."""
@@ -87,10 +86,9 @@ def action_states(model: PreTrainedModel, row: PackedRow, places: Tensor) -> Act
     """`places` (A,), in order: the token of the row at which each action is read."""
     hidden, sharing, num_actions = hidden_states(model, row), reading_of(model).sharing, len(places)
     if sharing is None:
-        return ActionStates(hidden[places], slice(0, num_actions), num_actions, None)
-    start, end = sharing.bounds(len(row.token_ids))
-    own = slice(*torch.stack([(places < start).sum(), (places < end).sum()]).tolist())
-    return ActionStates(hidden[places[own] - start], own, num_actions, sharing)
+        return ActionStates(hidden[places], slice(None), num_actions, None)
+    own, in_slice = sharing.located(places, len(row.token_ids))
+    return ActionStates(hidden[in_slice], own, num_actions, sharing)
 
 
 def hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
@@ -105,11 +103,11 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
 def in_one_pass(model: PreTrainedModel, row: PackedRow, sharing: RowSharing | None = None) -> Tensor:
     attention = model.config._attn_implementation
     assert attention is not None  # models/loading.py chose it
-    reader, length = reading_of(model).images, len(row.token_ids)
+    reader, tokens = reading_of(model).images, slice(len(row.token_ids))
     if reader is not None:
         row = with_blank(row, reader)
     if sharing is not None:
-        row = sharing.filled_up(row)
+        row, tokens = sharing.filled_up(row), slice(None)
     output = _read(
         model,
         row.routing,
@@ -118,7 +116,7 @@ def in_one_pass(model: PreTrainedModel, row: PackedRow, sharing: RowSharing | No
         **({} if sharing else _state_borders(model, row.lengths, row.token_ids.device)),
         **packing_kwargs(attention, row.lengths, row.token_ids.device, sharing),
     )
-    return output[:length]
+    return output[tokens]
 
 
 def _state_borders(

@@ -1,9 +1,10 @@
 """Ranks that share a row (sequence parallelism): each runs the model on a slice of its tokens.
 
-Slices are equal, for which the row is filled up at its end; an edge may cut a sequence. All of a model but
-its attention computes every token by itself. Attention sees whole sequences (models/attention.py), and what a
-head says of the actions of each slice is put together (models/backbone.py), so that every rank computes the
-loss of the whole row.
+A row is filled up at its end and cut into two equal chunks for each rank; an edge may cut a sequence. The
+slice of rank r of W is chunk r and chunk 2W - 1 - r (zigzag): its first half looks at few earlier tokens, its
+second at many, and all ranks together at about as many. All of a model but its attention computes every token
+by itself. Attention sees whole sequences (models/attention.py), and what a head says of the actions of each
+slice is put together (models/backbone.py), so that every rank computes the loss of the whole row.
 
 Every rank has a copy of the loss, and each collective is differentiated as what it is, a function of all
 ranks' tensors: where values were gathered, the gradients of all copies are summed. DeepSpeed's mean over the
@@ -11,9 +12,9 @@ ranks is then the gradient of the loss.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openrlhf.config.choices import SequenceParallelMode
-from openrlhf.types import PackedRow
+from openrlhf.types import PackedRow, present
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +38,14 @@ class RowSharing:
     def size(self) -> int:
         return self.group.size()
 
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
     def filled_up(self, row: PackedRow) -> PackedRow:
-        """The row with one more sequence, without actions, where its tokens do not divide among the ranks."""
-        missing = -len(row.token_ids) % self.size
+        """The row with one more sequence, without actions, where its tokens do not divide among the
+        chunks."""
+        missing = -len(row.token_ids) % (2 * self.size)
         if not missing:
             return row
         more = torch.arange(missing, device=row.token_ids.device)
@@ -50,18 +56,52 @@ class RowSharing:
             lengths=(*row.lengths, missing),
         )
 
-    def bounds(self, num_tokens: int) -> tuple[int, int]:
-        """Of this rank's slice, in a row of `num_tokens` that is filled up."""
-        size, rank = -(-num_tokens // self.size), self.group.rank()
-        return rank * size, (rank + 1) * size
+    def chunks(self, rank: int) -> tuple[int, int]:
+        """Which two of a row's chunks are the slice of `rank`."""
+        return rank, 2 * self.size - 1 - rank
 
     def own(self, x: Tensor) -> Tensor:
         """(N,) of a row that is filled up -> (n,) of this rank's slice."""
-        return x[slice(*self.bounds(len(x)))]
+        chunks = x.chunk(2 * self.size)
+        return torch.cat([chunks[i] for i in self.chunks(self.rank)])
+
+    def located(self, places: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """places (A,) in a row of `num_tokens` -> (a,) which of them are in this rank's slice, (a,) where in
+        the slice those are."""
+        size = -(-num_tokens // (2 * self.size))
+        first, second = self.chunks(self.rank)
+        chunk = places // size
+        (own,) = torch.where((chunk == first) | (chunk == second))
+        return own, places[own] % size + size * (chunk[own] == second)
 
     def gathered(self, x: Tensor) -> Tensor:
         """(n, ...) of each rank's slice -> (N, ...)"""
-        return _Gathered.apply(x, self.group)
+        return self._as_row(_Gathered.apply(x, self.group).chunk(self.size), dim=0)
+
+    def passed_on(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin to send `x` to the next rank of the ring. Returns what waits for the tensor of the one
+        before."""
+        x = x.contiguous()
+        received = torch.empty_like(x)
+        to, of = [0] * self.size, [0] * self.size
+        to[(self.rank + 1) % self.size] = of[(self.rank - 1) % self.size] = len(x)
+        work = dist.all_to_all_single(received, x, of, to, group=self.group, async_op=True)
+
+        def wait() -> Tensor:
+            present(work).wait()
+            return received
+
+        return wait
+
+    def _as_row(self, slices: Sequence[Tensor], dim: int) -> Tensor:
+        """The slices of all ranks, in the order of the ranks -> in the order of the row's tokens."""
+        first, second = zip(*(x.chunk(2, dim) for x in slices), strict=True)
+        return torch.cat([*first, *reversed(second)], dim)
+
+    def _as_slices(self, x: Tensor) -> Tensor:
+        """(N, ...) in the order of the row's tokens -> (N, ...) the slices of all ranks."""
+        chunks = x.chunk(2 * self.size)
+        return torch.cat([chunks[i] for rank in range(self.size) for i in self.chunks(rank)])
 
     def splits_heads(self, num_heads: int, num_kv: int) -> bool:
         """Whether each rank attends with a part of the heads over whole rows; else with all from its slice.
@@ -72,7 +112,7 @@ class RowSharing:
                 f"--ds.sequence_parallel_mode ulysses: the model's {num_heads} heads, {num_kv} of keys, do "
                 f"not divide among {self.size} ranks (--ds.ring_attn_size).\nUse auto."
             )
-        return divides and self.mode != "allgather"
+        return divides and self.mode in ("auto", "ulysses")
 
     def copies(self, num_kv: int) -> int:
         """Of each head of keys, so that every rank has those that its queries look at."""
@@ -81,16 +121,15 @@ class RowSharing:
     def own_heads(self, num_heads: int) -> slice:
         """That this rank attends with."""
         size = num_heads // self.size
-        return slice(self.group.rank() * size, (self.group.rank() + 1) * size)
+        return slice(self.rank * size, (self.rank + 1) * size)
 
     def whole_row(self, x: Tensor) -> Tensor:
         """(heads, n, d) of each rank's slice -> (heads / ranks, N, d) of this rank's heads."""
-        by_slice = _Exchanged.apply(x, self.group).unflatten(0, (self.size, -1))
-        return by_slice.transpose(0, 1).flatten(1, 2)
+        return self._as_row(_Exchanged.apply(x, self.group).chunk(self.size), dim=1)
 
     def all_heads(self, x: Tensor) -> Tensor:
         """(N, heads / ranks, d) of each rank's heads -> (n, heads, d) of this rank's slice."""
-        by_heads = _Exchanged.apply(x, self.group).unflatten(0, (self.size, -1))
+        by_heads = _Exchanged.apply(self._as_slices(x), self.group).unflatten(0, (self.size, -1))
         return by_heads.transpose(0, 1).flatten(1, 2)
 
     def summed(self, x: Tensor) -> Tensor:
@@ -120,6 +159,85 @@ def cut(lengths: Sequence[int], start: int, end: int) -> Cut:
             until.append(min(border, end) - begin)
             first = min(first, begin)
     return Cut(tuple(inside), tuple(until), slice(first, end))
+
+
+class Packing(NamedTuple):
+    """Where the sequences of a row lie. Travels through the model to the attention as `packing`."""
+
+    lengths: tuple[int, ...]
+    cumulative: Tensor  # (B + 1,) int32, on the row's device
+    share: "RowShare | None" = None
+    """None: this rank has the whole row."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
+        # Summed up here: copying a list to a GPU would wait for it.
+        cumulative = torch.tensor((0, *lengths)).cumsum(0, dtype=torch.int32)
+        return cls(tuple(lengths), cumulative.to(device, non_blocking=True))
+
+
+class Chunk(NamedTuple):
+    """One of the two in this rank's slice, and what it sees of the row."""
+
+    number: int
+    queries: Packing
+    keys: Packing
+    """Of the same sequences, each up to its last query."""
+    seen: slice
+    """Where those are in the row."""
+
+    @property
+    def size(self) -> int:
+        return sum(self.queries.lengths)
+
+
+class Block(NamedTuple):
+    """Queries of this rank, and keys of one rank that they look at."""
+
+    own: slice
+    """Of this rank's slice."""
+    of: slice
+    """Of the other's."""
+    queries: Packing
+    keys: Packing
+    """As many sequences. Their queries look at all of them, or if `causal` at those up to their own."""
+    causal: bool
+
+
+class RowShare(NamedTuple):
+    """This rank's slice of a row, and what it sees of the others'."""
+
+    sharing: RowSharing
+    chunks: tuple[Chunk, ...]
+
+    @classmethod
+    def of(cls, sharing: RowSharing, lengths: Sequence[int], device: torch.device) -> Self:
+        """`lengths`: of the sequences of a row that is filled up."""
+        size = sum(lengths) // (2 * sharing.size)
+        chunks = []
+        for number in sharing.chunks(sharing.rank):
+            inside, until, seen = cut(lengths, number * size, (number + 1) * size)
+            chunks.append(Chunk(number, Packing.of(inside, device), Packing.of(until, device), seen))
+        return cls(sharing, tuple(chunks))
+
+    def blocks(self, rank: int) -> Iterator[Block]:
+        """All that this rank's queries see of the keys of `rank`."""
+        for i, chunk in enumerate(self.chunks):
+            for j, other in enumerate(self.sharing.chunks(rank)):
+                size, queries = chunk.size, chunk.queries
+                if other == chunk.number:
+                    place = slice(i * size, (i + 1) * size)
+                    yield Block(place, place, queries, queries, causal=True)
+                    continue
+                # Of an earlier chunk, the end of the one sequence that may go on in this one.
+                start = max(0, chunk.seen.start - other * size)
+                if other < chunk.number and start < size:
+                    own, of = (
+                        slice(i * size, i * size + queries.lengths[0]),
+                        slice(j * size + start, (j + 1) * size),
+                    )
+                    packings = (Packing.of((x.stop - x.start,), queries.cumulative.device) for x in (own, of))
+                    yield Block(own, of, *packings, causal=False)
 
 
 class _Gathered(torch.autograd.Function):

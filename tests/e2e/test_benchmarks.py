@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 def test_every_benchmark_is_here() -> None:
     names = {"agents", "balance", "controller", "gpu", "learning", "rl_step", "rollout", "supervised"}
-    assert {path.stem for path in BENCHMARKS.glob("*.py")} == names | {"weight_sync"}
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == names | {"parallel", "weight_sync"}
 
 
 def test_the_first_hour_on_a_gpu_rehearsed(tmp_path: Path) -> None:
@@ -67,6 +67,14 @@ def test_balance() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "| 128 | 8 | bimodal | 1.0" in done.stdout
+
+
+@pytest.mark.slow
+def test_parallel() -> None:
+    command = [sys.executable, str(BENCHMARKS / "parallel.py"), "--tokens", "256", "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert len(re.findall(r"^\| (?:one sequence|short ones) \| [24] \|", done.stdout, re.MULTILINE)) == 12
 
 
 def test_controller() -> None:

@@ -1,22 +1,46 @@
-"""The gradient does not change with the layout: micro-batch size, packing, order, accumulation, ranks, ranks
-that share rows, ZeRO stage."""
+"""The gradient does not change with the layout: micro-batch size, packing, order, accumulation, ranks, how
+ranks share rows, ZeRO stage."""
 
 from collections.abc import Callable
+from itertools import cycle, product
 from pathlib import Path
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
 from architectures import tiny_config, tiny_model
 
+from openrlhf.config.choices import SequenceParallelMode
 from openrlhf.tasks.prepare import PLACEHOLDER, TaskFiles
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
 Gradients = dict[str, torch.Tensor]
 
-WHOLE = [(1, 0, 1), (1, 2, 1), (1, 3, 1), (2, 0, 1), (2, 2, 1), (2, 3, 1)]
-SHARED = [(2, 2, 2), (2, 0, 2), (2, 3, 2), (4, 3, 2), (4, 2, 4)]
-"""Ranks, ZeRO stage, and how many ranks share each row."""
-slow = lambda *groups: [pytest.param(*group, marks=pytest.mark.slow) for group in groups]
+WHOLE = [(1, 0), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3)]
+"""Ranks, each with rows of its own, and ZeRO stage."""
+
+
+class Ranks(NamedTuple):
+    """Those of one model, and how many of them share each row."""
+
+    number: int
+    sequence: int
+
+
+OBJECTIVES = ("sft", "rm", "prm", "dpo", "kto", "kd", "ppo", "critic")
+MODES = tuple(mode for mode in get_args(SequenceParallelMode) if mode != "auto")
+STAGES = range(4)
+MESHES = Ranks(2, 2), Ranks(4, 2), Ranks(4, 4)
+
+
+def covering() -> dict[Ranks, list[tuple[str, str, int]]]:
+    """A few (objective, mode, stage): all pairs of a mode and a stage, of each of these and a number of
+    ranks, and all objectives."""
+    cases: dict[Ranks, list] = {mesh: [] for mesh in MESHES[:2]}
+    pairs = product(enumerate(MODES), STAGES)
+    for objective, ((place, mode), stage) in zip(cycle(OBJECTIVES), pairs, strict=False):
+        cases[MESHES[(place + stage) % 2]].append((objective, mode, stage))
+    return cases
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +90,11 @@ def check_equal(name: str, found: Gradients, expected: Gradients, *, atol: float
         )
 
 
-@pytest.mark.parametrize(("num_ranks", "stage", "sharing"), [*WHOLE, *slow(*SHARED)])
+@pytest.mark.parametrize(("num_ranks", "stage"), WHOLE)
 def test_gradient_does_not_depend_on_layout(
-    task: TaskFiles, run_worker: Callable, seen: dict, num_ranks: int, stage: int, sharing: int
+    task: TaskFiles, run_worker: Callable, seen: dict, num_ranks: int, stage: int
 ) -> None:
-    options = {"stage": stage, "attention": "auto", "sequence": sharing}
+    options = {"stage": stage, "attention": "auto"}
     reports = run_worker("gradients", num_ranks, model=str(task.model), **options)
     for name, path in reports[0].items():
         gradients = torch.load(path)
@@ -114,7 +138,7 @@ def test_models_that_read_one_sequence_at_a_time(
         check_equal(name, gradients, seen.setdefault("one by one", gradients))
 
 
-@pytest.mark.parametrize(("num_ranks", "stage", "sharing"), [*WHOLE, *slow(*SHARED)])
+@pytest.mark.parametrize(("num_ranks", "stage"), WHOLE)
 def test_no_supervised_command_depends_on_layout(
     task: TaskFiles,
     run_worker: Callable,
@@ -123,24 +147,82 @@ def test_no_supervised_command_depends_on_layout(
     seen_metrics: dict,
     num_ranks: int,
     stage: int,
-    sharing: int,
 ) -> None:
     """With the whole batch's KL estimate of KTO, the statistics of a reward model's scores, and sharded
     references and teachers. Everything but the flags of the layout is what the command does."""
-    common = (
-        f"--model.model_name_or_path {task.model} --data.max_samples 10 --ds.param_dtype fp32 "
-        f"--max_norm 0 --adam.lr 0 --ds.ring_attn_size {sharing}"
-    )
     (report, *_) = run_worker(
-        "supervised_gradients", num_ranks, commands=commands, common=common, stage=stage
+        "supervised_gradients", num_ranks, commands=commands, common=common_flags(task), stage=stage
     )
     for name, found in report.items():
-        gradients, metrics = torch.load(found["gradients"]), found["metrics"]
-        command = "cli " + name.split(":")[0].split()[0]
-        expected = seen.setdefault(command, gradients)
-        check_equal(name, gradients, expected)
-        expected_metrics = seen_metrics.setdefault(command, metrics)
-        assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5), name
+        check_command(name, found, seen, seen_metrics)
     assert seen_metrics["cli kto"]["kto/kl"] > 0
     assert seen_metrics["cli rm"]["std"] > 0
     assert seen_metrics["cli dpo"]["num_tokens"] > 100
+
+
+def common_flags(task: TaskFiles) -> str:
+    return (
+        f"--model.model_name_or_path {task.model} --data.max_samples 10 --ds.param_dtype fp32 "
+        "--max_norm 0 --adam.lr 0"
+    )
+
+
+def check_command(name: str, found: dict[str, Any], seen: dict, seen_metrics: dict) -> None:
+    gradients, metrics = torch.load(found["gradients"]), found["metrics"]
+    command = "cli " + name.split(":")[0].split()[0]
+    check_equal(name, gradients, seen.setdefault(command, gradients))
+    expected = seen_metrics.setdefault(command, metrics)
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5), name
+
+
+@pytest.fixture
+def on_mesh(
+    task: TaskFiles, run_worker: Callable, commands: dict, seen: dict, seen_metrics: dict
+) -> Callable[[Ranks, list, str], None]:
+    """Run each (objective, mode, stage) on a mesh, in one group of processes, and compare with one rank."""
+
+    def compare(ranks: Ranks, cases: list, layouts: str) -> None:
+        (report, *_) = run_worker(
+            "mesh_gradients",
+            ranks.number,
+            model=str(task.model),
+            commands=commands,
+            common=common_flags(task),
+            attention="auto",
+            sequence=ranks.sequence,
+            cases=cases,
+            layouts=layouts,
+        )
+        for name, found in report.items():
+            if "metrics" in found:
+                check_command(name, found, seen, seen_metrics)
+            else:
+                gradients = torch.load(found["gradients"])
+                check_equal(name, gradients, seen.setdefault(name.split()[0], gradients))
+
+    def run(ranks: Ranks, cases: list, layouts: str) -> None:
+        key = lambda objective: f"cli {objective}" if objective in commands else objective
+        if unknown := sorted({case[0] for case in cases if key(case[0]) not in seen}):
+            compare(Ranks(1, 1), [(objective, "auto", 0) for objective in unknown], "last")
+        compare(ranks, cases, layouts)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(ranks, cases, marks=[pytest.mark.slow] if ranks.number > 2 else [])
+        for ranks, cases in covering().items()
+    ],
+)
+def test_ranks_that_share_rows(on_mesh: Callable, ranks: Ranks, cases: list) -> None:
+    """In every way, at every stage."""
+    on_mesh(ranks, cases, "last")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", MESHES)
+def test_every_objective_on_ranks_that_share_rows(on_mesh: Callable, ranks: Ranks, mode: str) -> None:
+    on_mesh(ranks, list(product(OBJECTIVES, [mode], STAGES)), "all")

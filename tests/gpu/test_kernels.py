@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openrlhf.algos.logprobs import linear_log_probs, rows_of_chunk, sum_of_log_probs
 from openrlhf.models.attention import PACKED, Packing, _attend, packed_attention, packing_kwargs
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
+from openrlhf.models.ring import FLASH, _add
 from openrlhf.models.self_check import settle_reading
-from openrlhf.models.sequence_parallel import cut
+from openrlhf.models.sequence_parallel import Block, cut
 from openrlhf.tasks.prepare import prepare
 from openrlhf.types import PackedRow, Sample
 
@@ -117,6 +119,35 @@ def test_attention_of_a_slice_against_float64(window, dtype) -> None:
     for found, exact in ((output, expected), *((x.grad, y.grad) for x, y in zip(qkv, wide, strict=True))):
         limit = 8 * OF_VALUES[dtype] * float(exact.abs().max())
         assert float((found.double() - exact).abs().max()) < limit
+
+
+def test_parts_of_the_keys_put_together_against_float64() -> None:
+    """As keys travel round ranks: queries of the last 133 tokens of a sequence, which see the 200 before them
+    and then themselves; output and gradients."""
+    torch.manual_seed(0)
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    q, grad = (torch.randn(1, 8, 133, 128, device=device, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(1, 2, 333, 128, device=device, dtype=dtype) for _ in range(2))
+    all_queries, own = Packing.of((133,), device), slice(None)
+    blocks = (
+        Block(own, slice(200), all_queries, Packing.of((200,), device), causal=False),
+        Block(own, slice(200, None), all_queries, all_queries, causal=True),
+    )
+    output, lse = torch.zeros_like(q, dtype=torch.float32), torch.full((1, 8, 133), -torch.inf, device=device)
+    for block in blocks:
+        _add(output, lse, *FLASH.forward(q, k[:, :, block.of], v[:, :, block.of], block, 0.1))
+    gradients = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    for block in blocks:
+        k_part, v_part = k[:, :, block.of], v[:, :, block.of]
+        found = FLASH.backward(grad, q, output.to(dtype), lse, k_part, v_part, block, 0.1)
+        for total, x, place in zip(gradients, found, (own, block.of, block.of), strict=True):
+            total[:, :, place] += x
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    seen = torch.ones(133, 333, device=device).tril(200).bool()
+    expected = F.scaled_dot_product_attention(*wide, attn_mask=seen, scale=0.1, enable_gqa=True)
+    expected.backward(grad.double())
+    for found, exact in ((output, expected), *((x, y.grad) for x, y in zip(gradients, wide, strict=True))):
+        assert float((found.double() - exact).abs().max()) < 8 * OF_VALUES[dtype] * float(exact.abs().max())
 
 
 def test_capped_scores_and_sinks_against_float64() -> None:

@@ -91,10 +91,10 @@ def row_of(*lengths: int) -> PackedRow:
 @pytest.mark.parametrize(
     ("lengths", "num_ranks", "filled", "slices"),
     [
-        ((3, 2), 2, (3, 2, 1), [[0, 1, 2], [0, 1, 0]]),
-        ((3, 3), 2, (3, 3), [[0, 1, 2], [0, 1, 2]]),
-        ((2,), 4, (2, 2), [[0], [1], [0], [1]]),
-        ((1,), 3, (1, 2), [[0], [0], [1]]),
+        ((3, 2), 2, (3, 2, 3), [[0, 1, 1, 2], [2, 0, 1, 0]]),
+        ((3, 5), 2, (3, 5), [[0, 1, 3, 4], [2, 0, 1, 2]]),
+        ((2,), 4, (2, 6), [[0, 5], [1, 4], [0, 3], [1, 2]]),
+        ((1,), 3, (1, 5), [[0, 4], [0, 3], [1, 2]]),
     ],
 )
 def test_slices_are_equal_and_what_fills_them_up_is_a_sequence(
@@ -108,8 +108,16 @@ def test_slices_are_equal_and_what_fills_them_up_is_a_sequence(
     assert found == [(filled, mine, sum(lengths) - len(lengths)) for mine in slices]
 
 
+def test_where_the_actions_of_a_slice_are(threads: Callable) -> None:
+    """11 tokens, filled up to 12: chunks of 3, of which the first rank of two has the first and the last."""
+    places = torch.tensor([1, 2, 3, 5, 6, 9, 10])
+    found = threads(2, lambda: [x.tolist() for x in sharing().located(places, 11)])
+    assert found == [[[0, 1, 5, 6], [1, 2, 3, 4]], [[2, 3, 4], [0, 2, 3]]]
+
+
 def test_gathering_is_differentiated_as_the_sum_over_ranks(threads: Callable) -> None:
-    """L_r = (r + 1) sum_i i w_i over the gathered w: of sum_r L_r the i-th derivative is 3 i."""
+    """L_r = (r + 1) sum_i i w_i over the gathered w: of sum_r L_r the i-th derivative is 3 i. The first of
+    two ranks has the first and the last of four."""
 
     def gradient() -> tuple[list[float], list[float], float]:
         rank = dist.get_rank()
@@ -119,21 +127,21 @@ def test_gathering_is_differentiated_as_the_sum_over_ranks(threads: Callable) ->
         ((rank + 1) * (torch.arange(4) * whole).sum()).backward()
         return whole.tolist(), x.grad.tolist(), float(sharing().summed(x.detach().sum()))
 
-    assert threads(2, gradient) == [([1, 2, 3, 4], [0, 3], 10), ([1, 2, 3, 4], [6, 9], 10)]
+    assert threads(2, gradient) == [([1, 3, 4, 2], [0, 9], 10), ([1, 3, 4, 2], [3, 6], 10)]
 
 
 def test_some_heads_of_the_whole_row_and_back(threads: Callable) -> None:
-    """Four heads, two tokens on each of two ranks; token i of head h is 10 h + i."""
+    """Four heads, two tokens on each of two ranks, the first and the last and those between; token i of head
+    h is 10 h + i."""
 
     def exchanged() -> tuple[list, list]:
-        start = 2 * dist.get_rank()
-        own = (10 * torch.arange(4)[:, None] + torch.arange(start, start + 2)).float()[..., None]
+        own = (10 * torch.arange(4)[:, None] + sharing().own(torch.arange(4))).float()[..., None]
         whole = sharing().whole_row(own)
         return whole[..., 0].tolist(), sharing().all_heads(whole.transpose(0, 1))[..., 0].tolist()
 
     assert threads(2, exchanged) == [
-        ([[0, 1, 2, 3], [10, 11, 12, 13]], [[0, 10, 20, 30], [1, 11, 21, 31]]),
-        ([[20, 21, 22, 23], [30, 31, 32, 33]], [[2, 12, 22, 32], [3, 13, 23, 33]]),
+        ([[0, 1, 2, 3], [10, 11, 12, 13]], [[0, 10, 20, 30], [3, 13, 23, 33]]),
+        ([[20, 21, 22, 23], [30, 31, 32, 33]], [[1, 11, 21, 31], [2, 12, 22, 32]]),
     ]
 
 
@@ -148,6 +156,7 @@ def test_some_heads_of_the_whole_row_and_back(threads: Callable) -> None:
         ("auto", 6, 2, False),
         ("ulysses", 8, 2, True),
         ("allgather", 8, 8, False),
+        ("ring", 8, 8, False),
     ],
 )
 def test_when_heads_are_divided_among_four(
@@ -345,7 +354,8 @@ def test_every_objective(threads: Callable, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "mode", "heads"), [(4, "ulysses", 1), (2, "allgather", 1), (3, "allgather", 2)]
+    ("num_ranks", "mode", "heads"),
+    [(4, "ulysses", 1), (2, "allgather", 1), (3, "allgather", 2), (2, "ring", 1), (4, "ring", 1)],
 )
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_kind_of_attention(
@@ -357,7 +367,7 @@ def test_every_kind_of_attention(
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("mode", ["ulysses", "allgather"])
+@pytest.mark.parametrize("mode", ["ulysses", "allgather", "ring"])
 def test_layers_that_are_computed_again(
     threads: Callable, mode: SequenceParallelMode, reentrant: bool
 ) -> None:
@@ -369,12 +379,12 @@ def test_layers_that_are_computed_again(
     check_equal(on_ranks(threads, module, row, lambda m: PPO, 2, mode), expected)
 
 
-@pytest.mark.parametrize(("mode", "most"), [("ulysses", 0.27), ("allgather", 0.30)])
+@pytest.mark.parametrize(("mode", "most"), [("ulysses", 0.27), ("allgather", 0.30), ("ring", 0.26)])
 def test_a_rank_keeps_its_share_of_the_activations(
     threads: Callable, mode: SequenceParallelMode, most: float
 ) -> None:
-    """Of four ranks a quarter; beside that a copy of its keys, of which there are 2 heads, or the keys of the
-    others."""
+    """Of four ranks a quarter; beside that, but in the ring, a copy of its keys, of which there are 2 heads,
+    or the keys of the others."""
     module, row = PolicyModel(policy()), row_of(*[50] * 20)
 
     def kept(module: RowModel) -> int:

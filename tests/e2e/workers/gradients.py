@@ -95,7 +95,9 @@ def gradients(spec: dict, mesh: ProcessMesh, build, parts, order, size: int) -> 
     engine = DeepSpeedEngine(
         lambda: build(spec),
         optim=OptimConfig(max_norm=0.0),
-        ds=DeepSpeedConfig(zero_stage=spec["stage"], param_dtype="fp32"),
+        ds=DeepSpeedConfig(
+            zero_stage=spec["stage"], param_dtype="fp32", sequence_parallel_mode=spec.get("mode", "auto")
+        ),
         total_steps=1,
         mesh=mesh,
     )

@@ -7,7 +7,7 @@ take the same step many times.
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +43,11 @@ LAYOUTS = {
 }
 
 
+def started(command: str, flags: str) -> Run:
+    task, argv = TASKS[command], shlex.split(flags)
+    return Run(task(parse(task.command, argv).config), argv, ExitStack())
+
+
 def first_gradients(run: Run) -> Callable[[], dict[str, torch.Tensor]]:
     """What the gradients of all parameters were when the engine last took a step."""
     found: dict[str, torch.Tensor] = {}
@@ -56,13 +61,14 @@ def first_gradients(run: Run) -> Callable[[], dict[str, torch.Tensor]]:
     return lambda: dict(found)
 
 
-def steps(run: Run):
+def steps(run: Run, layouts: Iterable[str] = LAYOUTS):
     """(layout, gradients, metrics) of the training set as one batch."""
     gradients = first_gradients(run)
     objective = run.task.objective(run)
     prepare = run.task.prepare(run, objective) or (lambda rows: objective)
     train = run.task.config.train
-    for layout, (shuffle, changes) in LAYOUTS.items():
+    for layout in layouts:
+        shuffle, changes = LAYOUTS[layout]
         run.task.config = replace(run.task.config, train=replace(train, **changes))
         windows = run.lay_out(run.train_set, batch_size=len(run.train_set), shuffle=shuffle)
         (rows,) = windows.epoch(0)
@@ -79,9 +85,7 @@ def main() -> None:
     init_distributed()
     report = {}
     for name, flags in spec["commands"].items():
-        task = TASKS[name.split()[0]]
-        argv = shlex.split(f"{spec['common']} --ds.zero_stage {spec['stage']} {flags}")
-        run = Run(task(parse(task.command, argv).config), argv, ExitStack())
+        run = started(name.split()[0], f"{spec['common']} --ds.zero_stage {spec['stage']} {flags}")
         for layout, gradients, metrics in steps(run):
             path = f"{spec['out']}/{name} {layout}.pt"
             if dist.get_rank() == 0:

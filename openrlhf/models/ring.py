@@ -1,0 +1,191 @@
+"""Ring attention: keys and values travel from rank to rank, and no rank ever has those of a whole row.
+
+Of the keys of one rank a query with scores s has an output o_1 and l_1 = log sum e^s, of those of others o_2
+and l_2. Of all of them it has l = log(e^l_1 + e^l_2) and o = e^(l_1 - l) o_1 + e^(l_2 - l) o_2. The backward
+pass of a part of the keys needs l and o of all keys: with p = e^(s - l)
+
+    dv = p^T do    ds = p (do v^T - rowsum(do o))    dq = ds k    dk = ds^T q
+
+so the backward passes of FlashAttention, given these, compute its gradients. Those of keys and values follow
+them round the ring, and come home with what every rank added.
+
+Ring attention: https://arxiv.org/abs/2310.01889; the formulas: https://arxiv.org/abs/2307.08691, section 3.1.
+
+q, o and their gradients are (1, heads, n, d), keys and values (1, kv heads, n, d), l is (1, heads, n).
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from openrlhf.models.sequence_parallel import Block, RowShare, RowSharing
+from openrlhf.types import present
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, share: RowShare, scale: float, *, flash: bool
+) -> Tensor:
+    """Causal attention within sequences, of the queries of this rank's slice; collective. All heads are of
+    one size. `flash`: by FlashAttention on CUDA, else by torch's kernel on the CPU."""
+    return _Ring.apply(query, key, value, share, scale, FLASH if flash else ON_CPU)
+
+
+class Kernel(NamedTuple):
+    """Attention of the queries of a block to its keys."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    """(q, k, v, block, scale) -> (o, l) of these keys"""
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """(do, q, o, l, k, v, block, scale) -> (dq, dk, dv) of these keys, with o and l of all keys"""
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, share: RowShare, scale: float, kernel: Kernel) -> Tensor:
+        total = torch.zeros_like(query, dtype=_wide(query))
+        lse = torch.full(query.shape[:3], float("-inf"), dtype=total.dtype, device=query.device)
+        for rank, (k, v) in _travelling(torch.stack([key, value]), share.sharing):
+            for block in share.blocks(rank):
+                own, of = block.own, block.of
+                part = kernel.forward(query[:, :, own], k[:, :, of], v[:, :, of], block, scale)
+                _add(total[:, :, own], lse[:, :, own], *part)
+        output = total.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.share, ctx.scale, ctx.kernel = share, scale, kernel
+        return output
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]  torch does not type this decorator
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse = ctx.saved_tensors
+        share, sharing = ctx.share, ctx.share.sharing
+        of_queries = grad.contiguous(), query, output, lse
+        dq = torch.zeros_like(query, dtype=_wide(query))
+
+        def differentiated(rank: int, kv: Tensor) -> Tensor:
+            """The gradient of these keys and values by this rank's queries; adds theirs to `dq`."""
+            dkv = torch.zeros_like(kv, dtype=dq.dtype)
+            for block in share.blocks(rank):
+                own = (x[:, :, block.own] for x in of_queries)
+                found = ctx.kernel.backward(*own, *kv[:, :, :, block.of], block, ctx.scale)
+                dq[:, :, block.own] += found[0]
+                dkv[0, :, :, block.of] += found[1]
+                dkv[1, :, :, block.of] += found[2]
+            return dkv
+
+        visits, arriving = _travelling(torch.stack([key, value]), sharing), None
+        home = differentiated(*next(visits))
+        for rank, kv in visits:
+            dkv = differentiated(rank, kv)
+            arriving = sharing.passed_on(dkv if arriving is None else dkv + arriving())
+        dk, dv = home + present(arriving)()
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None, None
+
+
+def _travelling(kv: Tensor, sharing: RowSharing) -> Iterator[tuple[int, Tensor]]:
+    """Every rank, this one first, and what it began with in the place of `kv`. The next one is under way
+    while the caller computes."""
+    for step in range(sharing.size):
+        arriving = sharing.passed_on(kv) if step + 1 < sharing.size else None
+        yield (sharing.rank - step) % sharing.size, kv
+        if arriving is not None:
+            kv = arriving()
+
+
+def _add(total: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """The attention to more keys, to what `total` and `lse` say of others."""
+    both = torch.logaddexp(lse, part_lse)
+    total *= (lse - both).exp()[..., None]
+    total += part * (part_lse - both).exp()[..., None]
+    lse.copy_(both)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """In which sums over ranks are made."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+# ---- kernels
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    found = [attend(*x, 0.0, block.causal, scale=scale) for x in _sequences(block, (q,), (k, v))]
+    out, lse = (torch.cat(x, 2) for x in zip(*found, strict=True))
+    return out, lse
+
+
+def _cpu_backward(
+    grad: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found = [
+        differentiate(do, q, k, v, o, log_sum, 0.0, block.causal, scale=scale)
+        for do, q, o, log_sum, k, v in _sequences(block, (grad, q, o, lse), (k, v))
+    ]
+    dq, dk, dv = (torch.cat(x, 2) for x in zip(*found, strict=True))
+    return dq, dk, dv
+
+
+def _sequences(block: Block, of_queries: tuple[Tensor, ...], of_keys: tuple[Tensor, ...]) -> Iterator[tuple]:
+    """The parts of all these that belong to each sequence of the block."""
+    queries = (x.split(block.queries.lengths, 2) for x in of_queries)
+    return zip(*queries, *(x.split(block.keys.lengths, 2) for x in of_keys), strict=True)
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    out, lse = varlen_attn(
+        _flat(q),
+        _flat(k),
+        _flat(v),
+        block.queries.cumulative,
+        block.keys.cumulative,
+        max(block.queries.lengths),
+        max(block.keys.lengths),
+        return_aux=AuxRequest(lse=True),
+        scale=scale,
+        window_size=_flash_window(block),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.transpose(0, 1)[None], lse[None]
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    import torch.nn.attention.varlen  # registers the operator
+
+    dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
+        *map(_flat, (grad, q, k, v, o)),
+        lse[0].contiguous(),
+        block.queries.cumulative,
+        block.keys.cumulative,
+        max(block.queries.lengths),
+        max(block.keys.lengths),
+        block.causal,
+        torch.zeros(2, dtype=torch.uint64, device=q.device),  # of dropout, which there is none of
+        scale,
+        list(_flash_window(block)),
+    )
+    dq, dk, dv = (x.transpose(0, 1)[None] for x in (dq, dk, dv))
+    return dq, dk, dv
+
+
+def _flat(x: Tensor) -> Tensor:
+    """(1, heads, n, d) -> (n, heads, d)"""
+    return x[0].transpose(0, 1)
+
+
+def _flash_window(block: Block) -> tuple[int, int]:
+    """How many keys before and behind its own a query sees; -1: all."""
+    return (-1, 0) if block.causal else (-1, -1)
+
+
+ON_CPU = Kernel(_cpu_forward, _cpu_backward)
+FLASH = Kernel(_flash_forward, _flash_backward)
