@@ -42,7 +42,7 @@ def critic(spec: dict) -> ValueModel:
 
 
 PPO = ActorObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, correction="tis", temperature=0.7)
-OBJECTIVES = {
+OBJECTIVES: dict[str, tuple] = {
     "sft": (policy, (SFTObjective(), PackedRow.of_batch)),
     "ppo": (policy, (PPO, ExperienceRow.of)),
     "ppo-ptx": (policy, (PPO, ExperienceRow.of), (PTXObjective(coef=0.5), PackedRow.of_batch)),
