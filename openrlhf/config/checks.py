@@ -369,6 +369,12 @@ def tensor_parallel(config: Any, ranks: Mapping[str, int]) -> Iterator[Problem]:
         return
     if ds.zero_stage == 3:
         yield Problem(key=key, text="ds.zero_stage 3 shards the same weights; use --ds.zero_stage 2")
+    if ds.zero_stage == 0 and ds.param_dtype != "fp32":
+        yield Problem(
+            key=key,
+            text=f"at ds.zero_stage 0 DeepSpeed counts a part of the norm of gradients in {ds.param_dtype}; "
+            "use --ds.zero_stage 1 or 2",
+        )
     for other, why in NOT_TENSOR_PARALLEL.items():
         if values.get(other) not in (None, False, 0):
             yield Problem(key=key, text=f"{why} ({other}); remove one")

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from openrlhf.algos.logprobs import SharedVocabulary
+from openrlhf.device import DEVICE_TYPE
 from openrlhf.models.loading import load_config
 from openrlhf.models.policy import LogProbHead
 
@@ -54,6 +55,9 @@ def share_matrices(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     for _, module, style in _planned(model):
         STYLES[style](module, group)
     _share_vocabulary(model, group)
+    for parameter in model.parameters():
+        if not hasattr(parameter, "shard"):
+            _take_first(parameter, group)
 
 
 def check_shares_matrices(path: str, flag: str, size: int) -> None:
@@ -245,6 +249,13 @@ def _cut(parameter: Tensor | None, dim: int, group: dist.ProcessGroup) -> None:
     parameter.data = _own(parameter.data, dim, group)
     setattr(parameter, "shard", Shard(group, dim))  # noqa: B010  nn.Parameter does not know it
     setattr(parameter, "tensor_model_parallel", True)  # noqa: B010
+
+
+def _take_first(parameter: Tensor, group: dist.ProcessGroup) -> None:
+    """What is new, a scalar head, is random: all ranks get that of the first."""
+    value = parameter.data.to(DEVICE_TYPE)
+    dist.broadcast(value, group=group, group_src=0)
+    parameter.data.copy_(value)
 
 
 class _Replicated(torch.autograd.Function):

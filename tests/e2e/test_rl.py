@@ -61,6 +61,10 @@ ARRANGEMENTS = {
         "--ds.zero_stage 2 --actor.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all "
         "--ds.enable_sleep --train.dynamic_batch_enable --train.max_tokens_per_gpu 256 --ds.ring_attn_size 2"
     ),
+    "zero 2, two ranks that share matrices, one engine": (
+        "--ds.zero_stage 2 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 "
+        "--critic.num_gpus_per_node 2 --ds.tensor_parallel_size 2"
+    ),
 }
 IN_EVERY_RUN = 2
 """The first arrangements, which differ in everything; all of them are in `make test-all`."""

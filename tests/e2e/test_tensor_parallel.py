@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_invariance import check_equal
+from test_invariance import check_equal, commands  # noqa: F401  a fixture
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from openrlhf.tasks.prepare import TaskFiles
@@ -42,13 +42,16 @@ def models(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def steps(run_worker: Callable, models: dict[str, str]) -> Callable[..., RESULTS]:
     """By the name of a case: what `workers/tensor_parallel.py` reports of it, and what it saved."""
 
-    def run(cases: list[tuple[str, str, int]], num_ranks: int = 1, **mesh: int) -> RESULTS:
+    def run(
+        cases: list[tuple[str, str, int]], num_ranks: int = 1, *, precision: dict | None = None, **mesh: int
+    ) -> RESULTS:
         named = {
             f"{model} {objective} {stage}": {
                 "model": models[model],
                 "objective": objective,
                 "stage": stage,
                 "attention": "auto",
+                **(precision or {}),
             }
             for model, objective, stage in cases
         }
@@ -112,3 +115,34 @@ def test_two_steps(steps: Callable, cases: list, num_ranks: int, mesh: dict) -> 
     for name, found in steps(cases, num_ranks, **mesh).items():
         check_same(name, found, expected[name])
         assert found["share"] < 0.51 and expected[name]["share"] == 1, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "accumulated"), [(1, None), (1, "fp32"), (2, None)])
+def test_norms_in_half_precision(steps: Callable, stage: int, accumulated: str | None) -> None:
+    """DeepSpeed has an optimizer for each of these. One rank's part of the norm would be 0.7 of it."""
+    cases, precision = [("qwen", "ppo", stage)], {"dtype": "bf16", "accumulated": accumulated}
+    ((expected,), (found,)) = (
+        steps(cases, size, precision=precision, tensor=size).values() for size in (1, 2)
+    )
+    for ours, theirs in zip(found["metrics"], expected["metrics"], strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.02)
+    assert found["resumed"]
+
+
+@pytest.mark.slow
+def test_every_supervised_command(task: TaskFiles, run_worker: Callable, commands: dict) -> None:  # noqa: F811
+    """Distillation and step judges, whose heads need the whole vocabulary, too."""
+    common = (
+        f"--model.model_name_or_path {task.model} --data.max_samples 10 --ds.param_dtype fp32 --max_norm 0 "
+        "--adam.lr 0 --ds.tensor_parallel_size"
+    )
+    seen: dict = {}
+    for size, num_ranks in ((1, 1), (2, 2)):
+        options = {"commands": commands, "common": f"{common} {size}", "stage": 1}
+        (report, *_) = run_worker("supervised_gradients", num_ranks, **options)
+        for name, found in report.items():
+            gradients, metrics = torch.load(found["gradients"]), found["metrics"]
+            expected, expected_metrics = seen.setdefault(name.split(":")[0], (gradients, metrics))
+            check_equal(name, gradients, expected)
+            assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5), name

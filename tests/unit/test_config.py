@@ -748,6 +748,12 @@ CHECKS = [
     ),
     (
         PPO,
+        "--ds.tensor_parallel_size 2 --ds.zero_stage 0",
+        "--ds.tensor_parallel_size 2: at ds.zero_stage 0 DeepSpeed counts a part of the norm of gradients in "
+        "bf16; use --ds.zero_stage 1 or 2",
+    ),
+    (
+        PPO,
         "--ds.tensor_parallel_size 2 --ds.lora.rank 8",
         "--ds.tensor_parallel_size 2: adapters are not shared with the matrices that they change "
         "(ds.lora.rank); remove one",

@@ -193,6 +193,18 @@ def test_what_each_rank_keeps(threads: Callable) -> None:
     }
 
 
+def test_what_is_new_is_the_same_on_every_rank(threads: Callable) -> None:
+    original = ValueModel(scorer(QWEN))
+
+    def head() -> Tensor:
+        module = copy.deepcopy(original)
+        module.model.score.weight.data += dist.get_rank()
+        share_matrices(module.model, group())
+        return module.model.score.weight.data
+
+    assert all(torch.equal(found, original.model.score.weight) for found in threads(2, head))
+
+
 def test_a_gradient_that_is_not_contiguous_is_summed(threads: Callable) -> None:
     """As that of hidden states which are read as a transposed matrix."""
 

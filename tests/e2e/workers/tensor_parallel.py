@@ -7,13 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_grad
-from workers.gradients import OBJECTIVES, experiences
+from workers.gradients import OBJECTIVES, experiences, full_gradient
 
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
 from openrlhf.engine.distributed import ProcessMesh, init_distributed, leave_distributed
-from openrlhf.models.tensor_parallel import whole
 
 TAG = "first"
 
@@ -24,7 +22,11 @@ def build_engine(spec: dict, case: dict, mesh: ProcessMesh) -> DeepSpeedEngine:
     return DeepSpeedEngine(
         lambda: OBJECTIVES[case["objective"]][0](spec | case),
         optim=OptimConfig(adam=adam, lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=spec["max_norm"]),
-        ds=DeepSpeedConfig(zero_stage=case["stage"], param_dtype="fp32"),
+        ds=DeepSpeedConfig(
+            zero_stage=case["stage"],
+            param_dtype=case.get("dtype", "fp32"),
+            grad_accum_dtype=case.get("accumulated"),
+        ),
         total_steps=2,
         ema_beta=0.5,
         mesh=mesh,
@@ -42,10 +44,7 @@ def run(spec: dict, case: dict, mesh: ProcessMesh, folder: Path) -> dict:
 
     def look() -> None:
         for name, param in engine.module.model.named_parameters():
-            gradient = safe_get_full_grad(param).clone()
-            if hasattr(param, "shard"):
-                gradient.shard = param.shard
-            found[name] = whole(gradient).clone()
+            found[name] = full_gradient(param)
 
     engine.engine.step = lambda: (look(), take_step())
     metrics = [engine.train_step(rows, objective)]
@@ -81,7 +80,7 @@ def read(model, row):
 def frozen(spec: dict, case: dict, mesh: ProcessMesh) -> list[list[float]]:
     """What a reference says."""
     build = lambda: OBJECTIVES[case["objective"]][0](spec | case)
-    ds = DeepSpeedConfig(zero_stage=case["stage"], param_dtype="fp32")
+    ds = DeepSpeedConfig(zero_stage=case["stage"], param_dtype=case.get("dtype", "fp32"))
     model = FrozenModel(build, ds=ds, offload=False, mesh=mesh)
     _, (_, make) = OBJECTIVES[case["objective"]]
     return [a.tolist() for a in model.forward([make(experiences().select([0, 1, 2]))], read)]
