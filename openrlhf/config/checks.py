@@ -393,7 +393,6 @@ def tensor_parallel(config: Any, ranks: Mapping[str, int]) -> Iterator[Problem]:
 NOT_TENSOR_PARALLEL = {
     "ds.lora.rank": "adapters are not shared with the matrices that they change",
     "data.max_images_per_prompt": "models that read images are not shared",
-    "ds.use_universal_ckpt": "the universal checkpoint knows no shared matrices",
     **dict.fromkeys(
         ("ref.offload", "teacher.offload", "reward.offload"), "DeepSpeed shards the weights that it offloads"
     ),
