@@ -95,7 +95,6 @@ EVERY = [
     *(("qwen", "ppo", stage) for stage in (0, 1, 2)),
     *(("llama", "sft", stage) for stage in (0, 1, 2)),
     ("qwen", "critic", 1),
-    ("qwen", "critic", 0),
 ]
 
 
