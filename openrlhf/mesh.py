@@ -45,6 +45,11 @@ class Mesh:
         return self.sequence * self.tensor
 
     @property
+    def copies(self) -> int:
+        """Ranks that have the same part of the matrices."""
+        return self.data * self.sequence
+
+    @property
     def size(self) -> int:
         """Number of ranks."""
         return self.data * self.replica

@@ -1,6 +1,9 @@
 """Log-probabilities of chosen tokens straight from hidden states, without the logits of a whole batch."""
 
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -19,6 +22,78 @@ FAR = 80.0
 probability, 2e-35, changes no sum, and is above the smallest numbers, at which CPUs are slow."""
 
 
+class Vocabulary:
+    """The tokens of a head, all of which are here: what is asked of their logits (C, V)."""
+
+    def largest(self, logits: Tensor) -> Tensor:
+        """(C,)"""
+        return logits.amax(-1)
+
+    def total(self, x: Tensor) -> Tensor:
+        """A sum over the tokens that are here -> that over all tokens."""
+        return x
+
+    def at(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """(C, K) the logits of `ids` (C, K)."""
+        return logits.gather(-1, ids)
+
+    def put(self, logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+        """The logits of `ids` become `values` (C, K), which are not less, in place."""
+        return logits.scatter_(-1, ids, values)
+
+    def add(self, x: Tensor, ids: Tensor, values: Tensor) -> None:
+        """`values` (C, K) to the places of `ids` in x (C, V)."""
+        x.scatter_add_(-1, ids, values)
+
+    def joined(self, logits: Tensor) -> Tensor:
+        """Those of the tokens that are here -> those of all. Without a gradient."""
+        return logits
+
+
+WHOLE = Vocabulary()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedVocabulary(Vocabulary):
+    """Each rank of `group` has the head's weights of `size` tokens, in order. The ranks have the same hidden
+    states, and exchange numbers of each row of logits, never logits."""
+
+    group: dist.ProcessGroup
+    size: int
+
+    def largest(self, logits: Tensor) -> Tensor:
+        found = logits.amax(-1)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
+        return found
+
+    def total(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def at(self, logits: Tensor, ids: Tensor) -> Tensor:
+        here, places = self.own(ids)
+        return self.total(logits.gather(-1, places).masked_fill_(~here, 0))
+
+    def put(self, logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+        here, places = self.own(ids)
+        return logits.scatter_reduce_(-1, places, values.masked_fill(~here, -torch.inf), "amax")
+
+    def add(self, x: Tensor, ids: Tensor, values: Tensor) -> None:
+        here, places = self.own(ids)
+        x.scatter_add_(-1, places, values.masked_fill(~here, 0))
+
+    def joined(self, logits: Tensor) -> Tensor:
+        parts = [torch.empty_like(logits) for _ in range(self.group.size())]
+        dist.all_gather(parts, logits.detach().contiguous(), self.group)
+        return torch.cat(parts, -1)
+
+    def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of `ids` are here, and their places; some place for the others."""
+        places = ids - self.group.rank() * self.size
+        here = (places >= 0) & (places < self.size)
+        return here, places.where(here, 0)
+
+
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -30,6 +105,7 @@ def linear_log_probs(
     kept: Tensor | None = None,
     with_entropy: bool = False,
     chunk: int | None = None,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, Tensor | None]:
     """hidden (A, H), weight (V, H), targets (A,) -> log-probs and, if asked, entropies, both (A,) float32.
 
@@ -43,14 +119,13 @@ def linear_log_probs(
     Both results are differentiable in hidden, weight and bias. At most `chunk` rows of logits exist at a
     time, in float32 also if the weight is not; the backward pass computes them again. Without actions the
     results are empty, and their gradients are zeros, so that collectives over gradients still find their
-    partners.
+    partners. Where ranks share the `vocabulary`, each has its part of `weight` and of `bias`.
     """
     chunk = chunk or rows_of_chunk(weight)
+    arguments = hidden, weight, bias, targets, scale, softcap, kept, vocabulary, chunk
     if not with_entropy and _only_hidden_learns(hidden, weight, bias):
-        return _LogProbsForward.apply(hidden, weight, bias, targets, scale, softcap, kept, chunk, False), None
-    log_probs, entropy = _LinearLogProbs.apply(
-        hidden, weight, bias, targets, scale, softcap, kept, with_entropy, chunk
-    )
+        return _LogProbsForward.apply(*arguments, False), None
+    log_probs, entropy = _LinearLogProbs.apply(*arguments, with_entropy)
     return log_probs, entropy
 
 
@@ -63,14 +138,15 @@ def sum_of_log_probs(
     bias: Tensor | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
     """The sum of `linear_log_probs`, (). Its gradients are made in the forward pass, of the logits that are
     there, so a step has three products of the head's size instead of four."""
     chunk = chunk or rows_of_chunk(weight)
+    arguments = hidden, weight, bias, targets, scale, softcap, None, vocabulary, chunk
     if not torch.is_grad_enabled():
-        arguments = hidden, weight, bias, targets, scale, softcap, None
-        return _LinearLogProbs.apply(*arguments, False, chunk)[0].sum()
-    return _LogProbsForward.apply(hidden, weight, bias, targets, scale, softcap, None, chunk, True)
+        return _LinearLogProbs.apply(*arguments, False)[0].sum()
+    return _LogProbsForward.apply(*arguments, True)
 
 
 def rows_of_chunk(weight: Tensor, copies: int = 1) -> int:
@@ -92,13 +168,15 @@ def _only_hidden_learns(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, softcap, kept, with_entropy, chunk):
+    def forward(ctx, hidden, weight, bias, targets, scale, softcap, kept, vocabulary, chunk, with_entropy):
         log_z = hidden.new_empty(len(hidden), dtype=_accumulation_dtype(hidden))
         log_probs = torch.empty_like(log_z)
         entropy = torch.empty_like(log_z) if with_entropy else None
         head = HeadLogits(weight, bias, scale, softcap)
         for rows in chunks(len(hidden), chunk):
-            scores = _score(_only(head(hidden[rows]), kept, rows), targets[rows], with_entropy)
+            scores = _score(
+                _only(head(hidden[rows]), kept, rows, vocabulary), targets[rows], with_entropy, vocabulary
+            )
             for whole, of_rows in zip((log_z, log_probs, entropy), scores, strict=True):
                 if whole is not None and of_rows is not None:
                     whole[rows] = of_rows
@@ -107,7 +185,7 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, targets, kept, log_z, entropy)
         # Not saved tensors: ZeRO-3 empties a parameter between the passes and fills it with a new tensor.
         ctx.weight, ctx.bias = weight, bias
-        ctx.scale, ctx.softcap, ctx.chunk = scale, softcap, chunk
+        ctx.scale, ctx.softcap, ctx.vocabulary, ctx.chunk = scale, softcap, vocabulary, chunk
         return log_probs, entropy
 
     @staticmethod
@@ -115,14 +193,14 @@ class _LinearLogProbs(torch.autograd.Function):
     # pyrefly: ignore[bad-override]  torch does not type this decorator
     def backward(ctx, grad_log_probs, grad_entropy):
         hidden, targets, kept, log_z, entropy = ctx.saved_tensors
-        grads = HeadGradients(hidden, ctx.weight, ctx.bias, ctx.needs_input_grad[:3])
+        grads = HeadGradients(hidden, ctx.weight, ctx.bias, ctx.needs_input_grad[:3], ctx.vocabulary)
         grad_log_probs = torch.zeros_like(log_z) if grad_log_probs is None else grad_log_probs * ctx.scale
         if grad_entropy is not None:
             grad_entropy = grad_entropy * ctx.scale
         head = HeadLogits(ctx.weight, ctx.bias, ctx.scale, ctx.softcap)
 
         def add(rows: slice) -> None:
-            logits = _only(head(hidden[rows]), kept, rows)
+            logits = _only(head(hidden[rows]), kept, rows, ctx.vocabulary)
             slope = head.slope(logits)
             all_log_probs = logits.sub_(log_z[rows, None])
             # d log p(y) / dz = onehot(y) - p,   dH / dz = -p * (log p + H)
@@ -130,12 +208,12 @@ class _LinearLogProbs(torch.autograd.Function):
             if grad_entropy is not None:
                 factor = (all_log_probs + entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(factor)
             grad = all_log_probs.exp_().mul_(factor).neg_()
-            grad.scatter_add_(-1, targets[rows, None], grad_log_probs[rows, None])
+            ctx.vocabulary.add(grad, targets[rows, None], grad_log_probs[rows, None])
             grads.add(rows, hidden, ctx.weight, grad, slope)
 
         for rows in chunks(len(hidden), ctx.chunk):
             add(rows)
-        return *grads.result(), *[None] * 6
+        return *grads.result(), *[None] * 7
 
 
 class _LogProbsForward(torch.autograd.Function):
@@ -143,17 +221,18 @@ class _LogProbsForward(torch.autograd.Function):
     one number for all actions (the sum), or a head that does not learn."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, softcap, kept, chunk, summed):
+    def forward(ctx, hidden, weight, bias, targets, scale, softcap, kept, vocabulary, chunk, summed):
         log_probs = hidden.new_empty(len(hidden), dtype=_accumulation_dtype(hidden))
-        grads = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        grads = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], vocabulary)
         head = HeadLogits(weight, bias, scale, softcap)
 
         def add(rows: slice) -> None:
-            logits, chosen = _only(head(hidden[rows]), kept, rows), targets[rows, None]
-            slope, of_chosen = head.slope(logits), logits.gather(-1, chosen)
-            log_z, exp, total = _log_sum_exp(logits)
+            logits, chosen = _only(head(hidden[rows]), kept, rows, vocabulary), targets[rows, None]
+            slope, of_chosen = head.slope(logits), vocabulary.at(logits, chosen)
+            log_z, exp, total = _log_sum_exp(logits, vocabulary)
             log_probs[rows] = of_chosen[:, 0] - log_z
-            grad = exp.div_(-total[:, None]).scatter_add_(-1, chosen, torch.ones_like(of_chosen))
+            grad = exp.div_(-total[:, None])
+            vocabulary.add(grad, chosen, torch.ones_like(of_chosen))
             grads.add(rows, hidden, weight, grad, slope)
 
         for rows in chunks(len(hidden), chunk):
@@ -167,35 +246,38 @@ class _LogProbsForward(torch.autograd.Function):
     def backward(ctx, grad):
         grads, ctx.grads = ctx.grads, None  # used up: they are scaled where they lie
         grads.scale((grad if ctx.summed else grad[:, None]) * ctx.scale)
-        return *grads.result(), *[None] * 6
+        return *grads.result(), *[None] * 7
 
 
-def _only(logits: Tensor, kept: Tensor | None, rows: slice) -> Tensor:
+def _only(logits: Tensor, kept: Tensor | None, rows: slice, vocabulary: Vocabulary) -> Tensor:
     """(C, V) with all logits but those of the `rows` of `kept` FAR below these, in place."""
     if kept is None:
         return logits
     ids = kept[rows].clamp(min=0)
-    left = logits.gather(-1, ids)
+    left = vocabulary.at(logits, ids)
     far = torch.where(kept[rows, :1] < 0, torch.inf, left.amax(-1, keepdim=True) - FAR)
-    return logits.clamp_(max=far).scatter_(-1, ids, left)
+    return vocabulary.put(logits.clamp_(max=far), ids, left)
 
 
-def _score(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _score(
+    logits: Tensor, targets: Tensor, with_entropy: bool, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """(C, V), (C,) -> logsumexp, log-probs and entropy, each (C,). The logits are overwritten."""
-    chosen = logits.gather(-1, targets[:, None])[:, 0]
-    log_z, exp, total = _log_sum_exp(logits)
+    chosen = vocabulary.at(logits, targets[:, None])[:, 0]
+    log_z, exp, total = _log_sum_exp(logits, vocabulary)
     if not with_entropy:
         return log_z, chosen - log_z, None
     probs = exp.div_(total[:, None])
-    return log_z, chosen - log_z, torch.special.entr(probs, out=probs).sum(-1)
+    entropy = torch.special.entr(probs, out=probs).sum(-1)
+    return log_z, chosen - log_z, vocabulary.total(entropy)
 
 
-def _log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _log_sum_exp(logits: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
     """(C, V) -> logsumexp (C,), exp(logits - c) (C, V) in the place of the logits, and its sums (C,). Without
     a second tensor of this size."""
-    largest = logits.amax(-1)
+    largest = vocabulary.largest(logits)
     exp = logits.sub_(largest[:, None]).exp_()
-    total = exp.sum(-1)
+    total = vocabulary.total(exp.sum(-1))
     return largest + total.log(), exp, total
 
 
@@ -204,8 +286,14 @@ class HeadGradients:
     least float32."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, bool, bool]
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needed: tuple[bool, bool, bool],
+        vocabulary: Vocabulary = WHOLE,
     ) -> None:
+        self.vocabulary = vocabulary
         dtype = _accumulation_dtype(weight)
         needs_hidden, needs_weight, needs_bias = needed
         # Nothing of the head itself is kept: ZeRO-3 frees it between the passes.
@@ -235,10 +323,11 @@ class HeadGradients:
                 grad.mul_(factor)
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """In the types of what they are gradients of."""
+        """In the types of what they are gradients of. That of hidden, over the whole vocabulary."""
+        hidden = None if self.hidden is None else self.vocabulary.total(self.hidden)
         weight = None if self.weight is None else self.weight.to(self.head_dtype)
         bias = None if self.bias is None else self.bias.to(self.bias_dtype)
-        return self.hidden, weight, bias
+        return hidden, weight, bias
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

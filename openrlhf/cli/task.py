@@ -60,6 +60,11 @@ class Task(ABC, Generic[ConfigT]):
             from openrlhf.models.experts import check_experts
 
             check_experts(self.config.model.model_name_or_path, MODEL_FLAG)
+        if (size := self.config.ds.tensor_parallel_size) > 1:
+            from openrlhf.models.tensor_parallel import check_shares_matrices
+
+            for flag, path in self.models().items():
+                check_shares_matrices(path, flag, size)
 
     @abstractmethod
     def columns(self) -> Mapping[str, str | None]:

@@ -25,7 +25,7 @@ def suitable_flags(
 ) -> dict[str, Any]:
     """Values for flags that are not `explicit`, where they differ from those of `config`.
 
-    The actor gets the most GPUs among which train.batch_size divides, in whole groups that share rows, and
+    The actor gets the most GPUs among which train.batch_size divides, in whole groups that share samples, and
     whose nodes hold whole engines; with train.async_enable at most half of all, and engines get the others.
     Without GPUs every role is a process. Where nothing suits, what was tried first, whose problems the checks
     tell. `tensor_parallel_size`: of an engine, where nobody set it."""
@@ -96,7 +96,7 @@ class _Planner:
 
     def suits(self, config: PPOConfig) -> bool:
         uneven = uneven_batch(config, config.train.batch_size, config.data_parallel_size)
-        torn = config.actor.num_gpus % config.ds.ring_attn_size
+        torn = config.actor.num_gpus % config.placements["actor"].mesh.replica
         return not (
             uneven or torn or any(engines_beside_actor(config)) or resource_problems(config, self.nodes)
         )

@@ -368,6 +368,44 @@ def sequence_parallel(
         )
 
 
+def tensor_parallel(config: Any, ranks: Mapping[str, int]) -> Iterator[Problem]:
+    """`ranks` as in `sequence_parallel`."""
+    ds, key, values = config.ds, "ds.tensor_parallel_size", values_of(config)
+    if ds.tensor_parallel_size == 1:
+        return
+    if ds.zero_stage == 3:
+        yield Problem(key=key, text="ds.zero_stage 3 shards the same weights; use --ds.zero_stage 2")
+    if ds.zero_stage == 0 and ds.param_dtype != "fp32":
+        yield Problem(
+            key=key,
+            text=f"at ds.zero_stage 0 DeepSpeed counts a part of the norm of gradients in {ds.param_dtype}; "
+            "use --ds.zero_stage 1 or 2",
+        )
+    for other, why in NOT_TENSOR_PARALLEL.items():
+        if values.get(other) not in (None, False, 0):
+            yield Problem(key=key, text=f"{why} ({other}); remove one")
+    if values.get("optim") == "muon":
+        yield Problem(key=key, text="Muon makes whole matrices orthogonal (optim); remove one")
+    each = ds.tensor_parallel_size * ds.ring_attn_size
+    for whose, number in ranks.items():
+        if number % each:
+            yield Problem(
+                key=key,
+                text=f"does not divide the {number} rank{'s' * (number > 1)} of the {whose}, of which {each} "
+                f"have the same samples; use a multiple of {each}",
+            )
+
+
+NOT_TENSOR_PARALLEL = {
+    "ds.lora.rank": "adapters are not shared with the matrices that they change",
+    "data.max_images_per_prompt": "models that read images are not shared",
+    **dict.fromkeys(
+        ("ref.offload", "teacher.offload", "reward.offload"), "DeepSpeed shards the weights that it offloads"
+    ),
+}
+"""Flags that it cannot be combined with, unless they are off."""
+
+
 def _accumulation(ds: Any) -> Iterator[Problem]:
     key, accumulated, own = "ds.grad_accum_dtype", ds.grad_accum_dtype, ds.param_dtype
     if accumulated in (None, own):

@@ -28,6 +28,7 @@ from openrlhf.config.checks import (
     sequence_parallel,
     split_spec,
     template,
+    tensor_parallel,
     unread,
 )
 from openrlhf.config.choices import VLLM_LORA_RANKS
@@ -81,6 +82,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_placement(config, explicit),
             *precision(config),
             *sequence_parallel(config.ds, _ranks(config), reads_images=config.reads_images),
+            *tensor_parallel(config, _ranks(config)),
             *four_bits(config.ds),
             *outputs(config.ckpt, config.logger),
             *unread(config, explicit, COMMON_UNREAD + PPO_UNREAD),
@@ -92,7 +94,6 @@ PPO_NOT_YET: Mapping[str, str] = {
     "actor.optim": "Muon is",
     "critic.optim": "Muon is",
     "vllm.sync_with_ray": "weight sync with ray.util.collective is",
-    "ds.tensor_parallel_size": "tensor parallel training is",
     "ds.deepcompile": "DeepCompile is",
     "ds.use_universal_ckpt": "the universal checkpoint is",
 }

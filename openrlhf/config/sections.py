@@ -115,7 +115,8 @@ class DeepSpeedConfig:
     deepcompile: bool = False
     """DeepSpeed's DeepCompile."""
     tensor_parallel_size: Count = 1
-    """Ranks that share the matrices of one model copy (AutoTP)."""
+    """Ranks that share the matrices of one model copy (tensor parallelism), and have the same samples. For
+    models whose weights and gradients do not fit one GPU, on GPUs with fast links."""
     ring_attn_size: Count = 1
     """Ranks that share each row (sequence parallelism): every one computes a slice of its tokens. For
     sequences whose activations do not fit one GPU."""

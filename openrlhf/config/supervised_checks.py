@@ -22,6 +22,7 @@ from openrlhf.config.checks import (
     required,
     sequence_parallel,
     template,
+    tensor_parallel,
     unread,
 )
 from openrlhf.config.parse import Explicit, Problem
@@ -121,6 +122,7 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
             *batches(config, mesh.data, None, ""),
             *precision(config),
             *sequence_parallel(ds, {"run": num_ranks}, reads_images=config.data.reads_images),
+            *tensor_parallel(config, {"run": num_ranks}),
             *four_bits(config.ds),
             *_balance(config),
             *outputs(config.ckpt, config.logger),
@@ -130,7 +132,6 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
 
 
 SUPERVISED_NOT_YET: Mapping[str, str] = {
-    "ds.tensor_parallel_size": "tensor parallel training is",
     "ds.deepcompile": "DeepCompile is",
     "ds.use_universal_ckpt": "the universal checkpoint is",
 }

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.utils import clip_grad_norm_
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations import HfDeepSpeedConfig
@@ -19,7 +20,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.deepspeed_config import inference_config, training_config
-from openrlhf.engine.distributed import ProcessMesh, current_device, use_own_cores
+from openrlhf.engine.distributed import ModelParallelUnit, ProcessMesh, current_device, use_own_cores
 from openrlhf.engine.interfaces import Objective, Row, RowT
 from openrlhf.engine.lr_schedule import lr_schedule
 from openrlhf.engine.moving_average import MovingAverage
@@ -38,6 +39,7 @@ from openrlhf.models.lora import (
 )
 from openrlhf.models.self_check import settle_reading
 from openrlhf.models.sequence_parallel import RowSharing
+from openrlhf.models.tensor_parallel import share_matrices, whole, whole_shape
 from openrlhf.types import LossNorm, Metrics
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -94,6 +96,8 @@ class DeepSpeedEngine:
         )
         self._zero3_init = HfDeepSpeedConfig(config) if self.stage == 3 else None
         module = build_model()
+        if self.mesh.tensor_group is not None:
+            share_matrices(module.model, self.mesh.tensor_group)
         module.register_state_dict_post_hook(_leave_out_frozen)
         # Without noise nothing has to be done, and to some architectures evaluation means no gradients.
         self.plain_training = dropout or not has_noise(module.model.config)
@@ -106,6 +110,7 @@ class DeepSpeedEngine:
             optimizer=optimizer,
             # pyrefly: ignore[bad-argument-type]  DeepSpeed names torch's older base class
             lr_scheduler=scheduler,
+            mpu=None if self.mesh.tensor_group is None else ModelParallelUnit(self.mesh),
             config=config,
         )
         self.optimizer_state = OptimizerState(self.engine, on_host=ds.adam_offload)
@@ -213,7 +218,7 @@ class DeepSpeedEngine:
         """(name, dtype, full shape) of everything that `weights` yields, without a transfer."""
         if part == "adapter":
             of_adapter = adapter_weights(self.module.model)
-            return [(name, p.dtype, full_shape(p)) for name, p in of_adapter.items()]
+            return [(name, p.dtype, whole_shape(p)) for name, p in of_adapter.items()]
         empty = {
             name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
             for name, weight in WHOLE[part](self.module.model).items()
@@ -335,7 +340,7 @@ class DeepSpeedEngine:
 
     def _clip(self) -> float:
         limit = self.max_norm if self.max_norm > 0 else math.inf
-        return float(nn.utils.clip_grad_norm_(self.module.parameters(), limit))
+        return float(clip_grad_norm_(self.module.parameters(), limit, mpu=self.engine.mpu))
 
     def _in_full(
         self, parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES
@@ -344,7 +349,7 @@ class DeepSpeedEngine:
         for bucket in _buckets(named, [num_bytes(p) for _, p in named], bucket_bytes):
             with self._gathered(p for _, p in bucket):
                 for name, param in bucket:
-                    yield name, param.data
+                    yield name, whole(param)
 
     def _gathered(self, tensors: Iterable[Tensor]) -> AbstractContextManager:
         """Inside, parameters are whole on every rank. Collective."""
@@ -368,12 +373,14 @@ class FrozenModel:
         self.sharded = ds.zero_stage == 3 or (offload and DEVICE_TYPE == "cuda")
         config = inference_config(ds, offload=offload)
         self._zero3_init = HfDeepSpeedConfig(config) if self.sharded else None
-        module = build_model().eval()
+        module, mesh = build_model().eval(), mesh or ProcessMesh.joined()
+        if mesh.tensor_group is not None:
+            share_matrices(module.model, mesh.tensor_group)
         if self.sharded:
             self.model, *_ = deepspeed.initialize(model=module, config=config)
         else:
             self.model = module.to(self.device)
-        share_rows(module, mesh or ProcessMesh.joined(), ds)
+        share_rows(module, mesh, ds)
         settle_reading(self.model, module)
 
     @torch.no_grad()
@@ -414,19 +421,9 @@ def on_cpu(answers: Sequence[Tensor]) -> list[Tensor]:
     return [answer.cpu() for answer in answers]
 
 
-def full_shape(param: Tensor) -> tuple[int, ...]:
-    """Of the whole parameter, of which ZeRO-3 keeps only a shard here."""
-    return tuple(getattr(param, "ds_shape", param.shape))
-
-
-def full_numel(param: Tensor) -> int:
-    """Elements of the whole parameter, of which ZeRO-3 keeps only a shard here."""
-    return param.ds_numel if hasattr(param, "ds_numel") else param.numel()
-
-
 def num_bytes(param: Tensor) -> int:
     """Of the whole parameter, of which ZeRO-3 keeps only a shard here."""
-    return full_numel(param) * param.element_size()
+    return math.prod(whole_shape(param)) * param.element_size()
 
 
 def _buckets(items: Sequence[ItemT], sizes: Sequence[int], capacity: int) -> Iterator[list[ItemT]]:

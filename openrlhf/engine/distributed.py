@@ -36,6 +36,11 @@ class ProcessMesh(Mesh):
     """The ranks that differ from this one in their samples only. None: all ranks."""
     sequence_group: dist.ProcessGroup | None = None
     """The ranks that share each of their rows with this one, slice by slice. None: it has whole rows."""
+    tensor_group: dist.ProcessGroup | None = None
+    """The ranks that share the model's matrices with this one. None: it has whole matrices."""
+    copies_group: dist.ProcessGroup | None = None
+    """The ranks that have the same part of the matrices, whose gradients and optimizer states DeepSpeed
+    shares out among them. None: all ranks."""
 
     @classmethod
     def of(cls, mesh: Mesh, rank: int, **groups: dist.ProcessGroup) -> "ProcessMesh":
@@ -59,6 +64,10 @@ class ProcessMesh(Mesh):
             groups["data_group"] = ranks.get_group("data")
             if mesh.sequence > 1:
                 groups["sequence_group"] = ranks.get_group("sequence")
+        if mesh.tensor > 1:
+            shape, names = (mesh.copies, mesh.tensor), ("copies", "tensor")
+            ranks = init_device_mesh(DEVICE_TYPE, shape, mesh_dim_names=names)
+            groups |= {f"{name}_group": ranks.get_group(name) for name in names}
         return ProcessMesh.of(mesh, dist.get_rank(), **groups)
 
     @property
@@ -70,6 +79,32 @@ class ProcessMesh(Mesh):
     def is_first(self) -> bool:
         """It exports, and speaks for all."""
         return self.rank == 0
+
+
+class ModelParallelUnit:
+    """The ranks that share a model's matrices, in Megatron's words, which are those of DeepSpeed: with it
+    DeepSpeed reduces gradients, shares out optimizer states and counts norms as it has to."""
+
+    def __init__(self, mesh: ProcessMesh) -> None:
+        self.mesh, self.at = mesh, mesh.coordinates(mesh.rank)
+
+    def get_model_parallel_rank(self) -> int:
+        return self.at.tensor
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.mesh.tensor
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.mesh.tensor_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.mesh.rank // self.mesh.tensor
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.mesh.copies
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.mesh.copies_group
 
 
 def current_device() -> torch.device:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.distributed import ProcessMesh, current_device
+from openrlhf.models.tensor_parallel import put_together
 
 
 class MovingAverage:
@@ -73,21 +74,25 @@ class MovingAverage:
         yield from self._copies.items()
 
     def _own_part(self, param: nn.Parameter) -> Tensor:
-        """The shard of a parameter at ZeRO stage 3, else as many of its elements, in order."""
+        """The shard of a parameter at ZeRO stage 3, else as many of its elements, in order: of those that are
+        here, where ranks share the parameter."""
         if hasattr(param, "ds_tensor"):
             return getattr(param, "ds_tensor").detach()  # noqa: B009  DeepSpeed puts it there
-        size = -(-param.numel() // self.mesh.size)
-        return param.detach().flatten()[self.mesh.rank * size :][:size]
+        size, copy = -(-param.numel() // self.mesh.copies), self.mesh.rank // self.mesh.tensor
+        return param.detach().flatten()[copy * size :][:size]
 
     def _joined(self, part: Tensor, param: nn.Parameter) -> Tensor | None:
         """All parts of a parameter as one tensor on rank 0."""
-        shape, num_parts = getattr(param, "ds_shape", param.shape), self.mesh.size
-        if num_parts == 1:
+        shape, mesh = getattr(param, "ds_shape", param.shape), self.mesh
+        if mesh.size == 1:
             return part.view(shape)
-        part = F.pad(part, (0, -(-shape.numel() // num_parts) - len(part)))  # DeepSpeed has padded its shards
-        parts = [torch.empty_like(part) for _ in range(num_parts)] if self.mesh.is_first else None
+        part = F.pad(part, (0, -(-shape.numel() // mesh.copies) - len(part)))  # DeepSpeed has padded its own
+        parts = [torch.empty_like(part) for _ in range(mesh.size)] if mesh.is_first else None
         dist.gather(part, parts)
-        return None if parts is None else torch.cat(parts)[: shape.numel()].view(shape)
+        if parts is None:
+            return None
+        shards = (torch.cat(parts[i :: mesh.tensor]) for i in range(mesh.tensor))
+        return put_together([shard[: shape.numel()].view(shape) for shard in shards], param)
 
 
 def _file(folder: str | Path, part: int) -> Path:

@@ -24,6 +24,7 @@ from openrlhf.models.checkpoint_layout import checkpoint_tensors
 from openrlhf.models.loading import load_config
 from openrlhf.models.policy import head_of
 from openrlhf.models.scorer import CLASSIFIER_HEAD, head_name
+from openrlhf.models.tensor_parallel import whole, whole_shape
 
 ALL_LINEAR = "all-linear"
 """The `--ds.lora.target_modules` that stands for every linear layer but the head."""
@@ -81,7 +82,7 @@ class Weight:
     def shape(self) -> tuple[int, ...]:
         """In full."""
         state = getattr(self.stored, "quant_state", None)
-        return tuple(getattr(self.stored, "ds_shape", self.stored.shape) if state is None else state.shape)
+        return whole_shape(self.stored) if state is None else tuple(state.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,14 +97,14 @@ class Weight:
         return [self.stored, self.layer.lora_A[ADAPTER].weight, self.layer.lora_B[ADAPTER].weight]
 
     def merged(self) -> Tensor:
-        """With what its adapter adds, while the parts are whole."""
+        """With what its adapter adds, while the parts are whole. Collective where ranks share matrices."""
         weight = self._dequantized()
         return weight if self.layer is None else weight + self.layer.get_delta_weight(ADAPTER)
 
     def _dequantized(self) -> Tensor:
         """Of 4 bits in the dtype that it was made of."""
         if (state := getattr(self.stored, "quant_state", None)) is None:
-            return self.stored.data
+            return whole(self.stored)
         from bitsandbytes.functional import dequantize_4bit
 
         return dequantize_4bit(self.stored.data, state)

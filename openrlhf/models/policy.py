@@ -6,7 +6,7 @@ from typing import NamedTuple, overload
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from openrlhf.algos.logprobs import linear_log_probs, sum_of_log_probs
+from openrlhf.algos.logprobs import WHOLE, Vocabulary, linear_log_probs, sum_of_log_probs
 from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.types import PackedRow
 
@@ -56,6 +56,9 @@ class LogProbHead(nn.Linear):
     """A language model head that can answer with log-probs instead of logits. It is called as a module so
     that ZeRO-3 gathers its weight around the computation."""
 
+    vocabulary: Vocabulary = WHOLE
+    """Of which each rank may have a part, see models/tensor_parallel.py."""
+
     @overload
     def forward(self, input: Tensor) -> Tensor: ...
 
@@ -86,18 +89,11 @@ class LogProbHead(nn.Linear):
         """`targets` (A,): log-probs, or their sum, and entropy (A,) of softmax(scale * head(input)), with
         `kept` of `linear_log_probs` over these tokens. Without: logits."""
         if targets is None:
-            return super().forward(input)
-        arguments = input, self.weight, targets
+            return self.vocabulary.joined(super().forward(input))
+        options = {"scale": scale, "bias": self.bias, "softcap": softcap, "vocabulary": self.vocabulary}
         if summed:
-            return sum_of_log_probs(*arguments, scale=scale, bias=self.bias, softcap=softcap), None
-        return linear_log_probs(
-            *arguments,
-            scale=scale,
-            bias=self.bias,
-            softcap=softcap,
-            kept=kept,
-            with_entropy=with_entropy,
-        )
+            return sum_of_log_probs(input, self.weight, targets, **options), None
+        return linear_log_probs(input, self.weight, targets, kept=kept, with_entropy=with_entropy, **options)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:

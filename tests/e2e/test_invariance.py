@@ -103,17 +103,6 @@ def test_gradient_does_not_depend_on_layout(
     check_equal("ppo-ptx is the sum", seen["ppo-ptx"], both)
 
 
-def test_ranks_that_share_their_samples_count_them_once(
-    task: TaskFiles, run_worker: Callable, seen: dict
-) -> None:
-    """Two ranks of one data coordinate, with DeepSpeed and process groups as they are."""
-    options = {"stage": 2, "attention": "auto", "objectives": ["sft"]}
-    reports = run_worker("gradients", 2, model=str(task.model), tensor=2, **options)
-    for name, path in reports[0].items():
-        gradients = torch.load(path)
-        check_equal(name, gradients, seen.setdefault("sft", gradients))
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "stage"),
     [(1, 2), (2, 3), pytest.param(1, 3, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],

@@ -65,6 +65,10 @@ ARRANGEMENTS = {
         "--ds.zero_stage 2 --actor.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all "
         "--ds.enable_sleep --train.dynamic_batch_enable --train.max_tokens_per_gpu 256 --ds.ring_attn_size 2"
     ),
+    "zero 2, two ranks that share matrices, one engine": (
+        "--ds.zero_stage 2 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 "
+        "--critic.num_gpus_per_node 2 --ds.tensor_parallel_size 2"
+    ),
 }
 IN_EVERY_RUN = 2
 """The first arrangements, which differ in everything; all of them are in `make test-all`."""
@@ -126,7 +130,9 @@ def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement
     expected = first_run.setdefault("metrics", metrics)
     for step in (1, 2):
         for name in ("grad_norm", "policy/loss", "rollout/reward_mean", "kl/mean", "lr"):
-            assert metrics[step][name] == pytest.approx(expected[step][name], abs=2e-5), (name, step)
+            ours, theirs = metrics[step][name], expected[step][name]
+            # What rounding made of a gradient of almost nothing, Adam has made a step of.
+            assert ours == pytest.approx(theirs, abs=2e-5, rel=1e-4), (name, step)
         for name in ("loss", "grad_norm", "value_mean", "explained_variance"):
             ours, theirs = metrics[step][f"critic/{name}"], expected[step][f"critic/{name}"]
             assert ours == pytest.approx(theirs, rel=1e-3), (name, step)

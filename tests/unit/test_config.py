@@ -266,7 +266,7 @@ def test_all_problems_are_listed_at_once(capsys):
     argv = (
         "foo --ds.zero_stage three --actor.optim sgd --actor.adam.lr -1 --actor.adam.lrr 1 --train.seed 1 2 "
     )
-    argv += "--ds_tensor_parallel_size 2 --algo.advantage.estimator rloo --bf16 fp16 --config "
+    argv += "--ds.deepcompile --algo.advantage.estimator rloo --bf16 fp16 --config "
     argv += "--reward.remote_url r.txt --vllm.num_engines"
     err = refused(PPO, argv.split(), capsys).splitlines()
     assert [line for line in err if line.startswith("error")] == [
@@ -280,7 +280,7 @@ def test_all_problems_are_listed_at_once(capsys):
         "error: --actor.adam.lr -1: must be at least 0",
         "error: --train.seed 1 2: expects one value (INT), got 2",
         "error: --vllm.num_engines: expects one value (INT), got none",
-        "error: --ds.tensor_parallel_size 2: tensor parallel training is not available yet; leave it at 1",
+        "error: --ds.deepcompile: DeepCompile is not available yet; remove it",
         "error: --actor.model_name_or_path: is required: Hugging Face name or folder of the policy; the "
         "reference model starts from it too.",
         "error: --data.prompt_dataset: is required: Comma list of `path[@data_dir]`: .json .jsonl .csv "
@@ -743,6 +743,50 @@ CHECKS = [
         PPO,
         "--ds.ring_attn_size 2 --ds.attn_implementation sdpa",
         "--ds.attn_implementation sdpa: sees whole rows, which ranks share (ds.ring_attn_size); use auto",
+    ),
+    # ranks that share matrices
+    (
+        SFT,
+        "--ds_tensor_parallel_size 2",
+        "--ds.tensor_parallel_size 2: does not divide the 1 rank of the run, of which 2 have the same "
+        "samples; use a multiple of 2",
+    ),
+    (
+        PPO,
+        "--ds.tensor_parallel_size 4 --ref.num_gpus_per_node 2",
+        "--ds.tensor_parallel_size 4: does not divide the 2 ranks of the ref",
+    ),
+    (
+        PPO,
+        "--ds.tensor_parallel_size 2 --ds.zero_stage 3",
+        "--ds.tensor_parallel_size 2: ds.zero_stage 3 shards the same weights; use --ds.zero_stage 2",
+    ),
+    (
+        PPO,
+        "--ds.tensor_parallel_size 2 --ds.zero_stage 0",
+        "--ds.tensor_parallel_size 2: at ds.zero_stage 0 DeepSpeed counts a part of the norm of gradients in "
+        "bf16; use --ds.zero_stage 1 or 2",
+    ),
+    (
+        PPO,
+        "--ds.tensor_parallel_size 2 --ds.lora.rank 8",
+        "--ds.tensor_parallel_size 2: adapters are not shared with the matrices that they change "
+        "(ds.lora.rank); remove one",
+    ),
+    (
+        PPO,
+        "--ds.tensor_parallel_size 2 --ref.offload",
+        "--ds.tensor_parallel_size 2: DeepSpeed shards the weights that it offloads (ref.offload); remove",
+    ),
+    (
+        PPO,
+        "--ds.tensor_parallel_size 2 --data.max_images_per_prompt 1 --data.apply_chat_template",
+        "--ds.tensor_parallel_size 2: models that read images are not shared (data.max_images_per_prompt)",
+    ),
+    (
+        SFT,
+        "--ds.tensor_parallel_size 2 --optim muon --max_norm 0",
+        "--ds.tensor_parallel_size 2: Muon makes whole matrices orthogonal (optim); remove one",
     ),
     # precision and checkpoints
     (SFT, "--ds.adam_offload --ds.zero_stage 0", "--ds.adam_offload: needs sharded optimizer states"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from openrlhf.datasets.batches import Windows
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-from openrlhf.engine.distributed import ProcessMesh
+from openrlhf.engine.distributed import ModelParallelUnit, ProcessMesh
 from openrlhf.engine.optimizer_state import OptimizerState
 from openrlhf.mesh import Coordinates, Mesh
 from openrlhf.types import LossNorm, PackedRow, Sample
@@ -151,6 +151,24 @@ def test_one_rank_exports(threads: Callable) -> None:
     found = threads(4, lambda: ProcessMesh.joined(tensor=2))
     assert [mesh.data_rank for mesh in found] == [0, 0, 1, 1]
     assert [mesh.is_first for mesh in found] == [True, False, False, False]
+
+
+def test_who_reduces_gradients_with_whom(threads: Callable) -> None:
+    """Ranks with the same part of the matrices, whether or not they have the same samples."""
+
+    def groups() -> tuple:
+        mesh = ProcessMesh.joined(sequence=2, tensor=2)
+        unit = ModelParallelUnit(mesh)
+        assert unit.get_data_parallel_world_size() == 4 and unit.get_model_parallel_world_size() == 2
+        own, same = unit.get_data_parallel_group(), unit.get_model_parallel_group()
+        assert own is not None and same is not None
+        assert (own.rank(), same.rank()) == (unit.get_data_parallel_rank(), unit.get_model_parallel_rank())
+        return dist.get_process_group_ranks(own), dist.get_process_group_ranks(same)
+
+    found = threads(8, groups)
+    assert found == [
+        ([rank % 2 + 2 * i for i in range(4)], [rank - rank % 2, rank - rank % 2 + 1]) for rank in range(8)
+    ]
 
 
 def test_ranks_that_make_no_whole_mesh_are_refused(threads: Callable) -> None:

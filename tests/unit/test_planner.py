@@ -126,6 +126,8 @@ def test_the_same_command_on_other_clusters(gpus: list[int], is_async: bool, fla
         ({"actor.num_nodes": 2}, {"actor.num_gpus_per_node": 4}),
         ({"actor.num_gpus_per_node": 2, "actor.num_nodes": 1}, {}),
         ({"vllm.tensor_parallel_size": 4, "vllm.num_engines": 1}, {"actor.num_gpus_per_node": 4}),
+        ({"ds.tensor_parallel_size": 2, "train.batch_size": 64}, {}),
+        ({"ds.tensor_parallel_size": 3, "train.batch_size": 64}, {"actor.num_gpus_per_node": 6}),
         ({"vllm.enable_sleep": False}, {"ds.enable_sleep": True}),
         ({"ds.enable_sleep": False}, {}),
         ({"ds.adam_offload": True}, {}),

@@ -18,6 +18,7 @@ from openrlhf.engine.distributed import ProcessMesh, init_distributed, leave_dis
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
+from openrlhf.models.tensor_parallel import whole
 from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.critic import CriticObjective
 from openrlhf.objectives.ptx import PTXObjective
@@ -29,7 +30,9 @@ LENGTHS = (5, 9, 17, 30, 8, 12, 3, 22, 11, 2)
 
 def policy(spec: dict) -> PolicyModel:
     return PolicyModel(
-        load_causal_lm(spec["model"], flag="--model", dtype="fp32", attention=spec["attention"])
+        load_causal_lm(
+            spec["model"], flag="--model", dtype=spec.get("dtype", "fp32"), attention=spec["attention"]
+        )
     )
 
 
@@ -42,7 +45,7 @@ def critic(spec: dict) -> ValueModel:
 
 
 PPO = ActorObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, correction="tis", temperature=0.7)
-OBJECTIVES = {
+OBJECTIVES: dict[str, tuple] = {
     "sft": (policy, (SFTObjective(), PackedRow.of_batch)),
     "ppo": (policy, (PPO, ExperienceRow.of)),
     "ppo-ptx": (policy, (PPO, ExperienceRow.of), (PTXObjective(coef=0.5), PackedRow.of_batch)),
@@ -91,6 +94,14 @@ def experiences() -> Batch:
     return Batch(lengths=np.array(LENGTHS), num_actions=num_actions, **joined)
 
 
+def full_gradient(param: torch.nn.Parameter) -> torch.Tensor:
+    """As the optimizer is about to see it, put together by all ranks."""
+    gradient = safe_get_full_grad(param).clone()
+    if hasattr(param, "shard"):
+        gradient.shard = param.shard
+    return whole(gradient)
+
+
 def gradients(spec: dict, mesh: ProcessMesh, build, parts, order, size: int) -> dict[str, torch.Tensor]:
     engine = DeepSpeedEngine(
         lambda: build(spec),
@@ -105,7 +116,7 @@ def gradients(spec: dict, mesh: ProcessMesh, build, parts, order, size: int) -> 
 
     def look() -> None:
         for name, param in engine.module.model.named_parameters():
-            found[name] = safe_get_full_grad(param).clone()
+            found[name] = full_gradient(param)
 
     take_step = engine.engine.step
     engine.engine.step = lambda: (look(), take_step())

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_grad
+from workers.gradients import full_gradient
 
 from openrlhf.cli.task import Run
 from openrlhf.cli.train_dpo import DPOTask
@@ -54,7 +54,7 @@ def first_gradients(run: Run) -> Callable[[], dict[str, torch.Tensor]]:
 
     def look() -> None:
         for name, param in run.engine.module.model.named_parameters():
-            found[name] = safe_get_full_grad(param).clone()
+            found[name] = full_gradient(param)
 
     take_step = run.engine.engine.step
     run.engine.engine.step = lambda: (look(), take_step())

@@ -1,0 +1,333 @@
+"""Ranks that share a model's matrices (tensor parallelism): https://arxiv.org/abs/1909.08053
+
+Of the two products of an attention or an MLP, each rank has some of the outputs of the first (its columns, in
+the paper's order of factors) and the same inputs of the second, whose results are summed. Which layers those
+are says transformers' own plan of the architecture. All else is the same on every rank: so are its gradients,
+but for those of weights that see some of the heads alone, which are summed too.
+
+The vocabulary is shared where the head is one of log-probs, or there is none: each rank has some tokens'
+rows of the embedding and of the head, which exchanges numbers of each action (algos/logprobs.py).
+
+DeepSpeed finds what is shared by `tensor_model_parallel`, the mark of Megatron. Its own AutoTP is not used:
+the gradient of its column-parallel layer is not summed where it is not contiguous, and it has layers for
+training only inside of an engine.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from openrlhf.algos.logprobs import SharedVocabulary
+from openrlhf.device import DEVICE_TYPE
+from openrlhf.models.loading import load_config
+from openrlhf.models.policy import LogProbHead
+
+WRONG_PLANS = {
+    "apertus": "its activation has weights of its own, whose gradients transformers' plan forgets",
+    "doge": "transformers' plan shares its attention, but not the mask that it makes of the values",
+}
+"""Architectures with which transformers' plan computes something else, by `model_type`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a parameter that ranks share is a part of: equal parts, in order, along one dimension."""
+
+    group: dist.ProcessGroup
+    dim: int
+
+
+def share_matrices(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    """Leave each rank of `group` its part of a model that all of them have. ValueError where it cannot be
+    shared."""
+    size = group.size()
+    if reason := why_not(model, size):
+        raise ValueError(_refusal(model, size, reason))
+    for _, module, style in _planned(model):
+        STYLES[style](module, group)
+    _share_vocabulary(model, group)
+    for parameter in model.parameters():
+        if not hasattr(parameter, "shard"):
+            _take_first(parameter, group)
+
+
+def check_shares_matrices(path: str, flag: str, size: int) -> None:
+    """Raise ValueError, without loading weights, where `size` ranks cannot share the matrices of `path`."""
+    config = load_config(path, flag)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return  # whoever loads it says what it is
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if reason := why_not(model, size):
+        raise ValueError(f"{flag} {path}: {_refusal(model, size, reason)}")
+
+
+def why_not(model: PreTrainedModel, size: int) -> str:
+    """The matrices of a model, which may be without weights, cannot be shared by `size` ranks; "" where they
+    can."""
+    planned, config = list(_planned(model)), model.config.get_text_config()
+    if not planned:
+        return "transformers has no plan for its architecture"
+    if config.model_type in WRONG_PLANS:
+        return WRONG_PLANS[config.model_type]
+    for name, module, style in planned:
+        if style not in STYLES:
+            return f"transformers' plan for {name} is {style}, which is not there yet"
+        if style != REPLICATED and type(module) is not nn.Linear:
+            return f"{name} is a {type(module).__name__}"
+    sizes = {"attention heads": config.num_attention_heads, "heads of keys": _key_heads(config)}
+    sizes |= {f"features of {name}": _cut_size(module, style) for name, module, style in planned}
+    for what, number in sizes.items():
+        if number % size:
+            return f"its {number} {what} do not divide among them"
+    return ""
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of a model in full, without a gradient. Collective for the ranks that share it."""
+    shard: Shard | None = getattr(tensor, "shard", None)
+    if shard is None:
+        return tensor.data
+    return _joined(tensor.data, shard.dim, shard.group)
+
+
+def put_together(parts: Sequence[Tensor], tensor: Tensor) -> Tensor:
+    """What each rank has in place of `tensor`, in order -> that of all of it."""
+    shard: Shard | None = getattr(tensor, "shard", None)
+    return parts[0] if shard is None else torch.cat(list(parts), shard.dim)
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Of a tensor of a model in full, of which ZeRO-3 or this rank keeps only a part here."""
+    shape, shard = list(getattr(tensor, "ds_shape", tensor.shape)), getattr(tensor, "shard", None)
+    if shard is not None:
+        shape[shard.dim] *= shard.group.size()
+    return tuple(shape)
+
+
+class ColumnLinear(nn.Linear):
+    """A linear layer with some of the outputs."""
+
+    group: dist.ProcessGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(_Replicated.apply(input, self.group))
+
+
+class RowLinear(nn.Linear):
+    """A linear layer with some of the inputs."""
+
+    group: dist.ProcessGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = _Summed.apply(F.linear(input, self.weight), self.group)
+        return output if self.bias is None else output + self.bias
+
+
+class GatheredLinear(ColumnLinear):
+    """A linear layer with some of the weights, and all of the outputs."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _Gathered.apply(super().forward(input), self.group)
+
+
+class SplitLinear(RowLinear):
+    """A linear layer with some of the weights, which is given all inputs."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(_Split.apply(input, self.group))
+
+
+class SharedEmbedding(nn.Embedding):
+    """Before an embedding's own class: with the rows of some tokens."""
+
+    vocabulary: SharedVocabulary
+
+    def forward(self, input: Tensor) -> Tensor:
+        here, places = self.vocabulary.own(input)
+        found = super().forward(places).masked_fill(~here[..., None], 0)
+        return _Summed.apply(found, self.vocabulary.group)
+
+
+def _refusal(model: PreTrainedModel, size: int, reason: str) -> str:
+    return (
+        f"--ds.tensor_parallel_size {size}: ranks cannot share the matrices of {type(model).__name__}: "
+        f"{reason}.\nRemove the flag; --ds.zero_stage 3 shards weights too."
+    )
+
+
+def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name, module, style) of all but the vocabulary."""
+    plan = model._tp_plan or {}
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    modules = dict(model.named_modules())
+    names = {name: name for name in modules}
+    names |= {name: owner for owner, module in modules.items() for name in _parameters_of(owner, module)}
+    for name, owner in names.items():
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is not None and modules[owner] not in ends:
+            yield name, modules[owner], style
+
+
+def _parameters_of(name: str, module: nn.Module) -> list[str]:
+    return [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
+
+
+def _key_heads(config: PreTrainedConfig) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _cut_size(module: nn.Module, style: str) -> int:
+    """Of the dimension that is cut, 0 where none is."""
+    if not isinstance(module, nn.Linear):
+        return 0
+    return module.out_features if style.startswith("colwise") else module.in_features
+
+
+def _share_columns(module: Any, group: dist.ProcessGroup, kind: type = ColumnLinear) -> None:
+    module.__class__, module.group = kind, group
+    _cut(module.weight, 0, group)
+    _cut(module.bias, 0, group)
+
+
+def _share_rows(module: Any, group: dist.ProcessGroup, kind: type = RowLinear) -> None:
+    module.__class__, module.group = kind, group
+    _cut(module.weight, 1, group)
+
+
+def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Every rank sees some of the heads, and has a part of the gradient."""
+    for parameter in module.parameters(recurse=False):
+        if parameter.requires_grad:
+            parameter.register_hook(lambda grad: _sum(grad, group))
+
+
+REPLICATED = "replicated_with_grad_allreduce"
+STYLES = {
+    "colwise": _share_columns,
+    "rowwise": _share_rows,
+    "colwise_gather_output": partial(_share_columns, kind=GatheredLinear),
+    "rowwise_split_input": partial(_share_rows, kind=SplitLinear),
+    REPLICATED: _sum_gradients,
+}
+"""What transformers calls a way to share a layer -> how it is done here."""
+
+
+def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    """Where it divides, and nothing but log-probs is asked of the head."""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    num_tokens, rest = divmod(len(embedding.weight), group.size())
+    if rest or not (head is None or isinstance(head, LogProbHead)):
+        return
+    vocabulary = SharedVocabulary(group=group, size=num_tokens)
+    embedding.__class__ = type("SharedEmbedding", (SharedEmbedding, type(embedding)), {})
+    embedding.vocabulary = vocabulary
+    if embedding.padding_idx is not None:
+        here, place = vocabulary.own(torch.tensor(embedding.padding_idx))
+        embedding.padding_idx = int(place) if here else None
+    _cut(embedding.weight, 0, group)
+    if head is not None:
+        head.vocabulary = vocabulary
+        _cut(head.weight, 0, group)
+        _cut(head.bias, 0, group)
+
+
+def _cut(parameter: Tensor | None, dim: int, group: dist.ProcessGroup) -> None:
+    """Of a weight that is tied to another one only once."""
+    if parameter is None or hasattr(parameter, "shard"):
+        return
+    parameter.data = _own(parameter.data, dim, group)
+    setattr(parameter, "shard", Shard(group, dim))  # noqa: B010  nn.Parameter does not know it
+    setattr(parameter, "tensor_model_parallel", True)  # noqa: B010
+
+
+def _take_first(parameter: Tensor, group: dist.ProcessGroup) -> None:
+    """What is new, a scalar head, is random: all ranks get that of the first."""
+    value = parameter.data.to(DEVICE_TYPE)
+    dist.broadcast(value, group=group, group_src=0)
+    parameter.data.copy_(value)
+
+
+class _Replicated(torch.autograd.Function):
+    """The same on every rank, which does something of its own with it: gradients are summed."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]  torch does not type this decorator
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum(grad, ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of every rank's part, with which all do the same: each has the gradient of its part."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]  torch does not type this decorator
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gathered(torch.autograd.Function):
+    """Every rank's features, one rank's after the other's, with which all do the same."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _joined(x, -1, group)
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]  torch does not type this decorator
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _own(grad, -1, ctx.group), None
+
+
+class _Split(torch.autograd.Function):
+    """This rank's features of what is the same on every rank."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own(x, -1, group)
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]  torch does not type this decorator
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _joined(grad, -1, ctx.group), None
+
+
+def _joined(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group)
+    return torch.cat(parts, dim)
+
+
+def _own(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
