@@ -98,7 +98,12 @@ class DeepSpeedEngine:
         # Without noise nothing has to be done, and to some architectures evaluation means no gradients.
         self.plain_training = dropout or not has_noise(module.model.config)
         if gradient_checkpointing:
-            enable_checkpointing(module.model, reentrant=reentrant, dropout=self.plain_training)
+            enable_checkpointing(
+                module.model,
+                reentrant=reentrant,
+                dropout=self.plain_training,
+                on_host=ds.activation_offload,
+            )
         optimizer = _optimizer(module, optim)
         scheduler = LambdaLR(optimizer, lr_schedule(optim, total_steps))
         self.engine, *_ = deepspeed.initialize(
