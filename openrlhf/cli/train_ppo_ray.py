@@ -78,6 +78,7 @@ def train(
         roles = start_roles(config, places, layout.on_gpu, len(data.prompts), data.texts)
     try:
         trainer = build_trainer(config, argv, roles, data, checkpoints, tag)
+        trainer.observer.message(_memory_of_rows(config, roles))
         try:
             with telling(lambda: position(trainer)), naming_the_dead(roles.members):
                 trainer.fit()
@@ -89,6 +90,15 @@ def train(
             trainer.observer.close()
     finally:
         roles.end()
+
+
+def _memory_of_rows(config: PPOConfig, roles: "Roles") -> str:
+    from openrlhf.engine.row_memory import most_tokens
+
+    tokens = most_tokens(config.train, config.data.max_len, config.ds.ring_attn_size)
+    groups = {"actor": roles.policy, "critic": roles.critic}
+    needs = [f"{role} {group.row_memory(tokens)}" for role, group in groups.items() if group]
+    return f"memory of a rank for a row of up to {tokens:,} tokens, about: {'; '.join(needs)}"
 
 
 def plan(config: PPOConfig, cluster: Sequence[int]) -> str:

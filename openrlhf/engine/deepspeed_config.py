@@ -56,7 +56,12 @@ def _zero_section(ds: DeepSpeedConfig) -> dict:
         zero["contiguous_gradients"] = False  # they keep GPU memory whole, and cost a copy of every gradient
     if ds.zero_stage == 3:
         zero["zero_hpz_partition_size"] = ds.zpg
-    if ds.bucket_mb is not None:
-        elements = ds.bucket_mb * 2**20 // ITEM_BYTES[ds.param_dtype]
-        zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
-    return zero
+    elements = bucket_elements(ds)
+    return zero | {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
+
+
+def bucket_elements(ds: DeepSpeedConfig) -> int:
+    """That travel at a time."""
+    if ds.bucket_mb is None:
+        return 500_000_000  # DeepSpeed's own
+    return ds.bucket_mb * 2**20 // ITEM_BYTES[ds.param_dtype]

@@ -134,6 +134,36 @@ def test_gradients_of_many_micro_batches_add_up_in_float32(task: TaskFiles, run_
     assert all(error > 2**-12 for error in errors[len(ADDED) :]), errors
 
 
+PLAIN = {"reduced": 5 * 10**8, "gathered": 5 * 10**8, "overlaps": False, "gradients": "float32"}
+SMALL = {"reduced": 2**18, "gathered": 2**18}
+ARRANGED = [
+    # flags -> what DeepSpeed is to do
+    ({}, {}),
+    ({"bucket_mb": 1}, SMALL),
+    ({"overlap_comm": True}, {"overlaps": True}),
+    ({"overlap_comm": True, "bucket_mb": 1}, SMALL | {"overlaps": True}),
+]
+
+
+@slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_arrangements_of_messages_change_nothing(task: TaskFiles, run_worker: Callable, stage: int) -> None:
+    """Of two steps by four ranks. A weight is moved by g / (|g| + eps), and the sum g of 16 gradients errs by
+    16 roundings of a number that is at most the clipped norm, 1."""
+    arranged = list(ARRANGED)
+    if stage == 3:
+        arranged += [({"zpg": ranks}, {"gather_among": ranks}) for ranks in (2, 4)]
+    cases = [{"zero_stage": stage, "param_dtype": "fp32"} | flags for flags, _ in arranged]
+    reports = run_worker("optimizer_states", 4, part="arrange", model=str(task.model), cases=cases)
+    for of_case, (_, told) in [x for r in reports for x in zip(r["cases"], arranged, strict=True)]:
+        expected = PLAIN | {"gather_among": None} | told
+        if stage == 3:  # which always overlaps, and gathers weights where they are used
+            expected |= {"gathered": None, "overlaps": True, "gather_among": told.get("gather_among", 4)}
+        apart = of_case.pop("apart")
+        assert of_case == expected
+        assert apart < 2 * 16 * 2**-24 / 1e-3, of_case
+
+
 def test_micro_batches_do_not_wait_for_the_device(task: TaskFiles, run_worker: Callable) -> None:
     """Only the step asks: whether the norm of the gradients is finite."""
     cases = [{"zero_stage": stage, "param_dtype": "bf16"} for stage in (1, 2, 3)]

@@ -235,10 +235,11 @@ def arrange_all(spec: dict) -> list[dict]:
 
 def told(engine: DeepSpeedEngine) -> dict[str, Any]:
     zero = engine.engine.optimizer
-    names = ("reduce_bucket_size", "allgather_bucket_size", "overlap_comm")
-    settings = {name: getattr(zero, name, None) for name in names}
-    return settings | {
-        "gradients": str(zero.gradient_accumulation_dtype),
+    return {
+        "reduced": zero.reduce_bucket_size,
+        "gathered": getattr(zero, "allgather_bucket_size", None),  # none at stage 3
+        "overlaps": engine.engine.zero_overlap_comm(),
+        "gradients": str(zero.gradient_accumulation_dtype).removeprefix("torch."),
         "gather_among": getattr(next(engine.module.parameters()), "ds_secondary_tensor_group_size", None),
     }
 
