@@ -72,9 +72,10 @@ class RowMemory:
         return sum(astuple(self))
 
     def __str__(self) -> str:
-        parts = {name: getattr(self, name) for name in self.__slots__}
-        listed = ", ".join(f"{name} {count / 2**30:.1f}" for name, count in parts.items())
-        return f"{self.total / 2**30:.1f} GB ({listed})"
+        unit, size = ("GB", 2**30) if self.total >= 2**30 else ("MB", 2**20)
+        parts = {name: getattr(self, name) / size for name in self.__slots__}
+        listed = ", ".join(f"{name} {count:.1f}" for name, count in parts.items())
+        return f"{self.total / size:.1f} {unit} ({listed})"
 
 
 def row_memory(

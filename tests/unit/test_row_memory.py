@@ -8,7 +8,7 @@ from torch import Tensor
 
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.config.supervised import TrainConfig
-from openrlhf.engine.row_memory import ModelShape, layer_bytes, most_tokens, row_memory
+from openrlhf.engine.row_memory import ModelShape, RowMemory, layer_bytes, most_tokens, row_memory
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import hidden_states
 from openrlhf.types import PackedRow, Sample
@@ -130,6 +130,8 @@ def test_a_step_of_the_optimizer_may_need_more_than_a_short_row() -> None:
     found = row_memory(SHAPE, DeepSpeedConfig(), ranks=4, tokens=10, checkpointing=True, on_gpu=True)
     assert found.activations == 4 * 10**9 / 4
     assert str(found) == "7.5 GB (weights 1.9, gradients 1.9, optimizer 2.8, activations 0.9)"
+    small = RowMemory(weights=2**20, gradients=0, optimizer=2**19, activations=0)
+    assert str(small) == "1.5 MB (weights 1.0, gradients 0.0, optimizer 0.5, activations 0.0)"
 
 
 def test_how_long_a_row_may_be() -> None:
