@@ -115,6 +115,7 @@ def check(config: BatchInferenceConfig) -> None:
             flag=MODEL_FLAG,
             path=config.model.model_name_or_path,
             dtype=config.ds.param_dtype,
+            max_len=_longest(config),
             on_cpu=DEVICE_TYPE == "cpu",
             tensor_parallel_size=config.vllm.tensor_parallel_size or 1,
         )

@@ -71,6 +71,7 @@ def check(config: ChatConfig) -> None:
             flag=MODEL_FLAG,
             path=path,
             dtype=config.ds.param_dtype,
+            max_len=config.data.max_len,
             on_cpu=DEVICE_TYPE == "cpu",
             tensor_parallel_size=config.vllm.tensor_parallel_size or 1,
         )

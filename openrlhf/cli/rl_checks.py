@@ -164,6 +164,7 @@ def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
         flag=ACTOR_FLAG,
         path=path,
         dtype=config.ds.param_dtype,
+        max_len=config.data.max_len,
         on_cpu=on_cpu,
         tensor_parallel_size=config.vllm.tensor_parallel_size,
     )

@@ -216,6 +216,7 @@ class Run(Generic[ConfigT]):
                 f"{len(self.train_set)} samples, {sum(self.train_set.lengths)} tokens, "
                 f"{len(self.windows)} steps an epoch; run folder {config.run_dir}"
             )
+            trainer.observer.message(self._memory_of_rows())
         try:
             with telling(lambda: position(trainer)):
                 trainer.fit()
@@ -232,6 +233,13 @@ class Run(Generic[ConfigT]):
                 base_model=config.model.model_name_or_path,
                 datasets=config.data.dataset,
             )
+
+    def _memory_of_rows(self) -> str:
+        from openrlhf.engine.row_memory import most_tokens
+
+        tokens = most_tokens(self.config.train, max(self.train_set.lengths), self.mesh.sequence)
+        needs = self.engine.row_memory(tokens)
+        return f"memory of a rank for a row of up to {tokens:,} tokens, about: {needs}"
 
     def _checkpoints(self) -> "CheckpointFolder":
         from openrlhf.trainer.checkpoints import CheckpointFolder

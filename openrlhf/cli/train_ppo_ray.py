@@ -85,6 +85,7 @@ def train(
         if table := who_runs_where(roles.processes, places):
             print(table, file=sys.stderr, flush=True)
         trainer = build_trainer(config, argv, roles, data, checkpoints, tag)
+        trainer.observer.message(_memory_of_rows(config, roles))
         try:
             with telling(lambda: position(trainer)), naming_the_dead(roles.members):
                 trainer.fit()
@@ -96,6 +97,15 @@ def train(
             trainer.observer.close()
     finally:
         roles.end()
+
+
+def _memory_of_rows(config: PPOConfig, roles: "Roles") -> str:
+    from openrlhf.engine.row_memory import most_tokens
+
+    tokens = most_tokens(config.train, config.data.max_len, config.ds.ring_attn_size)
+    groups = {"actor": roles.policy, "critic": roles.critic}
+    needs = [f"{role} {group.row_memory(tokens)}" for role, group in groups.items() if group]
+    return f"memory of a rank for a row of up to {tokens:,} tokens, about: {'; '.join(needs)}"
 
 
 def plan(config: PPOConfig, cluster: Sequence[int]) -> str:

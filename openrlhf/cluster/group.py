@@ -25,6 +25,7 @@ from openrlhf.cluster.worker import (
     Worker,
 )
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.engine.row_memory import RowMemory
 from openrlhf.rewards.models import add_model_rewards, short_names
 from openrlhf.trainer.schedule import mean_metrics
 from openrlhf.types import Batch, Group, Image, Schedule, Trajectory, Updated
@@ -184,6 +185,10 @@ class TrainedGroup(ModelRanks[TrainedT]):
     def export(self, folder: str) -> Gathered[None]:
         self.bundles.devices.vacate()
         return self.on_all(lambda worker: worker.export.remote(folder))
+
+    def row_memory(self, num_tokens: int) -> RowMemory:
+        """Of each rank, see `DeepSpeedEngine.row_memory`."""
+        return ray.get(self.workers[0].row_memory.remote(num_tokens))
 
 
 class PolicyGroup(TrainedGroup[PolicyWorker]):

@@ -34,6 +34,7 @@ from openrlhf.engine.distributed import (
 )
 from openrlhf.engine.interfaces import Objective
 from openrlhf.engine.peak_memory import PeakMemory, Peaks
+from openrlhf.engine.row_memory import RowMemory
 from openrlhf.engine.weight_sync import EngineClient, WeightSender
 from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import RowModel, reading_of
@@ -238,6 +239,9 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
     def load_checkpoint(self, tag: str) -> dict:
         with self._optimizer_present():
             return self.model.load_checkpoint(self._checkpoint_folder, tag)
+
+    def row_memory(self, num_tokens: int) -> RowMemory:
+        return self.model.row_memory(num_tokens)
 
     def export(self, folder: str) -> None:
         self.model.export(folder)

@@ -68,6 +68,7 @@ COMMON_UNREAD = (
         why="ds.sequence_parallel_mode ulysses gathers no keys",
     ),
     Unread(keys=("ds.zpg",), when=lambda c: c.ds.zero_stage < 3, why="only ds.zero_stage 3 shards weights"),
+    Unread(keys=("ds.bucket_mb",), when=lambda c: c.ds.zero_stage == 0, why="ds.zero_stage 0 shards nothing"),
     Unread(
         keys=("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu"),
         when=lambda c: not c.train.dynamic_batch_enable,
@@ -287,11 +288,22 @@ def modelscope(config: Any) -> Iterator[Problem]:
         yield Problem(key="use_ms", text='needs the package modelscope: pip install "openrlhf[modelscope]"')
 
 
-def optimizer(prefix: str, optim: OptimConfig) -> Iterator[Problem]:
+def optimizer(prefix: str, optim: OptimConfig, ds: DeepSpeedConfig) -> Iterator[Problem]:
     if optim.lr_scheduler not in LR_SCHEDULERS:
         near = difflib.get_close_matches(optim.lr_scheduler, LR_SCHEDULERS, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(LR_SCHEDULERS)}"
         yield Problem(key=f"{prefix}lr_scheduler", text=f"there is no such schedule; {remedy}")
+    if optim.optim == "muon" and optim.max_norm > 0 and ds.zero_stage > 0:
+        yield Problem(
+            key=f"{prefix}max_norm",
+            text="DeepSpeed clips what Muon has made orthogonal, and little is left of it; "
+            f"use --{prefix}max_norm 0",
+        )
+    if optim.optim == "muon" and ds.adam_offload:
+        yield Problem(key="ds.adam_offload", text="keeps states of Adam on the CPU, not of Muon; remove it")
+
+
+MUON_FIXED = "DeepSpeed's Muon always takes 5 steps with Nesterov momentum"
 
 
 def batches(config: Any, ranks: int, samples: int | None, made: str) -> Iterator[Problem]:
@@ -338,6 +350,17 @@ def precision(config: Any) -> Iterator[Problem]:
     yield from row_attention(ds.attn_implementation)
     yield from flash_attention(ds)
     yield from _liger(ds)
+
+
+def secondary_partition(ds: DeepSpeedConfig, ranks: Mapping[str, int]) -> Iterator[Problem]:
+    """`ranks`: as for `sequence_parallel`; only a model that is trained has these partitions."""
+    trained = {whose: number for whose, number in ranks.items() if whose in ("actor", "critic", "run")}
+    for whose, number in trained.items():
+        if ds.zero_stage == 3 and number % min(ds.zpg, number):
+            sizes = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+            yield Problem(
+                key="ds.zpg", text=f"does not divide the {number} ranks of the {whose}; use one of {sizes}"
+            )
 
 
 def sequence_parallel(

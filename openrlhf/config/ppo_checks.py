@@ -11,6 +11,7 @@ from openrlhf.config.checks import (
     COMMON_UNREAD,
     IMAGES_UNREAD,
     IN_BASH,
+    MUON_FIXED,
     Unread,
     batches,
     first_of_each,
@@ -25,6 +26,7 @@ from openrlhf.config.checks import (
     precision,
     python_file,
     required,
+    secondary_partition,
     sequence_parallel,
     split_spec,
     template,
@@ -76,11 +78,12 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_sampling(config),
             *_adapters(config),
             *_evaluation(config, explicit),
-            *optimizer("actor.", config.actor),
-            *(optimizer("critic.", config.critic) if config.uses_critic else ()),
+            *optimizer("actor.", config.actor, config.ds),
+            *(optimizer("critic.", config.critic, config.ds) if config.uses_critic else ()),
             *batches(config, config.data_parallel_size, config.samples_per_step, _made(config)),
             *_placement(config, explicit),
             *precision(config),
+            *secondary_partition(config.ds, _ranks(config)),
             *sequence_parallel(config.ds, _ranks(config), reads_images=config.reads_images),
             *tensor_parallel(config, _ranks(config)),
             *four_bits(config.ds),
@@ -91,8 +94,6 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
 
 
 PPO_NOT_YET: Mapping[str, str] = {
-    "actor.optim": "Muon is",
-    "critic.optim": "Muon is",
     "vllm.sync_with_ray": "weight sync with ray.util.collective is",
     "ds.deepcompile": "DeepCompile is",
     "ds.use_universal_ckpt": "the universal checkpoint is",
@@ -196,6 +197,16 @@ PPO_UNREAD = (
         when=lambda c: c.ratio_is_one,
         why="an RL step is one optimizer step, so the ratio is 1, inside every bound",
     ),
+    Unread(
+        keys=("actor.muon.ns_steps", "actor.muon.nesterov"),
+        when=lambda c: c.actor.optim == "muon",
+        why=MUON_FIXED,
+    ),
+    Unread(
+        keys=("critic.muon.ns_steps", "critic.muon.nesterov"),
+        when=lambda c: c.critic.optim == "muon",
+        why=MUON_FIXED,
+    ),
     Unread(keys=("actor.muon.",), when=lambda c: c.actor.optim == "adam", why="the optimizer is adam"),
     Unread(keys=("critic.muon.",), when=lambda c: c.critic.optim == "adam", why="the optimizer is adam"),
     Unread(
@@ -219,7 +230,7 @@ PPO_UNREAD = (
         why="only the schedule warmup_stable_decay ends in a decay of its own",
     ),
     Unread(
-        keys=("actor.gradient_checkpointing_reentrant",),
+        keys=("actor.gradient_checkpointing_reentrant", "ds.activation_offload"),
         when=lambda c: (
             not c.actor.gradient_checkpointing_enable
             and not (c.uses_critic and c.critic.gradient_checkpointing_enable)

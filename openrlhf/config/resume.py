@@ -70,6 +70,7 @@ FREE = {
     *(f"{model}.gradient_checkpointing_enable" for model in ("model", "actor", "critic")),
     *(f"{model}.gradient_checkpointing_reentrant" for model in ("model", "actor")),
     *("ds.zpg", "ds.overlap_comm", "ds.deepcompile", "ds.use_liger_kernel", "ds.use_universal_ckpt"),
+    *("ds.bucket_mb", "ds.activation_offload"),
     *("ds.attn_implementation", "ds.experts_implementation", "train.full_determinism_enable"),
     *("ds.enable_sleep", "model.compute_fp32_loss_enable"),
     # How rewards are asked for, and when a run gives up

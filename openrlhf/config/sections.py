@@ -112,6 +112,13 @@ class DeepSpeedConfig:
     overlap_comm: bool = False
     """Reduce gradients while the backward pass runs, which stage 3 always does. Stage 2 reduces them in every
     micro-batch, and with this it waits after each for the GPU: for slow links. Needs more memory."""
+    bucket_mb: Count | None = None
+    """MiB of gradients that are reduced at a time, and at stages 1 and 2 of weights that are gathered at a
+    time after a step. Each GPU has a buffer of this size, two with overlap_comm. None: DeepSpeed's 500
+    million elements, 1 GB of bf16."""
+    activation_offload: bool = False
+    """With gradient checkpointing, keep the inputs of the layers in CPU memory until the backward pass. For
+    long rows: what is left on the GPU is about one layer. Each input travels twice over the bus."""
     deepcompile: bool = False
     """DeepSpeed's DeepCompile."""
     tensor_parallel_size: Count = 1

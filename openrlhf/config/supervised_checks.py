@@ -7,6 +7,7 @@ from itertools import chain
 from openrlhf.config.checks import (
     COMMON_UNREAD,
     IMAGES_UNREAD,
+    MUON_FIXED,
     Unread,
     batches,
     first_of_each,
@@ -20,6 +21,7 @@ from openrlhf.config.checks import (
     outputs,
     precision,
     required,
+    secondary_partition,
     sequence_parallel,
     template,
     tensor_parallel,
@@ -117,10 +119,10 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
             *local_models(config, "model.model_name_or_path"),
             *local_datasets(config, ("data.dataset", "data.dataset_probs"), ("eval.dataset", None)),
             *chain.from_iterable(own),
-            *optimizer("", config),
-            *_muon(config),
+            *optimizer("", config, config.ds),
             *batches(config, mesh.data, None, ""),
             *precision(config),
+            *secondary_partition(ds, {"run": num_ranks}),
             *sequence_parallel(ds, {"run": num_ranks}, reads_images=config.data.reads_images),
             *tensor_parallel(config, {"run": num_ranks}),
             *four_bits(config.ds),
@@ -144,7 +146,7 @@ SUPERVISED_UNREAD = (
     Unread(
         keys=("muon.ns_steps", "muon.nesterov"),
         when=lambda c: c.optim == "muon",
-        why="DeepSpeed's Muon always takes 5 steps with Nesterov momentum",
+        why=MUON_FIXED,
     ),
     Unread(keys=("muon.",), when=lambda c: c.optim == "adam", why="the optimizer is adam"),
     Unread(
@@ -158,7 +160,7 @@ SUPERVISED_UNREAD = (
         why="only the schedule warmup_stable_decay ends in a decay of its own",
     ),
     Unread(
-        keys=("model.gradient_checkpointing_reentrant",),
+        keys=("model.gradient_checkpointing_reentrant", "ds.activation_offload"),
         when=lambda c: not c.model.gradient_checkpointing_enable,
         why="model.gradient_checkpointing_enable is off",
     ),
@@ -230,18 +232,6 @@ def _dropout(config: DPOConfig | KTOConfig) -> Iterator[Problem]:
             text="the policy would differ from its reference, which has none, before it learned anything; "
             "remove it",
         )
-
-
-def _muon(config: SupervisedConfig) -> Iterator[Problem]:
-    if config.optim != "muon":
-        return
-    if config.max_norm > 0 and config.ds.zero_stage > 0:
-        yield Problem(
-            key="max_norm",
-            text="DeepSpeed clips what Muon has made orthogonal, and little is left of it; use --max_norm 0",
-        )
-    if config.ds.adam_offload:
-        yield Problem(key="ds.adam_offload", text="keeps states of Adam on the CPU, not of Muon; remove it")
 
 
 def _pretrained_images(config: SFTConfig) -> Iterator[Problem]:

@@ -5,6 +5,9 @@ from typing import Any
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.device import DEVICE_TYPE
 
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Of a weight, by its type."""
+
 
 def training_config(ds: DeepSpeedConfig, *, max_norm: float, muon: bool = False) -> dict:
     """For a model that is trained. Accumulation stays at 1: the engine drives the boundary itself, because
@@ -53,4 +56,12 @@ def _zero_section(ds: DeepSpeedConfig) -> dict:
         zero["contiguous_gradients"] = False  # they keep GPU memory whole, and cost a copy of every gradient
     if ds.zero_stage == 3:
         zero["zero_hpz_partition_size"] = ds.zpg
-    return zero
+    elements = bucket_elements(ds)
+    return zero | {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
+
+
+def bucket_elements(ds: DeepSpeedConfig) -> int:
+    """That travel at a time."""
+    if ds.bucket_mb is None:
+        return 500_000_000  # DeepSpeed's own
+    return ds.bucket_mb * 2**20 // ITEM_BYTES[ds.param_dtype]

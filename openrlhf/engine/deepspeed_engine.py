@@ -26,6 +26,7 @@ from openrlhf.engine.lr_schedule import lr_schedule
 from openrlhf.engine.moving_average import MovingAverage
 from openrlhf.engine.optimizer_state import OptimizerState
 from openrlhf.engine.random_state import load_random_state, save_random_state, saved_ranks
+from openrlhf.engine.row_memory import ModelShape, RowMemory, row_memory
 from openrlhf.engine.weight_sync import Part
 from openrlhf.models.backbone import RowModel, backbone_of, reading_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
@@ -83,7 +84,8 @@ class DeepSpeedEngine:
         `mesh`: None where every rank has samples of its own.
         """
         self.mesh = mesh or ProcessMesh.joined()
-        self.stage = ds.zero_stage
+        self.ds, self.stage = ds, ds.zero_stage
+        self.checkpoints_layers = gradient_checkpointing
         # DeepSpeed neither reports nor exposes the norm at stage 0 in float32, so there the engine clips by
         # itself.
         self.clips_itself = self.stage == 0 and ds.param_dtype == "fp32"
@@ -102,7 +104,12 @@ class DeepSpeedEngine:
         # Without noise nothing has to be done, and to some architectures evaluation means no gradients.
         self.plain_training = dropout or not has_noise(module.model.config)
         if gradient_checkpointing:
-            enable_checkpointing(module.model, reentrant=reentrant, dropout=self.plain_training)
+            enable_checkpointing(
+                module.model,
+                reentrant=reentrant,
+                dropout=self.plain_training,
+                on_host=ds.activation_offload,
+            )
         optimizer = _optimizer(module, optim)
         scheduler = LambdaLR(optimizer, lr_schedule(optim, total_steps))
         self.engine, *_ = deepspeed.initialize(
@@ -194,6 +201,24 @@ class DeepSpeedEngine:
         padded, _ = self._agree(rows)
         self.module.eval()
         return on_cpu([read(self.engine, row) for row in padded])[: len(rows)]
+
+    def row_memory(self, num_tokens: int) -> RowMemory:
+        """Of this rank, at the peak of a step with a row of `num_tokens`. Said before there is one."""
+        model, parameters = self.module.model, list(self.module.parameters())
+        shape = ModelShape.of(
+            model.config,
+            weight_bytes=sum(map(num_bytes, parameters)),
+            trainable=sum(full_numel(p) for p in parameters if p.requires_grad),
+            normed_heads=any(name.endswith("q_norm") for name, _ in model.named_modules()),
+        )
+        return row_memory(
+            shape,
+            self.ds,
+            ranks=self.mesh.size,
+            tokens=-(-num_tokens // self.mesh.sequence),
+            checkpointing=self.checkpoints_layers,
+            on_gpu=DEVICE_TYPE == "cuda",
+        )
 
     def weights(
         self, bucket_bytes: int = BUCKET_BYTES, part: Part = "merged"

@@ -36,6 +36,7 @@ class OptimizerState:
         if self.is_away:
             return
         self.is_away = True
+        self._forget_scratch()
         if self._at_stage_3:
             self.engine.offload_states(include=GRADIENTS)
         elif not self.on_host:
@@ -69,6 +70,14 @@ class OptimizerState:
     @property
     def _at_stage_3(self) -> bool:
         return isinstance(self.engine.optimizer, DeepSpeedZeroOptimizer_Stage3)
+
+    def _forget_scratch(self) -> None:
+        """What Muon keeps between steps and writes before it reads: buffers of gathers and, at stages 1 and
+        2, the momentum of a step that may still be given up."""
+        zero = self.engine.optimizer
+        zero._clear_muon_allgather_buffers()
+        if not self._at_stage_3:
+            zero._muon_pending_momentum.clear()
 
     def _tensors(self) -> dict[tuple[int, str], Tensor]:
         """The optimizer has no state before its first step."""

@@ -23,16 +23,31 @@ REMOVED = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
 SUFFIX = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel|ChatModel|Model)$")
 """Of an architecture; vLLM finds one also under another suffix."""
 
+STRETCH = {
+    "yarn": "Set max_position_embeddings in its config.json to what yarn reaches, factor times "
+    "original_max_position_embeddings; the angles stay what they are.",
+    "dynamic": "Ask for fewer tokens, or use a model with RoPE of another type.",
+}
+"""RoPE that vLLM does not stretch by its factor alone -> what helps."""
+
 
 def check_vllm_runs(
-    model_config: Any, *, flag: str, path: str, dtype: str, on_cpu: bool, tensor_parallel_size: int = 1
+    model_config: Any,
+    *,
+    flag: str,
+    path: str,
+    dtype: str,
+    max_len: int,
+    on_cpu: bool,
+    tensor_parallel_size: int = 1,
 ) -> None:
-    """Raise ValueError where an engine of the model would not start in `dtype` (bf16, fp16 or fp32). What is
-    not certain is left to vLLM."""
+    """Raise ValueError where an engine of the model would not start in `dtype` (bf16, fp16 or fp32), or not
+    read sequences of `max_len` tokens. What is not certain is left to vLLM."""
     for reason in (
         _unknown_architecture(model_config),
         _not_in_half_precision(model_config) if dtype == "fp16" else "",
         _uneven_heads(model_config.get_text_config(), tensor_parallel_size),
+        _unstretched(model_config.get_text_config(), max_len),
         _head_size_without_kernel(model_config.get_text_config()) if on_cpu else "",
         _linear_attention_without_kernel(model_config) if on_cpu and dtype != "bf16" else "",
     ):
@@ -164,6 +179,22 @@ def _uneven_heads(config: Any, tensor_parallel_size: int) -> str:
     return (
         f"its {heads} attention heads do not divide among --vllm.tensor_parallel_size {tensor_parallel_size}."
         f"\nUse {', '.join(sizes)}."
+    )
+
+
+def _unstretched(config: Any, max_len: int) -> str:
+    """RoPE whose table of angles ends there at max_position_embeddings, though it reaches further."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or max_len <= limit:
+        return ""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+    kind = next((kind for kind in STRETCH if kind in kinds), None)
+    if kind is None:
+        return ""
+    return (
+        f"its RoPE of type {kind} ends there at max_position_embeddings {limit}, before the {max_len} tokens "
+        f"of the longest sequence.\n{STRETCH[kind]}"
     )
 
 

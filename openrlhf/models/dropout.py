@@ -5,9 +5,11 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from openrlhf.device import DEVICE_TYPE
 from openrlhf.models.lora import adapter_dropout
 
 
@@ -36,19 +38,31 @@ def set_training(module: nn.Module, *, dropout: bool) -> None:
         noise.train()
 
 
-def enable_checkpointing(model: PreTrainedModel, *, reentrant: bool, dropout: bool) -> None:
-    """Gradient checkpointing that recomputes what `set_training` lets the model compute."""
+def enable_checkpointing(
+    model: PreTrainedModel, *, reentrant: bool, dropout: bool, on_host: bool = False
+) -> None:
+    """Gradient checkpointing that recomputes what `set_training` lets the model compute. `on_host`: from
+    inputs that were kept in host memory."""
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if not dropout:
-        for layer in _checkpointed(model):
-            layer._gradient_checkpointing_func = partial(
-                _as_in_evaluation, layer, layer._gradient_checkpointing_func
-            )
+    for layer in _checkpointed(model):
+        checkpoint = layer._gradient_checkpointing_func
+        if on_host:
+            checkpoint = partial(_from_host, checkpoint)
+        if not dropout:
+            checkpoint = partial(_as_in_evaluation, layer, checkpoint)
+        layer._gradient_checkpointing_func = checkpoint
 
 
 def _checkpointed(module: nn.Module) -> list[Any]:
     layers = (m for m in module.modules() if isinstance(m, GradientCheckpointingLayer))
     return [layer for layer in layers if layer.gradient_checkpointing]
+
+
+def _from_host(checkpoint: Callable, forward: Callable, *args: Any) -> Any:
+    """`checkpoint(forward, *args)`, which saves its tensor arguments and nothing else; here in host memory,
+    where what saves them is on a GPU."""
+    with save_on_cpu(pin_memory=DEVICE_TYPE == "cuda"):
+        return checkpoint(forward, *args)
 
 
 def _as_in_evaluation(layer: nn.Module, checkpoint: Callable, forward: Callable, *args: Any) -> Any:

@@ -22,6 +22,10 @@ OPTIMIZERS = {
     **{(0, dtype, "fp32", "*"): "NotImplementedError" for dtype in ("bf16", "fp16")},
 }
 """The last row that fits is meant."""
+KINDS = {
+    "adam": ["exp_avg", "exp_avg_sq", "master", "step", "weight"],
+    "muon": ["exp_avg", "exp_avg_sq", "master", "momentum_buffer", "weight"],
+}
 CAN_SLEEP = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 
 
@@ -62,29 +66,54 @@ def test_the_optimizer_of_each_configuration(task: TaskFiles, run_worker: Callab
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "dtype", "offload"),
+    ("num_ranks", "dtype", "offload", "optim"),
     [
-        (1, "bf16", False),
-        pytest.param(2, "bf16", False, marks=slow),
-        pytest.param(1, "bf16", True, marks=slow),
-        pytest.param(1, "fp32", False, marks=slow),
+        (1, "bf16", False, "adam"),
+        pytest.param(2, "bf16", False, "adam", marks=slow),
+        pytest.param(1, "bf16", True, "adam", marks=slow),
+        pytest.param(1, "fp32", False, "adam", marks=slow),
+        pytest.param(1, "bf16", False, "muon", marks=slow),
+        pytest.param(2, "bf16", False, "muon", marks=slow),
     ],
 )
 def test_what_sleeps_is_gone_and_comes_back_bit_for_bit(
-    task: TaskFiles, run_worker: Callable, num_ranks: int, dtype: str, offload: bool
+    task: TaskFiles, run_worker: Callable, num_ranks: int, dtype: str, offload: bool, optim: str
 ) -> None:
-    cases = [{"zero_stage": stage, "param_dtype": dtype, "adam_offload": offload} for stage in (1, 2, 3)]
+    common = {"param_dtype": dtype, "adam_offload": offload, "optim": optim}
+    cases = [common | {"zero_stage": stage} for stage in (1, 2, 3)]
     reports = run_worker("optimizer_states", num_ranks, part="sleep", model=str(task.model), cases=cases)
     for case, found in [x for report in reports for x in zip(cases, report["cases"], strict=True)]:
-        assert found["kinds"] == ["exp_avg", "exp_avg_sq", "master", "step", "weight"], case
+        assert found["kinds"] == KINDS[optim], case
         assert found["changed"] == [] and found["num_states"] > 20, case
         assert found["refused"].count("reload() comes first") == 2, case
         assert found["restored"], case
         if case["zero_stage"] == 3:  # with DeepSpeed's buffer for 500 million gradients
             assert found["freed"] >= 1e9 + (0 if case["adam_offload"] else found["moved"]), case
         else:
-            assert found["freed"] == (0 if case["adam_offload"] else found["moved"]), case
+            expected = 0 if case["adam_offload"] else found["moved"] + found["forgotten"]
+            assert found["freed"] == expected, case
+            assert bool(found["forgotten"]) == (optim == "muon"), case
         assert bool(found["used_anyway"]) == (found["freed"] > 0), case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_configuration_makes_muons_updates_orthogonal(
+    task: TaskFiles, run_worker: Callable, num_ranks: int
+) -> None:
+    """Newton-Schulz brings the largest singular value near 1, times sqrt(rows / columns) where there are more
+    rows; a plain gradient would have any size."""
+    cases = [{"zero_stage": stage, "param_dtype": t} for stage in range(4) for t in ("bf16", "fp32")]
+    cases += [
+        {"zero_stage": 1, "param_dtype": "bf16", "grad_accum_dtype": "fp32"},  # DeepSpeed's BF16_Optimizer
+        {"zero_stage": 2, "param_dtype": "bf16", "overlap_comm": True},
+    ]
+    cases = [case | {"optim": "muon"} for case in cases]
+    reports = run_worker("optimizer_states", num_ranks, part="step", model=str(task.model), cases=cases)
+    for case, found in [x for report in reports for x in zip(cases, report["cases"], strict=True)]:
+        largest = {name: max(values) for name, values in found.items()}
+        assert len(largest) > 10
+        assert all(0.7 < value < 1.4 for value in largest.values()), (case, largest)
 
 
 ADDED = [{"zero_stage": stage, "adam_offload": offload} for stage in (2, 3) for offload in (False, True)]
@@ -103,6 +132,36 @@ def test_gradients_of_many_micro_batches_add_up_in_float32(task: TaskFiles, run_
     errors = [found["error"] for found in report["cases"]]
     assert all(error <= (num_rows - 1) * 2**-24 for error in errors[: len(ADDED)]), errors
     assert all(error > 2**-12 for error in errors[len(ADDED) :]), errors
+
+
+PLAIN = {"reduced": 5 * 10**8, "gathered": 5 * 10**8, "overlaps": False, "gradients": "float32"}
+SMALL = {"reduced": 2**18, "gathered": 2**18}
+ARRANGED = [
+    # flags -> what DeepSpeed is to do
+    ({}, {}),
+    ({"bucket_mb": 1}, SMALL),
+    ({"overlap_comm": True}, {"overlaps": True}),
+    ({"overlap_comm": True, "bucket_mb": 1}, SMALL | {"overlaps": True}),
+]
+
+
+@slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_arrangements_of_messages_change_nothing(task: TaskFiles, run_worker: Callable, stage: int) -> None:
+    """Of two steps by four ranks. A weight is moved by g / (|g| + eps), and the sum g of 16 gradients errs by
+    16 roundings of a number that is at most the clipped norm, 1."""
+    arranged = list(ARRANGED)
+    if stage == 3:
+        arranged += [({"zpg": ranks}, {"gather_among": ranks}) for ranks in (2, 4)]
+    cases = [{"zero_stage": stage, "param_dtype": "fp32"} | flags for flags, _ in arranged]
+    reports = run_worker("optimizer_states", 4, part="arrange", model=str(task.model), cases=cases)
+    for of_case, (_, told) in [x for r in reports for x in zip(r["cases"], arranged, strict=True)]:
+        expected = PLAIN | {"gather_among": None} | told
+        if stage == 3:  # which always overlaps, and gathers weights where they are used
+            expected |= {"gathered": None, "overlaps": True, "gather_among": told.get("gather_among", 4)}
+        apart = of_case.pop("apart")
+        assert of_case == expected
+        assert apart < 2 * 16 * 2**-24 / 1e-3, of_case
 
 
 def test_micro_batches_do_not_wait_for_the_device(task: TaskFiles, run_worker: Callable) -> None:

@@ -144,11 +144,12 @@ def tokens_of(trajectories: list[Trajectory]) -> list[list[int]]:
     return [t.token_ids.tolist() for t in trajectories]
 
 
-def check_samplers_hold_the_trained_weights(folder: Path) -> None:
-    """Greedy answers and their log-probs after the last sync are those of the exported model."""
+def check_samplers_hold_the_trained_weights(folder: Path, step: int = 2) -> None:
+    """Greedy answers and their log-probs after the sync of the last `step` are those of the
+    exported model."""
     model = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32)
     assert AutoTokenizer.from_pretrained(folder / "policy").chat_template
-    for t in read_journal(folder / "run" / "rollouts" / "eval_000002.parquet"):
+    for t in read_journal(folder / "run" / "rollouts" / f"eval_{step:06d}.parquet"):
         token_ids = torch.tensor(t.token_ids.tolist())
         with torch.no_grad():
             logits = model(token_ids[None]).logits[0, t.prompt_length - 1 : -1]
@@ -200,6 +201,34 @@ def test_first_update_starts_at_ratio_one(task: TaskFiles, tmp_path: Path) -> No
         assert metrics[step]["policy/clip_fraction"] == 0
         assert metrics[step]["policy/is_weight_mean"] == pytest.approx(1, abs=1e-4)
         assert metrics[step]["policy/entropy"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "place",
+    [
+        "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all --ds.enable_sleep",
+        ARRANGEMENTS["zero 3, two ranks, one engine"],
+    ],
+)
+def test_muon_trains_policy_and_critic(task: TaskFiles, tmp_path: Path, place: str) -> None:
+    """By one update each, whose matrices have the size that Newton-Schulz gives them."""
+    lr = 0.02
+    optimizers = " ".join(
+        f"--{role}.optim muon --{role}.max_norm 0 --{role}.muon.lr {lr} --{role}.lr_scheduler constant"
+        for role in ("actor", "critic")
+    )
+    common = COMMON.replace("group_norm", "gae").replace("--actor.lr_scheduler constant", "")
+    once = common.replace("max_steps 2", "max_steps 1").replace("eval.steps 2", "eval.steps 1")
+    train(task, tmp_path, f"{once} --train.batch_size 32 --critic.save_value_network {optimizers} {place}")
+    start = load_file(task.model / "model.safetensors")
+    for folder in ("policy", "policy_critic"):
+        trained = load_file(tmp_path / folder / "model.safetensors")
+        for name in [name for name in start if "proj" in name]:
+            update = (trained[name] - start[name]).double()
+            largest = torch.linalg.matrix_norm(update, 2) / max(1, len(update) / update.shape[1]) ** 0.5
+            assert 0.7 * lr < largest < 1.4 * lr, (folder, name)
+    check_samplers_hold_the_trained_weights(tmp_path, step=1)
 
 
 def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:

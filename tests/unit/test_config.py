@@ -824,6 +824,22 @@ CHECKS = [
     ),
     (SFT, "--optim muon", "--max_norm 1.0: DeepSpeed clips what Muon has made orthogonal"),
     (
+        PPO,
+        "--ds.zero_stage 3 --ds.zpg 3 --actor.num_gpus_per_node 4",
+        "--ds.zpg 3: does not divide the 4 ranks of the actor; use one of 1, 2, 4",
+    ),
+    (PPO, "--actor.optim muon", "--actor.max_norm 1.0: DeepSpeed clips what Muon has made orthogonal"),
+    (
+        PPO,
+        "--algo.advantage.estimator gae --critic.optim muon",
+        "little is left of it; use --critic.max_norm 0",
+    ),
+    (
+        PPO,
+        "--actor.optim muon --actor.max_norm 0 --ds.adam_offload",
+        "--ds.adam_offload: keeps states of Adam on the CPU, not of Muon; remove it",
+    ),
+    (
         SFT,
         "--optim muon --max_norm 0 --ds.adam_offload",
         "--ds.adam_offload: keeps states of Adam on the CPU, not of Muon; remove it",
@@ -1066,6 +1082,13 @@ REMARKS = [
         "--ds.sequence_parallel_mode ulysses: has no effect: every rank has whole rows",
     ),
     (SFT, "--ds.zpg 8", "has no effect: only ds.zero_stage 3 shards weights"),
+    (SFT, "--ds.bucket_mb 8 --ds.zero_stage 0", "has no effect: ds.zero_stage 0 shards nothing"),
+    (
+        SFT,
+        "--ds.activation_offload",
+        "has no effect: model.gradient_checkpointing_enable is off",
+    ),
+    (PPO, "--ds.activation_offload", "has no effect: actor.gradient_checkpointing_enable is off"),
     (SFT, "--train.max_tokens_per_gpu 8", "has no effect: train.dynamic_batch_enable is off"),
     (PPO, "--rollout.max_tokens_per_gpu 8", "has no effect: train.dynamic_batch_enable is off"),
     (SFT, "--data.tokenizer_chat_template x", "has no effect: data.apply_chat_template is off"),
@@ -1164,6 +1187,11 @@ REMARKS = [
         "has no effect: actor.eps_clip_low_high sets",
     ),
     (PPO, "--actor.muon.lr 1", "has no effect: the optimizer is adam"),
+    (
+        PPO,
+        "--actor.optim muon --actor.max_norm 0 --actor.muon.ns_steps 4",
+        "has no effect: DeepSpeed's Muon always takes 5 steps with Nesterov momentum",
+    ),
     (
         PPO,
         "--actor.min_lr_ratio 0.5 --actor.lr_scheduler linear",

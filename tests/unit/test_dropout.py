@@ -6,8 +6,10 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
+from openrlhf.models import dropout
 from openrlhf.models.dropout import enable_checkpointing, has_noise, set_training
 from openrlhf.models.lora import disabled_adapters, prepare_for_training
 
@@ -82,6 +84,38 @@ def test_layers_that_are_computed_again_compute_the_same(name, reentrant):
     for one, other in zip(gradients(model, found), expected_gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
     assert calls == [False, False], "once in the forward pass, and once more in the backward pass"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "opt, skipped layers"])
+def test_inputs_of_layers_wait_in_host_memory(
+    name: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They alone: one hidden state for each layer goes there and comes back, and nothing else changes."""
+    model = model_of(name)
+    if reentrant:
+        model.enable_input_require_grads()
+    there: list[Tensor] = []
+    back: list[Tensor] = []
+
+    def leave(x: Tensor) -> int:
+        there.append(x.detach().clone())
+        return len(there) - 1
+
+    def come_back(place: int) -> Tensor:
+        back.append(there[place])
+        return there[place]
+
+    monkeypatch.setattr(dropout, "save_on_cpu", lambda **_: saved_tensors_hooks(leave, come_back))
+    enable_checkpointing(model, reentrant=reentrant, dropout=False)
+    set_training(model, dropout=False)
+    expected = gradients(model, answer(model))
+    assert not there
+    enable_checkpointing(model, reentrant=reentrant, dropout=False, on_host=True)
+    set_training(model, dropout=False)
+    found = gradients(model, answer(model))
+    assert [x.shape for x in there] == [(2, 15, 32)] * 3 and len(back) == 3
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_only_adapters_drop_what_their_own_flag_says():

@@ -1,14 +1,24 @@
-"""Frequencies that transformers chooses by the longest position of a row, against fixed ones."""
+"""Every kind of RoPE that reaches further than a model's first training, in rows of long and short
+sequences; frequencies that transformers chooses by the longest position of a row, against fixed ones."""
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers as hf
+from torch import Tensor
 
+from openrlhf.models.attention import PACKED
+from openrlhf.models.backbone import reading_of
+from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.loading import load_causal_lm, room_of
 from openrlhf.models.policy import PolicyModel
-from openrlhf.types import PackedRow, Sample
+from openrlhf.models.rope import fix_frequencies
+from openrlhf.models.sequence_parallel import RowSharing
+from openrlhf.types import PackedRow, Sample, present
 
 SHAPE = {
     "vocab_size": 61,
@@ -104,6 +114,109 @@ def test_frequencies_are_those_of_the_longest_sequence(folder):
     torch.testing.assert_close(log_probs(policy_of(folder, 20), short), expected, atol=1e-4, rtol=1e-4)
     changed = log_probs(policy_of(folder, MAX_LEN), short) - expected
     assert changed.abs().max() > 0.01, "a hundred tolerances"
+
+
+# ---- gradients too, of every kind and on ranks that share the row
+
+
+STRETCHED = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL, "rope_theta": 1e4}
+KINDS = {
+    "linear": STRETCHED,
+    "yarn": STRETCHED,
+    "llama3": STRETCHED | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "dynamic": DYNAMIC,
+    "longrope": LONG,
+}
+LENGTHS = (20, 90, 7, 60)
+"""The second and the last go beyond ORIGINAL. Slices of 2 ranks end in the second, of 3 also in the last."""
+ROUNDING = len(LENGTHS) * MAX_LEN * 2**-24
+"""Of the largest gradient: cosines and sines are float32, and a gradient has a term for each token."""
+
+
+def stretched(kind: str) -> PolicyModel:
+    """In float64, but for the angles."""
+    positions = ORIGINAL if kind == "dynamic" else 4 * ORIGINAL
+    rope = KINDS[kind] | {"rope_type": kind}
+    config = hf.LlamaConfig(**SHAPE, max_position_embeddings=positions, rope_parameters=rope)
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=PACKED).double()
+    fix_frequencies(model, MAX_LEN)
+    return PolicyModel(model)
+
+
+def weights_of(num_tokens: int) -> Tensor:
+    return torch.linspace(-1, 1, num_tokens).double()
+
+
+def of_packed_row(policy: PolicyModel) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs, and gradients of a sum of them, averaged over ranks as DeepSpeed does."""
+    found = policy(PackedRow.of([sample(length) for length in LENGTHS])).log_probs
+    (weights_of(len(found)) * found).sum().backward()
+    gradients = {name: present(p.grad) for name, p in policy.named_parameters()}
+    if dist.is_initialized():
+        for gradient in gradients.values():
+            dist.all_reduce(gradient, dist.ReduceOp.AVG)
+    return found.detach(), gradients
+
+
+def one_by_one(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same by transformers' own forward of each sequence, filled up behind its end to MAX_LEN tokens: its
+    angles are those of that length, and a causal model does not see what fills it."""
+    policy = stretched(kind)
+    config = copy.deepcopy(policy.model.config)
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
+    model.load_state_dict(policy.model.state_dict())
+    found = []
+    for ids in [sample(length).token_ids for length in LENGTHS]:
+        filled = torch.cat([ids, torch.full((MAX_LEN - len(ids),), 5)])
+        logits = model(filled[None], use_cache=False).logits[0, : len(ids) - 1]
+        found.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0])
+    log_probs = torch.cat(found)
+    (weights_of(len(log_probs)) * log_probs).sum().backward()
+    return log_probs.detach(), {f"model.{n}": present(p.grad) for n, p in model.named_parameters()}
+
+
+def check_equal(found: tuple, expected: tuple) -> None:
+    torch.testing.assert_close(found[0], expected[0], atol=ROUNDING, rtol=0)
+    largest = max(float(g.abs().max()) for g in expected[1].values())
+    torch.testing.assert_close(found[1], expected[1], atol=ROUNDING * largest, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_with_long_sequences_is_what_transformers_makes_of_each(kind: str) -> None:
+    check_equal(of_packed_row(stretched(kind)), one_by_one(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_angles_differ_from_those_of_a_model_that_is_not_stretched(kind: str) -> None:
+    policy, row = stretched(kind).eval(), PackedRow.of([sample(90)])
+    rotary = policy.model.model.rotary_emb
+    plain = 1 / 1e4 ** (torch.arange(0, 8, 2) / 8)
+    before = policy(row).log_probs
+    rotary.inv_freq = plain
+    assert (policy(row).log_probs - before).abs().max() > 100 * ROUNDING
+
+
+@pytest.mark.parametrize(("num_ranks", "mode"), [(2, "ulysses"), (3, "allgather")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_have_the_angles_of_their_sequence(
+    threads: Callable, kind: str, num_ranks: int, mode: str
+) -> None:
+    policy = stretched(kind)
+    enable_checkpointing(policy.model, reentrant=False, dropout=True)
+    policy.train()
+
+    def of_rank() -> tuple[Tensor, dict[str, Tensor]]:
+        own = copy.deepcopy(policy)
+        reading_of(own.model).sharing = RowSharing(group=present(dist.group.WORLD), mode=mode)
+        return of_packed_row(own)
+
+    expected = of_packed_row(stretched(kind))
+    for found in threads(num_ranks, of_rank):
+        check_equal(found, expected)
+
+
+# ---- how far
 
 
 def yarn(factor: float) -> dict:

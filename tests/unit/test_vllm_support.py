@@ -31,7 +31,7 @@ def llama(**changes):
 
 
 def check(config, **changes):
-    options = {"dtype": "fp32", "on_cpu": True} | changes
+    options = {"dtype": "fp32", "max_len": 128, "on_cpu": True} | changes
     check_vllm_runs(config, flag="--flag", path="tiny", **options)
 
 
@@ -59,6 +59,20 @@ def test_a_run_of_rl_asks_once_it_is_known_that_there_are_no_gpus(tmp_path):
 def test_heads_that_do_not_divide():
     with pytest.raises(ValueError, match=r"12 .*tensor_parallel_size 5.\nUse 1, 2, 3, 4, 6, 12"):
         check(llama(hidden_size=384, num_attention_heads=12), tensor_parallel_size=5)
+
+
+def stretched(kind, limit):
+    rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 128}
+    return llama(max_position_embeddings=limit, rope_parameters=rope)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic"])
+def test_a_rope_that_vllm_does_not_stretch(kind):
+    check(stretched(kind, 128))
+    with pytest.raises(ValueError, match=f"type {kind} ends .* max_position_embeddings 128, .* 512 tok"):
+        check(stretched(kind, 128), max_len=512)
+    check(stretched(kind, 512), max_len=512)
+    check(stretched("linear", 128), max_len=512)
 
 
 def test_a_model_that_is_unstable_in_half_precision():

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
+from openrlhf.config.choices import OptimizerName
+from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, MuonConfig, OptimConfig
 from openrlhf.engine import optimizer_state
 from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
 from openrlhf.engine.distributed import init_distributed, leave_distributed, seed_everything
@@ -25,8 +26,11 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.objectives.sft import SFTObjective
 from openrlhf.types import PackedRow, Sample
 
+MUON_LR = 0.5
+"""An update that the rounding of a weight is small against."""
 
-def build_engine(spec: dict, **ds: Any) -> DeepSpeedEngine:
+
+def build_engine(spec: dict, optim: OptimizerName = "adam", **ds: Any) -> DeepSpeedEngine:
     config = DeepSpeedConfig(**ds)
 
     def build() -> PolicyModel:
@@ -38,7 +42,14 @@ def build_engine(spec: dict, **ds: Any) -> DeepSpeedEngine:
     seed_everything(7, deterministic=False)
     return DeepSpeedEngine(
         build,
-        optim=OptimConfig(adam=AdamConfig(lr=1e-2, eps=1e-3), lr_scheduler="constant", lr_warmup_ratio=0.0),
+        optim=OptimConfig(
+            optim=optim,
+            adam=AdamConfig(lr=1e-2, eps=1e-3),
+            muon=MuonConfig(lr=MUON_LR),
+            max_norm=1.0 if optim == "adam" else 0.0,
+            lr_scheduler="constant",
+            lr_warmup_ratio=0.0,
+        ),
         ds=config,
         total_steps=100,
     )
@@ -77,7 +88,9 @@ def sleep(spec: dict, case: dict, folder: Path) -> dict:
     leave()  # before the first step the optimizer has no state
     come_back()
     asleep = two_steps(engine, lambda: (leave(), leave(), come_back()))
+    engine.train_step(rows(1), SFTObjective())
     moved = sum(t.nbytes for t in states(engine).values())
+    forgotten = scratch_bytes(engine)
     before = bytes_held(engine)
     leave()
     freed = before - bytes_held(engine)
@@ -99,6 +112,7 @@ def sleep(spec: dict, case: dict, folder: Path) -> dict:
         "num_states": len(awake),
         "kinds": sorted({key.split()[-1] for key in awake}),
         "moved": moved,
+        "forgotten": forgotten,
         "freed": freed,
         "refused": refused,
         "restored": same_again,
@@ -121,8 +135,15 @@ def states(engine: DeepSpeedEngine) -> dict[str, Tensor]:
     masters = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
     found = {f"{i} master": master.detach() for i, master in enumerate(masters)}
     for i, master in enumerate(masters):
-        found |= {f"{i} {name}": value for name, value in zero.optimizer.state[master].items()}
+        state = zero.optimizer.state[master].items()
+        found |= {f"{i} {name}": value for name, value in state if isinstance(value, Tensor)}
     return found
+
+
+def scratch_bytes(engine: DeepSpeedEngine) -> int:
+    """What Muon writes a step's momentum to at stages 1 and 2, until the step is certain."""
+    pending = getattr(engine.engine.optimizer, "_muon_pending_momentum", {})
+    return sum(staged.nbytes for staged, _ in pending.values())
 
 
 def bytes_held(engine: DeepSpeedEngine) -> int:
@@ -172,6 +193,55 @@ def accumulate(spec: dict, case: dict) -> dict:
     engine.train_step(rows(spec["num_rows"]), SFTObjective())
     del engine.engine.step
     return {"error": max(errors)}
+
+
+def step_all(spec: dict) -> list[dict]:
+    return [sizes_of_a_step(spec, case) for case in spec["cases"]]
+
+
+def sizes_of_a_step(spec: dict, case: dict) -> dict[str, list[float]]:
+    """Name of a matrix -> the singular values of its first update by two micro-batches, as a share of what
+    Muon makes the largest."""
+    engine = build_engine(spec, **case)
+    before = {name: tensor.double() for name, tensor in engine.weights()}
+    engine.train_step(rows(2), SFTObjective())
+    updates = {name: before[name] - tensor.double() for name, tensor in engine.weights()}
+    return {
+        name: (torch.linalg.svdvals(update) / MUON_LR / max(1, len(update) / update.shape[1]) ** 0.5).tolist()
+        for name, update in updates.items()
+        if "proj" in name
+    }
+
+
+def arrange_all(spec: dict) -> list[dict]:
+    """What DeepSpeed was told, and how far the weights after two steps of two micro-batches are from those of
+    the first case, as a share of how far they came."""
+    found: list[dict] = []
+    first: dict[str, Tensor] = {}
+    for case in spec["cases"]:
+        engine = build_engine(spec, **case)
+        start = {name: tensor.double() for name, tensor in engine.weights()}
+        for _ in range(2):
+            engine.train_step(rows(2), SFTObjective())
+        end = {name: tensor.double() for name, tensor in engine.weights()}
+        first = first or end
+        came = max(float((end[name] - start[name]).abs().max()) for name in end)
+        apart = max(float((end[name] - first[name]).abs().max()) for name in end)
+        found.append(told(engine) | {"apart": apart / came})
+        # DeepSpeed keeps one such group in a process
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    return found
+
+
+def told(engine: DeepSpeedEngine) -> dict[str, Any]:
+    zero = engine.engine.optimizer
+    return {
+        "reduced": zero.reduce_bucket_size,
+        "gathered": getattr(zero, "allgather_bucket_size", None),  # none at stage 3
+        "overlaps": engine.engine.zero_overlap_comm(),
+        "gradients": str(zero.gradient_accumulation_dtype).removeprefix("torch."),
+        "gather_among": getattr(next(engine.module.parameters()), "ds_secondary_tensor_group_size", None),
+    }
 
 
 class Waits(TorchDispatchMode):
@@ -226,7 +296,14 @@ def no_compiler(self: OpBuilder, verbose: bool = True) -> None:
     raise SystemError(f"{self.name} would be compiled")
 
 
-PARTS = {"build": build_all, "sleep": sleep_all, "accumulate": accumulate_all, "wait": wait_all}
+PARTS = {
+    "build": build_all,
+    "sleep": sleep_all,
+    "accumulate": accumulate_all,
+    "arrange": arrange_all,
+    "step": step_all,
+    "wait": wait_all,
+}
 
 
 def main() -> None:

@@ -1,0 +1,61 @@
+"""The memory of a step with one long row, as it was said to be and as it was."""
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
+from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
+from openrlhf.engine.distributed import ProcessMesh, init_distributed, leave_distributed
+from openrlhf.engine.peak_memory import peak, restart
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.policy import PolicyModel
+from openrlhf.objectives.sft import SFTObjective
+from openrlhf.types import PackedRow, Sample
+
+M_MMAP_THRESHOLD = -3
+
+
+def row_of(lengths: list[int]) -> PackedRow:
+    random = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 300, (length,), generator=random) for length in lengths]
+    return PackedRow.of([Sample(token_ids=x, action_mask=torch.arange(len(x)) > 0) for x in ids])
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    init_distributed()
+    # As soon as it is free, memory goes back to the system: what counts is what the passes need.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)
+    ds = DeepSpeedConfig(param_dtype="fp32", ring_attn_size=dist.get_world_size(), **spec["ds"])
+    engine = DeepSpeedEngine(
+        lambda: PolicyModel(load_causal_lm(spec["model"], flag="--model", dtype="fp32", attention="auto")),
+        optim=OptimConfig(),
+        ds=ds,
+        total_steps=100,
+        gradient_checkpointing=spec["checkpointing"],
+        mesh=ProcessMesh.joined(sequence=ds.ring_attn_size),
+    )
+    engine.train_step([row_of([64])], SFTObjective())  # what libraries take, and the optimizer's states
+    before = resident()
+    row = row_of(spec["lengths"])
+    said = engine.row_memory(len(row.token_ids))
+    restart()
+    metrics = engine.train_step([row], SFTObjective())
+    report = {"said": said.activations, "needed": peak() - before, "loss": metrics["sft/loss"]}
+    (Path(spec["out"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
+    leave_distributed()
+
+
+def resident() -> int:
+    """Bytes."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmRSS:"))
+
+
+if __name__ == "__main__":
+    main()

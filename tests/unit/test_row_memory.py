@@ -1,0 +1,141 @@
+"""The memory that a row is said to need, against what passes keep."""
+
+import pytest
+import torch
+import transformers as hf
+from architectures import ALL, tiny_config
+from torch import Tensor
+
+from openrlhf.config.sections import DeepSpeedConfig
+from openrlhf.config.supervised import TrainConfig
+from openrlhf.engine.row_memory import ModelShape, RowMemory, layer_bytes, most_tokens, row_memory
+from openrlhf.models.attention import PACKED
+from openrlhf.models.backbone import hidden_states
+from openrlhf.types import PackedRow, Sample
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+CONFIGS = {
+    "llama": hf.LlamaConfig(**SIZES),
+    "qwen3": hf.Qwen3Config(**SIZES, head_dim=32),
+    "mistral": hf.MistralConfig(**SIZES),
+    "qwen2": hf.Qwen2Config(**SIZES),
+}
+TOKENS = 256
+
+
+def model_of(name: str, layers: int, dtype: torch.dtype) -> hf.PreTrainedModel:
+    config = CONFIGS[name]
+    config.num_hidden_layers = layers
+    return hf.AutoModelForCausalLM.from_config(config, attn_implementation=PACKED).to(dtype)
+
+
+def kept_bytes(model: hf.PreTrainedModel) -> int:
+    """Of a pass for the backward pass, beside the weights."""
+    found = {}
+
+    def keep(x: Tensor) -> Tensor:
+        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes(), x
+        return x
+
+    sample = Sample(token_ids=torch.arange(TOKENS) % 60, action_mask=torch.arange(TOKENS) > 0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        hidden_states(model, PackedRow.of([sample]))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return sum(size for place, (size, _) in found.items() if place not in weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_a_layer_keeps_of_a_token(name, dtype):
+    one, three = (model_of(name, layers, dtype) for layers in (1, 3))
+    found = (kept_bytes(three) - kept_bytes(one)) / 2 / TOKENS
+    shape = shape_of(one.config)
+    # Uncounted: a float32 number for each norm, and one for each head of attention.
+    heads = one.config.num_attention_heads
+    norms = 2 + (heads + one.config.num_key_value_heads if shape.normed_heads else 0)
+    assert found == layer_bytes(shape, dtype.itemsize) + 4 * (norms + heads)
+
+
+def shape_of(config: hf.PreTrainedConfig) -> ModelShape:
+    normed = config.model_type == "qwen3"
+    return ModelShape.of(config, weight_bytes=0, trainable=0, normed_heads=normed)
+
+
+def test_experts_of_a_token_count_together():
+    config = hf.Qwen3MoeConfig(**SIZES, **MOE)
+    assert shape_of(config).intermediate == 2 * 96
+    assert shape_of(hf.GPT2Config(n_embd=64)).intermediate == 4 * 64
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_architecture_says_how_large_it_is(name: str) -> None:
+    shape = shape_of(tiny_config(name))
+    assert shape.layers >= 2 and shape.vocabulary == 61
+    assert layer_bytes(shape, 4) > 12 * shape.hidden >= 12 * 32
+
+
+SHAPE = ModelShape(
+    weight_bytes=2 * 10**9,
+    trainable=10**9,
+    vocabulary=1000,
+    layers=10,
+    hidden=100,
+    intermediate=300,
+    queries=100,
+    keys=50,
+    normed_heads=False,
+)
+LAYER = 2 * 100 * 8 + 400 * 2 + 4 * 300 * 2
+HEAD = 10**6 * 14 * 100 + 3 * 4 * 1000 * 100 + 2**28
+AGAIN = 10**6 * 3 * 300 * 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "checkpointing", "on_gpu", "expected"),
+    [
+        # (weights, gradients, optimizer, activations) of a rank of 4 with a million tokens
+        ({"zero_stage": 0}, False, False, (2e9, 2e9, 12e9, 1e7 * LAYER + max(AGAIN, HEAD))),
+        ({"zero_stage": 1}, False, False, (2e9, 2e9, 3e9, 1e7 * LAYER + max(AGAIN, HEAD))),
+        ({"zero_stage": 2}, False, False, (2e9, 1e9 + 1e9, 3e9, 1e7 * LAYER + max(AGAIN, HEAD))),
+        ({"zero_stage": 3}, True, False, (0.5e9 + 2e9, 2e9, 3e9, 1e7 * 200 + 1e6 * LAYER + AGAIN)),
+        (
+            {"zero_stage": 3, "bucket_mb": 100, "overlap_comm": True, "activation_offload": True},
+            True,
+            True,
+            (2.5e9, 1e9 + 2 * 100 * 2**20, 3e9, 1e6 * LAYER + AGAIN),
+        ),
+        (
+            {"zero_stage": 2, "adam_offload": True},
+            True,
+            True,
+            (2e9, 2e9, 0, 1e7 * 200 + 1e6 * LAYER + AGAIN),
+        ),
+    ],
+)
+def test_numbers_by_hand(flags: dict, checkpointing: bool, on_gpu: bool, expected: tuple) -> None:
+    ds = DeepSpeedConfig(param_dtype="bf16", **flags)
+    found = row_memory(SHAPE, ds, ranks=4, tokens=10**6, checkpointing=checkpointing, on_gpu=on_gpu)
+    assert (found.weights, found.gradients, found.optimizer, found.activations) == expected
+    assert found.total == sum(expected)
+
+
+def test_a_step_of_the_optimizer_may_need_more_than_a_short_row() -> None:
+    found = row_memory(SHAPE, DeepSpeedConfig(), ranks=4, tokens=10, checkpointing=True, on_gpu=True)
+    assert found.activations == 4 * 10**9 / 4
+    assert str(found) == "7.5 GB (weights 1.9, gradients 1.9, optimizer 2.8, activations 0.9)"
+    small = RowMemory(weights=2**20, gradients=0, optimizer=2**19, activations=0)
+    assert str(small) == "1.5 MB (weights 1.0, gradients 0.0, optimizer 0.5, activations 0.0)"
+
+
+def test_how_long_a_row_may_be() -> None:
+    by_tokens = TrainConfig(dynamic_batch_enable=True, max_tokens_per_gpu=1000)
+    assert most_tokens(by_tokens, 300, 2) == 2000
+    assert most_tokens(by_tokens, 5000, 2) == 5000
+    assert most_tokens(TrainConfig(micro_batch_size=4), 300, 2) == 1200
