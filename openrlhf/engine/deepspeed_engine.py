@@ -204,17 +204,17 @@ class DeepSpeedEngine:
 
     def row_memory(self, num_tokens: int) -> RowMemory:
         """Of this rank, at the peak of a step with a row of `num_tokens`. Said before there is one."""
-        model, parameters = self.module.model, list(self.module.parameters())
+        model, parameters, sharers = self.module.model, list(self.module.parameters()), self.mesh.tensor
         shape = ModelShape.of(
             model.config,
-            weight_bytes=sum(map(num_bytes, parameters)),
-            trainable=sum(full_numel(p) for p in parameters if p.requires_grad),
+            weight_bytes=sum(map(num_bytes, parameters)) // sharers,
+            trainable=sum(math.prod(whole_shape(p)) for p in parameters if p.requires_grad) // sharers,
             normed_heads=any(name.endswith("q_norm") for name, _ in model.named_modules()),
         )
         return row_memory(
             shape,
             self.ds,
-            ranks=self.mesh.size,
+            ranks=self.mesh.size // sharers,
             tokens=-(-num_tokens // self.mesh.sequence),
             checkpointing=self.checkpoints_layers,
             on_gpu=DEVICE_TYPE == "cuda",

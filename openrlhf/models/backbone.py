@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
