@@ -93,7 +93,6 @@ PPO_NOT_YET: Mapping[str, str] = {
     "vllm.sync_with_ray": "weight sync with ray.util.collective is",
     "ds.tensor_parallel_size": "tensor parallel training is",
     "ds.deepcompile": "DeepCompile is",
-    "ds.use_universal_ckpt": "the universal checkpoint is",
 }
 """Flags whose feature does not exist yet: anything but the default is refused."""
 

@@ -132,7 +132,6 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
 SUPERVISED_NOT_YET: Mapping[str, str] = {
     "ds.tensor_parallel_size": "tensor parallel training is",
     "ds.deepcompile": "DeepCompile is",
-    "ds.use_universal_ckpt": "the universal checkpoint is",
 }
 """Flags whose feature does not exist yet: anything but the default is refused."""
 
