@@ -1,16 +1,28 @@
 #!/usr/bin/env bash
-# Converts a checkpoint to DeepSpeed's universal format, so that another number of GPUs can resume from it.
-# Needs CPU memory for one layer's optimizer states in each worker. Makes $CKPT/${TAG}_universal beside the
-# checkpoint; resume with `--ds.use_universal_ckpt --ckpt.load_enable`.
+# Writes the last checkpoint of a run in DeepSpeed's universal form, a file for each parameter and optimizer
+# state, to $TAG_universal beside it: for other programs, or to resume from with `--ckpt.load_enable
+# --ds.use_universal_ckpt`. Another number of GPUs or another ZeRO stage resumes without it.
+# DeepSpeed converts checkpoints of Adam, saved at --ds.zero_stage 1 to 3.
 set -euo pipefail
 
-CKPT=${CKPT:?name the folder of --ckpt.path}
-TAG=${TAG:-$(cat "$CKPT/latest")}
+CKPT=${CKPT:-./ckpt/checkpoints} # --ckpt.path
 WORKERS=${WORKERS:-4}
 
-python -m deepspeed.checkpoint.ds_to_universal \
-    --input_folder "$CKPT/$TAG" \
-    --output_folder "$CKPT/${TAG}_universal" \
-    --num_extract_workers "$WORKERS" \
-    --num_merge_workers "$WORKERS"
-echo "${TAG}_universal" > "$CKPT/latest_universal"
+# RL runs have a folder for each model. The policy's is the one that says where to resume from: it comes last.
+MODELS=("$CKPT")
+if [[ -d $CKPT/_actor ]]; then MODELS=("$CKPT/_actor"); fi
+TAG=${TAG:-$(cat "${MODELS[0]}/latest")}
+if [[ -d $CKPT/_critic ]]; then MODELS=("$CKPT/_critic" "${MODELS[@]}"); fi
+
+for model in "${MODELS[@]}"; do
+    mkdir -p "$model/${TAG}_universal"
+    # What a run keeps beside DeepSpeed's files
+    find "$model/$TAG" -maxdepth 1 \( -name '*.json' -o -name 'random_state_*' -o -name 'moving_average_*' \) \
+        -exec cp -t "$model/${TAG}_universal" {} +
+    python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state \
+        --input_folder "$model/$TAG" \
+        --output_folder "$model/${TAG}_universal" \
+        --num_extract_workers "$WORKERS" \
+        --num_merge_workers "$WORKERS"
+    echo "${TAG}_universal" > "$model/latest_universal"
+done

@@ -244,8 +244,9 @@ class Run(Generic[ConfigT]):
     def _checkpoints(self) -> "CheckpointFolder":
         from openrlhf.trainer.checkpoints import CheckpointFolder
 
-        ckpt = self.config.ckpt
-        return CheckpointFolder(ckpt.folder, ckpt, origin=self._origin() if ckpt.is_used else None)
+        ckpt, universal = self.config.ckpt, self.config.ds.use_universal_ckpt
+        origin = self._origin() if ckpt.is_used else None
+        return CheckpointFolder(ckpt.folder, ckpt, origin=origin, universal=universal)
 
     def _begin(self, held: ExitStack) -> str | None:
         """The tag to resume from. Rank 0 speaks; the others find the same."""
@@ -263,8 +264,6 @@ class Run(Generic[ConfigT]):
 
         config, checksum = self.config, arrays_digest(self.train_set.arrays())[:16]
         more = {"--data.dataset": f"{len(self.train_set)} samples (checksum {checksum})"}
-        if config.ds.zero_stage > 0:  # each rank has a part of the optimizer's state
-            more["the number of ranks"] = str(self.mesh.size)
         models = {flag: [path] for flag, path in self.task.models().items()}
         return origin_of(config, self.task.command, models, more)
 

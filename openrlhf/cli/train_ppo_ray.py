@@ -184,7 +184,8 @@ def checkpoints_of(config: PPOConfig, data: RLData) -> "CheckpointFolder":
     ckpt = config.ckpt
     others = [f"{ckpt.folder}/_critic"] if config.uses_critic else []
     origin = _origin(config, data) if ckpt.is_used else None
-    return CheckpointFolder(f"{ckpt.folder}/_actor", ckpt, others, origin)
+    universal = config.ds.use_universal_ckpt
+    return CheckpointFolder(f"{ckpt.folder}/_actor", ckpt, others, origin, universal=universal)
 
 
 def _origin(config: PPOConfig, data: RLData) -> "Origin":
@@ -206,10 +207,6 @@ def _origin(config: PPOConfig, data: RLData) -> "Origin":
         more[PRETRAIN_FLAG] = f"checksum {checksum[:16]}"
     if path := config.reward.function_path:
         more["--reward.remote_url"] = f"checksum {file_digest(Path(path))[:16]}"
-    if config.ds.zero_stage > 0:  # each rank has a part of the optimizer's state
-        for role in ("actor", "critic"):
-            if role in config.placements:
-                more[f"the number of the {role}'s ranks"] = str(config.placements[role].mesh.size)
     return origin_of(config, PPO, models, more)
 
 

@@ -91,6 +91,11 @@ COMMON_UNREAD = (
         why="no checkpoints are written (ckpt.save_steps)",
     ),
     Unread(
+        keys=("ds.use_universal_ckpt",),
+        when=lambda c: not c.ckpt.load_enable,
+        why="nothing is resumed (ckpt.load_enable)",
+    ),
+    Unread(
         keys=("logger.wandb.org", "logger.wandb.group", "logger.wandb.project"),
         when=lambda c: c.logger.wandb.key is None,
         why="W&B is off (logger.wandb.key)",

@@ -96,7 +96,6 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
 PPO_NOT_YET: Mapping[str, str] = {
     "vllm.sync_with_ray": "weight sync with ray.util.collective is",
     "ds.deepcompile": "DeepCompile is",
-    "ds.use_universal_ckpt": "the universal checkpoint is",
 }
 """Flags whose feature does not exist yet: anything but the default is refused."""
 

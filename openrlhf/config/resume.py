@@ -52,9 +52,10 @@ FREE = {
     *("local_rank", "use_ms", "placement"),
     *("data.image_root", "data.image_hosts"),
     *("data.dataloader_num_workers", "data.cache_enable", "data.cache_dir"),
-    # Ranks: at --ds.zero_stage 1 to 3 their number is part of a checkpoint, see trainer/origin.py.
+    # Ranks, and what each of them keeps
     *(f"{role}.num_nodes" for role in ("actor", "critic", "ref", "teacher", "reward")),
     *(f"{role}.num_gpus_per_node" for role in ("actor", "critic", "ref", "teacher", "reward")),
+    *("ds.zero_stage", "ds.adam_offload"),
     *("ref.offload", "teacher.offload", "reward.offload", "ref.precompute_enable"),
     *("train.colocate_all", "train.colocate_actor_ref", "train.colocate_critic_reward"),
     *("vllm.num_engines", "vllm.tensor_parallel_size", "vllm.pipeline_parallel_size"),

@@ -152,7 +152,8 @@ class DeepSpeedConfig:
     param_dtype. References and teachers are not quantised. Needs `pip install "openrlhf[qlora]"`."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     use_universal_ckpt: bool = False
-    """Load a checkpoint in DeepSpeed's universal format, written by another number of ranks."""
+    """Resume from the universal form of the last checkpoint, where `ckpt_ds_zero_to_universal.sh` has made
+    one. Another number of ranks or another zero_stage needs neither the form nor this flag."""
     enable_sleep: bool = False
     """Move optimizer states, gradients and master weights to the CPU while others use the GPU. For RL on
     shared GPUs."""

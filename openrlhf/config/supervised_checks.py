@@ -135,7 +135,6 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
 
 SUPERVISED_NOT_YET: Mapping[str, str] = {
     "ds.deepcompile": "DeepCompile is",
-    "ds.use_universal_ckpt": "the universal checkpoint is",
 }
 """Flags whose feature does not exist yet: anything but the default is refused."""
 

@@ -2,11 +2,13 @@
 
 import logging
 import math
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import deepspeed
@@ -25,7 +27,14 @@ from openrlhf.engine.interfaces import Objective, Row, RowT
 from openrlhf.engine.lr_schedule import lr_schedule
 from openrlhf.engine.moving_average import MovingAverage
 from openrlhf.engine.optimizer_state import OptimizerState
-from openrlhf.engine.random_state import load_random_state, save_random_state, saved_ranks
+from openrlhf.engine.random_state import load_random_state, save_random_state
+from openrlhf.engine.resharding import (
+    ORDER,
+    Checkpoint,
+    check_same_model,
+    load_resharded,
+    names_in_order,
+)
 from openrlhf.engine.row_memory import ModelShape, RowMemory, row_memory
 from openrlhf.engine.weight_sync import Part
 from openrlhf.models.backbone import RowModel, backbone_of, reading_of
@@ -261,11 +270,14 @@ class DeepSpeedEngine:
 
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
         self._check_present()
-        # DeepSpeed mixes client state with its own keys, so ours stays under one.
+        if self.mesh.is_first and (place := Path(folder, tag)).exists():
+            shutil.rmtree(place)  # a save that other ranks did not finish, or of before a resume
+        dist.barrier()
+        # DeepSpeed mixes client state with its own keys, so the trainer's stays under one.
         self.engine.save_checkpoint(
             folder,
             tag=tag,
-            client_state={"openrlhf": state},
+            client_state={"openrlhf": state, ORDER: names_in_order(self.engine)},
             save_latest=False,
             exclude_frozen_parameters=True,
         )
@@ -275,20 +287,17 @@ class DeepSpeedEngine:
         dist.barrier()
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
-        """Restore everything that `save_checkpoint` wrote and return its `state`. With a moving average the
-        checkpoint must have one too; without, one that is there is left where it is. ValueError, where ranks
-        have parts of the optimizer, for a checkpoint of another number of ranks."""
+        """Restore everything that `save_checkpoint` wrote, with any number of ranks at any ZeRO stage, and
+        return its `state`. With a moving average the checkpoint must have one too; without, one that is there
+        is left where it is."""
         self._check_present()
         if self.average is not None:
             self.average.load(f"{folder}/{tag}")
-        num_ranks = saved_ranks(f"{folder}/{tag}")
-        if self.stage > 0 and num_ranks not in (None, self.mesh.size):
-            raise ValueError(
-                f"--ckpt.load_enable: {num_ranks} ranks saved {folder}/{tag}, and now there are "
-                f"{self.mesh.size}; at --ds.zero_stage {self.stage}\neach has a part of the optimizer's "
-                f"state. Resume with {num_ranks} ranks."
-            )
-        path, client_state = self.engine.load_checkpoint(folder, tag=tag, custom_load_fn=_load_trained)
+        checkpoint = Checkpoint(f"{folder}/{tag}", self.engine.checkpoint_mp_rank)
+        if checkpoint.fits(self.stage, self.mesh.copies):
+            path, client_state = self.engine.load_checkpoint(folder, tag=tag, custom_load_fn=_load_trained)
+        else:
+            path, client_state = folder, load_resharded(self.engine, checkpoint)
         if path is None or client_state is None:
             raise ValueError(f"--ckpt.path {folder}: checkpoint {tag} could not be loaded from there")
         load_random_state(f"{folder}/{tag}", self.mesh.rank, self.mesh.size)
@@ -541,13 +550,8 @@ def _leave_out_frozen(module: nn.Module, state: dict, prefix: str, metadata: dic
 def _load_trained(src: Mapping[str, Tensor], dst: nn.Module) -> None:
     """What DeepSpeed does with a checkpoint's weights. Frozen ones are not in it."""
     missing = [name for name, p in dst.named_parameters() if p.requires_grad and name not in src]
-    unknown = sorted(src.keys() - dst.state_dict().keys())
-    if missing or unknown:
-        what = f"it has no {missing[0]}" if missing else f"this one has no {unknown[0]}"
-        raise ValueError(
-            f"the checkpoint is of another model: {what}.\n"
-            "Resume with the model and the --ds.lora.* flags that it was saved with."
-        )
+    unknown = src.keys() - dst.state_dict().keys()
+    check_same_model(unknown, missing)
     dst.load_state_dict(src, strict=False)
 
 

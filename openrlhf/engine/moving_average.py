@@ -4,8 +4,10 @@ It often does better than the last weights, because it averages out the noise of
 (https://arxiv.org/abs/1803.05407, https://arxiv.org/abs/1909.13719).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.engine.distributed import ProcessMesh, current_device
+from openrlhf.engine.resharding import slice_of
 from openrlhf.models.tensor_parallel import put_together
 
 
@@ -59,11 +62,24 @@ class MovingAverage:
         save_file(self.parts, _file(folder, self.mesh.rank), {"num_parts": str(self.mesh.size)})
 
     def load(self, folder: str | Path) -> None:
-        """Continue with exactly what `save` wrote. Raises ValueError, on every rank, where the folder has no
-        average or one in another number of parts."""
-        _check_parts(Path(folder), self.mesh.size)
-        with safe_open(_file(folder, self.mesh.rank), "pt") as file:
-            self.parts = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        """Continue with exactly what any number of ranks saved, as many of which shared matrices.
+        ValueError, on every rank, where the folder has no average."""
+        with ExitStack() as opened:
+            saved = _saved_files(Path(folder))[self.mesh.rank % self.mesh.tensor :: self.mesh.tensor]
+            files = [opened.enter_context(safe_open(file, "pt")) for file in saved]
+            for name, own in self.parts.items():
+                self._read(
+                    own, [file.get_slice(name) for file in files], _shape(self.parameters[name]).numel()
+                )
+
+    def _read(self, own: Tensor, parts: Sequence[Any], numel: int) -> None:
+        """This rank's part of a parameter, from the parts of those that saved it."""
+        mine = self._slice(numel)
+        for rank, part in enumerate(parts):
+            theirs = slice_of(numel, rank, len(parts))
+            start, stop = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
+            if start < stop:
+                own[start - mine.start : stop - mine.start] = part[start - theirs.start : stop - theirs.start]
 
     def _copied(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of the weights on the CPU. The device is waited for once."""
@@ -78,12 +94,16 @@ class MovingAverage:
         here, where ranks share the parameter."""
         if hasattr(param, "ds_tensor"):
             return getattr(param, "ds_tensor").detach()  # noqa: B009  DeepSpeed puts it there
-        size, copy = -(-param.numel() // self.mesh.copies), self.mesh.rank // self.mesh.tensor
-        return param.detach().flatten()[copy * size :][:size]
+        mine = self._slice(param.numel())
+        return param.detach().flatten()[mine.start : mine.stop]
+
+    def _slice(self, numel: int) -> range:
+        """Of the elements of a parameter that are here, those of this rank."""
+        return slice_of(numel, self.mesh.rank // self.mesh.tensor, self.mesh.copies)
 
     def _joined(self, part: Tensor, param: nn.Parameter) -> Tensor | None:
         """All parts of a parameter as one tensor on rank 0."""
-        shape, mesh = getattr(param, "ds_shape", param.shape), self.mesh
+        shape, mesh = _shape(param), self.mesh
         if mesh.size == 1:
             return part.view(shape)
         part = F.pad(part, (0, -(-shape.numel() // mesh.copies) - len(part)))  # DeepSpeed has padded its own
@@ -99,18 +119,18 @@ def _file(folder: str | Path, part: int) -> Path:
     return Path(folder) / f"moving_average_{part}.safetensors"
 
 
-def _check_parts(folder: Path, num_parts: int) -> None:
-    """Every rank reads the first part's file, so that all of them raise together."""
+def _saved_files(folder: Path) -> list[Path]:
+    """One of each rank that saved. Every rank reads the first, so that all of them raise together."""
     if not _file(folder, 0).exists():
         raise ValueError(
             f"--train.enable_ema: the checkpoint {folder} was saved without a moving average,\n"
             "and the steps before it cannot be made up for. Resume without the flag, or start over with it."
         )
     with safe_open(_file(folder, 0), "pt") as file:
-        found = int(file.metadata()["num_parts"])
-    if found != num_parts:
-        raise ValueError(
-            f"--ckpt.load_enable: the moving average in {folder} has {found} part(s), and that of this run "
-            f"{num_parts}: one for each GPU of the actor.\nResume with the number of GPUs that it was saved "
-            "with."
-        )
+        num_parts = int(file.metadata()["num_parts"])
+    return [_file(folder, part) for part in range(num_parts)]
+
+
+def _shape(param: Tensor) -> torch.Size:
+    """Of the whole parameter, of which ZeRO-3 keeps only a shard here."""
+    return getattr(param, "ds_shape", param.shape)

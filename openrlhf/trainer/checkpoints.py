@@ -15,6 +15,10 @@ from openrlhf.trainer.origin import Origin, compare
 LATEST = "latest"
 """File with the tag to resume from, written when that checkpoint is complete."""
 
+UNIVERSAL = "_universal"
+"""What is behind the tag of a checkpoint in DeepSpeed's universal form, and behind LATEST in the name of the
+file that names the last one."""
+
 METRIC = "metric.json"
 ORIGIN = "origin.json"
 """What a checkpoint is of, and when it was written."""
@@ -24,23 +28,31 @@ COPY = "_hf"
 """What `ckpt.save_hf` puts behind the tag, in the folder of checkpoints."""
 _TAG = re.compile(r"global_step\d+")
 _BEST_TAG = re.compile(rf"{BEST}global_step\d+")
-_OWN = re.compile(rf"({BEST})?global_step\d+({COPY})?|{LATEST}|_actor|_critic")
-"""All that any command writes to a folder of checkpoints."""
+_OWN = re.compile(rf"({BEST})?global_step\d+({COPY}|{UNIVERSAL})?|{LATEST}({UNIVERSAL})?|_actor|_critic")
+"""All that any command, or the converter, writes to a folder of checkpoints."""
 
 
 class CheckpointFolder:
     """Checkpoints `global_step{N}` of a run, and at most one `best_global_step{N}`, in one folder.
 
     `others`: folders with the checkpoints of more models, under the same tags. They come and go together, and
-    with them the Hugging Face copies of the same step. `origin`: of the run; None where it neither reads nor
-    writes checkpoints.
+    with them the Hugging Face copies and universal forms of the same step. `origin`: of the run; None where
+    it neither reads nor writes checkpoints. `universal`: resume from the universal form where the last
+    checkpoint has one.
     """
 
     def __init__(
-        self, path: str, ckpt: CkptConfig, others: Sequence[str] = (), origin: Origin | None = None
+        self,
+        path: str,
+        ckpt: CkptConfig,
+        others: Sequence[str] = (),
+        origin: Origin | None = None,
+        *,
+        universal: bool = False,
     ) -> None:
         self.path, self.ckpt, self.origin = Path(path), ckpt, origin
         self.folders = (self.path, *map(Path, others))
+        self.pointers = (LATEST + UNIVERSAL, LATEST) if universal else (LATEST,)
 
     def choose(self) -> tuple[str | None, list[str]]:
         """The tag to resume from, None for the beginning; and what people must know of it. ValueError where
@@ -79,8 +91,8 @@ class CheckpointFolder:
         found = f"{self.path} has a checkpoint of step {_step(tag)}, written {self._written(tag)}"
         return [f"{found}; --ckpt.load_enable would resume from it"]
 
-    def _named(self) -> str | None:
-        pointer = self.path / LATEST
+    def _named(self, name: str = LATEST) -> str | None:
+        pointer = self.path / name
         return pointer.read_text().strip() if pointer.exists() else None
 
     def standing(self) -> str:
@@ -115,10 +127,11 @@ class CheckpointFolder:
 
     def latest(self) -> str | None:
         """Tag of the last complete checkpoint, None where there is none."""
-        tag = self._named()
+        named = {tag: pointer for pointer in self.pointers if (tag := self._named(pointer))}
+        tag = max(named, key=_step, default=None)
         if tag is not None and not (self.path / tag).is_dir():
             raise ValueError(
-                f"--ckpt.path {self.path}: the file {LATEST} names {tag}, which is not there.\n"
+                f"--ckpt.path {self.path}: the file {named[tag]} names {tag}, which is not there.\n"
                 f"Write the name of one of the folders beside it into that file, or remove it to start over."
             )
         return tag
@@ -159,7 +172,8 @@ class CheckpointFolder:
 
     def _places(self, tag: str) -> list[Path]:
         """Where something of this step may be."""
-        return [*(folder / tag for folder in self.folders), Path(self.ckpt.folder) / f"{tag}{COPY}"]
+        states = [folder / f"{tag}{form}" for folder in self.folders for form in ("", UNIVERSAL)]
+        return [*states, Path(self.ckpt.folder) / f"{tag}{COPY}"]
 
     def _tags(self, kind: re.Pattern[str]) -> set[str]:
         checkpoints = {p.name for folder in self.folders for p in folder.glob("*") if p.is_dir()}
@@ -173,7 +187,7 @@ def _metric(folder: Path) -> float:
 
 
 def _step(tag: str) -> int:
-    return int(tag.rpartition("global_step")[2])
+    return int(tag.removesuffix(UNIVERSAL).rpartition("global_step")[2])
 
 
 def _time(moment: datetime) -> str:

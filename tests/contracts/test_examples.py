@@ -82,7 +82,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         (stubs / name).chmod(0o755)
     folder.mkdir()
     (folder / "agent.py").write_text("class AgentExecutor: ...")
-    (folder / "ckpt").mkdir()
+    (folder / "ckpt" / "global_step5").mkdir(parents=True)
     (folder / "ckpt" / "latest").write_text("global_step5")
     (folder / "examples").symlink_to(EXAMPLES)
     monkeypatch.chdir(folder)
@@ -213,12 +213,22 @@ def test_an_rl_recipe_takes_all_nodes_of_a_slurm_job(run: Run, capsys: pytest.Ca
     assert (rl["actor.num_nodes"], rl["actor.num_gpus_per_node"], rl["vllm.num_engines"]) == (2, 8, 8)
 
 
-def test_a_converted_checkpoint_is_found(run: Run) -> None:
-    (convert,) = run("ckpt_ds_zero_to_universal.sh")
-    options = dict(zip(convert.words[3::2], convert.words[4::2], strict=True))
-    assert options["--input_folder"] == "ckpt/global_step5"
-    assert options["--output_folder"] == "ckpt/global_step5_universal"
-    assert Path("ckpt/latest_universal").read_text().strip() == "global_step5_universal"
+@pytest.mark.parametrize("models", [["ckpt"], ["ckpt/_critic", "ckpt/_actor"]])
+def test_a_converted_checkpoint_is_found(run: Run, models: list[str]) -> None:
+    own = ("origin.json", "random_state_0.pt", "moving_average_0.safetensors")
+    for model in models:
+        Path(model, "global_step5").mkdir(parents=True, exist_ok=True)
+        for name in ("mp_rank_00_model_states.pt", *own):
+            Path(model, "global_step5", name).write_text(name)
+    Path(models[-1], "latest").write_text("global_step5")
+    calls = run("ckpt_ds_zero_to_universal.sh")
+    for model, convert in zip(models, calls, strict=True):
+        options = dict(zip(convert.words[4::2], convert.words[5::2], strict=True))
+        assert convert.words[3] == "--inject_missing_state"
+        assert options["--input_folder"] == f"{model}/global_step5"
+        assert options["--output_folder"] == f"{model}/global_step5_universal"
+        assert Path(model, "latest_universal").read_text().strip() == "global_step5_universal"
+        assert {path.name for path in Path(f"{model}/global_step5_universal").iterdir()} == set(own)
 
 
 def test_every_script_is_in_the_table() -> None:

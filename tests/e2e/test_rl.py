@@ -275,6 +275,35 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
     assert len(differences) == 2
 
 
+@pytest.mark.slow
+def test_policy_and_critic_resume_on_other_ranks(task: TaskFiles, tmp_path: Path) -> None:
+    """One rank of each at ZeRO 2, then two at ZeRO 3: the same samples, and the same learned from them."""
+    flags = (
+        f"{COMMON.replace('group_norm', 'gae')} --algo.kl.init_coef 0.01 --actor.adam.lr 1e-3 "
+        "--critic.adam.lr 1e-3 --critic.lr_scheduler constant --critic.save_value_network "
+        "--train.colocate_all --train.enable_ema --eval.steps -1 --train.max_steps 4 --ckpt.save_steps 2 "
+        "--ckpt.max_num 2 "
+    )
+    whole = train(task, tmp_path / "whole", f"{flags} --ds.zero_stage 2 --actor.num_gpus_per_node 1")
+    cut_after_step_2(tmp_path / "whole", tmp_path / "halves")
+    other = "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --ckpt.load_enable"
+    halves = train(task, tmp_path / "halves", f"{flags} {other}")
+    assert list(halves) == [1, 2, 3, 4]
+    for step in (3, 4):
+        rollouts = [tmp_path / run / f"run/rollouts/step_00000{step}.parquet" for run in ("whole", "halves")]
+        one, other = map(read_journal, rollouts)
+        assert tokens_of(one) == tokens_of(other)
+        for name in ("grad_norm", "policy/loss", "rollout/reward_mean", "kl/mean", "lr"):
+            assert halves[step][name] == pytest.approx(whole[step][name], abs=2e-5), (name, step)
+        for name in ("critic/loss", "critic/grad_norm", "critic/value_mean"):
+            assert halves[step][name] == pytest.approx(whole[step][name], rel=1e-3), (name, step)
+    for folder in ("policy", "policy_critic"):
+        one, other = (load_file(tmp_path / run / folder / "model.safetensors") for run in ("whole", "halves"))
+        assert one.keys() == other.keys()
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], atol=1e-5, rtol=1e-4)
+
+
 def mean_loss_of_texts(task: TaskFiles, *, count: int) -> float:
     """Over all tokens of the first `count` texts in the order of the run, by transformers."""
     texts = [json.loads(line)["input"] for line in task.pretrain.read_text().splitlines()]

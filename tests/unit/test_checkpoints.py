@@ -136,6 +136,24 @@ def test_checkpoints_of_all_models_come_and_go_together(tmp_path):
     assert checkpoints.latest() == "global_step2"
 
 
+def test_the_universal_form_is_resumed_from_where_it_is_wanted_and_no_older(tmp_path):
+    ckpt = CkptConfig(path=str(tmp_path), max_num=1)
+    checkpoints, universal = (CheckpointFolder(str(tmp_path), ckpt, universal=on) for on in (False, True))
+    assert universal.latest() is None
+    for step in (1, 2):
+        (tmp_path / f"global_step{step}").mkdir()
+        checkpoints.completed(f"global_step{step}")
+        assert universal.latest() == f"global_step{step}"
+        if step == 1:
+            (tmp_path / "global_step1_universal").mkdir()
+            (tmp_path / "latest_universal").write_text("global_step1_universal\n")
+            assert (checkpoints.latest(), universal.latest()) == ("global_step1", "global_step1_universal")
+    assert names(tmp_path) == ["global_step2"]  # the form goes with its checkpoint
+    (tmp_path / "latest_universal").write_text("global_step2_universal")
+    with pytest.raises(ValueError, match="the file latest_universal names global_step2_universal, which is"):
+        universal.latest()
+
+
 def test_the_size_limit_counts_all_models(tmp_path):
     ckpt = CkptConfig(path=str(tmp_path), max_num=9, max_mem=3.5e-6)
     checkpoints = CheckpointFolder(str(tmp_path / "a"), ckpt, [str(tmp_path / "b")])

@@ -1002,6 +1002,11 @@ REMARKS = [
     ),
     (PPO, "--eval.temperature 1", "--eval.temperature 1.0: has no effect: there is no eval.dataset"),
     (SFT, "--ckpt.save_hf", "--ckpt.save_hf: has no effect: no checkpoints are written (ckpt.save_steps)"),
+    (
+        SFT,
+        "--ds.use_universal_ckpt",
+        "--ds.use_universal_ckpt: has no effect: nothing is resumed (ckpt.load_enable)",
+    ),
     (SFT, "--logger.wandb.org me", "--logger.wandb.org me: has no effect: W&B is off (logger.wandb.key)"),
     (PPO, "--critic.num_nodes 2", "--critic.num_nodes 2: has no effect: only estimator gae has a critic"),
     (PPO, "--algo.kl.init_coef 0 --ref.offload", "--ref.offload: has no effect: there is no reference model"),

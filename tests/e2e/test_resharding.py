@@ -1,0 +1,146 @@
+"""A run that goes on with other ranks, at another ZeRO stage, is the run that went through."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run_ranks
+from safetensors.torch import load_file
+
+from openrlhf.engine.resharding import MASTER, Checkpoint
+from openrlhf.observe.trackers import read_metrics
+from openrlhf.tasks.prepare import TaskFiles
+from openrlhf.types import Metrics
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "scripts" / "ckpt_ds_zero_to_universal.sh"
+STAGES = (0, 1, 2, 3)
+ADAM = {MASTER, "exp_avg", "exp_avg_sq"}
+MUON = {*ADAM, "momentum_buffer"}
+PRECISION = 10 * 2**-24
+"""Of weights and losses, for each token of a step. A gradient, of norm 1 at most, is a sum over tokens in
+another order; Adam makes of its error one of up to lr / eps = 10 times as much in a weight."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "stages", "keys"),
+    [
+        pytest.param({}, STAGES, ADAM, id="adam"),
+        pytest.param({"rank": 4}, STAGES, ADAM, id="lora"),
+        pytest.param({"optim": "muon"}, STAGES, MUON, id="muon"),
+        pytest.param({"dtype": "bf16"}, STAGES, ADAM, id="bf16"),
+        pytest.param({"dtype": "bf16", "grad_accum_dtype": "fp32"}, (1, 3), ADAM, id="bf16 and fp32"),
+    ],
+)
+def test_every_state_is_in_its_parameter(
+    task: TaskFiles, run_worker: Callable, tmp_path: Path, options: dict, stages: tuple, keys: set[str]
+) -> None:
+    """Saved by 2 ranks at each stage, loaded and saved by 1 rank at each stage, which then trains on."""
+    run = lambda ranks, jobs: run_worker("resharding", ranks, model=str(task.model), jobs=jobs)[0]
+    at = lambda stage, folder, **more: {"stage": stage, "save": f"{tmp_path}/{folder}", **options, **more}
+    run(2, [at(stage, f"saved{stage}", until=2) for stage in stages])
+    pairs = {f"from{was}to{is_}": (was, is_) for was in stages for is_ in stages}
+    jobs = [
+        at(is_, name, load=f"{tmp_path}/saved{was}", until=2, then=6) for name, (was, is_) in pairs.items()
+    ]
+    whole, *reports = run(1, [at(stages[0], "whole", until=6), *jobs])
+    for (name, (was, _)), report in zip(pairs.items(), reports, strict=True):
+        check_same_states(tmp_path / f"saved{was}" / "one", tmp_path / name / "one", keys)
+        assert report["lr"] == pytest.approx(whole["lr"][2:], rel=1e-12)
+        if keys == ADAM and "dtype" not in options:
+            assert report["sft/loss"] == pytest.approx(whole["sft/loss"][2:], abs=107 * PRECISION), name
+            check_same_model(tmp_path / name / "model", tmp_path / "whole" / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offload_may_change(task: TaskFiles, run_worker: Callable, tmp_path: Path, stage: int) -> None:
+    """On as many ranks, which DeepSpeed has their own files read, and on fewer."""
+    run = lambda ranks, jobs: run_worker("resharding", ranks, model=str(task.model), jobs=jobs)[0]
+    at = lambda folder, **more: {"stage": stage, "save": f"{tmp_path}/{folder}", "until": 2, **more}
+    folders = {False: "on_device", True: "on_host"}
+    whole, _ = run(2, [at("whole", until=6), at("on_device"), at("on_host", offload=True)])[::2]
+    changed = [
+        at(f"{folder}_no_more", load=f"{tmp_path}/{folder}", offload=not offload, then=6)
+        for offload, folder in folders.items()
+    ]
+    for report in (*run(2, changed), *run(1, changed)):
+        assert report["sft/loss"] == pytest.approx(whole["sft/loss"][2:], abs=107 * PRECISION)
+        for folder in folders.values():
+            states = (tmp_path / name / "one" for name in (folder, f"{folder}_no_more"))
+            check_same_states(*states, ADAM)
+
+
+def check_same_states(one: Path, other: Path, keys: set[str]) -> None:
+    checkpoints = [Checkpoint(folder) for folder in (one, other)]
+    names = checkpoints[0].model_states()["parameters_in_order"]
+    ours, theirs = (checkpoint.states(names) for checkpoint in checkpoints)
+    assert {MASTER, *ours.keys(names)} == keys
+    for name in names:
+        numel = ours.numel(name)
+        assert numel == theirs.numel(name) > 0
+        assert ours.scalars[name] == theirs.scalars[name]
+        assert ours.fragments[name][0].vectors.keys() == theirs.fragments[name][0].vectors.keys()
+        for key in ours.keys([name]) | {MASTER}:
+            one_key, other_key = (states.read(name, key, 0, numel) for states in (ours, theirs))
+            assert torch.equal(one_key, other_key), (name, key)
+
+
+def check_same_model(one: Path, other: Path) -> None:
+    """The moving averages of both, which is what is exported."""
+    ours, theirs = (load_file(next(folder.glob("*.safetensors"))) for folder in (one, other))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=107 * PRECISION, rtol=0)
+
+
+@pytest.fixture
+def train(task: TaskFiles, tmp_path: Path) -> Callable[..., dict[int, Metrics]]:
+    """The command with these ranks and flags, in one folder of checkpoints; the metrics of each step."""
+
+    def run(name: str, num_ranks: int, flags: str) -> dict[int, Metrics]:
+        command = (
+            f"openrlhf.cli.train_sft --model.model_name_or_path {task.model} --data.dataset {task.sft} "
+            "--data.output_key output --data.apply_chat_template --data.max_len 128 --data.max_samples 22 "
+            "--train.batch_size 8 --train.micro_batch_size 2 --train.max_epochs 2 --adam.lr 1e-2 "
+            f"--adam.eps 1e-3 --ds.param_dtype fp32 --ckpt.path {tmp_path}/ckpt --ckpt.save_steps 2 "
+            f"--ckpt.output_dir {tmp_path}/{name} --logger.run_dir {tmp_path}/{name}/run {flags}"
+        )
+        run_ranks(shlex.split(command), num_ranks, log=tmp_path / f"{name}.log")
+        return read_metrics(tmp_path / name / "run" / "metrics.jsonl")
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_same_command_with_other_ranks_goes_on(train: Callable, tmp_path: Path) -> None:
+    """2 ranks at stage 2, then 4 at stage 3, then 1 at stage 1; and 1 from the universal form, in which
+    DeepSpeed's converter finds the same states. Every step learns from the same samples."""
+    latest = tmp_path / "ckpt" / "latest"
+    whole = train("whole", 2, "--ds.zero_stage 2")
+    assert list(whole) == [1, 2, 3, 4, 5, 6]
+    latest.write_text("global_step2")
+    parts = {"four": train("four", 4, "--ds.zero_stage 3 --ckpt.load_enable")}
+    latest.write_text("global_step4")
+    environment = {
+        **os.environ,
+        "CKPT": str(latest.parent),
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+    }
+    subprocess.run(["bash", str(SCRIPT)], env=environment, check=True, capture_output=True)
+    check_same_states(*(tmp_path / "ckpt" / f"global_step4{form}" for form in ("", "_universal")), ADAM)
+    parts["one"] = train("one", 1, "--ds.zero_stage 1 --ckpt.load_enable")
+    latest.write_text("global_step4")
+    parts["converted"] = train("converted", 1, "--ds.zero_stage 2 --ckpt.load_enable --ds.use_universal_ckpt")
+    assert "global_step4_universal: step 4, written " in (tmp_path / "converted.log").read_text()
+    for name, part in parts.items():
+        assert list(part) == ([3, 4, 5, 6] if name == "four" else [5, 6])
+        for step, metrics in part.items():
+            assert metrics["num_tokens"] == whole[step]["num_tokens"]
+            assert metrics["lr"] == whole[step]["lr"]
+            assert metrics["sft/loss"] == pytest.approx(whole[step]["sft/loss"], abs=8 * 128 * PRECISION)

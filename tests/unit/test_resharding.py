@@ -1,0 +1,80 @@
+"""Parts of ranks as parts of other ranks."""
+
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from openrlhf.engine.moving_average import MovingAverage
+from openrlhf.engine.resharding import MASTER, Checkpoint, SavedStates, check_same_model, slice_of
+
+SIZES = (1, 2, 3, 5, 8)
+
+
+@pytest.mark.parametrize("numel", [1, 2, 7, 8, 40])
+def test_slices_are_equal_parts_of_the_whole(numel: int) -> None:
+    for size in SIZES:
+        parts = [slice_of(numel, rank, size) for rank in range(size)]
+        assert [i for part in parts for i in part] == list(range(numel))
+        assert {len(part) for part in parts if part.stop < numel} <= {len(parts[0])}
+
+
+def saved_of(values: torch.Tensor, cuts: tuple[int, ...]) -> SavedStates:
+    """A parameter, cut at these elements; in its first part the optimizer has made no step."""
+    saved = SavedStates()
+    for i, part in enumerate(torch.tensor_split(values, cuts)):
+        saved.add("w", len(part), {MASTER: part} | ({"exp_avg": -part} if i else {}), {"step": 3})
+    return saved
+
+
+@pytest.mark.parametrize("cuts", [(), (4,), (1, 1, 6)])
+def test_any_elements_are_read_of_any_parts(cuts: tuple[int, ...]) -> None:
+    values = torch.arange(1.0, 10.0)
+    saved = saved_of(values, cuts)
+    stepped = torch.where(torch.arange(9) < (cuts or (9,))[0], 0, -values)
+    assert saved.numel("w") == 9
+    for start, stop in product(range(10), repeat=2):
+        if start <= stop:
+            assert saved.read("w", MASTER, start, stop - start).equal(values[start:stop])
+            assert saved.read("w", "exp_avg", start, stop - start).equal(stepped[start:stop])
+
+
+def test_a_checkpoint_without_the_states_of_a_rank_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"could not be loaded: no \*_model_states\.pt is there"):
+        Checkpoint(tmp_path).states(["w"])
+    shapes = [{"w": torch.Size([4])}]
+    common = {"param_shapes": shapes, "module": {}, "dp_world_size": 3}
+    torch.save(common, tmp_path / "mp_rank_00_model_states.pt")
+    for rank in (0, 2):
+        torch.save({}, tmp_path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    with pytest.raises(
+        ValueError, match=r"3 ranks saved .*, and the optimizer states of 2 are there\.\nCopy"
+    ):
+        Checkpoint(tmp_path).states(["w"])
+
+
+def average(values: torch.Tensor, rank: int, size: int) -> MovingAverage:
+    mesh = SimpleNamespace(rank=rank, size=size)
+    return MovingAverage([("w", nn.Parameter(values))], beta=0.5, mesh=mesh)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2), (2, 2), (8, 3), (3, 8)])
+def test_a_moving_average_of_other_ranks(tmp_path: Path, before: int, after: int) -> None:
+    values = torch.arange(1.0, 8.0)
+    for rank in range(before):
+        average(values, rank, before).save(tmp_path)
+    parts = [average(torch.zeros(7), rank, after) for rank in range(after)]
+    for part in parts:
+        part.load(tmp_path)
+    assert torch.cat([part.parts["w"] for part in parts]).equal(values)
+
+
+def test_a_checkpoint_of_another_model_is_refused() -> None:
+    check_same_model(unknown=[], missing=[])
+    with pytest.raises(ValueError, match=r"another model: it has no a\.\nResume with the model"):
+        check_same_model(unknown={"c"}, missing={"b", "a"})
+    with pytest.raises(ValueError, match=r"another model: this one has no c\."):
+        check_same_model(unknown={"c", "d"}, missing=[])
