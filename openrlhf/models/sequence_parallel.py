@@ -232,10 +232,8 @@ class RowShare(NamedTuple):
                 # Of an earlier chunk, the end of the one sequence that may go on in this one.
                 start = max(0, chunk.seen.start - other * size)
                 if other < chunk.number and start < size:
-                    own, of = (
-                        slice(i * size, i * size + queries.lengths[0]),
-                        slice(j * size + start, (j + 1) * size),
-                    )
+                    own = slice(i * size, i * size + queries.lengths[0])
+                    of = slice(j * size + start, (j + 1) * size)
                     packings = (Packing.of((x.stop - x.start,), queries.cumulative.device) for x in (own, of))
                     yield Block(own, of, *packings, causal=False)
 
