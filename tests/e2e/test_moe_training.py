@@ -83,8 +83,8 @@ def hybrid(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
         head_dim=32,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        linear_key_head_dim=64,  # vLLM has kernels for 64 and 128 on a CPU
+        linear_value_head_dim=64,
         num_experts=4,
         num_experts_per_tok=2,
         initializer_range=0.1,
