@@ -2,14 +2,15 @@
 
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from openrlhf.engine.distributed import ProcessMesh
 from openrlhf.engine.moving_average import MovingAverage
 from openrlhf.engine.resharding import MASTER, Checkpoint, SavedStates, check_same_model, slice_of
+from openrlhf.mesh import Mesh
 
 SIZES = (1, 2, 3, 5, 8)
 
@@ -56,20 +57,23 @@ def test_a_checkpoint_without_the_states_of_a_rank_is_refused(tmp_path: Path) ->
         Checkpoint(tmp_path).states(["w"])
 
 
-def average(values: torch.Tensor, rank: int, size: int) -> MovingAverage:
-    mesh = SimpleNamespace(rank=rank, size=size)
-    return MovingAverage([("w", nn.Parameter(values))], beta=0.5, mesh=mesh)
+def average(values: torch.Tensor, rank: int, mesh: Mesh) -> MovingAverage:
+    return MovingAverage([("w", nn.Parameter(values))], beta=0.5, mesh=ProcessMesh.of(mesh, rank))
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2), (2, 2), (8, 3), (3, 8)])
-def test_a_moving_average_of_other_ranks(tmp_path: Path, before: int, after: int) -> None:
+def test_a_moving_average_of_other_ranks(tmp_path: Path, before: int, after: int, tensor: int) -> None:
+    """`tensor` ranks have one part each of a parameter, with values of its own."""
     values = torch.arange(1.0, 8.0)
-    for rank in range(before):
-        average(values, rank, before).save(tmp_path)
-    parts = [average(torch.zeros(7), rank, after) for rank in range(after)]
-    for part in parts:
-        part.load(tmp_path)
-    assert torch.cat([part.parts["w"] for part in parts]).equal(values)
+    saving, loading = Mesh(data=before, tensor=tensor), Mesh(data=after, tensor=tensor)
+    for rank in range(saving.size):
+        average(values * (1 + rank % tensor), rank, saving).save(tmp_path)
+    averages = [average(torch.zeros(7), rank, loading) for rank in range(loading.size)]
+    for one in averages:
+        one.load(tmp_path)
+    for i in range(tensor):
+        assert torch.cat([one.parts["w"] for one in averages[i::tensor]]).equal(values * (1 + i))
 
 
 def test_a_checkpoint_of_another_model_is_refused() -> None:
