@@ -1,10 +1,13 @@
-"""What it costs that ranks share a row, in each `--ds.sequence_parallel_mode`, for 2 and 4 ranks in one run:
+"""What it costs that ranks share a row, in each `--ds.sequence_parallel_mode`, or the matrices of the model
+(tensor), for 2 and 4 ranks in one run:
 
     overhead       CPU time of a rank, by that of one rank with the whole row over the number of ranks
     imbalance      CPU time of the busiest rank, by the mean
     kept           bytes that a rank keeps of the row for the backward pass, by those of one rank over the
                    number of ranks: 1 is a fall as 1 / ranks
-    MB sent        by each rank, for attention, forward and backward, counted in the collectives
+    MB sent        by each rank, forward and backward, counted in the collectives: by ranks that share rows
+                   for attention; where they share matrices a sum of hidden states (N, H) counts as what is
+                   sent round a ring, 2 (ranks - 1) / ranks of it
 
 A pass is the SFT loss of one packed row and its gradients, in float32 over gloo, without an optimizer. Rows
 are one long sequence, or short ones. A round is a pass of every way, in random order. Ranks share the cores
@@ -39,10 +42,12 @@ from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import hidden_states, reading_of
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.sequence_parallel import RowSharing
+from openrlhf.models.tensor_parallel import share_matrices
 from openrlhf.objectives.sft import SFTObjective
 from openrlhf.types import LossNorm, PackedRow, Sample
 
 MODES: Any = ("allgather", "ring", "ulysses")
+TENSOR: Any = "tensor"
 RANKS = (2, 4)
 LAYERS, HEADS, KV_HEADS, SIZE = 4, 8, 4, 32
 """Of attention. Ranks divide the heads."""
@@ -73,27 +78,33 @@ class Pass(NamedTuple):
 
 def _by_allgather(tokens: int, ranks: int) -> float:
     """Keys and values of every other rank, and their gradients back to it."""
-    return 2 * (ranks - 1) / ranks * tokens * 2 * KV_HEADS * SIZE * FLOAT
+    return LAYERS * 2 * (ranks - 1) / ranks * tokens * 2 * KV_HEADS * SIZE * FLOAT
 
 
 def _by_ring(tokens: int, ranks: int) -> float:
     """Keys and values past every other rank, twice, and the second time with gradients."""
-    return 3 * (ranks - 1) / ranks * tokens * 2 * KV_HEADS * SIZE * FLOAT
+    return LAYERS * 3 * (ranks - 1) / ranks * tokens * 2 * KV_HEADS * SIZE * FLOAT
 
 
 def _by_ulysses(tokens: int, ranks: int) -> float:
     """All heads but a rank's own, of queries, outputs, and of keys and values, which each rank has at least
     one of; and of the gradients of all."""
     heads = 2 * HEADS + 2 * math.lcm(KV_HEADS, ranks)
-    return 2 * (ranks - 1) / ranks * tokens / ranks * heads * SIZE * FLOAT
+    return LAYERS * 2 * (ranks - 1) / ranks * tokens / ranks * heads * SIZE * FLOAT
+
+
+def _by_tensor(tokens: int, ranks: int) -> float:
+    """Embeddings, and of each layer what attention and MLP answer, and the gradients of what they read."""
+    return (1 + 4 * LAYERS) * 2 * (ranks - 1) / ranks * tokens * HEADS * SIZE * FLOAT
 
 
 FORMULAS: dict[str, Callable[[int, int], float]] = {
     "allgather": _by_allgather,
     "ring": _by_ring,
     "ulysses": _by_ulysses,
+    TENSOR: _by_tensor,
 }
-"""(tokens of a row, ranks) -> bytes that a rank sends in a pass of one layer."""
+"""(tokens of a row, ranks) -> bytes that a rank sends in a pass."""
 
 
 def main() -> None:
@@ -113,8 +124,10 @@ def run(rank: int, options: argparse.Namespace, meeting_place: str) -> None:
     logging.set_verbosity_error()
     dist.init_process_group("gloo", init_method=meeting_place, rank=rank, world_size=max(RANKS))
     groups: dict[int, Any] = {ranks: dist.new_group(list(range(ranks))) for ranks in RANKS}
-    ways = [Way(row, 1) for row in ROWS] + [Way(*way) for way in product(ROWS, RANKS, MODES)]
-    rng, model = random.Random(0), build()
+    ways = [Way(row, 1) for row in ROWS] + [Way(*way) for way in product(ROWS, RANKS, (*MODES, TENSOR))]
+    rng, whole, parts = random.Random(0), build(), {ranks: build() for ranks in RANKS if rank < ranks}
+    for ranks, model in parts.items():
+        share_matrices(model.model, groups[ranks])
     passes: dict[Way, list[list[Pass]]] = {way: [] for way in ways}
     kept: dict[Way, list[int]] = {}
     for turn in range(options.rounds + 1):
@@ -122,7 +135,9 @@ def run(rank: int, options: argparse.Namespace, meeting_place: str) -> None:
             dist.barrier()
             found = None
             if rank < way.ranks:
-                sharing = None if way.ranks == 1 else RowSharing(group=groups[way.ranks], mode=way.mode)
+                model = parts[way.ranks] if way.mode == TENSOR else whole
+                shares_rows = way.mode in MODES
+                sharing = RowSharing(group=groups[way.ranks], mode=way.mode) if shares_rows else None
                 reading_of(model.model).sharing = sharing
                 row = ROWS[way.row](options.tokens)
                 found = kept_bytes(model, row) if turn == 0 else one_pass(model, row)
@@ -179,20 +194,31 @@ def one_pass(model: PolicyModel, row: PackedRow) -> Pass:
         loss, _ = SFTObjective()(model, row, LossNorm(row.num_tokens, len(row.lengths)))
         loss.backward()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    sharing, gradients = reading_of(model.model).sharing, [p.grad for p in model.parameters()]
-    flat = torch.cat([x.flatten() for x in gradients if x is not None])
-    if sharing is not None:  # what DeepSpeed does
+    return Pass(float(loss.detach()), norm_of_gradients(model), cpu, wall, sum(sent))
+
+
+def norm_of_gradients(model: PolicyModel) -> float:
+    """Put together as DeepSpeed does."""
+    sharing = reading_of(model.model).sharing
+    gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
+    flat = torch.cat([x.flatten() for x in gradients.values()])
+    if sharing is not None:
         dist.all_reduce(flat, group=sharing.group)
         flat /= sharing.size
-    return Pass(float(loss.detach()), float(flat.norm()), cpu, wall, sum(sent))
+    parts = torch.cat([torch.full((x.numel(),), hasattr(p, "shard")) for p, x in gradients.items()])
+    squares = torch.stack([flat[~parts].square().sum(), flat[parts].square().sum()])
+    if parts.any():
+        dist.all_reduce(squares[1:], group=next(p.shard.group for p in gradients if hasattr(p, "shard")))
+    return float(squares.sum().sqrt())
 
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Inside, every collective of attention appends the bytes that this rank sends to others."""
+    """Inside, every collective of attention, and every sum of hidden states, appends the bytes that this rank
+    sends to others."""
     sent: list[int] = []
-    own = {name: getattr(dist, name) for name in ("all_gather_single", "reduce_scatter_single")}
-    own["all_to_all_single"] = dist.all_to_all_single
+    names = ("all_gather_single", "reduce_scatter_single", "all_to_all_single", "all_reduce")
+    own = {name: getattr(dist, name) for name in names}
 
     def gather(output: Tensor, x: Tensor, **options: Any) -> Any:
         sent.append((output.numel() - x.numel()) * FLOAT)
@@ -207,9 +233,14 @@ def counted() -> Iterator[list[int]]:
         sent.append((x.numel() - stays) * FLOAT)
         return own["all_to_all_single"](output, x, *splits, group=group, **options)
 
-    ours = {"all_gather_single": gather, "reduce_scatter_single": scatter, "all_to_all_single": exchange}
+    def total(x: Tensor, *arguments: Any, **options: Any) -> Any:
+        if x.dim() == 3:
+            ranks = options["group"].size()
+            sent.append(2 * (ranks - 1) * x.numel() // ranks * FLOAT)
+        return own["all_reduce"](x, *arguments, **options)
+
     try:
-        for name, function in ours.items():
+        for name, function in zip(names, (gather, scatter, exchange, total), strict=True):
             setattr(dist, name, function)
         yield sent
     finally:
@@ -267,8 +298,8 @@ def check(way: Way, rounds: list[list[Pass]], alone: list[list[Pass]], tokens: i
         for found, wanted in ((rank.loss, expected.loss), (rank.norm, expected.norm)):
             if not math.isclose(found, wanted, rel_tol=TOLERANCE):
                 sys.exit(f"{way}: {found} where one rank has {wanted}: not the same training")
-        if rank.sent != LAYERS * FORMULAS[way.mode](tokens, way.ranks):
-            sys.exit(f"{way}: sent {rank.sent} bytes, not {LAYERS * FORMULAS[way.mode](tokens, way.ranks)}")
+        if rank.sent != FORMULAS[way.mode](tokens, way.ranks):
+            sys.exit(f"{way}: sent {rank.sent} bytes, not {FORMULAS[way.mode](tokens, way.ranks)}")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ training only inside of an engine.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -52,8 +53,11 @@ def share_matrices(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     size = group.size()
     if reason := why_not(model, size):
         raise ValueError(_refusal(model, size, reason))
-    for _, module, style in _planned(model):
+    inputs: dict[str, SharedInput] = defaultdict(lambda: SharedInput(group))
+    for name, module, style in _planned(model):
         STYLES[style](module, group)
+        if isinstance(module, ColumnLinear):
+            module.entrance = inputs[name.rpartition(".")[0]].of_one_more()
     _share_vocabulary(model, group)
     for parameter in model.parameters():
         if not hasattr(parameter, "shard"):
@@ -114,13 +118,38 @@ def whole_shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
+class SharedInput:
+    """What the layers of a module with some of the outputs are given. Those that are given the same, such as
+    the projections to queries, keys and values, have one sum of gradients."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.layers = self._left = 0
+        self._given: Tensor | None = None
+        self._answer: Tensor | None = None
+
+    def of_one_more(self) -> Self:
+        """Of its layers."""
+        self.layers += 1
+        return self
+
+    def replicated(self, x: Tensor) -> Tensor:
+        answer = self._answer
+        if answer is None or self._given is not x:
+            answer, self._left = _Replicated.apply(x, self.group), self.layers
+        self._left -= 1
+        self._given, self._answer = (x, answer) if self._left else (None, None)  # nothing outlives its pass
+        return answer
+
+
 class ColumnLinear(nn.Linear):
     """A linear layer with some of the outputs."""
 
     group: dist.ProcessGroup
+    entrance: SharedInput
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(_Replicated.apply(input, self.group))
+        return super().forward(self.entrance.replicated(input))
 
 
 class RowLinear(nn.Linear):

@@ -21,10 +21,11 @@ WHOLE = [(1, 0), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3)]
 
 
 class Ranks(NamedTuple):
-    """Those of one model, and how many of them share each row."""
+    """Those of one model, and how many of them share each row, and each matrix."""
 
     number: int
-    sequence: int
+    sequence: int = 1
+    tensor: int = 1
 
 
 OBJECTIVES = ("sft", "rm", "prm", "dpo", "kto", "kd", "ppo", "critic")
@@ -179,6 +180,7 @@ def on_mesh(
             common=common_flags(task),
             attention="auto",
             sequence=ranks.sequence,
+            tensor=ranks.tensor,
             cases=cases,
             layouts=layouts,
         )
@@ -192,7 +194,7 @@ def on_mesh(
     def run(ranks: Ranks, cases: list, layouts: str) -> None:
         key = lambda objective: f"cli {objective}" if objective in commands else objective
         if unknown := sorted({case[0] for case in cases if key(case[0]) not in seen}):
-            compare(Ranks(1, 1), [(objective, "auto", 0) for objective in unknown], "last")
+            compare(Ranks(1), [(objective, "auto", 0) for objective in unknown], "last")
         compare(ranks, cases, layouts)
 
     return run
@@ -215,3 +217,9 @@ def test_ranks_that_share_rows(on_mesh: Callable, ranks: Ranks, cases: list) -> 
 @pytest.mark.parametrize("ranks", MESHES)
 def test_every_objective_on_ranks_that_share_rows(on_mesh: Callable, ranks: Ranks, mode: str) -> None:
     on_mesh(ranks, list(product(OBJECTIVES, [mode], STAGES)), "all")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [Ranks(2, tensor=2), Ranks(4, tensor=2), Ranks(4, sequence=2, tensor=2)])
+def test_every_objective_on_ranks_that_share_matrices(on_mesh: Callable, ranks: Ranks) -> None:
+    on_mesh(ranks, list(product(OBJECTIVES, ["auto"], STAGES[:3])), "all")

@@ -26,6 +26,7 @@ from test_sequence_parallel import (
 from torch import Tensor
 
 from openrlhf.algos.logprobs import WHOLE, SharedVocabulary, Vocabulary, linear_log_probs, sum_of_log_probs
+from openrlhf.models import tensor_parallel
 from openrlhf.models.attention import CannotPack
 from openrlhf.models.backbone import RowModel
 from openrlhf.models.dropout import enable_checkpointing
@@ -119,6 +120,33 @@ def test_layers_that_are_computed_again(threads: Callable, reentrant: bool) -> N
     enable_checkpointing(module.model, reentrant=reentrant, dropout=True)
     module.train()
     check_equal(on_ranks(threads, module, experiences(), lambda m: PPO, 2), expected)
+
+
+def test_layers_with_the_same_input_sum_its_gradients_once(
+    threads: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a layer two sums forward, after attention and MLP, and two backward, before them."""
+    module, row = BUILT["qwen3, tied"](), experiences().row
+    of_states: list[int] = []
+    own = tensor_parallel._sum
+
+    def counted(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        of_states.extend([group.rank()] * (x.dim() == 3))
+        return own(x, group)
+
+    monkeypatch.setattr(tensor_parallel, "_sum", counted)
+
+    def part() -> tuple[int, int]:
+        shared = copy.deepcopy(module)
+        share_matrices(shared.model, group())
+        loss = shared(row).log_probs.sum()
+        forward = of_states.count(group().rank())
+        dist.barrier()
+        loss.backward()
+        return forward, of_states.count(group().rank()) - forward
+
+    layers = QWEN.num_hidden_layers
+    assert threads(2, part) == [(1 + 2 * layers, 2 * layers)] * 2
 
 
 FAST = ("gemma2", "phi3", "qwen3_5_text")

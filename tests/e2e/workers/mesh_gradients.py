@@ -26,7 +26,8 @@ def of_objective(spec: dict, mesh: ProcessMesh, objective: str) -> Iterator[tupl
 def of_command(spec: dict, command: str) -> Iterator[tuple[str, dict, dict[str, Any]]]:
     flags = (
         f"{spec['common']} --ds.zero_stage {spec['stage']} --ds.ring_attn_size {spec['sequence']} "
-        f"--ds.sequence_parallel_mode {spec['mode']} {spec['commands'][command]}"
+        f"--ds.sequence_parallel_mode {spec['mode']} --ds.tensor_parallel_size {spec['tensor']} "
+        f"{spec['commands'][command]}"
     )
     run = supervised_gradients.started(command, flags)
     layouts = list(supervised_gradients.LAYOUTS)[CHOSEN[spec["layouts"]]]
@@ -37,7 +38,7 @@ def of_command(spec: dict, command: str) -> Iterator[tuple[str, dict, dict[str, 
 def main() -> None:
     spec = json.loads(sys.argv[1])
     init_distributed()
-    mesh = ProcessMesh.joined(sequence=spec["sequence"])
+    mesh = ProcessMesh.joined(sequence=spec["sequence"], tensor=spec["tensor"])
     report = {}
     # While an engine of stage 3 lives, transformers loads every model in parts.
     for objective, mode, stage in sorted(spec["cases"], key=lambda case: case[2]):
