@@ -412,8 +412,8 @@ def tensor_parallel(config: Any, ranks: Mapping[str, int]) -> Iterator[Problem]:
     for other, why in NOT_TENSOR_PARALLEL.items():
         if values.get(other) not in (None, False, 0):
             yield Problem(key=key, text=f"{why} ({other}); remove one")
-    if values.get("optim") == "muon":
-        yield Problem(key=key, text="Muon makes whole matrices orthogonal (optim); remove one")
+    for other in (name for name, value in values.items() if name.endswith("optim") and value == "muon"):
+        yield Problem(key=key, text=f"Muon makes whole matrices orthogonal ({other}); remove one")
     each = ds.tensor_parallel_size * ds.ring_attn_size
     for whose, number in ranks.items():
         if number % each:

@@ -7,11 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf.engine.vllm_engine import VLLMEngine
+from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.types import PackedRow, Sample
+
+
+def options_of(model: str, **more: Any) -> EngineOptions:
+    """Of an engine that waits for weights."""
+    own = {"max_len": 256, "seed": 0, "transfer_backend": "gloo", "on_gpu": False, "load_weights": False}
+    return EngineOptions(model=model, dtype="fp32", **own, **more)
 
 
 class Trainer:

@@ -788,6 +788,11 @@ CHECKS = [
         "--ds.tensor_parallel_size 2 --optim muon --max_norm 0",
         "--ds.tensor_parallel_size 2: Muon makes whole matrices orthogonal (optim); remove one",
     ),
+    (
+        PPO,
+        "--ds.tensor_parallel_size 2 --actor.num_gpus_per_node 2 --actor.optim muon --actor.max_norm 0",
+        "--ds.tensor_parallel_size 2: Muon makes whole matrices orthogonal (actor.optim); remove one",
+    ),
     # precision and checkpoints
     (SFT, "--ds.adam_offload --ds.zero_stage 0", "--ds.adam_offload: needs sharded optimizer states"),
     (

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import ray
 import torch
-from sending import Trainer, differences
+from sending import Trainer, differences, options_of
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -19,7 +19,7 @@ from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.launch import start_ray
 from openrlhf.engine.distributed import free_port
 from openrlhf.engine.stored_weights import probe_of
-from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
+from openrlhf.engine.vllm_engine import VLLMEngine, engine_environment
 from openrlhf.engine.weight_sync import EnginesFailedError, WeightSender
 
 
@@ -47,15 +47,7 @@ class Killing(Trainer):
 def main(spec: dict) -> None:
     torch.manual_seed(0)
     trainer = Killing(spec["model"], "fp32")
-    options = EngineOptions(
-        model=spec["model"],
-        dtype="fp32",
-        max_len=256,
-        seed=0,
-        transfer_backend="gloo",
-        on_gpu=False,
-        load_weights=False,
-    )
+    options = options_of(spec["model"])
     start_ray()
     actor = ray.remote(EngineActor).options(
         num_cpus=0, runtime_env={"env_vars": engine_environment(options)}, max_concurrency=16

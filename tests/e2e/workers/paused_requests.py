@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import torch
-from sending import Client, Trainer, differences
+from sending import Client, Trainer, differences, options_of
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 
 from openrlhf.engine.distributed import free_port
-from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, sampling_params
+from openrlhf.engine.vllm_engine import VLLMEngine, sampling_params
 from openrlhf.engine.weight_sync import WeightSender
 from openrlhf.models.generation import Decoding
 
@@ -37,17 +37,7 @@ def answer_of(output: RequestOutput) -> tuple[list[int], list[float], list[list[
 async def main(spec: dict) -> None:
     torch.manual_seed(0)
     trainer = Trainer(spec["model"], "fp32")
-    options = EngineOptions(
-        model=spec["model"],
-        dtype="fp32",
-        max_len=256,
-        seed=0,
-        transfer_backend="gloo",
-        on_gpu=False,
-        enable_prefix_caching=True,
-        load_weights=False,
-        keep_cache=spec["keep_cache"],
-    )
+    options = options_of(spec["model"], enable_prefix_caching=True, keep_cache=spec["keep_cache"])
     engine = VLLMEngine(options)
     await engine.start()
     client = Client(engine)

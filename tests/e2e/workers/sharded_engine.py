@@ -7,28 +7,20 @@ import sys
 from pathlib import Path
 
 import torch
-from sending import Client, Trainer, differences
+from sending import Client, Trainer, differences, options_of
 from transformers import AutoTokenizer
 
 from openrlhf.engine.distributed import free_port
 from openrlhf.engine.stored_weights import probe_of
-from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine
+from openrlhf.engine.vllm_engine import VLLMEngine
 from openrlhf.engine.weight_sync import WeightSender
 
 
 async def main(spec: dict) -> None:
     torch.manual_seed(0)
     trainer = Trainer(spec["model"], "fp32")
-    options = EngineOptions(
-        model=spec["model"],
-        dtype="fp32",
-        max_len=256,
-        seed=0,
-        transfer_backend="gloo",
-        on_gpu=False,
-        load_weights=False,
-        tensor_parallel_size=spec["shards"],
-        pipeline_parallel_size=spec["stages"],
+    options = options_of(
+        spec["model"], tensor_parallel_size=spec["shards"], pipeline_parallel_size=spec["stages"]
     )
     engine = VLLMEngine(options)
     await engine.start()
