@@ -42,6 +42,7 @@ def runs(draw: st.DrawFn) -> PPOConfig:
             "vllm.tensor_parallel_size": draw(st.sampled_from([1, 1, 2, 4, 3])),
             "vllm.pipeline_parallel_size": draw(st.sampled_from([1, 1, 1, 2])),
             "ds.ring_attn_size": draw(st.sampled_from([1, 1, 1, 2])),
+            "ds.tensor_parallel_size": draw(st.sampled_from([1, 1, 2])),
         },
     )
 
@@ -54,7 +55,7 @@ def actor_suits(config: PPOConfig, nodes: Nodes, count: int) -> bool:
     """The run would fit with so many GPUs of the actor, and engines on the same."""
     size, whole = config.vllm.num_gpus, with_values(config, {"train.colocate_all": True})
     whole = with_values(whole, {"actor.num_nodes": 1, "actor.num_gpus_per_node": count})
-    share = config.ds.ring_attn_size
+    share = config.ds.ring_attn_size * config.ds.tensor_parallel_size
     divides = count % share == 0 and config.train.batch_size % (count // share) == 0
     return divides and count % size == 0 and not resource_problems(whole, nodes)
 
@@ -63,8 +64,13 @@ def actor_suits(config: PPOConfig, nodes: Nodes, count: int) -> bool:
 @given(config=runs(), gpus=CLUSTERS)
 def test_on_any_cluster_everything_has_its_place(config: PPOConfig, gpus: list[int]) -> None:
     nodes, size = described(gpus), config.vllm.num_gpus
-    needed = max(2 * config.ds.ring_attn_size, config.ds.ring_attn_size + size)
-    if max(gpus) < size or (config.train.async_enable and sum(gpus) < needed):
+    share = config.ds.ring_attn_size * config.ds.tensor_parallel_size
+    needed = max(2 * share, share + size)
+    if config.ds.tensor_parallel_size > 1 and len({*gpus}) > 1:
+        return  # Ray fills nodes up rank by rank, and may tear groups apart where nodes are not alike
+    if max(gpus) < max(size, config.ds.tensor_parallel_size) or (
+        config.train.async_enable and sum(gpus) < needed
+    ):
         return  # there is nothing to choose
     if not config.train.async_enable and not any(
         actor_suits(config, nodes, n) for n in range(1, sum(gpus) + 1)
@@ -78,7 +84,7 @@ def test_on_any_cluster_everything_has_its_place(config: PPOConfig, gpus: list[i
         assert all(len({device.node for device in group}) == 1 for group in place.tensor_groups), role
     models = {place.devices for role, place in layout.roles.items() if role != ENGINES}
     assert len(models) == 1, "the models share their GPUs"
-    assert chosen.actor.num_gpus % config.ds.ring_attn_size == 0
+    assert chosen.actor.num_gpus % share == 0
     assert config.train.batch_size % chosen.data_parallel_size == 0
     no_gpu_idles_without_a_reason(chosen, layout, nodes)
 
