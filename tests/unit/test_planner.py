@@ -1,5 +1,6 @@
 """`--placement auto`: on any cluster everything has its place; nothing is torn or idles without reason."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,10 @@ def test_on_any_cluster_everything_has_its_place(config: PPOConfig, gpus: list[i
     nodes, size = described(gpus), config.vllm.num_gpus
     share = config.ds.ring_attn_size * config.ds.tensor_parallel_size
     needed = max(2 * share, share + size)
-    if config.ds.tensor_parallel_size > 1 and len({*gpus}) > 1:
-        return  # Ray fills nodes up rank by rank, and may tear groups apart where nodes are not alike
-    if max(gpus) < max(size, config.ds.tensor_parallel_size) or (
-        config.train.async_enable and sum(gpus) < needed
-    ):
+    tensor = config.ds.tensor_parallel_size
+    if tensor > 1 and (len({*gpus}) > 1 or gpus[0] % math.lcm(tensor, size)):
+        return  # Ray fills up nodes rank by rank, and may tear a group apart
+    if max(gpus) < max(size, tensor) or (config.train.async_enable and sum(gpus) < needed):
         return  # there is nothing to choose
     if not config.train.async_enable and not any(
         actor_suits(config, nodes, n) for n in range(1, sum(gpus) + 1)
