@@ -7,7 +7,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,14 +74,19 @@ class Worker:
 
 
 class Engine:
-    """An actor's handle: calls reach all workers through the message that vLLM's frontend sends its core."""
+    """An actor's handle: calls reach all workers through the message that vLLM's frontend sends its core. An
+    ObjectRef is the future that it has."""
 
     def __init__(self, workers: list[Worker]) -> None:
         self.workers = workers
         self.threads = ThreadPoolExecutor(len(workers) + 1)
 
     def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *args: self.threads.submit(self._all, method, args))
+        return SimpleNamespace(remote=lambda *args: self._asked(method, args))
+
+    def _asked(self, method: str, args: tuple) -> Any:
+        answer = self.threads.submit(self._all, method, args)
+        return SimpleNamespace(future=lambda: answer)
 
     def _all(self, method: str, args: tuple) -> Any:
         if method == "loaded_checksums":
@@ -89,12 +94,6 @@ class Engine:
         args = () if method == "finish_weight_update" else args
         received = MsgpackDecoder().decode(MsgpackEncoder().encode(args))
         return [f.result() for f in [self.threads.submit(w.call, method, *received) for w in self.workers]]
-
-
-def finished(futures: list[Future]) -> tuple[list[Future], list[Future]]:
-    """As `ray.wait`."""
-    done, others = wait(futures, timeout=120, return_when=FIRST_COMPLETED)
-    return list(done), list(others)
 
 
 def send(backend: str, trainer: Trainer, engines: list[Engine], port: int, times: int) -> None:
@@ -195,7 +194,7 @@ def nccl(spec: dict) -> dict:
 
 def main(spec: dict) -> None:
     init_distributed()
-    ray.get, ray.wait, tempfile.tempdir = Future.result, finished, spec["out"]
+    ray.put, tempfile.tempdir = lambda x: x, spec["out"]
     found = {"ipc": ipc, "nccl": nccl}[spec["backend"]](spec)
     (Path(spec["out"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     for memory in Path(spec["out"]).glob(f"gpu{dist.get_rank()}-*"):
