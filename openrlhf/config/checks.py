@@ -375,13 +375,7 @@ def sequence_parallel(
     size, key = ds.ring_attn_size, "ds.ring_attn_size"
     if size == 1:
         return
-    for whose, number in ranks.items():
-        if number % size:
-            yield Problem(
-                key=key,
-                text=f"does not divide the {number} rank{'s' * (number > 1)} of the {whose}, of which {size} "
-                f"share each row; use a multiple of {size}",
-            )
+    yield from _torn(key, ranks, size, "share each row")
     if reads_images:
         yield Problem(
             key=key, text="ranks do not share rows with images (data.max_images_per_prompt); remove one"
@@ -415,12 +409,17 @@ def tensor_parallel(config: Any, ranks: Mapping[str, int]) -> Iterator[Problem]:
     for other in (name for name, value in values.items() if name.endswith("optim") and value == "muon"):
         yield Problem(key=key, text=f"Muon makes whole matrices orthogonal ({other}); remove one")
     each = ds.tensor_parallel_size * ds.ring_attn_size
+    yield from _torn(key, ranks, each, "have the same samples")
+
+
+def _torn(key: str, ranks: Mapping[str, int], each: int, how: str) -> Iterator[Problem]:
+    """Models whose ranks are no whole groups of `each`. `how`: what a group does."""
     for whose, number in ranks.items():
         if number % each:
             yield Problem(
                 key=key,
                 text=f"does not divide the {number} rank{'s' * (number > 1)} of the {whose}, of which {each} "
-                f"have the same samples; use a multiple of {each}",
+                f"{how}; use a multiple of {each}",
             )
 
 

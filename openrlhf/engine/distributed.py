@@ -76,6 +76,11 @@ class ProcessMesh(Mesh):
         return self.coordinates(self.rank).data
 
     @property
+    def copy(self) -> int:
+        """Which of the ranks with the same part of the matrices this one is."""
+        return self.rank // self.tensor
+
+    @property
     def is_first(self) -> bool:
         """It exports, and speaks for all."""
         return self.rank == 0
@@ -98,7 +103,7 @@ class ModelParallelUnit:
         return self.mesh.tensor_group
 
     def get_data_parallel_rank(self) -> int:
-        return self.mesh.rank // self.mesh.tensor
+        return self.mesh.copy
 
     def get_data_parallel_world_size(self) -> int:
         return self.mesh.copies

@@ -99,7 +99,7 @@ class MovingAverage:
 
     def _slice(self, numel: int) -> range:
         """Of the elements of a parameter that are here, those of this rank."""
-        return slice_of(numel, self.mesh.rank // self.mesh.tensor, self.mesh.copies)
+        return slice_of(numel, self.mesh.copy, self.mesh.copies)
 
     def _joined(self, part: Tensor, param: nn.Parameter) -> Tensor | None:
         """All parts of a parameter as one tensor on rank 0."""
