@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -33,8 +34,9 @@ def flags(task: TaskFiles, output: Path, more: str) -> list[str]:
 def infer(argv: list[str]) -> list[dict]:
     """Run the command in this process; returns the rows of the output."""
     config = parse(BATCH_INFERENCE, argv).config
-    batch_inference.run(config)
-    leave_distributed()
+    with mock.patch.dict(os.environ):  # which says RANK and MASTER_PORT while the process is a group of one
+        batch_inference.run(config)
+        leave_distributed()
     return read(config.output_path)
 
 

@@ -74,7 +74,7 @@ def test_parallel() -> None:
     command = [sys.executable, str(BENCHMARKS / "parallel.py"), "--tokens", "256", "--rounds", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert len(re.findall(r"^\| (?:one sequence|short ones) \| [24] \|", done.stdout, re.MULTILINE)) == 12
+    assert len(re.findall(r"^\| (?:one sequence|short ones) \| [24] \|", done.stdout, re.MULTILINE)) == 16
 
 
 def test_controller() -> None:

@@ -47,7 +47,7 @@ def test_hints_are_learned(openrlhf, knowing, tmp_path: Path) -> None:
         f"ppo --actor.model_name_or_path {tmp_path / 'start'} --data.prompt_dataset {rows} "
         f"--data.label_key label --train.agent_func_path {EXAMPLE} --ckpt.output_dir {tmp_path / 'policy'} "
         f"--logger.run_dir {tmp_path / 'run'} --train.max_steps 80 --train.num_episodes 5 "
-        "--rollout.n_samples_per_prompt 8 --rollout.batch_size 32 --rollout.max_new_tokens 16 "
+        "--rollout.n_samples_per_prompt 8 --rollout.batch_size 32 --rollout.max_new_tokens 5 "
         "--train.batch_size 256 --train.dynamic_batch_enable --train.max_tokens_per_gpu 16384 "
         "--actor.adam.lr 1e-3 --actor.lr_scheduler constant --actor.num_gpus_per_node 1 "
         "--train.colocate_all --ds.zero_stage 2 --algo.kl.init_coef 0 "

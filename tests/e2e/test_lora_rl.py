@@ -74,7 +74,7 @@ def test_adapters_that_engines_keep_apart(task: TaskFiles, tmp_path: Path, place
 def test_a_request_goes_on_with_the_next_adapter(task: TaskFiles, tmp_path: Path) -> None:
     """Where syncs pause requests: every log-prob is that of the adapter which chose the token."""
     flags = (
-        f"{test_async_rl.FLAGS} {PLACES['shared']} {AHEAD['pauses']} --ds.lora.rank 4 --actor.adam.lr 1e-2 "
+        f"{test_async_rl.FLAGS} {PLACES['alone']} {AHEAD['pauses']} --ds.lora.rank 4 --actor.adam.lr 1e-2 "
         "--vllm.lora_sync adapter --ckpt.save_steps 1 --ckpt.save_hf --ckpt.disable_ds --ckpt.max_num 9"
     )
     train(task, tmp_path, flags)

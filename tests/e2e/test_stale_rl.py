@@ -50,7 +50,7 @@ def test_staleness_reaches_the_loss_on_every_rank(task: TaskFiles, tmp_path: Pat
 def test_a_clip_that_counts_from_the_sampler_needs_no_forward_pass(task: TaskFiles, tmp_path: Path) -> None:
     """Two optimizer steps of fresh samples, and the ratio to the sampler is 1 before the first: what it is on
     average is what the first has changed. Nothing knows the policy before them."""
-    flags = f"{COMMON} {PLACES['shared']} --algo.kl.init_coef 0 --actor.adam.lr 1e-4 --train.max_steps 1"
+    flags = f"{COMMON} {PLACES['alone']} --algo.kl.init_coef 0 --actor.adam.lr 1e-4 --train.max_steps 1"
     metrics = train(task, tmp_path, f"{flags} --algo.advantage.proximal_policy rollout")
     assert 1e-5 < abs(metrics[1]["policy/ppo_kl"]) < 1e-2
     assert not any(name.startswith("mismatch/") for name in metrics[1])
