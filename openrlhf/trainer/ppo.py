@@ -48,7 +48,7 @@ class PPOTrainer(Generic[PolicyT]):
     restored: InitVar[dict | None] = None
     """The `state` of a checkpoint, as `restore` returned it, to go on from there; None at the beginning."""
     step: int = field(default=0, init=False)
-    """RL steps done; the version of the policy's weights."""
+    """RL steps done."""
     optimizer_steps: int = field(default=0, init=False)
     """Of the policy."""
     best_metric: float | None = field(default=None, init=False)
@@ -66,7 +66,7 @@ class PPOTrainer(Generic[PolicyT]):
 
     def fit(self) -> None:
         """Generate, score, credit, update, sync, evaluate, log, save."""
-        self.rollout.sync(self.policy, self.step).result()
+        self.rollout.sync(self.policy, self.weight_version).result()
         if self.step == 0 and self.is_eval_due:
             self.observer.log_step(0, self.evaluate())
         while self.step < self.total_steps:
@@ -80,7 +80,7 @@ class PPOTrainer(Generic[PolicyT]):
             self.step += 1
             with self.observer.phase("sync"):
                 memory = self.peak_memory()  # answered while weights are sent; theirs with the next step
-                self.rollout.sync(self.policy, self.step).result()
+                self.rollout.sync(self.policy, self.weight_version).result()
                 metrics |= memory.result()
             if self.is_eval_due:
                 metrics |= self.evaluate()
@@ -131,7 +131,7 @@ class PPOTrainer(Generic[PolicyT]):
     def learn_from(self, trajectories: Sequence[Trajectory]) -> tuple[Metrics, Trained]:
         """Score, assign credit, update."""
         finished = [t for t in trajectories if t.ok]
-        batch = Batch.of(finished, self.step)
+        batch = Batch.of(finished, self.weight_version)
         with self.observer.phase("score"):
             scores = self.score(batch)
         result = assign_credit(
@@ -148,7 +148,7 @@ class PPOTrainer(Generic[PolicyT]):
         schedules = self.schedules(batch, self.trained_on(finished), num_samples(trajectories))
         with self.observer.phase("update"):
             updated = self.update(batch, schedules)
-        metrics = rollout_metrics(trajectories, self.step) | result.metrics | updated.metrics
+        metrics = rollout_metrics(trajectories, self.weight_version) | result.metrics | updated.metrics
         if updated.log_probs is not None:
             batch = replace(batch, log_probs=updated.log_probs)
             metrics |= log_prob_metrics(batch, self.config.algo.kl.estimator)
@@ -166,6 +166,12 @@ class PPOTrainer(Generic[PolicyT]):
         pending = [model.forward(batch) if model else None for model in models]
         log_probs, values, teacher, reference = [p.result() if p else None for p in pending]
         return Scores(log_probs=log_probs, values=values, teacher_log_probs=teacher, ref_log_probs=reference)
+
+    @property
+    def weight_version(self) -> int:
+        """RL steps that the policy has learned from: what its weights are called. The critic's warm-up leaves
+        them as they were."""
+        return max(0, self.step - self.config.frozen_actor_steps)
 
     @property
     def policy_learns(self) -> bool:

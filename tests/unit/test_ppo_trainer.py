@@ -2,6 +2,7 @@
 
 import copy
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -422,6 +423,52 @@ def test_the_critic_warms_up_alone(tmp_path):
     updates = [call for call in trainer.policy.calls if call.startswith("update")]
     assert updates == ["update critic 4", "update critic 4", "update critic 4", "update policy 4"]
     assert len(trainer.policy.updates) == 1  # nothing of the warm-up was kept for it
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_weights_that_the_warm_up_leaves_alone_keep_their_version(tmp_path, ahead):
+    """Each batch is sampled with the weights that there were `ahead` steps before its own."""
+    config = with_critic(tmp_path, freezing_steps=2)
+    config = replace(config, train=replace(config.train, async_enable=ahead > 0, async_queue_size=ahead))
+    whole = trainer_of(tmp_path, config, total_steps=5, eval_prompts=[])
+    sample_when_asked(whole.rollout)
+    fit(whole)
+    resumed = trainer_of(
+        tmp_path,
+        config,
+        total_steps=5,
+        eval_prompts=[],
+        resume="global_step2",
+        saved=whole.policy.saved,
+        critic=whole.critic,
+    )
+    sample_when_asked(resumed.rollout)
+    shutil.rmtree(tmp_path / "ckpt" / "global_step4")  # it is saved again
+    shutil.rmtree(tmp_path / "critic" / "global_step4")
+    fit(resumed)
+    syncs = [[c for c in run.policy.calls if c.startswith("sync")] for run in (whole, resumed)]
+    assert syncs == [[f"sync {v}" for v in (0, 0, 0, 1, 2, 3)], [f"sync {v}" for v in (0, 1, 2, 3)]]
+    staleness = [metrics_of(tmp_path)[step]["rollout/staleness_max"] for step in range(1, 6)]
+    assert staleness == [0, 0, 0, ahead, ahead]
+    for run in (whole, resumed):
+        first, *later = [update[0].staleness for update in run.policy.updates]
+        assert first is None
+        assert all((s is not None and set(s) == {1}) if ahead else s is None for s in later)
+
+
+def sample_when_asked(rollout: Rollout) -> None:
+    """With the weights of then, also where the answer is taken after a sync."""
+    submit, sampled, versions = rollout.submit, rollout.sampled, {}
+
+    def submitted(prompts: Sequence[Prompt], purpose: Purpose) -> None:
+        versions.update({(p.episode, p.prompt_id): rollout.version for p in prompts})
+        submit(prompts, purpose)
+
+    def of_then(prompt: Prompt, i: int, reward: float | None) -> Trajectory:
+        t, version = sampled(prompt, i, reward), versions[prompt.episode, prompt.prompt_id]
+        return replace(t, weight_versions=runs([version] * t.num_actions))
+
+    rollout.submit, rollout.sampled = submitted, of_then
 
 
 def test_a_resumed_run_loads_both_models(tmp_path):
