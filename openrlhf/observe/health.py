@@ -35,8 +35,8 @@ RULES = (
         limit=0.9,
         steps=20,
         text="nearly all prompts give all their samples the same reward, and nothing is learnt from those. "
-        "Use harder prompts where all are right and easier ones where all are wrong, or "
-        "--algo.dynamic_filtering_enable.",
+        "Read samples: is the reward right? Then use harder prompts where all are right and easier ones "
+        "where all are wrong, or --algo.dynamic_filtering_enable.",
     ),
     Rule(
         metric="rollout/failed_ratio",
@@ -172,11 +172,52 @@ RULES = (
 )
 
 
+SAME_REWARD = (
+    "they do not tell good answers from bad ones, and nothing is learnt. Look at the reward function and at "
+    'the label first: a number never equals a text (7 == "7" is False), --data.label_key may name another '
+    "column, or the answer is not found in its text. Rewards, labels and answers are in the run folder's "
+    "rollouts. Where the reward is right, the prompts are all too easy or all too hard."
+)
+"""The likely cause of rewards that are all one number, and the remedy."""
+
+
+@dataclass(kw_only=True)
+class Rewards:
+    """Notices that every sample since the run began or resumed has the same reward."""
+
+    value: float = math.nan
+    """The reward of all samples so far."""
+    steps: int = 0
+    """How many steps have reported it."""
+    differ: bool = False
+
+    def check(self, metrics: Metrics) -> list[str]:
+        """Speaks after the first step. A step of one sample does not count, nor one that learns from a
+        teacher, nor one without rewards."""
+        is_one_sample = metrics.get("rollout/num_samples") == 1
+        if is_one_sample or "teacher/kl_mean" in metrics or "rollout/reward_std" not in metrics:
+            return []
+        mean = metrics["rollout/reward_mean"]
+        changed = self.steps > 0 and not math.isclose(mean, self.value)
+        self.differ = self.differ or metrics["rollout/reward_std"] > 0 or changed
+        self.value, self.steps = mean, self.steps + 1
+        if self.differ or self.steps > 1:
+            return []
+        return [f"all rewards of the step are {mean:g}: {SAME_REWARD}"]
+
+    def at_end(self) -> list[str]:
+        """Repeats it for a run of several steps in which nothing changed."""
+        if self.differ or self.steps < 2:
+            return []
+        return [f"all rewards of these {self.steps} steps are {self.value:g}: {SAME_REWARD}"]
+
+
 @dataclass(kw_only=True)
 class Health:
     rules: tuple[Rule, ...] = RULES
     streaks: Counter[Rule] = field(default_factory=Counter, init=False)
     """For how many steps in a row each rule's condition has held."""
+    rewards: Rewards = field(default_factory=Rewards, init=False)
 
     def check(self, metrics: Metrics) -> list[str]:
         """What became unhealthy with this step. A rule speaks when its condition has held for its number of
@@ -190,4 +231,8 @@ class Health:
             self.streaks[rule] = self.streaks[rule] + 1 if rule.holds(value) else 0
             if self.streaks[rule] == rule.steps:
                 messages.append(f"{rule.condition} (last {value:.3g}): {rule.text}")
-        return messages
+        return messages + self.rewards.check(metrics)
+
+    def at_end(self) -> list[str]:
+        """What was unhealthy with the run as a whole."""
+        return self.rewards.at_end()

@@ -38,6 +38,7 @@ class Observer:
             folder.rewind(resume_step)
         self.progress = Progress()
         self.health = Health()
+        self.step = resume_step or 0
         self.samples: dict[str, list[Trajectory]] = {}
         """A few of the last training step and of the last evaluation, by the names of `log_rollouts`."""
         self.journal = Journal(folder.rollouts_path, decode=decode, mode=rollouts, say=self.message)
@@ -58,6 +59,7 @@ class Observer:
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Everything about one step, once: the line on the screen, the row in the files, and what looks
         unhealthy."""
+        self.step = step
         metrics = metrics | self.progress.step(step, metrics)
         for text in self.health.check(metrics):
             self._warn(step, text)
@@ -117,6 +119,8 @@ class Observer:
                 self.journal.close()
         finally:
             self.trackers.close()
+            for text in self.health.at_end():
+                self._warn(self.step, text)
             self.progress.close()
         write_report(self.folder.path)
         if self.decode and self.samples:

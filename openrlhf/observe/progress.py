@@ -62,6 +62,7 @@ KEY_METRICS = {
     "rollout/truncated_rate": "truncated",
     "rollout/failed_ratio": "failed",
     "rollout/kept_ratio": "kept",
+    "reward/zero_std_fraction": "uniform",
     "policy/loss": "loss",
     "policy/ppo_kl": "ppo_kl",
     "policy/entropy": "entropy",

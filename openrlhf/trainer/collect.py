@@ -12,6 +12,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import PromptSampler
 from openrlhf.engine.interfaces import Rollout
 from openrlhf.observe.failures import commonest_failure
+from openrlhf.observe.health import SAME_REWARD
 from openrlhf.types import Group, Metrics, Prompt, Trajectory, present
 
 GroupKey = tuple[int, int]
@@ -310,13 +311,18 @@ class Collector:
     def _kept_too_little(self, now: _Step) -> str:
         algo, size = self._config.algo, self._config.rollout.batch_size
         (low, high), verdicts = algo.dynamic_filtering_range, now.verdicts
+        remedy = (
+            "Use prompts that the policy solves sometimes, not always, or widen "
+            "--algo.dynamic_filtering_range."
+        )
+        scores = {present(t.score) for t in now.sampled if t.ok}
+        if len(scores) == 1:
+            remedy = f"All scores are {scores.pop():g}: {SAME_REWARD}"
         return (
             f"step {now.number}: dynamic filtering kept {verdicts[Verdict.KEPT]} of the {verdicts.total()} "
             f"groups asked for, and the step needs {size}. Mean score {low:g} or less: "
             f"{verdicts[Verdict.LOW]}; {high:g} or more: {verdicts[Verdict.HIGH]}; no finished sample: "
-            f"{verdicts[Verdict.FAILED]}.\n"
-            "Use prompts that the policy solves sometimes, not always, or widen "
-            "--algo.dynamic_filtering_range.\n"
+            f"{verdicts[Verdict.FAILED]}.\n{remedy}\n"
             f"A step asks for --algo.dynamic_filtering_max_batches {algo.dynamic_filtering_max_batches} "
             "batches of prompts at most; raise it for rare successes."
         )

@@ -291,8 +291,9 @@ def test_a_first_step_without_anything_is_an_error():
     world = World(lambda episode, prompt: (0.0, 0.0), num_prompts=3, filters=True)
     with pytest.raises(
         RuntimeError, match=r"^step 1: dynamic filtering kept 0 of the 3 .* less: 3; 1 or more: 0"
-    ):
+    ) as error:
         world.collector.next_batch(1)
+    assert "\nAll scores are 0: " in str(error.value) and "the label" in str(error.value)
 
 
 @pytest.mark.parametrize("at_a_time", [None, 1, 3, 4, 7])

@@ -11,6 +11,7 @@ from openrlhf.config.sections import LoggerConfig
 from openrlhf.observe.health import RULES, Health, Rule
 from openrlhf.observe.observer import Observer
 from openrlhf.observe.run_folder import RunFolder, read_jsonl
+from openrlhf.trainer.diagnostics import rollout_metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 HIGH = Rule(metric="loss", sign=">", limit=2, steps=3, text="too high. Lower it.")
@@ -41,6 +42,56 @@ def spoken(values, rules=(HIGH,), metric="loss"):
 )
 def test_a_rule_speaks_once_when_its_condition_has_held_long_enough(values, steps):
     assert spoken(values) == steps
+
+
+def rewards_of(*steps, **more):
+    """The values that lines about rewards name; steps are lists of rewards."""
+    health, lines = Health(), []
+    for rewards in steps:
+        rollout = rollout_metrics([trajectory(r, sample_index=i) for i, r in enumerate(rewards)], 0)
+        lines += health.check(rollout | more)
+    return [line.partition(":")[0] for line in lines], [line.partition(":")[0] for line in health.at_end()]
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "end"),
+    [
+        ([[0, 0]], ["all rewards of the step are 0"], []),
+        (
+            [[0.1] * 3, [0.1] * 7],
+            ["all rewards of the step are 0.1"],
+            ["all rewards of these 2 steps are 0.1"],
+        ),
+        ([[0, 0], [None, 0, 0], [0, 1]], ["all rewards of the step are 0"], []),
+        ([[0, 0], [1, 1]], ["all rewards of the step are 0"], []),
+        ([[0, 1], [1, 1], [1, 1]], [], []),
+        ([[None, None], [1, 1]], ["all rewards of the step are 1"], []),
+        ([[1], [1]], [], []),
+    ],
+)
+def test_rewards_that_are_all_one_number_are_told_after_the_first_step_and_at_the_end(steps, first, end):
+    assert rewards_of(*steps) == (first, end)
+
+
+def test_rewards_beside_a_teacher_may_be_one_number():
+    assert rewards_of([0, 0], [0, 0], **{"teacher/kl_mean": 0.5}) == ([], [])
+
+
+def test_a_run_whose_rewards_never_differ_ends_with_the_likely_cause(tmp_path, capsys):
+    folder = RunFolder.create(tmp_path, config_yaml="{}", argv=["test"], resume=False)
+    observer = Observer(folder, LoggerConfig())
+    observer.start(3)
+    for step in (1, 2, 3):
+        same = {"rollout/reward_std": 0.0, "rollout/reward_mean": 0.0, "rollout/num_samples": 4.0}
+        observer.log_step(step, same | {"reward/zero_std_fraction": 0.75})
+    observer.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert "step 1/3  reward 0  uniform 0.75" in lines[0]
+    assert "all rewards of the step are 0:" in lines[1]
+    assert "all rewards of these 3 steps are 0:" in lines[-1]
+    for line in (lines[1], lines[-1]):
+        assert line.index("reward function") < line.index("label") < line.index("prompts")
+    assert [row["step"] for row in read_jsonl(folder.health_path)] == [1, 3]
 
 
 def test_below_a_limit():
