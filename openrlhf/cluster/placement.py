@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
+from ray._private.accelerators import get_all_accelerator_managers
 from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -69,17 +70,21 @@ class Bundles:
         ]
         places = ray.get(asked)
         strategy = NodeAffinitySchedulingStrategy(places[0][0], soft=False)
-        environment = {
-            VISIBLE_DEVICES: ",".join(gpu for _, gpus in places for gpu in gpus),
-            f"RAY_EXPERIMENTAL_NOSET_{VISIBLE_DEVICES}": "1",
-        }
-        return {"num_cpus": 0, "scheduling_strategy": strategy}, environment
+        own = {VISIBLE_DEVICES: ",".join(gpu for _, gpus in places for gpu in gpus)}
+        return {"num_cpus": 0, "scheduling_strategy": strategy}, own | hands_off()
 
     def _node(self, rank: int) -> NodeAffinitySchedulingStrategy:
         return NodeAffinitySchedulingStrategy(self.nodes[rank], soft=False)
 
     def _bundle(self, group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=self.indices[index])
+
+
+def hands_off() -> dict[str, str]:
+    """The variables that keep Ray from choosing what devices a process sees, of every vendor that it
+    knows."""
+    vendors = [vars(sys.modules[manager.__module__]) for manager in get_all_accelerator_managers()]
+    return {value: "1" for names in vendors for name, value in names.items() if name.startswith("NOSET_")}
 
 
 def place(config: PPOConfig, layout: Layout) -> dict[str, Bundles]:

@@ -1,8 +1,12 @@
 """Models that share devices."""
 
-import pytest
+import re
+from pathlib import Path
 
-from openrlhf.cluster.placement import ExclusiveDevices
+import pytest
+from ray._private import accelerators
+
+from openrlhf.cluster.placement import ExclusiveDevices, hands_off
 
 
 def test_models_on_shared_devices_wait_for_what_was_started_before():
@@ -25,3 +29,11 @@ def test_what_could_not_be_started_is_not_waited_for():
     with pytest.raises(ZeroDivisionError):
         devices.run(lambda after: 1 / 0)
     assert devices.run(lambda after: after) == ["score"]
+
+
+def test_ray_leaves_the_devices_of_every_vendor_that_it_knows_alone():
+    """All variables of this kind that stand in its source."""
+    texts = [path.read_text() for path in Path(accelerators.__path__[0]).glob("*.py")]
+    known = {name for text in texts for name in re.findall(r"RAY_EXPERIMENTAL_NOSET_\w+", text)}
+    assert hands_off() == dict.fromkeys(known, "1")
+    assert {f"RAY_EXPERIMENTAL_NOSET_{name}_VISIBLE_DEVICES" for name in ("CUDA", "HIP", "ASCEND_RT")} < known
