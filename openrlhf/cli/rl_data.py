@@ -54,14 +54,16 @@ def build_prompt_datasets(
         max_samples=data.max_samples,
     )
     images = images_of(config, tokenizer)
-    prompts = _prompts(config, tokenizer, rows, images)
+    prompts = _prompts(config, tokenizer, rows, images, "--data.prompt_dataset")
     held_out, num_rows = [], 0
     sets = split_spec(evaluation.dataset or "")
     for item, source in zip(sets, source_names(sets), strict=True):
         rows = _prompt_rows(
             config, item, flag="--eval.dataset", split=evaluation.split, max_samples=evaluation.max_samples
         )
-        held_out.append(_prompts(config, tokenizer, rows, images, source=source, first_id=num_rows))
+        held_out.append(
+            _prompts(config, tokenizer, rows, images, "--eval.dataset", source=source, first_id=num_rows)
+        )
         num_rows += len(rows)
     eval_prompts = PromptDataset.joined(held_out)
     check_reward_templates(config, tokenizer, [prompts.without_images, eval_prompts.without_images])
@@ -96,14 +98,16 @@ def _prompts(
     tokenizer: "PreTrainedTokenizerBase",
     rows: "Rows",
     images: "ImageColumn | None",
+    flag: str,
     *,
     source: str = "default",
     first_id: int = 0,
 ) -> "PromptDataset":
+    from openrlhf.datasets.encode import tell_losses
     from openrlhf.datasets.prompts import build_prompts
 
     data = config.data
-    return build_prompts(
+    prompts = build_prompts(
         rows,
         tokenizer,
         input_key=data.input_key,
@@ -116,6 +120,8 @@ def _prompts(
         first_id=first_id,
         images=images,
     )
+    tell_losses(prompts, flag)
+    return prompts
 
 
 def images_of(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> "ImageColumn | None":
@@ -130,6 +136,7 @@ def build_pretrain_texts(
 ) -> "SampleStore | None":
     """As many texts as the run's optimizer steps take, in the order in which they take them, which a longer
     run begins with too. None without data.pretrain_dataset."""
+    from openrlhf.datasets.encode import tell_losses
     from openrlhf.datasets.order import epoch_order
     from openrlhf.datasets.sft import build_sft_samples
     from openrlhf.datasets.sources import load_rows
@@ -149,7 +156,7 @@ def build_pretrain_texts(
     )
     taken = train.batch_size * num_updates(config, num_prompts, config.frozen_actor_steps)
     (input_key,) = column.values()
-    return build_sft_samples(
+    texts = build_sft_samples(
         rows.take(epoch_order(len(rows), seed=train.seed, epoch=0)[:taken]),
         tokenizer,
         input_key=input_key,
@@ -161,6 +168,8 @@ def build_pretrain_texts(
         max_len=data.max_len,
         bad_rows=data.broken_rows,
     )
+    tell_losses(texts, PRETRAIN_FLAG)
+    return texts
 
 
 def prompt_columns(config: PPOConfig) -> dict[str, str | None]:

@@ -403,7 +403,10 @@ def build_dataset(
 ) -> "TokenisedDataset":
     """From the data cache where the same was built before. ValueError where a model cannot read it."""
     mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
+    from openrlhf.datasets.encode import tell_losses
+
     dataset = tokenise(task, tokenizer, spec, flag, mix)
+    tell_losses(dataset, flag, min(rooms_of(task).values(), default=None))
     check_lengths(task, dataset.sequence_lengths, flag)
     return dataset
 
@@ -411,18 +414,23 @@ def build_dataset(
 def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
     """Raise ValueError where a sequence is longer than one of the models reads. data.max_len alone may be:
     it cuts nothing off shorter rows."""
-    from openrlhf.models.loading import load_config, room_of
-
-    for model_flag, path in task.models().items():
-        room = room_of(load_config(path, model_flag))
-        if room and max(lengths) > room:
-            count = sum(length > room for length in lengths)
+    for model_flag, room in rooms_of(task).items():
+        if max(lengths) > room:
+            path, count = task.models()[model_flag], sum(length > room for length in lengths)
             raise ValueError(
                 f"--data.max_len {task.config.data.max_len}: {count} of {len(lengths)} sequences of {flag} "
                 f"are longer than the {room} tokens that\n{path} ({model_flag}) reads; the longest has "
                 f"{max(lengths)}.\nCut them with --data.max_len {room}, or stretch the model's RoPE in its "
                 "config.json (docs/models.md)."
             )
+
+
+def rooms_of(task: Task) -> dict[str, int]:
+    """Flag of each model whose configuration limits its sequences -> their most tokens."""
+    from openrlhf.models.loading import load_config, room_of
+
+    rooms = {flag: room_of(load_config(path, flag)) for flag, path in task.models().items()}
+    return {flag: room for flag, room in rooms.items() if room}
 
 
 def tokenise(

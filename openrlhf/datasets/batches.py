@@ -9,6 +9,7 @@ import numpy as np
 
 from openrlhf.algos.balance import estimated_cost, pack_to_budget, partition
 from openrlhf.datasets.order import epoch_order
+from openrlhf.datasets.store import Kept
 from openrlhf.types import Image
 
 
@@ -34,7 +35,7 @@ class Dataset(Protocol):
     def __getitem__(self, i: int, /) -> Any: ...
 
 
-class TokenisedDataset(Dataset, Protocol):
+class TokenisedDataset(Dataset, Kept, Protocol):
     """As it comes from rows or from the cache."""
 
     @property

@@ -1,11 +1,12 @@
 """Texts as tokens: which tokens a model reads, and which of them it learns."""
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer, processors
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.datasets.bad_rows import BadRow, BadRowAction, read_each, refuse
 from openrlhf.datasets.files import Row
 from openrlhf.datasets.sources import Rows
-from openrlhf.datasets.store import Drop
+from openrlhf.datasets.store import Drop, Kept
 from openrlhf.utils.text import decode, first_token_ids, with_first
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> Drop | None:
     if True not in learned:
         return Drop(NOTHING_TO_LEARN)
     if max_len is not None and (prompt := learned.index(True)) >= max_len - 2:
-        return Drop(LONG_PROMPT, prompt + 3)
+        return Drop(LONG_PROMPT, max(len(learned), prompt + 3))
     return None
 
 
@@ -198,8 +199,7 @@ def cut_image(images: "ImageColumn | None", tokens: Tokens, max_len: int) -> Dro
     if images is None:
         return None
     token_ids, image = tokens[0], images.tokens.token_id
-    needed_len = max((i + 1 for i, token_id in enumerate(token_ids) if token_id == image), default=0)
-    return Drop(CUT_IMAGE, needed_len) if needed_len > max_len else None
+    return Drop(CUT_IMAGE, len(token_ids)) if image in token_ids[max_len:] else None
 
 
 CUT_IMAGE = "image cut at max_len"
@@ -207,24 +207,34 @@ NOTHING_TO_LEARN = "nothing to learn"
 LONG_PROMPT = "prompt of max_len - 2 tokens or more"
 
 
-class Kept(Protocol):
-    """What rows were made into, and which gave nothing: see `SampleStore`."""
-
-    dropped: Counter[str]
-    needed_len: int
-
-    def __len__(self) -> int: ...
-
-
 def check_left(kept: Kept, rows: Rows, max_len: int, unit: str = "sample") -> None:
-    """Tell how many rows were dropped, and why; ValueError when none is left."""
-    counts = ", ".join(f"{count} × {reason}" for reason, count in kept.dropped.items())
-    if kept.needed_len:
-        counts += f";\n--data.max_len {kept.needed_len} would keep those that are too long"
-    if kept.dropped:
-        logger.warning("%d of %d rows were dropped: %s", kept.dropped.total(), len(rows), counts)
+    """Raise ValueError when no row is left."""
     if not len(kept):
         raise ValueError(
-            f"No {unit} is left of {len(rows)} rows: {counts}.\n"
+            f"No {unit} is left of {len(rows)} rows: {_reasons(kept)}{_remedy(kept)}.\n"
             f"The first row is {rows.origin(0)}; --data.max_len is {max_len}."
         )
+
+
+def tell_losses(kept: Kept, flag: str, room: int | None = None) -> None:
+    """Says in the first process how many rows of `flag` give nothing, and how many are cut. room: the tokens
+    that the models read."""
+    dropped, lost = kept.dropped.total(), []
+    if dropped:
+        lost.append(f"{dropped:,} were dropped ({_reasons(kept)})")
+    if kept.truncated:
+        lost.append(f"{kept.truncated:,} were cut at --data.max_len")
+    if lost and os.environ.get("RANK", "0") == "0":
+        num_rows = f"{len(kept) + dropped:,}"
+        logger.warning("%s: of %s rows %s%s", flag, num_rows, ", ".join(lost), _remedy(kept, room))
+
+
+def _reasons(kept: Kept) -> str:
+    return ", ".join(f"{count:,} × {reason}" for reason, count in kept.dropped.items())
+
+
+def _remedy(kept: Kept, room: int | None = None) -> str:
+    if not kept.needed_len:
+        return ""
+    limit = f", but the model reads at most {room}" if room and room < kept.needed_len else ""
+    return f";\n--data.max_len {kept.needed_len} would keep every row whole{limit}"

@@ -35,7 +35,7 @@ class LabelledSamples:
 
     @property
     def truncated(self) -> int:
-        """Rows that were cut at max_len."""
+        """As in `SampleStore`."""
         return self.samples.truncated
 
     @property

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import takewhile, zip_longest
-from operator import eq
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -110,12 +109,14 @@ def build_pairs(
         for side in sides:
             finish(side, tokenizer.eos_token_id)
         cut = [end(side, max_len) for side in sides]
-        drop = _reason_to_drop_pair(sides, cut, max_len, end_is_kept=score_last_token)
+        longest = max(len(token_ids) for token_ids, _ in sides)
+        drop = _reason_to_drop_pair(sides, cut, max_len)
         drop = drop or next(filter(None, (cut_image(images, side, max_len) for side in sides)), None)
         if drop:
-            store.drop(drop)
+            store.drop(replace(drop, needed_len=drop.needed_len and max(drop.needed_len, longest)))
             continue
-        store.truncated += any(len(token_ids) > max_len for token_ids, _ in sides)
+        if longest > max_len:
+            store.cut(longest)
         for token_ids, action_mask in cut:
             store.append(token_ids, action_mask, None if images is None else i)
         margins.append(margin)
@@ -134,16 +135,13 @@ def _end_scored(tokens: Tokens, max_len: int) -> Tokens:
     return token_ids, [False] * (len(token_ids) - 1) + [True]
 
 
-def _reason_to_drop_pair(
-    sides: Sequence[Tokens], cut: Sequence[Tokens], max_len: int, *, end_is_kept: bool
-) -> Drop | None:
+def _reason_to_drop_pair(sides: Sequence[Tokens], cut: Sequence[Tokens], max_len: int) -> Drop | None:
     drops = [drop for _, learned in sides if (drop := reason_to_drop(learned, max_len))]
     chosen, rejected = (token_ids for token_ids, _ in sides)
     if chosen == rejected:
         drops.append(Drop(SAME_ANSWERS))
     elif cut[0][0] == cut[1][0]:
-        num_same = len([*takewhile(bool, map(eq, chosen, rejected))])
-        drops.append(Drop(SAME_WHEN_CUT, num_same + (2 if end_is_kept else 1)))
+        drops.append(Drop(SAME_WHEN_CUT, max_len + 1))
     hopeless = [drop for drop in drops if not drop.needed_len]
     return next(iter(hopeless), max(drops, key=lambda drop: drop.needed_len, default=None))
 

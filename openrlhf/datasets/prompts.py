@@ -150,7 +150,7 @@ def _with_images(
     return len(whole), tuple(Image(header.reference, b"") for header in headers)
 
 
-LONG_PROMPT = "prompt of max_len tokens or more"
+LONG_PROMPT = "prompt of max_len tokens or more (answers need room beyond it)"
 
 
 def source_names(items: Sequence[str]) -> list[str]:

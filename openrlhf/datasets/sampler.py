@@ -27,6 +27,8 @@ class PromptDataset:
         self._prompts = prompts
         self.dropped = Counter(dropped)
         self.needed_len = needed_len
+        self.truncated = 0
+        """No prompt is cut."""
         self._read_images: ReadImages | None = None
 
     @classmethod

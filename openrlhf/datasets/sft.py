@@ -70,7 +70,8 @@ def build_sft_samples(
         if drop:
             store.drop(drop)
             continue
-        store.truncated += len(token_ids) > max_len
+        if len(token_ids) > max_len:
+            store.cut(len(token_ids))
         store.append(token_ids[:max_len], learned[:max_len], None if images is None else i)
     check_left(store, rows, max_len)
     return store

@@ -4,7 +4,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -19,7 +19,22 @@ class Drop:
 
     reason: str
     needed_len: int = 0
-    """The max_len with which it would give one. 0: none would do."""
+    """The max_len with which all of it would be one. 0: none would do."""
+
+
+class Kept(Protocol):
+    """What rows were made into, and which were cut or gave nothing: see `SampleStore`."""
+
+    @property
+    def dropped(self) -> Counter[str]: ...
+
+    @property
+    def truncated(self) -> int: ...
+
+    @property
+    def needed_len(self) -> int: ...
+
+    def __len__(self) -> int: ...
 
 
 class SampleStore:
@@ -29,9 +44,9 @@ class SampleStore:
         self.dropped: Counter[str] = Counter()
         """Reason -> rows that gave no sample."""
         self.needed_len = 0
-        """The max_len that would keep every dropped row that is only too long. 0: none is."""
+        """The smallest max_len with which no row is cut or dropped for its length. 0: none is."""
         self.truncated = 0
-        """Samples cut at max_len."""
+        """Rows that were cut at max_len."""
         self.lengths: Sequence[int] = array("q")
         """Tokens of each sample."""
         self._token_ids: GrowingArray | np.ndarray = GrowingArray("i")
@@ -68,6 +83,11 @@ class SampleStore:
     def drop(self, drop: Drop) -> None:
         self.dropped[drop.reason] += 1
         self.needed_len = max(self.needed_len, drop.needed_len)
+
+    def cut(self, length: int) -> None:
+        """Count a sample that had `length` tokens, more than max_len."""
+        self.truncated += 1
+        self.needed_len = max(self.needed_len, length)
 
     def append(self, token_ids: Sequence[int], action_mask: Sequence[bool], row: int | None = None) -> None:
         """Only before anything is read. row: the number of that which has the sample's images."""

@@ -127,7 +127,8 @@ def _with_mismatched(whole: SampleStore, max_len: int, seed: int, input_key: str
     store = SampleStore()
     store.dropped, store.needed_len = whole.dropped, whole.needed_len
     for i, other in enumerate(other_prompts(np.array(numbers), seed).tolist()):
-        store.truncated += len(token_ids[i]) > max_len
+        if len(token_ids[i]) > max_len:
+            store.cut(len(token_ids[i]))
         for answer in (i, other):
             sequence, mask = (
                 np.concatenate([x[i][: borders[i]], x[answer][borders[answer] :]])[:max_len]

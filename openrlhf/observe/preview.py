@@ -179,10 +179,10 @@ class Preview:
         total, dropped = int(lengths.sum()), dataset.dropped
         reasons = "".join(f"\n    {count:,} {reason}" for reason, count in dropped.items())
         if dataset.needed_len:
-            reasons += f"\n    --data.max_len {dataset.needed_len} would keep those that are too long"
+            reasons += f"\n    --data.max_len {dataset.needed_len} would keep every row whole"
         self.line(
             f"{len(dataset) + dropped.total():,} rows: {_count(len(dataset), unit)}, "
-            f"{dropped.total():,} dropped, {dataset.truncated:,} truncated{reasons}\n"
+            f"{dropped.total():,} dropped, {dataset.truncated:,} cut at max_len{reasons}\n"
             f"{total:,} tokens, {learned:,} learned ({learned / total:.1%})\n"
         )
         self.line(f"tokens of {'an' if unit == 'answer' else 'a'} {unit}: {_percentiles(lengths)}")

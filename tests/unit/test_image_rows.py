@@ -207,7 +207,7 @@ def test_a_sample_in_which_an_image_would_be_cut_is_dropped(folder, tokenizer, c
     end = int(image.nonzero()[-1]) + 1
     assert end < length
     assert samples_of(rows, tokenizer, column, multiturn=True, max_len=end).lengths[0] == end
-    with pytest.raises(ValueError, match=rf"1 × image cut at max_len;\n--data.max_len {end} would keep"):
+    with pytest.raises(ValueError, match=rf"1 × image cut at max_len;\n--data.max_len {length} would keep"):
         samples_of(rows, tokenizer, column, multiturn=True, max_len=end - 1)
 
 

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 from collections import Counter
 from itertools import chain
 
@@ -57,8 +58,9 @@ first step: 6 samples in 2 packed rows
   row 1: 3 samples, 65 tokens, 49 learned
   row 2: 3 samples, 54 tokens, 36 learned
 
-8 rows: 7 samples, 1 dropped, 1 truncated
+8 rows: 7 samples, 1 dropped, 1 cut at max_len
     1 nothing to learn
+    --data.max_len 125 would keep every row whole
 135 tokens, 95 learned (70.4%)
 
 tokens of a sample: mean 19.3, median 19, 90% 30, 99% 30, longest 30
@@ -209,11 +211,45 @@ def test_the_summary_counts_by_hand(tokenizer):
     dataset.truncated, dataset.dropped, dataset.needed_len = 0, Counter({"bad row": 2}), 9
     Preview(stream, coloured=False).summary(dataset)
     assert (
-        "4 rows: 2 samples, 2 dropped, 0 truncated\n    2 bad row\n"
-        "    --data.max_len 9 would keep those that are too long\n"
+        "4 rows: 2 samples, 2 dropped, 0 cut at max_len\n    2 bad row\n"
+        "    --data.max_len 9 would keep every row whole\n"
     ) in stream.getvalue()
     assert "10 tokens, 5 learned (50.0%)" in stream.getvalue()
     assert "mean 5.0, median 4, 90% 6, 99% 6, longest 6" in stream.getvalue()
+
+
+LONG = {
+    "sft": ("--data.output_key output", {"output": "1 2 3 4 5 6 7 8 9"}),
+    "kto": ("--data.output_key output", {"output": "1 2 3 4 5 6 7 8 9", "label": False}),
+    "rm": ("--data.prompt_key input", {"chosen": "2 3 4 5 6 7 8 9", "rejected": "2 3 4 5 6 7 8 1"}),
+    "dpo": ("--data.prompt_key input", {"chosen": "2 3 4 5 6 7 8 9", "rejected": "2 3 4 5 6 7 8 1"}),
+    "prm": ("--data.placeholder_token <|end|>", {"input": "1 2 3 4 5 6 7 8 9<|end|>", "label": ["+"]}),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_rows_that_max_len_cuts_are_told_also_from_the_cache(tmp_path, model, capsys, caplog, name):
+    """With the value that is named no row is cut or dropped for its length."""
+    flags, long = LONG[name]
+    short = {"input": "1+1", "output": "2", "chosen": "2", "rejected": "3", "label": True}
+    if name == "prm":
+        short = {"input": "1<|end|>", "label": ["+"]}
+    rows = [short | {"input": f"{n}{short['input']}"} for n in range(5)] + [short | long, short | long]
+    rows[-1] = rows[-1] | {"input": "7 8 9 7 8 9 7 8 9 " + rows[-1]["input"]}  # a prompt that leaves no room
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = f"preview {name} --model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl {flags}"
+    told = []
+    for _ in range(2):
+        caplog.clear()
+        main([*argv.split(), "--data.max_len", "14"])
+        told.append(caplog.text)
+    found = re.search(r"--data.dataset: of 7 rows .*--data.max_len (\d+) would keep every row", told[1], re.S)
+    assert told[0] == told[1] and found, told
+    assert f"{found[1]} would keep every row whole" in capsys.readouterr().out
+    caplog.clear()
+    main([*argv.split(), "--data.max_len", found[1]])
+    assert "0 dropped, 0 cut at max_len\n" in capsys.readouterr().out
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(

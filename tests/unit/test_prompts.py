@@ -7,7 +7,7 @@ import pytest
 
 from openrlhf.cli.rl_data import build_prompt_datasets
 from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig
-from openrlhf.datasets.prompts import build_prompts, source_names
+from openrlhf.datasets.prompts import LONG_PROMPT, build_prompts, source_names
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler
 from openrlhf.datasets.sources import Rows, load_rows
 from openrlhf.tasks.tiny_model import tiny_tokenizer
@@ -98,16 +98,17 @@ def test_a_bad_row_stops_a_run_that_does_not_say(tokenizer, case):
         build([row], tokenizer, label_key="label")
 
 
-def test_prompts_that_are_too_long_are_dropped_and_counted(tokenizer, caplog):
+def test_prompts_that_are_too_long_are_dropped_and_counted(tokenizer):
     rows = [{"input": "fine"}, {"input": "x " * 60}, {"input": "x " * 80}, {"input": "good"}]
     prompts = build(rows, tokenizer)
     assert [prompt.prompt_id for prompt in prompts] == [0, 3]
-    assert prompts.dropped == {"prompt of max_len tokens or more": 2}
-    remedy = f"--data.max_len {prompts.needed_len} would keep those that are too long"
-    assert f"2 of 4 rows were dropped: 2 × prompt of max_len tokens or more;\n{remedy}" in caplog.text
+    assert prompts.dropped == {LONG_PROMPT: 2}
+    remedy = f"--data.max_len {prompts.needed_len} would keep every row whole"
     assert len(build(rows, tokenizer, max_len=prompts.needed_len)) == 4
     assert len(build(rows, tokenizer, max_len=prompts.needed_len - 1)) == 3
-    with pytest.raises(ValueError, match=rf"No prompt is left of 2 rows: 2 × prompt of max_len .*\n{remedy}"):
+    with pytest.raises(
+        ValueError, match=rf"No prompt is left of 2 rows: 2 × prompt of max_len .*;\n{remedy}"
+    ):
         build(rows[1:3], tokenizer)
 
 
