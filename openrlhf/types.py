@@ -264,6 +264,11 @@ class Trajectory:
         return self.prompt.episode, self.prompt.prompt_id
 
     @property
+    def sample(self) -> tuple[int, int, int]:
+        """Equal for the parts of one episode."""
+        return *self.group, self.sample_index
+
+    @property
     def num_actions(self) -> int:
         return len(self.rollout_log_probs)
 

@@ -26,7 +26,7 @@ from openrlhf.cluster.worker import (
 )
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engine.row_memory import RowMemory
-from openrlhf.rewards.models import add_model_rewards, short_names
+from openrlhf.rewards.models import add_model_rewards, read_by_models, short_names
 from openrlhf.trainer.schedule import mean_metrics
 from openrlhf.types import Batch, Group, Image, Schedule, Trajectory, Updated
 
@@ -115,22 +115,21 @@ class RewardGroup(ModelRanks[RewardWorker]):
         return self.on_all(lambda worker: worker.start.remote(address, port))
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with what the models say of them in their rewards."""
-        finished = [t for group in groups for t in group.trajectories if t.ok]
-        shares = partition([len(t.token_ids) for t in finished], self.data_parallel_size)
-        read = [replace(t, routing=None) for t in finished]
+        """The groups with what the models say of their episodes in the rewards."""
+        read = [replace(t, routing=None) for group in groups for t in read_by_models(group.trajectories)]
+        shares = partition([len(t.token_ids) for t in read], self.data_parallel_size)
         refs = self.run("forward", [([read[i] for i in share],) for share in shares])
         scores: dict[int, np.ndarray] = {}
         for share, rows in zip(shares, self.of_leaders(ray.get(refs)), strict=True):
             scores |= dict(zip(share, rows, strict=True))
-        in_order = (scores[i] for i in range(len(finished)))
+        in_order = (scores[i] for i in range(len(read)))
         return [replace(group, trajectories=self._add(group.trajectories, in_order)) for group in groups]
 
     def _add(self, trajectories: Sequence[Trajectory], scores: Iterator[np.ndarray]) -> list[Trajectory]:
         reward = self.config.reward
         return add_model_rewards(
             trajectories,
-            [next(scores) for t in trajectories if t.ok],
+            [next(scores) for _ in read_by_models(trajectories)],
             names=short_names(reward.models),
             weights=reward.model_weights or [1.0] * len(reward.models),
             has_function=bool(reward.urls),

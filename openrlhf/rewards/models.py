@@ -103,6 +103,11 @@ def _text(prompt: str, response: str) -> Text:
     return Text(text=prompt + response, spans=span)
 
 
+def read_by_models(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    """The last sequence of each finished episode, which stands for the episode."""
+    return list({t.sample: t for t in trajectories if t.ok}.values())
+
+
 def add_model_rewards(
     trajectories: Sequence[Trajectory],
     scores: Sequence[np.ndarray],
@@ -111,14 +116,16 @@ def add_model_rewards(
     weights: Sequence[float],
     has_function: bool,
 ) -> list[Trajectory]:
-    """Each finished trajectory with the weighted sum of its `scores`, (M,) of M models, added to its reward;
-    `scores` has an entry for each trajectory that is ok. Where a score is not finite, the reward has failed.
+    """Adds the weighted sum of an episode's `scores`, (M,) of M models, to the reward of all its sequences;
+    `scores` has an entry for each of `read_by_models(trajectories)`. Where one is not finite, the reward of
+    the whole episode has failed.
 
-    `has_function`: the trajectory's score (what filtering and evaluation look at) stays the reward
-    function's, else it is that sum. The scores themselves go to `extra_logs` as `reward_model/{name}`.
+    `has_function`: the episode's score (what filtering and evaluation look at) stays the reward function's,
+    else the sum is added to it too. The scores themselves go to `extra_logs` as `reward_model/{name}`.
     """
-    each = iter(scores)
-    return [_with_scores(t, next(each), names, weights, has_function) if t.ok else t for t in trajectories]
+    samples = [t.sample for t in read_by_models(trajectories)]
+    of = dict(zip(samples, scores, strict=True))
+    return [_with_scores(t, of[t.sample], names, weights, has_function) if t.ok else t for t in trajectories]
 
 
 def _with_scores(
@@ -133,7 +140,7 @@ def _with_scores(
     return replace(
         t,
         reward=present(t.reward) + total,
-        score=t.score if has_function else total,
+        score=present(t.score) + (0 if has_function else total),
         extra_logs=t.extra_logs | {f"reward_model/{name}": score for name, score in by_name.items()},
     )
 

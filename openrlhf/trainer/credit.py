@@ -141,7 +141,7 @@ class Episodes(NamedTuple):
     @classmethod
     def of_parts(cls, trajectories: Sequence[Trajectory]) -> Self:
         numbers: dict[tuple, int] = {}
-        of = [numbers.setdefault((t.group, t.sample_index), len(numbers)) for t in trajectories]
+        of = [numbers.setdefault(t.sample, len(numbers)) for t in trajectories]
         last = dict(zip(of, trajectories, strict=True)).values()
         groups: dict[tuple[int, int], int] = {}
         counts = torch.tensor([t.num_actions for t in trajectories])

@@ -29,14 +29,13 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     for t in samples:
         if t.ok:
             groups[t.prompt.source][t.prompt.prompt_id].append(t)
-    sources = {source: list(prompts.values()) for source, prompts in groups.items()}
-    finished = [t for prompts in sources.values() for group in prompts for t in group]
+    finished = [t for t in trajectories if t.ok]
     num_samples = 1 + max(t.sample_index for t in samples)
     metrics: Metrics = {}
-    for source, prompts in sources.items():
-        metrics |= _score_metrics(f"eval/{source}_", prompts, ks_of(num_samples))
-    for source, prompts in sources.items():
-        metrics |= _answer_metrics(f"eval/{source}_", [t for group in prompts for t in group])
+    for source, prompts in groups.items():
+        metrics |= _score_metrics(f"eval/{source}_", list(prompts.values()), ks_of(num_samples))
+    for source in groups:
+        metrics |= _answer_metrics(f"eval/{source}_", [t for t in finished if t.prompt.source == source])
     metrics |= _answer_metrics("eval/", finished)
     return metrics | {"eval/failed_ratio": sum(not t.ok for t in samples) / len(samples)}
 
@@ -71,7 +70,8 @@ def _score_metrics(prefix: str, prompts: Sequence[Group], ks: Sequence[int]) -> 
 
 
 def _answer_metrics(prefix: str, finished: Sequence[Trajectory]) -> Metrics:
-    metrics = {f"{prefix}num_samples": float(len(finished))}
+    """A sample of several parts counts once, and has the length of each part, as in training."""
+    metrics = {f"{prefix}num_samples": float(sum(t.is_first for t in finished))}
     if finished:
         metrics[f"{prefix}response_length_mean"] = fmean(t.num_actions for t in finished)
         metrics[f"{prefix}truncated_rate"] = fmean(t.truncated for t in finished)

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -60,6 +61,13 @@ def test_by_hand():
         "eval/code_truncated_rate": 1,
         "eval/code_num_samples": 2,
     }
+
+
+def test_a_sample_of_two_parts_counts_once_and_has_the_length_of_both():
+    first, last = trajectory(0, 0, 1.0, length=2), trajectory(0, 0, 1.0, length=4, truncated=True)
+    metrics = evaluation_metrics([first, replace(last, part=1)])
+    assert metrics["eval/num_samples"] == metrics["eval/math_pass1"] == 1
+    assert (metrics["eval/response_length_mean"], metrics["eval/truncated_rate"]) == (3, 0.5)
 
 
 def test_a_figure_for_every_power_of_two_and_for_all_samples():

@@ -16,8 +16,17 @@ from transformers import PreTrainedTokenizerFast
 from openrlhf.datasets.prompts import build_prompts
 from openrlhf.datasets.sources import Rows
 from openrlhf.models.scorer import check_reward_model, load_scorer
-from openrlhf.rewards.models import RewardReader, add_model_rewards, check_conversations, short_names
+from openrlhf.rewards.models import (
+    RewardReader,
+    add_model_rewards,
+    check_conversations,
+    read_by_models,
+    short_names,
+)
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
+from openrlhf.trainer.credit import Episodes
+from openrlhf.trainer.diagnostics import rollout_metrics
+from openrlhf.trainer.evaluate import evaluation_metrics
 from openrlhf.types import Image, Outcome, Prompt, Trajectory
 from openrlhf.utils import decode
 
@@ -183,7 +192,7 @@ def trajectory(reward: float | None, score: float | None = None) -> Trajectory:
 
 
 def test_scores_are_weighted_and_added():
-    both = [trajectory(0.0), trajectory(None), trajectory(0.0)]
+    both = [replace(trajectory(r), sample_index=i) for i, r in enumerate((0.0, None, 0.0))]
     scores = [np.array([1.0, 4.0]), np.array([-1.0, 2.0])]
     first, failed, last = add_model_rewards(
         both, scores, names=["helpful", "harmless"], weights=[1.0, 0.5], has_function=False
@@ -212,6 +221,43 @@ def test_a_score_that_is_not_finite_is_a_failed_reward(value):
     )
     assert t.outcome is Outcome.REWARD_ERROR and t.reward is None and t.score is None
     assert t.error == f"reward model b says {value}"
+
+
+def episodes_of_two_parts() -> list[Trajectory]:
+    """Two episodes of one prompt, whose agent has rewritten its history."""
+    return [
+        replace(trajectory(0.5), sample_index=sample, part=part, extra_logs={})
+        for sample in (0, 1)
+        for part in (0, 1)
+    ]
+
+
+def test_an_episode_of_several_sequences_has_one_reward():
+    """0.5 and the score of its last sequence, wherever a reward is looked at."""
+    parts = episodes_of_two_parts()
+    assert read_by_models(parts) == [parts[1], parts[3]]
+    scored = add_model_rewards(
+        parts, [np.array([2.0]), np.array([-1.0])], names=["rm"], weights=[2.0], has_function=False
+    )
+    assert [(t.reward, t.score) for t in scored] == [(4.5, 4.5), (4.5, 4.5), (-1.5, -1.5), (-1.5, -1.5)]
+    trained_on = Episodes.of_parts(scored).rewards.tolist()
+    assert trained_on == [4.5, -1.5]
+    assert rollout_metrics(scored, 0)["rollout/reward_mean"] == 1.5
+    assert rollout_metrics(scored, 0)["rollout/reward_model/rm"] == 0.5
+    assert evaluation_metrics(scored)["eval/default_score_mean"] == 1.5
+
+
+def test_a_score_that_is_not_finite_fails_the_whole_episode():
+    scored = add_model_rewards(
+        episodes_of_two_parts(),
+        [np.array([np.nan]), np.array([1.0])],
+        names=["rm"],
+        weights=[1.0],
+        has_function=False,
+    )
+    assert [t.ok for t in scored] == [False, False, True, True]
+    assert {(t.outcome, t.error) for t in scored[:2]} == {(Outcome.REWARD_ERROR, "reward model rm says nan")}
+    assert read_by_models(scored) == [scored[3]]
 
 
 def test_short_names():
