@@ -34,9 +34,15 @@ class KLController:
     """Samples over which the coefficient may change by a fifth."""
 
     def update(self, kl: float, num_samples: int) -> Self:
-        """After a step of `num_samples` whose mean KL was `kl`. https://arxiv.org/abs/1909.08593, section
-        2.2"""
+        """Returns the controller after a step of `num_samples` whose mean KL was `kl`.
+        https://arxiv.org/abs/1909.08593, section 2.2
+
+            coef <- coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(num_samples / horizon, 1))
+
+        The paper has no minimum: with more than five horizons in a step its coefficient may become negative,
+        and then pays the policy for leaving the reference.
+        """
         if self.target is None:
             return self
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        return replace(self, coef=self.coef * (1 + error * num_samples / self.horizon))
+        return replace(self, coef=self.coef * (1 + error * min(num_samples / self.horizon, 1)))

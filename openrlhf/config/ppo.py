@@ -506,7 +506,7 @@ class KLConfig:
     target: Positive | None = None
     """Adapt the weight so that the KL comes to this. None: the weight stays."""
     horizon: Count = 10000
-    """Samples over which the weight adapts."""
+    """Samples over which the weight may change by a fifth, which is the most in one step."""
     estimator: KLEstimator = "k1"
     """Estimate of the KL from samples (http://joschu.net/blog/kl-approx.html)."""
     use_loss: bool = False

@@ -459,7 +459,14 @@ def _collecting(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _kl(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
-    kl = config.algo.kl
+    kl, samples = config.algo.kl, config.samples_per_step
+    if config.adapts_kl and samples > kl.horizon:
+        yield Problem(
+            key="algo.kl.horizon",
+            text=f"a step has {samples} samples, and the KL coefficient changes by a fifth a step at most, "
+            f"as for {kl.horizon}; name {samples} or more",
+            fatal=False,
+        )
     if not config.uses_reference or not {"algo.kl.estimator", "algo.kl.use_loss"} & set(explicit):
         return
     has_gradient = KL_ESTIMATORS[kl.estimator].has_gradient

@@ -1183,6 +1183,12 @@ REMARKS = [
     (PPO, "--algo.kl.horizon 5", "has no effect: without algo.kl.target the weight stays"),
     (
         PPO,
+        "--algo.kl.target 0.1 --algo.kl.horizon 1023",
+        "--algo.kl.horizon 1023: a step has 1024 samples, and the KL coefficient changes "
+        "by a fifth a step at most, as for 1023; name 1024 or more",
+    ),
+    (
+        PPO,
         "--algo.dynamic_filtering_range 0 0.9",
         "has no effect: algo.dynamic_filtering_enable is off",
     ),

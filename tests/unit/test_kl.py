@@ -45,3 +45,12 @@ def test_adaptive_coefficient():
     assert adaptive.update(kl=99, num_samples=500).coef == pytest.approx(0.11)
     assert adaptive.update(kl=0, num_samples=500).coef == pytest.approx(0.09)
     assert adaptive.coef == 0.1
+
+
+@pytest.mark.parametrize("num_samples", [1000, 1001, 8192, 10**9])
+def test_the_coefficient_changes_by_a_fifth_a_step_at_most(num_samples):
+    """However many horizons a step has: it never turns negative, which would pay for leaving the
+    reference."""
+    adaptive = KLController(coef=0.1, target=2.0, horizon=1000)
+    assert adaptive.update(kl=0.0, num_samples=num_samples).coef == pytest.approx(0.08)
+    assert adaptive.update(kl=99.0, num_samples=num_samples).coef == pytest.approx(0.12)
