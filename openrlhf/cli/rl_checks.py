@@ -1,7 +1,7 @@
 """What is wrong outside of the flags of an RL run: with the cluster, with files, with models."""
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def problems_outside(config: PPOConfig, refused: Collection[str]) -> list[str]:
-    """What is wrong with the cluster and with files, before anything is loaded or started; nothing more about
-    flags that are `refused`."""
+def problems_outside(config: PPOConfig) -> list[str]:
+    """What is wrong with the cluster and with files, before anything is loaded or started; of each flag the
+    first problem."""
     from openrlhf.observe.progress import checking
 
     choose_hub(config.use_ms)  # the first that looks for a model, before Ray's processes have the environment
-    problems, wrong = [], set(refused)
+    problems: list[str] = []
+    wrong: set[str] = set()
 
     def ask(flag: str, check: Callable[..., object], /, *args: Any, **options: Any) -> None:
         if flag in wrong:

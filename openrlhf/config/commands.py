@@ -18,7 +18,7 @@ from openrlhf.config.old_flags import (
 )
 from openrlhf.config.parse import Command
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.ppo_checks import ppo_problems
+from openrlhf.config.ppo_checks import ppo_placement_problems, ppo_problems
 from openrlhf.config.serve_rm import ServeRMConfig, serve_rm_problems
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
 from openrlhf.config.supervised_checks import (
@@ -78,6 +78,7 @@ PPO = Command(
     summary="Reinforcement learning (PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO) with Ray, vLLM and DeepSpeed.",
     old_flags=PPO_OLD_FLAGS,
     problems=ppo_problems,
+    placed=ppo_placement_problems,
     has_plan=True,
 )
 BATCH_INFERENCE = Command(

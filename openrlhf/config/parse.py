@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any, Generic, NoReturn, TypeVar
@@ -61,7 +61,9 @@ class Command(Generic[ConfigT]):
     summary: str
     old_flags: Mapping[str, OldFlag]
     problems: Callable[[ConfigT, Explicit], list[Problem]]
-    """What is wrong between flags."""
+    """What is wrong between flags. What is fatal does not depend on values that `settle` may choose."""
+    placed: Callable[[ConfigT, Explicit], list[Problem]] = lambda config, explicit: []
+    """What is wrong with where things run, given the values that `settle` chose."""
     has_plan: bool = False
     """It places its processes on a cluster: `--print_plan` says where."""
 
@@ -77,15 +79,15 @@ def parse(
     argv: Sequence[str] | None = None,
     *,
     settle: Settle[ConfigT] = lambda config, explicit, cluster: {},
-    inspect: Callable[[ConfigT, Collection[str]], list[str]] = lambda config, refused: [],
+    inspect: Callable[[ConfigT], list[str]] = lambda config: [],
     plan: Plan[ConfigT] = lambda config, cluster: "",
 ) -> Invocation[ConfigT]:
     """Read the command line (default: sys.argv). Exits with 0 after `--help`, `--print_config`,
     `--print_command` and `--print_plan`, with 2 when something is wrong.
 
     `settle`: values, by what there is to compute on, of flags that nobody set. `inspect`: what is wrong with
-    more than flags, given those that are refused, as `--flag`. `plan`: what `--print_plan` prints.
-    Raises ValueError where the run does not fit.
+    more than flags. Both may import libraries, so they are asked only where the flags are right. `plan`: what
+    `--print_plan` prints. Raises ValueError where the run does not fit.
 
     `settle` and `plan` get the GPUs of each node of the cluster that `--print_plan` describes; nothing for
     the one that there is."""
@@ -98,31 +100,39 @@ def parse(
     if line.help is not None:
         _show_help(command, config, line.help)
     explicit = {key: setting.source for key, setting in chosen.items()}
+    problems += more + list(bad.values())
+    notes = [*_in_one_line(renamed), *hints]
+    found = [problem for problem in command.problems(config, explicit) if problem.key not in bad]
+    only_prints = line.print_config or line.print_command or line.print_plan
+    refused = _said(found, config, explicit, fatal=True)
+    if problems or (refused and not only_prints):
+        _refuse(problems + refused, command, notes + _said(found, config, explicit, fatal=False))
     settled = settle(config, explicit, line.cluster)
     config = with_values(config, settled)
-    found = [problem for problem in command.problems(config, explicit) if problem.key not in bad]
-    problems += more + list(bad.values())
-    if line.print_config and not problems:
-        write(to_yaml(config))
-    if line.print_command and not problems:
-        write(to_command(command, values))
-    problems += [_said_by(problem, config, explicit) for problem in found if problem.fatal]
-    if line.print_plan and not problems:
-        problems += _print_plan(command, config, line.cluster, plan)
-    only_prints = line.print_config or line.print_command or line.print_plan
-    if not only_prints:
-        refused = {f"--{problem.key}" for problem in found if problem.fatal} | {f"--{key}" for key in bad}
-        problems += inspect(config, refused)
-    _tell(f"note: {hint}" for hint in [*_in_one_line(renamed), *hints])
+    found = command.problems(config, explicit) + command.placed(config, explicit)
     if settled:
         flags = " ".join(_spelled(key, value) for key, value in settled.items())
-        _tell([f"note: not set, so chosen by what there is: {flags}"])
-    _tell(f"note: {_said_by(problem, config, explicit)}" for problem in found if not problem.fatal)
+        notes.append(f"not set, so chosen by what there is: {flags}")
+    notes += _said(found, config, explicit, fatal=False)
+    if line.print_config:
+        write(to_yaml(config))
+    if line.print_command:
+        write(to_command(command, values))
+    problems = _said(found, config, explicit, fatal=True)
+    if line.print_plan and not problems:
+        problems = _print_plan(command, config, line.cluster, plan)
     if problems:
-        _refuse(problems, command)
+        _refuse(problems, command, notes)
+    if not only_prints and (problems := inspect(config)):
+        _refuse(problems, command, notes)
+    _tell(f"note: {note}" for note in notes)
     if only_prints:
         sys.exit(0)
     return Invocation(config=config, explicit=explicit)
+
+
+def _said(found: Sequence[Problem], config: Any, explicit: Explicit, *, fatal: bool) -> list[str]:
+    return [_said_by(problem, config, explicit) for problem in found if problem.fatal == fatal]
 
 
 def to_yaml(config: Any) -> str:
@@ -468,7 +478,8 @@ def _tell(lines: Any) -> None:
             print(line, file=sys.stderr)
 
 
-def _refuse(problems: Sequence[str], command: Command) -> NoReturn:
+def _refuse(problems: Sequence[str], command: Command, notes: Sequence[str] = ()) -> NoReturn:
+    _tell(f"note: {note}" for note in notes)
     _tell(f"error: {problem}" for problem in problems)
     count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
     _tell([f"{count}; nothing was started. `openrlhf {command.name} --help WORD` explains flags."])

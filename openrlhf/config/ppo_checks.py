@@ -80,15 +80,25 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_evaluation(config, explicit),
             *optimizer("actor.", config.actor, config.ds),
             *(optimizer("critic.", config.critic, config.ds) if config.uses_critic else ()),
-            *batches(config, config.data_parallel_size, config.samples_per_step, _made(config)),
-            *_placement(config, explicit),
             *precision(config),
-            *secondary_partition(config.ds, _ranks(config)),
-            *sequence_parallel(config.ds, _ranks(config), reads_images=config.reads_images),
-            *tensor_parallel(config, _ranks(config)),
+            *optimizer_sleep(config),
             *four_bits(config.ds),
             *outputs(config.ckpt, config.logger),
             *unread(config, explicit, COMMON_UNREAD + PPO_UNREAD),
+        ]
+    )
+
+
+def ppo_placement_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
+    """Those that depend on how many ranks there are, which may follow from the cluster."""
+    ranks = _ranks(config)
+    return first_of_each(
+        [
+            *batches(config, config.data_parallel_size, config.samples_per_step, _made(config)),
+            *_placement(config, explicit),
+            *secondary_partition(config.ds, ranks),
+            *sequence_parallel(config.ds, ranks, reads_images=config.reads_images),
+            *tensor_parallel(config, ranks),
         ]
     )
 
@@ -691,6 +701,18 @@ def _evaluation(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
             "times; use --eval.n_samples_per_prompt 1, or a temperature above 0",
             fatal=not explicit["eval.temperature"].old,
         )
+    best = config.ckpt.best_metric_key
+    if config.eval.dataset and best not in ("", "none") and not re.search(BEST, best):
+        yield Problem(
+            key="ckpt.best_metric_key",
+            text="the largest value is kept as the best; name a metric that ends in _score_mean, "
+            "_best_ofK or _passK",
+            fatal=False,
+        )
+    if config.eval.dataset is not None and config.eval.steps < 1:
+        yield Problem(
+            key="eval.dataset", text="is never used: eval.steps is -1; set --eval.steps N", fatal=False
+        )
 
 
 def _made(config: PPOConfig) -> str:
@@ -762,16 +784,3 @@ def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
                     key=key, text="0 means the actor's GPUs; add --train.colocate_all, or give it some"
                 )
     yield from engines_beside_actor(config)
-    best = config.ckpt.best_metric_key
-    if config.eval.dataset and best not in ("", "none") and not re.search(BEST, best):
-        yield Problem(
-            key="ckpt.best_metric_key",
-            text="the largest value is kept as the best; name a metric that ends in _score_mean, "
-            "_best_ofK or _passK",
-            fatal=False,
-        )
-    yield from optimizer_sleep(config)
-    if config.eval.dataset is not None and config.eval.steps < 1:
-        yield Problem(
-            key="eval.dataset", text="is never used: eval.steps is -1; set --eval.steps N", fatal=False
-        )

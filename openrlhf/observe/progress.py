@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Self, TextIO, TypeVar
+from typing import TYPE_CHECKING, Self, TextIO, TypeVar
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn
@@ -38,7 +38,9 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from openrlhf.files import cache_folder, write_atomically
-from openrlhf.types import Metrics
+
+if TYPE_CHECKING:
+    from openrlhf.types import Metrics  # whose module imports torch
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +153,7 @@ class Progress:
             if self._bars:
                 self._bars.remove_phase(phase)
 
-    def step(self, step: int, metrics: Metrics) -> Metrics:
+    def step(self, step: int, metrics: "Metrics") -> "Metrics":
         """A step has finished. Returns the `timing/` metrics since the last one.
 
         Its line is printed at once where it is the first or the last step, or has figures of an evaluation;
@@ -189,7 +191,7 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _is_line_due(self, metrics: Metrics) -> bool:
+    def _is_line_due(self, metrics: "Metrics") -> bool:
         every = STEPS_EVERY_ON_TERMINAL if self._bars else STEPS_EVERY
         is_old = self._now() - self._told >= every
         return is_old or self._clock.is_at_an_end or any(map(_is_evaluation, metrics))
@@ -212,7 +214,7 @@ class Progress:
         self._print("  ".join(filter(None, parts)))
         self._told = self._now()
 
-    def _chosen(self, metrics: Metrics) -> list[tuple[str, float]]:
+    def _chosen(self, metrics: "Metrics") -> list[tuple[str, float]]:
         """(label, value) of what is worth a place on the line."""
         chosen = [(label, metrics[name]) for name, label in self._key_metrics.items() if name in metrics]
         evaluation = [
@@ -291,7 +293,7 @@ class UntoldSteps:
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
-    def add(self, step: int, metrics: Metrics, timing: Metrics) -> None:
+    def add(self, step: int, metrics: "Metrics", timing: "Metrics") -> None:
         self.count, self.last = self.count + 1, step
         for name, value in metrics.items():
             self._sums[name] += value
@@ -299,11 +301,11 @@ class UntoldSteps:
         for name, value in timing.items():
             self._seconds[name.removeprefix("timing/")] += value
 
-    def means(self) -> Metrics:
+    def means(self) -> "Metrics":
         """Of each metric over the steps that report it."""
         return {name: total / self._counts[name] for name, total in self._sums.items()}
 
-    def seconds(self) -> Metrics:
+    def seconds(self) -> "Metrics":
         """Of a step in each phase, on average."""
         return {name: total / self.count for name, total in self._seconds.items()}
 

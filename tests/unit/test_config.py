@@ -166,7 +166,8 @@ def test_print_config_round_trips(command, say, tmp_path, capsys):
     argv = []
     for key, field in fields_of(command.config_type).items():
         argv += [f"--{key}", *another_value(field, values_of(config)[key])]
-    bare = dataclasses.replace(command, problems=lambda config, explicit: [])
+    none = lambda config, explicit: []
+    bare = dataclasses.replace(command, problems=none, placed=none)
 
     def printed(*argv, what="--print_config"):
         with pytest.raises(SystemExit) as exit_:
@@ -370,6 +371,24 @@ for command in COMMANDS:
 assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)
 """
     assert run("-c", code).returncode == 0
+
+
+def test_commands_refuse_flags_before_they_import_anything_heavy():
+    """A flag that does not exist, one of the wrong type and one that is missing."""
+    heavy = "{'torch', 'ray', 'vllm', 'deepspeed', 'transformers', 'datasets', 'pandas'}"
+    code = f"""
+import sys
+from openrlhf.cli.main import main
+for name in {[command.name for command in COMMANDS]}:
+    try: main([name, "--ds.param_dtype", "int3", "--nothing.of.the.kind", "1"])
+    except SystemExit as stop: assert stop.code == 2
+assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)
+"""
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    for told in ("--nothing.of.the.kind: there is no such flag", "--ds.param_dtype int3: expects one of"):
+        assert done.stderr.count(f"error: {told}") == len(COMMANDS)
+    assert done.stderr.count(": is required: ") >= len(COMMANDS)
 
 
 def test_help_into_a_pipe_that_closes():

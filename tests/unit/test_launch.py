@@ -210,22 +210,45 @@ def test_where_nobody_can_sleep_it_is_said_once(monkeypatch, capsys, gpus, told)
     monkeypatch.setattr(rl_checks, "check_files", lambda *_, **options: None)
     asleep = config(actors=1, engines=1, colocate_all=True)
     asleep = replace(asleep, vllm=replace(asleep.vllm, enable_sleep=True))
-    assert rl_checks.problems_outside(asleep, ()) == []
+    assert rl_checks.problems_outside(asleep) == []
     text = "note: --vllm.enable_sleep: without a GPU everyone's memory stays where it is\n"
     assert capsys.readouterr().err == (text if told else "")
 
 
-def test_what_is_wrong_outside_of_flags_is_said_with_the_rest(monkeypatch, capsys):
-    def inspect(config, refused):
-        assert {"--actor.model_name_or_path", "--actor.adam.lr"} <= refused
-        return ["the run needs 8 GPUs; the cluster has 4."]
+def never(*_):
+    raise AssertionError("asked although the flags are wrong")
 
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["--actor.adam.lr fast", "--actor.adm.lr 1e-6", "--algo.kl.init_coef", "--eval.dataset gone.jsonl"],
+)
+def test_what_is_wrong_with_flags_is_said_before_anything_is_imported(monkeypatch, capsys, wrong):
+    """Neither the cluster nor files are looked at: both need libraries."""
+    argv = f"--data.prompt_dataset c/d --reward.remote_url http://r:1 {wrong}".split()
     with pytest.raises(SystemExit) as stop:
-        parse(PPO, ["--actor.adam.lr", "fast"], inspect=inspect)
+        parse(PPO, argv, settle=never, inspect=never)
     err = capsys.readouterr().err
     assert stop.value.code == 2
-    assert "error: --actor.adam.lr fast" in err and "error: --actor.model_name_or_path: is required" in err
-    assert "error: the run needs 8 GPUs; the cluster has 4.\n" in err
+    assert f"error: {wrong.split()[0]}" in err and "error: --actor.model_name_or_path: is required" in err
+    assert "2 problems" in err
+
+
+def test_where_things_run_is_checked_before_files(capsys):
+    argv = [
+        "--actor.model_name_or_path",
+        "a/b",
+        "--data.prompt_dataset",
+        "c/d",
+        "--reward.remote_url",
+        "http://r:1",
+    ]
+    with pytest.raises(SystemExit):
+        parse(PPO, [*argv, "--train.batch_size", "3"], inspect=never)
+    assert "error: --train.batch_size 3: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse(PPO, argv, inspect=lambda config: ["the run needs 8 GPUs; the cluster has 4."])
+    assert "error: the run needs 8 GPUs; the cluster has 4.\n" in capsys.readouterr().err
 
 
 def test_what_a_user_sets_for_workers_stands(monkeypatch):
