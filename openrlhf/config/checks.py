@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.config.choices import FLASH_PACKAGES, HUB_KERNELS, LR_SCHEDULERS, ROW_KERNELS
-from openrlhf.config.fields import fields_of, to_words, values_of
-from openrlhf.config.parse import Explicit, Problem
+from openrlhf.config.fields import fields_of, values_of
+from openrlhf.config.parse import Explicit, NotYet, Problem
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.config.sections import CkptConfig, DeepSpeedConfig, LoggerConfig, OptimConfig
 
@@ -111,18 +111,11 @@ def first_of_each(problems: list[Problem]) -> list[Problem]:
     return list(first.values())
 
 
-def not_yet(config: Any, table: Mapping[str, str]) -> Iterator[Problem]:
-    """`table`: flag -> what does not exist yet; anything but the default is refused."""
-    defaults = values_of(type(config)())
-    for key, value in values_of(config).items():
-        if key in table and value != defaults[key]:
-            yield Problem(key=key, text=f"{table[key]} not available yet; {_back_to(defaults[key])}")
-
-
-def _back_to(default: Any) -> str:
-    unset = default is None or default is False
-    return "remove it" if unset else f"leave it at {' '.join(to_words(default))}"
-
+DEEPCOMPILE = NotYet(
+    "DeepCompile",
+    "DeepSpeed then reduces the gradients of compiled graphs alone, and of rows of many lengths torch "
+    "compiles only some",
+)
 
 IMAGES_UNREAD = Unread(
     keys=("data.image_key", "data.image_root", "data.image_hosts"),

@@ -1,7 +1,7 @@
 """The commands that exist, as `parse` wants them."""
 
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
-from openrlhf.config.inference_checks import batch_inference_problems, chat_problems
+from openrlhf.config.inference_checks import CHAT_NOT_YET, batch_inference_problems, chat_problems
 from openrlhf.config.lora_combiner import LoraCombinerConfig, lora_combiner_problems
 from openrlhf.config.old_flags import (
     BATCH_INFERENCE_OLD_FLAGS,
@@ -18,10 +18,12 @@ from openrlhf.config.old_flags import (
 )
 from openrlhf.config.parse import Command
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.ppo_checks import ppo_placement_problems, ppo_problems
-from openrlhf.config.serve_rm import ServeRMConfig, serve_rm_problems
+from openrlhf.config.ppo_checks import PPO_NOT_YET, ppo_placement_problems, ppo_problems
+from openrlhf.config.serve_rm import SERVE_RM_NOT_YET, ServeRMConfig, serve_rm_problems
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
 from openrlhf.config.supervised_checks import (
+    KD_NOT_YET,
+    SUPERVISED_NOT_YET,
     dpo_problems,
     kd_problems,
     kto_problems,
@@ -35,6 +37,7 @@ SFT = Command(
     config_type=SFTConfig,
     summary="Supervised fine-tuning: trains a model on prompts and responses.",
     old_flags=SFT_OLD_FLAGS,
+    not_yet=SUPERVISED_NOT_YET,
     problems=sft_problems,
 )
 RM = Command(
@@ -42,6 +45,7 @@ RM = Command(
     config_type=RMConfig,
     summary="Reward model: learns from pairs of answers which one is better.",
     old_flags=RM_OLD_FLAGS,
+    not_yet=SUPERVISED_NOT_YET,
     problems=rm_problems,
 )
 PRM = Command(
@@ -49,6 +53,7 @@ PRM = Command(
     config_type=PRMConfig,
     summary="Process reward model: learns to score every step of a solution.",
     old_flags=PRM_OLD_FLAGS,
+    not_yet=SUPERVISED_NOT_YET,
     problems=prm_problems,
 )
 DPO = Command(
@@ -56,6 +61,7 @@ DPO = Command(
     config_type=DPOConfig,
     summary="Direct preference optimization (DPO, IPO, cDPO): trains a policy on pairs of answers.",
     old_flags=DPO_OLD_FLAGS,
+    not_yet=SUPERVISED_NOT_YET,
     problems=dpo_problems,
 )
 KTO = Command(
@@ -63,6 +69,7 @@ KTO = Command(
     config_type=KTOConfig,
     summary="Kahneman-Tversky optimization: trains a policy on single answers that are good or bad.",
     old_flags=KTO_OLD_FLAGS,
+    not_yet=SUPERVISED_NOT_YET,
     problems=kto_problems,
 )
 KD = Command(
@@ -70,6 +77,7 @@ KD = Command(
     config_type=KDConfig,
     summary="Knowledge distillation: a student learns to answer as a teacher does.",
     old_flags=KD_OLD_FLAGS,
+    not_yet=KD_NOT_YET,
     problems=kd_problems,
 )
 PPO = Command(
@@ -77,6 +85,7 @@ PPO = Command(
     config_type=PPOConfig,
     summary="Reinforcement learning (PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO) with Ray, vLLM and DeepSpeed.",
     old_flags=PPO_OLD_FLAGS,
+    not_yet=PPO_NOT_YET,
     problems=ppo_problems,
     placed=ppo_placement_problems,
     has_plan=True,
@@ -93,6 +102,7 @@ CHAT = Command(
     config_type=ChatConfig,
     summary="Chat with a model, on a terminal or with lines from a pipe.",
     old_flags=CHAT_OLD_FLAGS,
+    not_yet=CHAT_NOT_YET,
     problems=chat_problems,
 )
 SERVE_RM = Command(
@@ -100,6 +110,7 @@ SERVE_RM = Command(
     config_type=ServeRMConfig,
     summary="Serve a reward model over HTTP, for --reward.remote_url.",
     old_flags=SERVE_RM_OLD_FLAGS,
+    not_yet=SERVE_RM_NOT_YET,
     problems=serve_rm_problems,
 )
 LORA_COMBINER = Command(

@@ -1,7 +1,7 @@
 """What is wrong between the flags of `batch_inference` and `interactive_chat`."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from openrlhf.config.checks import (
     TEMPLATE_UNREAD,
@@ -12,13 +12,12 @@ from openrlhf.config.checks import (
     local_models,
     missing,
     modelscope,
-    not_yet,
     required,
     template,
     unread,
 )
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
-from openrlhf.config.parse import Explicit, Problem
+from openrlhf.config.parse import Explicit, NotYet, Problem
 
 
 def batch_inference_problems(config: BatchInferenceConfig, explicit: Explicit) -> list[Problem]:
@@ -41,7 +40,6 @@ def batch_inference_problems(config: BatchInferenceConfig, explicit: Explicit) -
 def chat_problems(config: ChatConfig, explicit: Explicit) -> list[Problem]:
     return first_of_each(
         [
-            *not_yet(config, CHAT_NOT_YET),
             *modelscope(config),
             *required(config, "model.model_name_or_path"),
             *local_models(config, "model.model_name_or_path"),
@@ -54,8 +52,7 @@ def chat_problems(config: ChatConfig, explicit: Explicit) -> list[Problem]:
     )
 
 
-CHAT_NOT_YET: Mapping[str, str] = {"ds.load_in_4bit": "4-bit inference is"}
-"""Flags whose feature does not exist yet: anything but the default is refused."""
+CHAT_NOT_YET = {"ds.load_in_4bit": NotYet("4-bit inference")}
 
 SAMPLING_UNREAD = (
     Unread(

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any, Generic, NoReturn, TypeVar
@@ -53,6 +53,20 @@ class Problem:
     """Nothing starts. False: a remark."""
 
 
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """A flag whose feature does not exist: anything but its default is refused."""
+
+    what: str
+    """The feature."""
+    why: str = ""
+    """What keeps it from working."""
+
+    @property
+    def state(self) -> str:
+        return f"not available yet{self.why and ': '}{self.why}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command(Generic[ConfigT]):
     name: str
@@ -64,6 +78,8 @@ class Command(Generic[ConfigT]):
     """What is wrong between flags. What is fatal does not depend on values that `settle` may choose."""
     placed: Callable[[ConfigT, Explicit], list[Problem]] = lambda config, explicit: []
     """What is wrong with where things run, given the values that `settle` chose."""
+    not_yet: Mapping[str, NotYet] = field(default_factory=dict)
+    """By flag. `--help` and docs/flags.md say so too."""
     has_plan: bool = False
     """It places its processes on a cluster: `--print_plan` says where."""
 
@@ -102,14 +118,14 @@ def parse(
     explicit = {key: setting.source for key, setting in chosen.items()}
     problems += more + list(bad.values())
     notes = [*_in_one_line(renamed), *hints]
-    found = [problem for problem in command.problems(config, explicit) if problem.key not in bad]
+    found = _problems(command, config, explicit, bad)
     only_prints = line.print_config or line.print_command or line.print_plan
     refused = _said(found, config, explicit, fatal=True)
     if problems or (refused and not only_prints):
         _refuse(problems + refused, command, notes + _said(found, config, explicit, fatal=False))
     settled = settle(config, explicit, line.cluster)
     config = with_values(config, settled)
-    found = command.problems(config, explicit) + command.placed(config, explicit)
+    found = _problems(command, config, explicit) + command.placed(config, explicit)
     if settled:
         flags = " ".join(_spelled(key, value) for key, value in settled.items())
         notes.append(f"not set, so chosen by what there is: {flags}")
@@ -129,6 +145,28 @@ def parse(
     if only_prints:
         sys.exit(0)
     return Invocation(config=config, explicit=explicit)
+
+
+def _problems(
+    command: Command[ConfigT], config: ConfigT, explicit: Explicit, bad: Container[str] = ()
+) -> list[Problem]:
+    """What flags alone tell, without those whose words are `bad`: the others may follow from these."""
+    missing = list(_not_yet(command, config))
+    told = {problem.key for problem in missing}
+    others = (problem for problem in command.problems(config, explicit) if problem.key not in told)
+    return [problem for problem in [*missing, *others] if problem.key not in bad]
+
+
+def _not_yet(command: Command[ConfigT], config: ConfigT) -> Iterator[Problem]:
+    values, defaults = values_of(config), values_of(command.config_type())
+    for key, feature in command.not_yet.items():
+        if values[key] != defaults[key]:
+            yield Problem(key=key, text=f"{feature.what} is {feature.state}; {_back_to(defaults[key])}")
+
+
+def _back_to(default: Any) -> str:
+    unset = default is None or default is False
+    return "remove it" if unset else f"leave it at {' '.join(to_words(default))}"
 
 
 def _said(found: Sequence[Problem], config: Any, explicit: Explicit, *, fatal: bool) -> list[str]:

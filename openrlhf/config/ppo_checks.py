@@ -2,13 +2,14 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import product
 from urllib.parse import urlsplit
 
 from openrlhf.algos.traits import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from openrlhf.config.checks import (
     COMMON_UNREAD,
+    DEEPCOMPILE,
     IMAGES_UNREAD,
     IN_BASH,
     MUON_FIXED,
@@ -20,7 +21,6 @@ from openrlhf.config.checks import (
     local_datasets,
     local_models,
     modelscope,
-    not_yet,
     optimizer,
     outputs,
     precision,
@@ -35,7 +35,7 @@ from openrlhf.config.checks import (
 )
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.fields import values_of
-from openrlhf.config.parse import Explicit, Problem
+from openrlhf.config.parse import Explicit, NotYet, Problem
 from openrlhf.config.ppo import EPISODES_VARIABLE, QUEUE_VARIABLE, PPOConfig
 from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
 
@@ -43,7 +43,6 @@ from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
 def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
     return first_of_each(
         [
-            *not_yet(config, PPO_NOT_YET),
             *modelscope(config),
             *required(config, "actor.model_name_or_path", "data.prompt_dataset"),
             *local_models(
@@ -103,11 +102,10 @@ def ppo_placement_problems(config: PPOConfig, explicit: Explicit) -> list[Proble
     )
 
 
-PPO_NOT_YET: Mapping[str, str] = {
-    "vllm.sync_with_ray": "weight sync with ray.util.collective is",
-    "ds.deepcompile": "DeepCompile is",
+PPO_NOT_YET = {
+    "vllm.sync_with_ray": NotYet("weight sync with ray.util.collective"),
+    "ds.deepcompile": DEEPCOMPILE,
 }
-"""Flags whose feature does not exist yet: anything but the default is refused."""
 
 
 BEST = r"_(score_mean|best_of\d+|pass\d+)$"

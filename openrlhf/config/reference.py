@@ -25,7 +25,7 @@ def help_text(command: Command, config: Any, word: str) -> str:
     for title, doc, fields in _sections(command, word):
         lines = [f"{title}: {doc}" if doc else title]
         for field in fields:
-            lines += _help_of(field, values[field.key], defaults[field.key])
+            lines += _help_of(field, values[field.key], defaults[field.key], _refusal(command, field))
         blocks.append("\n".join(lines))
     if not blocks:
         return ""
@@ -50,7 +50,9 @@ def markdown(command: Command) -> str:
         lines += ["| flag | old spelling | values | default | meaning |", "|---|---|---|---|---|"]
         for field in fields:
             old = " ".join(f"`--{name}`" for name in old_names.get(field.key, ()))
-            cells = (f"`--{field.key}`", old, field.values, _shown(field, values[field.key]), field.help)
+            refusal = _refusal(command, field)
+            meaning = f"**{refusal}** {field.help}" if refusal else field.help
+            cells = (f"`--{field.key}`", old, field.values, _shown(field, values[field.key]), meaning)
             lines.append(
                 "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "\\n") for cell in cells) + " |"
             )
@@ -122,10 +124,18 @@ def _old_names(command: Command) -> dict[str, list[str]]:
     return names
 
 
-def _help_of(field: Field, value: Any, default: Any) -> list[str]:
+def _refusal(command: Command, field: Field) -> str:
+    """That its feature does not exist; "" where it does."""
+    feature = command.not_yet.get(field.key)
+    return "" if feature is None else f"N{feature.state[1:]}."
+
+
+def _help_of(field: Field, value: Any, default: Any, refusal: str) -> list[str]:
     words = "" if field.is_bool else f" {field.values}"
     state = "" if value == "" else f" ({'default' if value == default else 'now'}: {_shown(field, value)})"
-    help_lines = textwrap.wrap(field.help, _WIDTH, initial_indent="      ", subsequent_indent="      ")
+    help_lines = textwrap.wrap(
+        f"{refusal} {field.help}", _WIDTH, initial_indent="      ", subsequent_indent="      "
+    )
     return [f"  --{field.key}{words}{state}", *help_lines]
 
 

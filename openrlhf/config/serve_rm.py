@@ -11,12 +11,11 @@ from openrlhf.config.checks import (
     flash_attention,
     local_models,
     modelscope,
-    not_yet,
     required,
     row_attention,
 )
 from openrlhf.config.choices import Count, ExpertsImplementation, ParamDtype, Positive, Range
-from openrlhf.config.parse import Explicit, Problem
+from openrlhf.config.parse import Explicit, NotYet, Problem
 
 KEY_VARIABLE = "OPENRLHF_REWARD_KEY"
 """Environment variable with the key of reward servers, for the server and for those who ask it."""
@@ -106,10 +105,12 @@ class ServeRMConfig:
         return (os.environ.get(KEY_VARIABLE) if from_environment else self.api_key) or None
 
 
+SERVE_RM_NOT_YET = {"ds.load_in_4bit": NotYet("4-bit inference")}
+
+
 def serve_rm_problems(config: ServeRMConfig, explicit: Explicit) -> list[Problem]:
     return first_of_each(
         [
-            *not_yet(config, {"ds.load_in_4bit": "4-bit inference is"}),
             *modelscope(config),
             *required(config, "reward.model_name_or_path"),
             *local_models(config, "reward.model_name_or_path"),

@@ -1,11 +1,12 @@
 """What is wrong between the flags of the supervised commands."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from openrlhf.config.checks import (
     COMMON_UNREAD,
+    DEEPCOMPILE,
     IMAGES_UNREAD,
     MUON_FIXED,
     Unread,
@@ -16,7 +17,6 @@ from openrlhf.config.checks import (
     local_datasets,
     local_models,
     modelscope,
-    not_yet,
     optimizer,
     outputs,
     precision,
@@ -27,7 +27,7 @@ from openrlhf.config.checks import (
     tensor_parallel,
     unread,
 )
-from openrlhf.config.parse import Explicit, Problem
+from openrlhf.config.parse import Explicit, NotYet, Problem
 from openrlhf.config.supervised import (
     DPOConfig,
     KDConfig,
@@ -96,7 +96,6 @@ def kd_problems(config: KDConfig, explicit: Explicit) -> list[Problem]:
     return _supervised(
         config,
         explicit,
-        not_yet(config, KD_NOT_YET),
         required(config, "teacher.model_name_or_path"),
         local_models(config, "teacher.model_name_or_path"),
         template(config, explicit),
@@ -113,7 +112,6 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
     mesh = Mesh.within(num_ranks, sequence=ds.ring_attn_size, tensor=ds.tensor_parallel_size)
     return first_of_each(
         [
-            *not_yet(config, SUPERVISED_NOT_YET),
             *modelscope(config),
             *required(config, "model.model_name_or_path", "data.dataset"),
             *local_models(config, "model.model_name_or_path"),
@@ -133,13 +131,8 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
     )
 
 
-SUPERVISED_NOT_YET: Mapping[str, str] = {
-    "ds.deepcompile": "DeepCompile is",
-}
-"""Flags whose feature does not exist yet: anything but the default is refused."""
-
-
-KD_NOT_YET: Mapping[str, str] = {"data.max_images_per_prompt": "distillation with images is"}
+SUPERVISED_NOT_YET = {"ds.deepcompile": DEEPCOMPILE}
+KD_NOT_YET = SUPERVISED_NOT_YET | {"data.max_images_per_prompt": NotYet("distillation with images")}
 
 SUPERVISED_UNREAD = (
     Unread(
