@@ -146,7 +146,7 @@ class EpisodeRunner:
         engine = RecordingEngine(
             self.engine,
             address,
-            self.stop_token_ids,
+            self._sampling_params(sampling),
             known,
             self.image_token_id,
             sampling.max_kept_tokens,

@@ -19,6 +19,21 @@ if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
     from vllm.sampling_params import SamplingParams
 
 
+FREE = frozenset(
+    {
+        *("max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+        *("repetition_detection", "n", "seed"),
+        *("top_p", "top_k", "min_p"),  # what they keep is recorded
+        *("logprobs", "flat_logprobs"),
+        *("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"),
+        *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_text_buffer_length"),
+        *("output_kind", "stream_interval", "skip_clone", "skip_reading_prefix_cache"),
+    }
+)
+"""What an executor may change in its SamplingParams. Under any other field, also one that a later vLLM adds,
+the recorded log-probs may be of another distribution than the one that training computes."""
+
+
 class RecordingEngine:
     """One episode's view of an engine. Whatever an executor makes of the answers, `turns` is exact."""
 
@@ -26,15 +41,16 @@ class RecordingEngine:
         self,
         engine: Engine,
         seed_address: tuple[int | str, ...],
-        stop_token_ids: Sequence[int],
+        sampling_params: "SamplingParams",
         pictures: Sequence[tuple[Image, "Picture"]] = (),
         image_token_id: int | None = None,
         max_kept_tokens: int = 0,
     ) -> None:
-        """`seed_address`: of the first turn; the others have their number behind it. `pictures`: those of
-        the prompt, as an executor is handed them. `image_token_id`: what stands for patches; None where the
-        policy reads no images. `max_kept_tokens`: of a kept set that are recorded; 0 for none."""
-        self._engine, self._address, self._stop_token_ids = engine, seed_address, list(stop_token_ids)
+        """`seed_address`: of the first turn; the others have their number behind it. `sampling_params`: the
+        run's own, which no executor has in its hands. `pictures`: those of the prompt, as an executor is
+        handed them. `image_token_id`: what stands for patches; None where the policy reads no images.
+        `max_kept_tokens`: of a kept set that are recorded; 0 for none."""
+        self._engine, self._address, self._given = engine, seed_address, sampling_params
         self._known = {id(picture): (image, picture) for image, picture in pictures}
         self._image_token_id, self._max_kept_tokens = image_token_id, max_kept_tokens
         self._answers: list[list[Turn]] = []  # of each request
@@ -52,8 +68,9 @@ class RecordingEngine:
         multi_modal_data: dict | None = None,
     ) -> "RequestOutput":
         """One request. `sampling_params` stay as they are: the request has a copy with the seed of this turn,
-        log-probs, and the stop tokens of training where it has none. EnvironmentFailed where the answer
-        cannot be read as text."""
+        log-probs, and the stop tokens of training where it has none. ValueError where they change what is
+        not `FREE`; EnvironmentFailed where the answer cannot be read as text."""
+        self._check_params(sampling_params)
         turn = len(self._answers)
         seed = seed_at(*self._address, *((turn,) if turn else ()))
         params = self._of_request(sampling_params, seed)
@@ -83,6 +100,20 @@ class RecordingEngine:
         """Raise the engine's death, if an executor has seen it."""
         if self._death is not None:
             raise self._death
+
+    def _check_params(self, params: "SamplingParams") -> None:
+        """ValueError where one that is not `FREE` is not the run's. None, 0 and an empty list all mean that a
+        field is not used."""
+        names = [name for name in params.__struct_fields__ if name not in FREE and name[0] != "_"]
+        values = [(name, getattr(params, name), getattr(self._given, name)) for name in names]
+        if changed := [each for each in values if (each[1] or None) != (each[2] or None)]:
+            said = ", ".join(f"{name} {value!r} in place of {own!r}" for name, value, own in changed)
+            raise ValueError(
+                f"llm_engine.generate got sampling_params with {said}: training computes log-probs of "
+                "another distribution.\nLeave it as execute was handed it; docs/agents.md says what an agent "
+                "may change. The temperature of a whole run is --rollout.temperature, in evaluation "
+                "--eval.temperature."
+            )
 
     def _check_placeholders(self, token_ids: Sequence[int], num_images: int) -> None:
         """vLLM would leave what has no image as it is, and the trainer would look for one."""
@@ -115,7 +146,7 @@ class RecordingEngine:
         params.skip_clone = True  # vLLM need not copy it again
         params.seed = seed
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        params.stop_token_ids = params.stop_token_ids or self._stop_token_ids
+        params.stop_token_ids = params.stop_token_ids or self._given.stop_token_ids
         asked = params.logprobs or 0  # 0: that of the sampled token; -1: all
         params.logprobs = asked if asked < 0 else max(asked, self._num_kept(params))
         params.flat_logprobs = True  # half the time for each token, and it reads like a list

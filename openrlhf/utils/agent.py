@@ -96,9 +96,9 @@ class AgentExecutorBase:
         placeholder: `generate(prompt_token_ids, sampling_params, {"image": images})`.
 
         `await llm_engine.generate(prompt_token_ids, sampling_params)` returns vLLM's RequestOutput, as often
-        as it is asked; `sampling_params` is this episode's own, `max_length` bounds a sequence, prompt and
-        actions together. `max_turns` and `step_timeout`, where it has such parameters, are those of the
-        flags --train.max_turns and --rollout.step_timeout.
+        as it is asked; `sampling_params` is this episode's own, and docs/agents.md says what of it may be
+        changed. `max_length` bounds a sequence, prompt and actions together. `max_turns` and `step_timeout`,
+        where it has such parameters, are those of the flags --train.max_turns and --rollout.step_timeout.
 
         Returns a dictionary:
             reward: a number. None: where reward models give it.

@@ -79,6 +79,14 @@ def test_siblings_do_not_share_their_params(tmp_path: Path) -> None:
     assert [params.max_tokens for _, params in engine.asked] == [7, 7, 7]
 
 
+def test_a_penalty_of_its_own_fails_the_episode(tmp_path: Path) -> None:
+    engine = Engine([65])
+    path = agent_file(tmp_path, f'sampling_params.repetition_penalty = 1.1\n{ASK}return {{"reward": 1}}')
+    (t,) = run(path, engine)
+    assert t.outcome is Outcome.ENV_ERROR and not engine.asked
+    assert f"{path}:" in t.error and "repetition_penalty 1.1 in place of 1.0" in t.error
+
+
 def test_without_ranges_all_requests_are_trained_on(tmp_path: Path) -> None:
     body = f"{ASK}await llm_engine.generate([4], sampling_params)\nreturn {{'reward': 1, 'truncated': True}}"
     parts = run(agent_file(tmp_path, body), Engine([65], [66]))

@@ -157,7 +157,8 @@ def recorded(
 ) -> tuple[Turn, torch.Tensor]:
     """The turn, and the log-probs that were sampled from."""
     engine = Sampled(logits, tokens)
-    recording = RecordingEngine(engine, (0,), [2], max_kept_tokens=limit)
+    given = SamplingParams(temperature=params.get("temperature", 1.0))
+    recording = RecordingEngine(engine, (0,), given, max_kept_tokens=limit)
     asyncio.run(recording.generate([1], SamplingParams(**params)))
     (turn,) = recording.turns
     return turn, present(engine.log_probs)
@@ -213,7 +214,8 @@ def test_with_the_samplers_weights_the_log_probs_are_the_samplers(limit: int, pa
 
 def asked(limit: int, **params: Any) -> int | None:
     fake = Engine([5])
-    recording = RecordingEngine(fake, (0,), [2], max_kept_tokens=limit)
+    given = SamplingParams(temperature=params.get("temperature", 1.0))
+    recording = RecordingEngine(fake, (0,), given, max_kept_tokens=limit)
     asyncio.run(recording.generate([1], SamplingParams(**params)))
     return fake.asked[0][1].logprobs
 

@@ -253,12 +253,12 @@ def test_params_of_the_next_turns(tmp_path: Path) -> None:
     """Those that a step returns; what the limits leave of them."""
     step = (
         "params = states['sampling_params']\n"
-        "params.temperature, params.max_tokens = 0.5, 7\n"
+        "params.top_p, params.max_tokens = 0.5, 7\n"
         "return {'rewards': 0, 'environment_feedback': '?', 'done': '2' in states['action_text'], "
         "'sampling_params': params}"
     )
     _, engine = play(agent(tmp_path, step), " 3", " 4", " 2")
-    assert [(p.temperature, p.max_tokens) for _, p in engine.asked] == [(1.0, 20), (0.5, 7), (0.5, 7)]
+    assert [(p.top_p, p.max_tokens) for _, p in engine.asked] == [(1.0, 20), (0.5, 7), (0.5, 7)]
     assert len({p.seed for _, p in engine.asked}) == 3
 
 

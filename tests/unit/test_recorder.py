@@ -1,6 +1,8 @@
 """What an episode's engine passes on, and what it remembers."""
 
 import asyncio
+import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,25 +10,31 @@ from fake_engine import Engine
 from PIL import Image as PILImage
 from vllm import SamplingParams
 from vllm.outputs import WeightVersionSpan
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf.datasets.pictures import decoded, encoded
 from openrlhf.rollout.agents import EnvironmentFailed
-from openrlhf.rollout.recorder import RecordingEngine
+from openrlhf.rollout.recorder import FREE, RecordingEngine
 from openrlhf.rollout.seeds import seed_at
 
 ADDRESS = (42, "train", 0, 7, 3)
+GIVEN = SamplingParams(temperature=0.7, top_p=0.9, stop_token_ids=[2])
 
 
 def recording(engine) -> RecordingEngine:
-    return RecordingEngine(engine, ADDRESS, [2])
+    return RecordingEngine(engine, ADDRESS, GIVEN)
+
+
+def asked_with(**changes: Any) -> SamplingParams:
+    """An executor's own."""
+    return SamplingParams(**{"temperature": 0.7, **changes})
 
 
 def test_a_turn_is_what_was_asked_and_answered() -> None:
     spans = [WeightVersionSpan("4", start=0, end=1), WeightVersionSpan("6", start=1, end=3)]
     engine = recording(Engine([5, 6, 2], spans=spans))
-    output = asyncio.run(engine.generate([1, 3], SamplingParams(max_tokens=9)))
+    output = asyncio.run(engine.generate([1, 3], asked_with(max_tokens=9)))
     (turn,) = engine.turns
     assert turn.prompt_ids.tolist() == [1, 3] and turn.action_ids.tolist() == [5, 6, 2]
     assert turn.log_probs.tolist() == [-0.5, -1.0, -1.5]
@@ -46,12 +54,12 @@ def test_a_turn_is_what_was_asked_and_answered() -> None:
 
 def test_the_sampled_token_among_the_likely_ones() -> None:
     engine = recording(Engine([5, 6]))
-    asyncio.run(engine.generate([1], SamplingParams(logprobs=3)))
+    asyncio.run(engine.generate([1], asked_with(logprobs=3)))
     assert engine.turns[0].log_probs.tolist() == [-0.5, -1.0]
 
 
 def test_each_turn_has_an_address_and_the_params_stay_as_they_are() -> None:
-    fake, params = Engine([5]), SamplingParams(temperature=0.3, max_tokens=9, seed=1)
+    fake, params = Engine([5]), asked_with(max_tokens=9, seed=1)
     engine = recording(fake)
 
     async def ask() -> None:
@@ -63,21 +71,68 @@ def test_each_turn_has_an_address_and_the_params_stay_as_they_are() -> None:
     assert [asked.seed for _, asked in fake.asked] == [turn.seed for turn in engine.turns] == seeds
     assert (params.seed, params.logprobs, params.stop_token_ids, params.flat_logprobs) == (1, None, [], False)
     for _, asked in fake.asked:
-        assert asked is not params and (asked.temperature, asked.max_tokens) == (0.3, 9)
+        assert asked is not params and (asked.temperature, asked.max_tokens) == (0.7, 9)
         assert (asked.logprobs, asked.stop_token_ids) == (0, [2])
         assert asked.output_kind is RequestOutputKind.FINAL_ONLY
 
 
+CHANGES_WHAT_IS_SAMPLED = {
+    "temperature": 0.0,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {5: 1.0},
+    "allowed_token_ids": [5, 6],
+    "bad_words": ["no"],
+    "structured_outputs": StructuredOutputsParams(regex="[0-9]+"),
+    "min_tokens": 4,
+    "watermarking": True,
+    "thinking_token_budget": 8,
+    "trace_decode_token_ids": [5],
+    "extra_args": {"a": 1},
+}
+CHANGES_WHAT_IS_RECORDED = {"logprob_token_ids": [5], "routed_experts_prompt_start": 1}
+
+
+@pytest.mark.parametrize(("name", "value"), {**CHANGES_WHAT_IS_SAMPLED, **CHANGES_WHAT_IS_RECORDED}.items())
+def test_an_executor_cannot_sample_from_another_distribution(name: str, value: Any) -> None:
+    """In parameters of its own, and in those that it was handed."""
+    fake, handed = Engine([5]), copy.copy(GIVEN)
+    setattr(handed, name, value)
+    for params in (asked_with(**{name: value}), handed):
+        engine = recording(fake)
+        with pytest.raises(ValueError, match=rf"sampling_params with {name} .* in place of "):
+            asyncio.run(engine.generate([1], params))
+        assert not fake.asked and not engine.turns
+
+
+def test_what_an_executor_may_change() -> None:
+    """Also to a value that means the same: no field is used that is None, 0 or empty."""
+    fake = Engine([5])
+    other = {"top_p": 1.0, "top_k": 4, "min_p": 0.1, "max_tokens": 9, "stop": ["x"], "n": 2}
+    params = asked_with(**other)
+    params.bad_words, params.min_tokens, params.logit_bias = None, None, {}
+    asyncio.run(recording(fake).generate([1], params))
+    (_, asked) = fake.asked[0]
+    assert {name: getattr(asked, name) for name in other} == other
+
+
+def test_every_field_of_vllm_is_known() -> None:
+    """A field that a new vLLM adds is refused until somebody has looked at it."""
+    fields = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert fields == FREE | CHANGES_WHAT_IS_SAMPLED.keys() | CHANGES_WHAT_IS_RECORDED.keys()
+
+
 def test_stop_tokens_of_a_request_stay() -> None:
     fake = Engine([5])
-    asyncio.run(recording(fake).generate([1], SamplingParams(stop_token_ids=[8])))
+    asyncio.run(recording(fake).generate([1], asked_with(stop_token_ids=[8])))
     assert fake.asked[0][1].stop_token_ids == [8]
 
 
 def test_several_answers_to_one_request() -> None:
     """Each is a turn; vLLM adds an answer's number to the seed."""
     engine = recording(Engine([5]))
-    asyncio.run(engine.generate([1], SamplingParams(n=2)))
+    asyncio.run(engine.generate([1], asked_with(n=2)))
     assert [turn.seed - seed_at(*ADDRESS) for turn in engine.turns] == [0, 1]
 
 
@@ -90,7 +145,7 @@ def test_turns_stand_in_the_order_in_which_they_were_asked_for() -> None:
     engine = recording(Slow(lambda prompt: [10 * prompt[0]]))
 
     async def ask() -> None:
-        await asyncio.gather(*(engine.generate([i], SamplingParams()) for i in (3, 1, 2)))
+        await asyncio.gather(*(engine.generate([i], asked_with()) for i in (3, 1, 2)))
 
     asyncio.run(ask())
     assert [turn.action_ids.tolist() for turn in engine.turns] == [[30], [10], [20]]
@@ -117,8 +172,8 @@ def test_a_request_that_failed_is_no_turn_but_has_had_its_seed() -> None:
 
     async def ask() -> None:
         with pytest.raises(ValueError, match="too long"):
-            await engine.generate([1, 2], SamplingParams())
-        await engine.generate([1], SamplingParams())
+            await engine.generate([1, 2], asked_with())
+        await engine.generate([1], asked_with())
 
     asyncio.run(ask())
     assert [turn.seed for turn in engine.turns] == [seed_at(*ADDRESS, 1)]
@@ -130,7 +185,7 @@ def test_a_dead_engine_stays_dead_whatever_an_executor_does() -> None:
 
     async def ask() -> None:
         with pytest.raises(EngineDeadError):
-            await engine.generate([1, 2], SamplingParams())
+            await engine.generate([1, 2], asked_with())
 
     asyncio.run(ask())
     with pytest.raises(EngineDeadError):
@@ -139,7 +194,7 @@ def test_a_dead_engine_stays_dead_whatever_an_executor_does() -> None:
 
 def test_an_answer_that_was_given_up_before_its_first_token() -> None:
     engine = recording(Engine([], finish_reason="abort"))
-    asyncio.run(engine.generate([1], SamplingParams()))
+    asyncio.run(engine.generate([1], asked_with()))
     (turn,) = engine.turns
     assert turn.log_probs.shape == (0,) and turn.weight_versions.shape == (0, 2)
 
@@ -161,12 +216,12 @@ def test_images_are_recorded_with_all_their_tokens() -> None:
     image = encoded(PILImage.new("RGB", (4, 3), "red"))
     picture, own = decoded(image.data), PILImage.new("L", (2, 2), 7)
     fake = Expanding([5])
-    engine = RecordingEngine(fake, ADDRESS, [2], [(image, picture)], PATCH)
+    engine = RecordingEngine(fake, ADDRESS, GIVEN, [(image, picture)], PATCH)
 
     async def ask() -> None:
-        await engine.generate([1, PATCH], SamplingParams(), {"image": picture})
-        await engine.generate([1, PATCH, 5, PATCH], SamplingParams(), {"image": [picture, own]})
-        await engine.generate([1], SamplingParams())
+        await engine.generate([1, PATCH], asked_with(), {"image": picture})
+        await engine.generate([1, PATCH, 5, PATCH], asked_with(), {"image": [picture, own]})
+        await engine.generate([1], asked_with())
 
     asyncio.run(ask())
     one, two, none = engine.turns
@@ -180,8 +235,8 @@ def test_images_are_recorded_with_all_their_tokens() -> None:
 
 def test_the_engine_sees_the_pixels_that_are_recorded() -> None:
     fake = Expanding([5])
-    engine = RecordingEngine(fake, ADDRESS, [2])
-    asyncio.run(engine.generate([PATCH], SamplingParams(), {"image": PILImage.new("LA", (2, 2), (7, 9))}))
+    engine = RecordingEngine(fake, ADDRESS, GIVEN)
+    asyncio.run(engine.generate([PATCH], asked_with(), {"image": PILImage.new("LA", (2, 2), (7, 9))}))
     (shown,), (recorded,) = fake.pictures, engine.turns[0].images
     assert shown.mode == "RGB" and shown.tobytes() == decoded(recorded.data).tobytes()
 
@@ -189,14 +244,14 @@ def test_the_engine_sees_the_pixels_that_are_recorded() -> None:
 @pytest.mark.parametrize("prompt, count", [([1, PATCH], 0), ([1], 1), ([PATCH, PATCH], 1)])
 def test_every_image_has_one_placeholder(prompt: list[int], count: int) -> None:
     fake, pictures = Expanding([5]), [PILImage.new("RGB", (2, 2))] * count
-    engine = RecordingEngine(fake, ADDRESS, [2], image_token_id=PATCH)
+    engine = RecordingEngine(fake, ADDRESS, GIVEN, image_token_id=PATCH)
     with pytest.raises(ValueError, match=f"{prompt.count(PATCH)} tokens that .* and {count} "):
-        asyncio.run(engine.generate(prompt, SamplingParams(), {"image": pictures}))
+        asyncio.run(engine.generate(prompt, asked_with(), {"image": pictures}))
     assert not fake.asked and not engine.turns
 
 
 def test_an_answer_with_the_token_of_an_image_is_a_failure() -> None:
-    engine = RecordingEngine(Expanding([5, PATCH]), ADDRESS, [2], image_token_id=PATCH)
+    engine = RecordingEngine(Expanding([5, PATCH]), ADDRESS, GIVEN, image_token_id=PATCH)
     with pytest.raises(EnvironmentFailed, match="the token that stands for an image"):
-        asyncio.run(engine.generate([1], SamplingParams()))
+        asyncio.run(engine.generate([1], asked_with()))
     assert [turn.action_ids.tolist() for turn in engine.turns] == [[5, PATCH]]

@@ -345,11 +345,14 @@ class Routed(Engine):
         return answer
 
 
+GIVEN = SamplingParams(stop_token_ids=[2])
+
+
 def test_the_recorder_adds_the_token_that_nobody_has_read() -> None:
-    recording = RecordingEngine(Routed([5, 6]), (0,), [2])
+    recording = RecordingEngine(Routed([5, 6]), (0,), GIVEN)
     asyncio.run(recording.generate([1], SamplingParams()))
     assert first_experts(recording.turns[0].routing) == [3, 4, OWN]
-    recording = RecordingEngine(Engine([5, 6]), (0,), [2])
+    recording = RecordingEngine(Engine([5, 6]), (0,), GIVEN)
     asyncio.run(recording.generate([1], SamplingParams()))
     assert recording.turns[0].routing is None
 
