@@ -1,5 +1,6 @@
 """Joining or starting a Ray cluster, and asking it whether a run fits before anything is loaded."""
 
+import json
 import logging
 import os
 import secrets
@@ -17,9 +18,11 @@ from ray._private.authentication.authentication_token_setup import (
 )
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray.core.generated import gcs_service_pb2
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import RayError
+from ray.runtime_env import RuntimeEnv
 
 from openrlhf.cluster import environment, folder
 from openrlhf.cluster.layout import Layout, Nodes, layout_of, total
@@ -136,6 +139,18 @@ def _join(address: str) -> None:
     taken = f" ({free:g} of them free)" if free < gpus else ""
     count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
     _say(f"joined the Ray cluster at {address}: {count}, {gpus} GPUs{taken}, {cores} CPU cores")
+    if ignored := _ignored_by_ray():
+        known = sorted(field for field in RuntimeEnv.known_fields if not field.startswith("_"))
+        _say(
+            f"note: --runtime-env-json: Ray ignores {', '.join(ignored)}; it reads {', '.join(known)}. "
+            'Packages are installed on every node before `ray start`, or named under "pip".'
+        )
+
+
+def _ignored_by_ray() -> list[str]:
+    """Fields of the runtime environment that `ray job submit` was given, where this process is such a job."""
+    job = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}"))
+    return sorted((job.get("runtime_env") or {}).keys() - RuntimeEnv.known_fields)
 
 
 def _start_here() -> None:

@@ -72,11 +72,11 @@ class Machine:
     def start(self, command: str, **options) -> subprocess.Popen:
         """`ray stop` would stop everybody's."""
         own = f"--port {self.port} --dashboard-port {self.dashboard} --ray-client-server-port {free_port()}"
-        own += f" --dashboard-agent-listen-port {free_port()} --object-store-memory 100000000"
+        own += " --dashboard-agent-listen-port 0 --object-store-memory 100000000"
         command = command.replace("ray start --head", f"ray start --head {own}")
         command = command.replace("127.0.0.1:8265", f"127.0.0.1:{self.dashboard}")
         if "10.0.0.1:6379" in command:  # a node more
-            own = f"--dashboard-agent-listen-port {free_port()} --object-store-memory 100000000"
+            own = "--dashboard-agent-listen-port 0 --object-store-memory 100000000"
             command = command.replace("ray start --address", f"ray start {own} --address")
             command = command.replace("10.0.0.1:6379", self.address)
         return subprocess.Popen(
@@ -171,8 +171,10 @@ def test_a_cluster_that_is_too_small_or_busy(machine: Machine) -> None:
     (start, _, _), (named,) = commands("A cluster that stays")
     assert machine.run(start)[0] == 0
     flags = "--actor.num_gpus_per_node 16 --rollout.batch_size 8 --train.batch_size 16 --actor.adam.lr fast"
-    code, output = submitted(machine, f"RAY_AUTH_MODE=token {commands('A token')[0][3]} {flags}")
+    submit = commands("A token")[0][3].replace('"working_dir"', '"setup_commands": ["exit 1"], "working_dir"')
+    code, output = submitted(machine, f"RAY_AUTH_MODE=token {submit} {flags}")
     assert code == 1, output  # as `ray job submit` says of every job that failed
+    assert "note: --runtime-env-json: Ray ignores setup_commands; it reads " in output
     assert f"joined the Ray cluster at {machine.address}: 1 node, 8 GPUs" in output
     assert "error: the run needs 16 GPUs" in output and "the cluster has 8" in output
     assert "error: --actor.adam.lr fast" in output and "2 problems; nothing was started." in output

@@ -1,3 +1,4 @@
+import json
 import socket
 import time
 from dataclasses import replace
@@ -290,3 +291,11 @@ def test_a_trace_of_ray_has_no_colours_in_a_file(monkeypatch):
     assert str(trace).startswith("\x1b[36mray::update()\x1b[39m (pid=")
     launch._leave_out_colours()
     assert str(trace).startswith("ray::update() (pid=")
+
+
+def test_what_ray_ignores_of_a_job_is_told(monkeypatch):
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    assert launch._ignored_by_ray() == []
+    given = {"setup_commands": ["pip install openrlhf"], "working_dir": "gcs://x.zip", "env_vars": {}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": given, "metadata": {}}))
+    assert launch._ignored_by_ray() == ["setup_commands"]
