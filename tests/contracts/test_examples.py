@@ -2,6 +2,8 @@
 that only write down how they were called."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +22,27 @@ from openrlhf.config.parse import Invocation, parse
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(script for script in (EXAMPLES / "scripts").glob("*.sh") if not script.is_symlink())
 """A link is another name of a script."""
+
+DOCUMENTED = {
+    *(
+        "agent_func_gem_multiturn.py",
+        "agent_func_nemogym_executor.py",
+        "agent_func_openai_server_executor.py",
+    ),
+    *("ckpt_ds_zero_to_universal.sh", "docker_run.sh", "nvidia_docker_install.sh", "reward_func.py"),
+    *("math_reward_func.py", "serve_remote_rm.sh", "train_conditional.sh", "train_dapo_ray_hybrid_engine.sh"),
+    *("train_dpo_llama.sh", "train_dpo_ring_llama.sh", "train_iterative_dpo.sh", "train_kto_llama.sh"),
+    *("train_knowledge_distillation.sh", "train_llama_slurm.sh", "train_nonrl_slurm.sh"),
+    *("train_ppo_llama_ray.sh", "train_ppo_llama_ray_70b.sh", "train_ppo_llama_ray_hybrid_engine.sh"),
+    *("train_ppo_llama_ray_slurm.sh", "train_ppo_llama_with_reward_fn.sh", "train_ppo_ray_hybrid_engine.sh"),
+    *("train_ppo_ray_slurm.sh", "train_ppo_with_reward_fn.sh", "train_prm_mistral.sh"),
+    *("train_prorlv2_math_hybrid_engine.sh", "train_reinforce_baseline_hybrid_engine.sh"),
+    *("train_reinforce_baseline_ray_agent_async.sh", "train_reinforce_llama_ray.sh"),
+    *("train_rejection_sampling_llama.sh", "train_rm.sh", "train_rm_llama.sh", "train_sft.sh"),
+    *("train_sft_llama.sh", "train_sft_llama_tensor_parallelism.sh", "train_sft_mixtral_lora.sh"),
+    *("train_sft_moe.sh", "train_vlm_math_hybrid_engine.sh"),
+}
+"""Files of examples/ that instructions of any version link to."""
 
 PROGRAMS = ("python", "deepspeed", "torchrun", "openrlhf", "ray", "srun", "scontrol", "docker")
 PROGRAMS += ("nvidia-smi", "sudo", "apt-cache")
@@ -69,12 +92,13 @@ class Call:
         return {"deepspeed": 8, "torchrun": 16}.get(self.words[0], 1)
 
 
-Run = Callable[[str], list[Call]]
+Run = Callable[..., list[Call]]
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """run("train_sft.sh") -> what it called. In a folder of its own, which keeps what was made before."""
+    """run("train_sft.sh", *flags, **variables) -> what it called. In a folder of its own, which keeps what
+    was made before."""
     stubs, folder = tmp_path / "stubs", tmp_path / "folder"
     stubs.mkdir()
     for name in PROGRAMS:
@@ -87,13 +111,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     (folder / "examples").symlink_to(EXAMPLES)
     monkeypatch.chdir(folder)
 
-    def run(script: str) -> list[Call]:
+    def run(script: str, *flags: str, **variables: str) -> list[Call]:
         record = tmp_path / "record"
         record.write_bytes(b"")
         environ = SETTINGS | {"PATH": f"{stubs}:/usr/bin:/bin", "RECORD": str(record), "HOME": str(folder)}
-        done = subprocess.run(
-            ["bash", f"examples/scripts/{script}"], env=environ, capture_output=True, text=True, timeout=60
-        )
+        command = ["bash", f"examples/scripts/{script}", *flags]
+        done = subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         words = iter(record.read_text().split("\0")[:-1])
         return [Call(words=[next(words) for _ in range(int(count))]) for count in words]
@@ -124,7 +147,10 @@ def make_outputs(config) -> None:
 def test_nothing_is_wrong(
     script: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = run(script.name)
+    check(run(script.name), monkeypatch, capsys)
+
+
+def check(calls: Sequence[Call], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert calls
     known = {command.name: command for command in COMMANDS}
     for call in calls:
@@ -134,6 +160,36 @@ def test_nothing_is_wrong(
         invocation = understood(call, capsys)
         assert not known[call.name].problems(invocation.config, invocation.explicit)
         make_outputs(invocation.config)
+
+
+def names_of_today() -> dict[str, list[str]]:
+    """Of the table in README.md: older name -> the words of today's command."""
+    section = (EXAMPLES / "README.md").read_text().partition("## Names of older versions\n")[2]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    return {
+        name: shlex.split(re.findall("`(.+?)`", new)[0])
+        for olds, new in rows
+        for name in re.findall("`(.+?)`", olds)
+    }
+
+
+def test_names_of_older_versions_are_told() -> None:
+    told, there = names_of_today(), {path.name for path in EXAMPLES.rglob("*")}
+    assert not DOCUMENTED - told.keys() - there
+    assert not told.keys() & there
+
+
+@pytest.mark.parametrize("name", names_of_today())
+def test_what_older_names_are_today(
+    name: str, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = names_of_today()[name]
+    variables = dict(word.split("=", 1) for word in takewhile(re.compile("[A-Z]+=").match, words))
+    script, *flags = words[len(variables) :]
+    if script.endswith(".py"):
+        assert (EXAMPLES / "python" / script).exists()
+    else:
+        check(run(script, *flags, **variables), monkeypatch, capsys)
 
 
 def values(calls: Sequence[Call], capsys: pytest.CaptureFixture[str]) -> list[dict]:
