@@ -11,6 +11,7 @@ from ray.scripts.scripts import cli
 
 from openrlhf.cli import data, main
 from openrlhf.config.commands import COMMANDS
+from openrlhf.config.fields import fields_of
 from openrlhf.config.parse import parse
 from openrlhf.config.reference import page
 
@@ -22,6 +23,14 @@ PAGES = [
     *sorted((ROOT / "examples").glob("*.md")),
 ]
 BLOCK = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
+CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+OPTIONS = {
+    *("config", "help", "print_command", "print_config", "print_plan"),  # of all commands
+    *("address", "dashboard-host", "node-ip-address", "runtime-env-json"),  # of Ray
+    *("cap-add", "device", "network", "security-opt", "ulimit"),  # of docker
+    *("master_addr", "module", "no_ssh", "node_rank"),  # of deepspeed
+}
+"""Beside flags of configurations."""
 TARGETS = {
     target for line in (ROOT / "Makefile").read_text().splitlines() if (target := line.partition(":")[0])
 }
@@ -111,15 +120,39 @@ def check_flags(name: str, flags: list[str]) -> None:
         assert stop.code == 0, f"openrlhf {name}"
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "benchmarks"], ids=lambda page: page.name
+)
+def test_flags_of_the_text_exist(page: Path) -> None:
+    """By the names of today, but where release notes and the reference tell older ones. Commands are looked
+    at above."""
+    known = {name for command in COMMANDS for name in fields_of(command.config_type)} | OPTIONS
+    if page.name in ("release_notes.md", "flags.md"):
+        known |= {name for command in COMMANDS for name in command.old_flags}
+    named = re.findall(r"(?<!\w)--([a-zA-Z][\w.-]*\w)(?!\w|\.\*)", CODE.sub("", page.read_text()))
+    assert not set(named) - known
+
+
 def test_links_lead_somewhere() -> None:
     links = [
-        (doc, link)
-        for doc in PAGES
-        for link in re.findall(r"\]\(([^)#]+)\)", doc.read_text())
-        if "://" not in link
+        (page, page.parent / target if target else page, anchor)
+        for page in PAGES
+        for target, _, anchor in re.findall(r"\]\(([^)#]*)(#([^)]+))?\)", page.read_text())
+        if "://" not in target
     ]
     assert links
-    assert not [(doc.name, link) for doc, link in links if not (doc.parent / link).exists()]
+    assert not [(page.name, target) for page, target, _ in links if not target.exists()]
+    assert not [
+        (page.name, target.name, anchor)
+        for page, target, anchor in links
+        if anchor and anchor not in anchors(target)
+    ]
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", CODE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
 def test_reference_of_flags_is_current() -> None:
