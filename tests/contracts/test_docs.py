@@ -4,13 +4,16 @@ import re
 import shlex
 from itertools import takewhile
 from pathlib import Path
+from textwrap import dedent
 
 import click
 import pytest
 from ray.scripts.scripts import cli
 
 from openrlhf.cli import data, main
-from openrlhf.config.commands import COMMANDS
+from openrlhf.cli.train_ppo_ray import plan, settle
+from openrlhf.cluster import environment
+from openrlhf.config.commands import COMMANDS, PPO
 from openrlhf.config.fields import fields_of
 from openrlhf.config.parse import parse
 from openrlhf.config.reference import page
@@ -94,6 +97,8 @@ def test_command_is_understood(
             check_flags(MODULES[modules[0]], words[words.index(modules[0]) + 1 :])
         case _ if scripts := [word for word in words if word.startswith(("benchmarks/", "examples/"))]:
             text = (ROOT / scripts[0]).read_text()
+            if scripts[0].endswith(".py"):
+                check_options(ROOT / scripts[0], words)
             assert all(f"${{{setting.partition('=')[0]}:-" in text for setting in environment)
         case _:
             pytest.fail(f"{name}: nothing checks this command")
@@ -109,15 +114,22 @@ def check_ray(name: str, *words: str) -> None:
 
 
 def check_flags(name: str, flags: list[str]) -> None:
-    """Commands that train or infer read their flags; of the others it is known that they exist."""
+    """Commands that train or infer read their flags; the others have them in their source."""
     command = next((command for command in COMMANDS if command.name == name), None)
     if command is None:
-        assert name in main.COMMANDS
+        check_options(ROOT / "openrlhf" / "cli" / f"{main.COMMANDS[name][0]}.py", flags)
         return
     try:
         parse(command, flags)
     except SystemExit as stop:
         assert stop.code == 0, f"openrlhf {name}"
+
+
+def check_options(program: Path, words: list[str]) -> None:
+    """Each option is one of a program with argparse. `agent try` hands those of RL on."""
+    own, of_rl = program.read_text(), fields_of(PPO.config_type)
+    options = [word for word in words if word.startswith("--")]
+    assert not [option for option in options if f'"{option}"' not in own and option[2:] not in of_rl]
 
 
 @pytest.mark.parametrize(
@@ -153,6 +165,27 @@ def anchors(page: Path) -> set[str]:
     """What GitHub calls the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", CODE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_plans_are_those_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(RUN)
+    shown = re.findall(
+        r"```bash\n(.* --print_plan \dx.*)\n```\n\n((?: {4}.+\n)+)",
+        (ROOT / "docs" / "clusters.md").read_text(),
+    )
+    assert len(shown) == 2
+    for command, table in shown:
+        with pytest.raises(SystemExit):
+            parse(PPO, shlex.split(command)[3:], settle=settle, plan=plan)
+        assert capsys.readouterr().out == dedent(table)
+
+
+def test_variables_that_reach_all_processes_are_told() -> None:
+    text = (ROOT / "docs" / "clusters.md").read_text()
+    assert not [prefix for prefix in environment.PREFIXES if f"`{prefix}*`" not in text]
 
 
 def test_reference_of_flags_is_current() -> None:
