@@ -51,7 +51,18 @@ TEMPLATE_UNREAD = (
         why="data.apply_chat_template formats the rows",
     ),
 )
+ALWAYS_PACKED = Unread(
+    keys=("ds.packing_samples",),
+    when=lambda c: True,
+    why="rows are always packed (padding-free)",
+)
 COMMON_UNREAD = (
+    ALWAYS_PACKED,
+    Unread(
+        keys=("data.dataloader_num_workers",),
+        when=lambda c: True,
+        why="the tokenizer's own threads read all rows before training starts",
+    ),
     Unread(
         keys=("ds.lora.alpha", "ds.lora.dropout", "ds.lora.target_modules"),
         when=lambda c: c.ds.lora.rank == 0,
@@ -346,7 +357,7 @@ def precision(config: Any) -> Iterator[Problem]:
         )
     yield from _accumulation(ds)
     yield from row_attention(ds.attn_implementation)
-    yield from flash_attention(ds)
+    yield from attention_packages(ds)
     yield from _liger(ds)
 
 
@@ -451,8 +462,11 @@ def row_attention(name: str) -> Iterator[Problem]:
         )
 
 
-def flash_attention(ds: Any) -> Iterator[Problem]:
+def attention_packages(ds: Any) -> Iterator[Problem]:
+    """Kernels that come in packages of their own."""
     key, package = "ds.attn_implementation", FLASH_PACKAGES.get(ds.attn_implementation)
+    if ds.attn_implementation.startswith(HUB_KERNELS) and importlib.util.find_spec("kernels") is None:
+        yield Problem(key=key, text='needs the package kernels: pip install "openrlhf[kernels]"; or use auto')
     if package is None:
         return
     if importlib.util.find_spec(package) is None:
@@ -491,9 +505,11 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
             yield Problem(key=key, text="is a file; name a folder")
     if logger.wandb.key == "***":
         yield Problem(key="logger.wandb.key", text="is a mask, not a key; use True and set WANDB_API_KEY")
-    elif logger.wandb.key is not None and importlib.util.find_spec("wandb") is None:
+    elif logger.wandb.key is not None and not logger.wandb.is_used:
+        yield Problem(key="logger.wandb.key", text="has no effect: WANDB_MODE is disabled", fatal=False)
+    elif logger.wandb.is_used and importlib.util.find_spec("wandb") is None:
         yield Problem(
             key="logger.wandb.key",
-            text='needs the package wandb: pip install "openrlhf[wandb]"; without the flag metrics.jsonl and '
-            "report.html are written all the same",
+            text='needs the package wandb: pip install "openrlhf[wandb]".\nTo go on without it set '
+            "WANDB_MODE=disabled, or leave it out: metrics.jsonl and report.html are written all the same",
         )

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from openrlhf.config.checks import (
     TEMPLATE_UNREAD,
     Unread,
+    attention_packages,
     first_of_each,
-    flash_attention,
     local_datasets,
     local_models,
     missing,
@@ -31,7 +31,7 @@ def batch_inference_problems(config: BatchInferenceConfig, explicit: Explicit) -
             *_output(config),
             *_processing(config),
             *_answers(config),
-            *flash_attention(config.ds),
+            *attention_packages(config.ds),
             *unread(config, explicit, TEMPLATE_UNREAD + SAMPLING_UNREAD + BATCH_INFERENCE_UNREAD),
         ]
     )
@@ -46,7 +46,7 @@ def chat_problems(config: ChatConfig, explicit: Explicit) -> list[Problem]:
             *template(config, explicit),
             *_initial_prompt(config),
             *_room(config),
-            *flash_attention(config.ds),
+            *attention_packages(config.ds),
             *unread(config, explicit, TEMPLATE_UNREAD + SAMPLING_UNREAD + CHAT_UNREAD),
         ]
     )

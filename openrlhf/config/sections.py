@@ -5,6 +5,7 @@ renames a field, nothing changes one after parsing, and the docstring under it i
 several fields is a property.
 """
 
+import os
 import secrets
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -138,9 +139,10 @@ class DeepSpeedConfig:
     """Accepted for old commands: rows are always packed (padding-free), and attention never crosses a
     border."""
     attn_implementation: str = "auto"
-    """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: flash
-    attention over packed rows on a GPU in half precision, otherwise sdpa one sequence at a time. The model is
-    checked (docs/models.md): where packed rows would be wrong, auto runs it once for each sequence."""
+    """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...); one of the hub
+    (kernels-community/...) needs `pip install "openrlhf[kernels]"`. auto: flash attention over packed rows
+    on a GPU in half precision, otherwise sdpa one sequence at a time. The model is checked (docs/models.md):
+    where packed rows would be wrong, auto runs it once for each sequence."""
     experts_implementation: ExpertsImplementation | None = None
     """Kernel for the experts of MoE models. None: as transformers chooses."""
     use_liger_kernel: bool = False
@@ -220,8 +222,8 @@ class WandbConfig:
     """Weights & Biases."""
 
     key: str | None = None
-    """API key, or True to log in with WANDB_API_KEY or `wandb login`. None: off. Never written to a file or a
-    log."""
+    """API key, or True to log in with WANDB_API_KEY or `wandb login`. None, and WANDB_MODE=disabled: off.
+    Never written to a file or a log. Needs `pip install "openrlhf[wandb]"`."""
     org: str | None = None
     """Entity: user or team."""
     group: str | None = None
@@ -231,6 +233,11 @@ class WandbConfig:
     run_name: str = ""
     """Name of the run, here and in TensorBoard and the run folder: the command, the start time, and a random
     number, so that no two runs share one."""
+
+    @property
+    def is_used(self) -> bool:
+        """Something is sent: WANDB_MODE=disabled is W&B's own way to switch it off."""
+        return self.key is not None and os.environ.get("WANDB_MODE") != "disabled"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from openrlhf.config.checks import (
+    ALWAYS_PACKED,
+    attention_packages,
     first_of_each,
-    flash_attention,
     local_models,
     modelscope,
     required,
     row_attention,
+    unread,
 )
 from openrlhf.config.choices import Count, ExpertsImplementation, ParamDtype, Positive, Range
 from openrlhf.config.parse import Explicit, NotYet, Problem
@@ -117,7 +119,8 @@ def serve_rm_problems(config: ServeRMConfig, explicit: Explicit) -> list[Problem
             *_access(config),
             *_limits(config),
             *row_attention(config.ds.attn_implementation),
-            *flash_attention(config.ds),
+            *attention_packages(config.ds),
+            *unread(config, explicit, (ALWAYS_PACKED,)),
         ]
     )
 

@@ -173,6 +173,11 @@ SUPERVISED_UNREAD = (
 
 RM_UNREAD = (
     Unread(
+        keys=("model.compute_fp32_loss_enable",),
+        when=lambda c: True,
+        why="scores and losses are always float32",
+    ),
+    Unread(
         keys=("model.margin_loss_enable",),
         when=lambda c: c.model.loss_type == "logexp",
         why="model.loss_type logexp has no margin",

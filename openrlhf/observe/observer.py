@@ -138,7 +138,7 @@ def _mirrors(folder: RunFolder, logger: LoggerConfig, resume_step: int | None) -
     if logger.tensorboard_dir is not None:
         directory = f"{logger.tensorboard_dir}/{wandb.run_name}"
         mirrors.append(TensorBoardTracker(directory, resume_step=resume_step))
-    if wandb.key is not None:
+    if wandb.key is not None and wandb.is_used:
         mirrors.append(
             WandbTracker(
                 wandb.key,

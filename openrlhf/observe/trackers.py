@@ -145,7 +145,7 @@ class WandbTracker:
         except ImportError as error:
             raise ValueError(
                 f"--logger.wandb.key needs a package that is not installed ({error}).\n"
-                "Run `pip install wandb`, or leave the flag out: metrics.jsonl is always written."
+                'Run `pip install "openrlhf[wandb]"`, or leave the flag out: metrics.jsonl is always written.'
             ) from None
         self._wandb = wandb
         # The redacted key of a saved config.yaml means: the one of whoever runs it.

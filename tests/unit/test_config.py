@@ -15,7 +15,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from openrlhf.config.checks import COMMON_UNREAD, sequence_parallel
-from openrlhf.config.commands import COMMANDS, DPO, KD, KTO, PPO, PRM, RM, SFT
+from openrlhf.config.commands import (
+    BATCH_INFERENCE,
+    CHAT,
+    COMMANDS,
+    DPO,
+    KD,
+    KTO,
+    PPO,
+    PRM,
+    RM,
+    SERVE_RM,
+    SFT,
+)
 from openrlhf.config.fields import fields_of, to_words, values_of
 from openrlhf.config.parse import parse, suggest, to_yaml
 from openrlhf.config.ppo import PPOConfig
@@ -50,6 +62,9 @@ def say(tmp_path, capsys, monkeypatch):
         "kd": responses + " --teacher.model_name_or_path org/teacher",
         "ppo": "--actor.model_name_or_path org/model --data.prompt_dataset org/rows "
         "--reward.remote_url reward.py --algo.advantage.estimator reinforce",
+        "serve_rm": "--reward.model_name_or_path org/model",
+        "batch_inference": f"{supervised} --output_path out.jsonl --task rm",
+        "chat": "--model.model_name_or_path org/model",
     }
 
     def say(command, line):
@@ -959,6 +974,25 @@ def test_a_feature_that_does_not_exist_yet_is_refused_and_marked(command, key, c
 
 
 REMARKS = [
+    (SFT, "--packing_samples", "--ds.packing_samples: has no effect: rows are always packed (padding-free)"),
+    (PPO, "--packing_samples", "--ds.packing_samples: has no effect: rows are always packed (padding-free)"),
+    (SERVE_RM, "--packing_samples", "--ds.packing_samples: has no effect: rows are always packed"),
+    (
+        DPO,
+        "--data.dataloader_num_workers 4",
+        "--data.dataloader_num_workers 4: has no effect: the tokenizer's own threads read all rows before "
+        "training starts",
+    ),
+    (
+        PPO,
+        "--data.dataloader_num_workers 4",
+        "--data.dataloader_num_workers 4: has no effect: the tokenizer's",
+    ),
+    (
+        RM,
+        "--compute_fp32_loss",
+        "--model.compute_fp32_loss_enable: has no effect: scores and losses are always float32",
+    ),
     (
         PPO,
         ONE_GPU + "--train.colocate_all --ref_num_gpus_per_node 8",
@@ -1339,12 +1373,30 @@ def test_packages_are_looked_for_before_anything_starts(command, say, monkeypatc
     assert len(found) == 2
     assert found[0].endswith("flash attention has no float32; use auto, or ds.param_dtype bf16")
     assert found[1].startswith('--logger.wandb.key: needs the package wandb: pip install "openrlhf[wandb]"')
+    assert "To go on without it set WANDB_MODE=disabled, or leave it out: metrics.jsonl" in found[1]
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    config, lines = say(command, "--logger.wandb.key True")
+    assert not config.logger.wandb.is_used
+    assert "note: --logger.wandb.key True: has no effect: WANDB_MODE is disabled" in lines
+    monkeypatch.delenv("WANDB_MODE")
     installed.add("wandb")
     assert say(command, "--flash_attn --use_wandb True")[0] is not None
     installed.clear()
     _, lines = say(command, "--flash_attn --ds.param_dtype fp32")
     assert any("the package flash_attn is not installed: auto takes its place" in line for line in lines)
     assert not problems_of(lines)
+
+
+@pytest.mark.parametrize("command", [SFT, PPO, SERVE_RM, BATCH_INFERENCE, CHAT])
+def test_kernels_of_the_hub(command, say, monkeypatch):
+    installed = set()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+    line = "--ds.attn_implementation kernels-community/flash-attn2"
+    assert problems_of(say(command, line)[1]) == [
+        f'{line}: needs the package kernels: pip install "openrlhf[kernels]"; or use auto'
+    ]
+    installed.add("kernels")
+    assert say(command, line)[0] is not None
 
 
 @pytest.mark.parametrize("command", [SFT, RM, PPO])
