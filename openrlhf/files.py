@@ -34,6 +34,24 @@ def write_atomically(path: Path, parts: Iterable[str], *, shared: bool = False) 
         file.writelines(parts)
 
 
+MODEL_FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.*")
+"""Of a model and of an adapter, as transformers and peft write them."""
+
+
+def holds_model(folder: str | os.PathLike) -> bool:
+    """A model or an adapter."""
+    return any(any(Path(folder).glob(pattern)) for pattern in (*MODEL_FILES, *ADAPTER_FILES))
+
+
+def clear_for_model(folder: str | os.PathLike, *, adapter: bool) -> None:
+    """Before a model, or an adapter, is written over another one: what would be left of one of the other kind
+    is removed, since loaders would take it for a part of the new one."""
+    for pattern in MODEL_FILES if adapter else ADAPTER_FILES:
+        for file in Path(folder).glob(pattern):
+            file.unlink()
+
+
 PATIENCE = 5.0
 """Seconds after which a network file system shows on one machine what another has made."""
 

@@ -49,6 +49,7 @@ if [[ ! -e $OUT/done ]]; then
         --adam.lr 5e-6 \
         --ds.zero_stage 3 \
         --ckpt.output_dir "$OUT/model" \
+        --ckpt.overwrite \
         --ckpt.path "$OUT/checkpoints" \
         $TRAIN_FLAGS
     touch "$OUT/done"

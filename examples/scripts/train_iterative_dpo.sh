@@ -62,6 +62,7 @@ for ((i = 0; i < ITERATIONS; i++)); do
             --adam.lr 5e-7 \
             --ds.zero_stage 3 \
             --ckpt.output_dir "$DIR/model" \
+            --ckpt.overwrite \
             --ckpt.path "$DIR/checkpoints" \
             $TRAIN_FLAGS
         touch "$DIR/done"

@@ -61,6 +61,7 @@ for ((i = 0; i < ITERATIONS; i++)); do
             --lr_scheduler constant_with_warmup \
             --ds.zero_stage 3 \
             --ckpt.output_dir "$DIR/model" \
+            --ckpt.overwrite \
             --ckpt.path "$DIR/checkpoints" \
             $TRAIN_FLAGS
         touch "$DIR/done"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from openrlhf.cli.errors import short_errors
 
-SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32"
+SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32 --ckpt.overwrite"
 PRETRAIN = (
     "--data.max_len 256 --train.batch_size 8 --train.micro_batch_size 8 --train.max_epochs 2 --adam.lr 3e-3"
 )
@@ -28,7 +28,7 @@ RL = (
     "--train.batch_size 256 --train.dynamic_batch_enable --train.max_tokens_per_gpu 8192 "
     "--actor.adam.lr 5e-4 --actor.lr_scheduler constant --actor.num_gpus_per_node 1 --train.colocate_all "
     "--ds.zero_stage 2 --ds.param_dtype fp32 --data.apply_chat_template --data.label_key label "
-    "--reward.batch 32 --eval.n_samples_per_prompt 1 --eval.temperature 1.0"
+    "--ckpt.overwrite --reward.batch 32 --eval.n_samples_per_prompt 1 --eval.temperature 1.0"
 )
 
 NEEDED_GB = 4

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
+from openrlhf.cli.start import check_output
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.hub import choose_hub
 
@@ -31,6 +32,7 @@ def problems_outside(config: PPOConfig) -> list[str]:
             problems.append(str(error))
             wrong.add(flag)
 
+    ask("--ckpt.output_dir", check_output, config, resumes=config.ckpt.load_enable)
     with checking():
         from openrlhf.cluster.launch import check_resources, cluster_has_gpus
 

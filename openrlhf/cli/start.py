@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from openrlhf.config.parse import Command
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.files import holds_model
 
 if TYPE_CHECKING:
     from openrlhf.trainer.checkpoints import CheckpointFolder
@@ -32,6 +33,22 @@ def origin_of(
     return Origin.of(command.name, config, {**prints, **more})
 
 
+def check_output(config: Config, *, resumes: bool) -> None:
+    """Raise ValueError where the run would write over a finished model, unless it goes on with the run that
+    wrote it."""
+    ckpt = config.ckpt
+    folders = {"--ckpt.output_dir": ckpt.output_dir}
+    if isinstance(config, PPOConfig) and config.uses_critic and config.critic.save_value_network:
+        folders["--critic.save_value_network"] = config.critic_output_dir
+    for flag, folder in folders.items():
+        if not (resumes or ckpt.overwrite) and holds_model(folder):
+            raise ValueError(
+                f"{flag} {folder}: holds a model, which this run would write over.\nName another "
+                "--ckpt.output_dir, go on with its run by --ckpt.load_enable, or write over it with "
+                "--ckpt.overwrite."
+            )
+
+
 def begin(config: Config, checkpoints: "CheckpointFolder", held: ExitStack) -> str | None:
     """Take the run's folders until `held` ends, say what there is to resume from, and return its tag. On the
     one rank that speaks for a run. ValueError where a living run has a folder, or where the checkpoint is of
@@ -42,6 +59,7 @@ def begin(config: Config, checkpoints: "CheckpointFolder", held: ExitStack) -> s
         held.enter_context(locked(config.ckpt.folder, flag="--ckpt.path"))
     held.enter_context(locked(config.run_dir, flag="--logger.run_dir"))
     tag, lines = checkpoints.choose()
+    check_output(config, resumes=tag is not None)
     for line in lines:
         print(line, flush=True)
     return tag

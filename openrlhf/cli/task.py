@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_type_hint
 from openrlhf import heap
 from openrlhf.cli.errors import catch_signals, short_errors, telling
 from openrlhf.cli.publish import publish
-from openrlhf.cli.start import begin, make_room, origin_of, position
+from openrlhf.cli.start import begin, check_output, make_room, origin_of, position
 from openrlhf.config.checks import SCATTERED
 from openrlhf.config.parse import Command, parse, to_yaml
 from openrlhf.config.supervised import SupervisedConfig
@@ -309,6 +309,7 @@ def run(task: Task, argv: Sequence[str] = ()) -> None:
     choose_hub(task.config.use_ms)
     from openrlhf.observe.progress import checking
 
+    check_output(task.config, resumes=task.config.ckpt.load_enable)
     with checking():
         check_files(task)
     with ExitStack() as held:

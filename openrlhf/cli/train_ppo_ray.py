@@ -92,7 +92,7 @@ def train(
                 with trainer.observer.phase("save the model"):
                     roles.policy.export(config.ckpt.output_dir).result()
                     if roles.critic and config.critic.save_value_network:
-                        roles.critic.export(f"{config.ckpt.output_dir}_critic").result()
+                        roles.critic.export(config.critic_output_dir).result()
         finally:
             trainer.observer.close()
     finally:

@@ -27,6 +27,8 @@ class LoraCombinerConfig:
     """Folder or Hugging Face name of the adapter. Required."""
     output_path: str = ""
     """Folder that the merged model and its tokenizer go to. Required."""
+    overwrite: bool = False
+    """Write over the model that is in output_path."""
     is_rm: bool = False
     """The adapter is that of a reward model."""
     ds: MergeDeepSpeedConfig = field(default_factory=MergeDeepSpeedConfig)
@@ -45,7 +47,8 @@ def lora_combiner_problems(config: LoraCombinerConfig, explicit: Explicit) -> li
 def _output(config: LoraCombinerConfig) -> Iterator[Problem]:
     if os.path.isfile(config.output_path):
         yield Problem(key="output_path", text="is a file; name a folder")
-    elif os.path.isdir(config.output_path) and os.listdir(config.output_path):
+    elif os.path.isdir(config.output_path) and os.listdir(config.output_path) and not config.overwrite:
         yield Problem(
-            key="output_path", text="is not empty, and its model would be overwritten; name a new folder"
+            key="output_path",
+            text="is not empty, and its model would be overwritten; name a new folder, or use --overwrite",
         )

@@ -599,6 +599,11 @@ class PPOConfig:
         return run_dir(self.logger, self.ckpt)
 
     @property
+    def critic_output_dir(self) -> str:
+        """Where critic.save_value_network writes the critic."""
+        return f"{self.ckpt.output_dir}_critic"
+
+    @property
     def uses_critic(self) -> bool:
         return self.algo.advantage.traits.needs_critic
 

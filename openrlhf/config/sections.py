@@ -181,7 +181,10 @@ class CkptConfig:
     """What is written to disk, and when."""
 
     output_dir: str = "./ckpt"
-    """Where the final Hugging Face model and tokenizer go."""
+    """Where the final Hugging Face model and tokenizer go. A folder that holds a model is refused, unless the
+    run resumes (load_enable) or overwrite is set."""
+    overwrite: bool = False
+    """Write over the model that is in output_dir."""
     path: str | None = None
     """Where resumable checkpoints go; a folder that all nodes share. None:
     `{ckpt.output_dir}/checkpoints`."""

@@ -37,6 +37,7 @@ from openrlhf.engine.resharding import (
 )
 from openrlhf.engine.row_memory import ModelShape, RowMemory, row_memory
 from openrlhf.engine.weight_sync import Part
+from openrlhf.files import clear_for_model
 from openrlhf.models.backbone import RowModel, backbone_of, reading_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
 from openrlhf.models.dropout import enable_checkpointing, has_noise, set_training
@@ -325,6 +326,8 @@ class DeepSpeedEngine:
         for name, tensor in chain(weights, average.in_full() if average else ()):
             if self.mesh.is_first:
                 state[name] = tensor.detach().cpu().clone()
+        if self.mesh.is_first:
+            clear_for_model(folder, adapter=is_adapter)
         if self.mesh.is_first and is_adapter:
             save_adapter(model, state, folder)
         elif self.mesh.is_first:

@@ -145,6 +145,17 @@ def test_a_model_that_is_not_there(refused, files, command):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_with_a_model(refused, files, command):
+    """A finished model is not written over without a word."""
+    text = refused(command, "--ckpt.output_dir", files["model"])
+    assert text.startswith(
+        f"error: --ckpt.output_dir {files['model']}: holds a model, which this run would write over.\n"
+        "Name another --ckpt.output_dir, go on with its run by --ckpt.load_enable, or write over it with "
+        "--ckpt.overwrite."
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_folder_without_a_model(refused, files, command):
     text = refused(command, MODEL[command], files["empty"])
     assert f"error: {MODEL[command]} {files['empty']}: no model configuration could be loaded" in text

@@ -102,6 +102,7 @@ def test_default(command, row):
 
 
 SUPERVISED = {
+    "ckpt.overwrite",
     "ckpt.push_to_hub",
     "data.bad_rows",
     "data.cache_dir",
@@ -136,6 +137,7 @@ OURS = {
         "algo.advantage.staleness_decay",
         "algo.router_replay",
         "algo.skip_old_log_probs",
+        "ckpt.overwrite",
         "ckpt.push_to_hub",
         "critic.aux_loss_coef",
         "critic.gradient_checkpointing_enable",

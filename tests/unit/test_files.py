@@ -3,12 +3,31 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.files import cache_folder, replacing, write_atomically
+from openrlhf.files import cache_folder, clear_for_model, holds_model, replacing, write_atomically
 
 
 def failing_parts():
     yield "new"
     raise OSError("disk full")
+
+
+FULL = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_of_a_model_of_the_other_kind_nothing_is_left(tmp_path, adapter):
+    """Else an adapter would be loaded on top of the model beside it, or in its place."""
+    others = ["README.md", "tokenizer.json", "checkpoints"]
+    assert not holds_model(tmp_path) and not holds_model(tmp_path / "gone")
+    for name in others:
+        (tmp_path / name).touch()
+    assert not holds_model(tmp_path)
+    for name in [*FULL, *ADAPTER]:
+        (tmp_path / name).touch()
+    clear_for_model(tmp_path, adapter=adapter)
+    assert set(os.listdir(tmp_path)) == {*others, *(ADAPTER if adapter else FULL)}
+    assert holds_model(tmp_path)
 
 
 def test_a_file_takes_the_place_of_another(tmp_path):

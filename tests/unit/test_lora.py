@@ -300,7 +300,7 @@ def test_mistakes_of_the_combiner(base: Path, tmp_path: Path, capsys: pytest.Cap
     assert "holds no adapter" in whole
     assert "holds a LoRA adapter" in refused(capsys, "--model_path", str(tmp_path), *adapter, *out)
     over = refused(capsys, "--model_path", str(base), *adapter, "--output_path", str(base))
-    assert "is not empty, and its model would be overwritten; name a new folder" in over
+    assert "is not empty, and its model would be overwritten; name a new folder, or use --overwrite" in over
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,36 @@
+"""What a run settles before it loads a model."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from openrlhf.cli.start import check_output
+from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, CriticConfig, PPOConfig
+from openrlhf.config.sections import CkptConfig
+from openrlhf.config.supervised import SFTConfig
+
+
+def test_a_finished_model_is_written_over_by_its_own_run_or_when_asked(tmp_path: Path) -> None:
+    config = SFTConfig(ckpt=CkptConfig(output_dir=str(tmp_path), load_enable=True))
+    check_output(config, resumes=False)  # there is no model yet
+    (tmp_path / "config.json").touch()
+    check_output(config, resumes=True)
+    with pytest.raises(ValueError, match="holds a model") as refusal:  # a resume that found no checkpoint
+        check_output(config, resumes=False)
+    assert "--ckpt.overwrite" in str(refusal.value)
+    check_output(SFTConfig(ckpt=CkptConfig(output_dir=str(tmp_path), overwrite=True)), resumes=False)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_critic_is_looked_for_where_one_will_be_written(tmp_path: Path, saved: bool) -> None:
+    (tmp_path / "policy_critic").mkdir()
+    (tmp_path / "policy_critic" / "adapter_config.json").touch()
+    config = PPOConfig(
+        ckpt=CkptConfig(output_dir=f"{tmp_path}/policy"),
+        critic=CriticConfig(save_value_network=saved),
+        algo=AlgoConfig(advantage=AdvantageConfig(estimator="gae")),
+    )
+    text = f"--critic.save_value_network {tmp_path}/policy_critic: holds a"
+    with pytest.raises(ValueError, match=text) if saved else nullcontext():
+        check_output(config, resumes=False)
