@@ -51,7 +51,10 @@ def read_answer(
     """The text of a row with its answer marked; with `multiturn` the assistant's part of the whole
     conversation. Images have their placeholders in it, which needs a chat template."""
     if apply_chat_template:
-        messages = as_messages(value_of(row, input_key, str, list))
+        asked = value_of(row, input_key, str, list)
+        if isinstance(asked, str) and output_key is None:
+            raise ValueError(_no_answer(row, input_key))
+        messages = as_messages(asked)
         first = len(messages) - 1
         if output_key is not None:
             first += 1
@@ -65,6 +68,15 @@ def read_answer(
     )
     answer = value_of(row, output_key, str)
     return plain_answer(prompt, answer) if prompt else Text(text=answer)
+
+
+def _no_answer(row: Row, input_key: str) -> str:
+    others = [column for column in row if column != input_key]
+    has = f"The rows also have {', '.join(others)}" if others else "The rows have no other column"
+    return (
+        f"--data.output_key: not set, so the last message of column {input_key!r} would be the response, and "
+        f"that column is text,\nnot messages. {has}; name the column with the response."
+    )
 
 
 def plain_answer(prompt: str, answer: str) -> Text:

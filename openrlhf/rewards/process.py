@@ -21,10 +21,15 @@ from openrlhf.rewards.user_file import (
     import_file,
     import_problem,
 )
-from openrlhf.rewards.values import read_rewards
+from openrlhf.rewards.values import NotFinite, read_rewards
 from openrlhf.utils.agent import Reward, RewardError
 
 FORM = "Define `def reward_func(queries, prompts, labels)` that returns {'rewards': [...]}."
+ALONE = (
+    ". The call had one sample: a function that compares the samples of a call\n(mean, deviation) needs "
+    "several; --reward.batch 64 hands over up to 64 that finish together."
+)
+"""Where a call of one sample gave no finite number."""
 RewardFunc = Callable[[list[str], list[str], list[Any]], Any]
 
 
@@ -192,5 +197,7 @@ def _call(
         return f"reward_func raised {headline(error)}\n{traceback.format_exc(limit=-3)}"
     try:
         return read_rewards(answer, len(queries))
+    except NotFinite as error:
+        return f"{error}{ALONE}" if len(queries) == 1 else str(error)
     except RewardError as error:
         return str(error)

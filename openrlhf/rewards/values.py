@@ -7,6 +7,10 @@ from typing import Any
 from openrlhf.utils.agent import Reward, RewardError
 
 
+class NotFinite(RewardError):
+    """A reward that is NaN or infinite."""
+
+
 def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[Reward]:
     """What a reward function or a reward server may return, as one Reward for each sample. Raises
     RewardError for anything else, which names the `source`.
@@ -54,7 +58,7 @@ def read_floats(name: str, value: Any, count: int, source: str, one_is_for_all: 
     except (TypeError, ValueError, OverflowError) as error:
         raise RewardError(f"{source} returned {name} that are not numbers: {error}") from error
     if not all(math.isfinite(f) for f in floats):
-        raise RewardError(f"{source} returned {name} that are not finite: {floats}")
+        raise NotFinite(f"{source} returned {name} that are not finite: {floats}")
     return floats
 
 

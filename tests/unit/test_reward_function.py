@@ -425,6 +425,23 @@ def test_one_bad_sample_of_a_batch_fails_alone(tmp_path, fate, text, num_workers
     assert sorted(sizes, reverse=True) == [8, 4, 4, 2, 2, 1, 1]
 
 
+def test_a_function_that_normalises_over_a_call_is_told_which_flag_fills_calls(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import torch\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    rewards = torch.tensor([float(len(query)) for query in queries])\n"
+        "    return (rewards - rewards.mean()) / (rewards.std() + 1e-8)\n"
+    )
+    function, runner = process.load_reward_func(str(path)), asyncio.Runner()
+    with runner:
+        alone = process._call(function, ["a"], [""], [None], runner)
+        several = process._call(function, ["a", "abc"], [""] * 2, [None] * 2, runner)
+    assert "rewards that are not finite: [nan]. The call had one sample:" in alone
+    assert "--reward.batch 64" in alone
+    assert [r.reward for r in several] == pytest.approx([-(0.5**0.5), 0.5**0.5])
+
+
 @pytest.mark.parametrize(("batch_size", "samples"), [(1, 200), (16, 60)])
 def test_deaths_fail_nobody_else(tmp_path, batch_size, samples):
     """Two workers; one sample of twenty kills the process that works on it."""

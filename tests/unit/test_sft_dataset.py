@@ -94,6 +94,16 @@ def encode(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def test_rows_of_a_prompt_and_a_response_name_the_flag_and_the_columns(tokenizer):
+    """They were told to leave rows without an assistant's message out."""
+    with pytest.raises(ValueError) as refusal:
+        build([{"input": "1 + 1?", "output": "2", "source": "x"}], tokenizer, output_key=None)
+    assert str(refusal.value) == (
+        "--data.output_key: not set, so the last message of column 'input' would be the response, and that "
+        "column is text,\nnot messages. The rows also have output, source; name the column with the response."
+    )
+
+
 def test_golden_tokens_of_an_input_template(tokenizer):
     changes = {"apply_chat_template": False, "input_template": "User: {}\nAssistant: "}
     (sample,) = build([{"input": "1+2", "output": "hi 3"}], tokenizer, **changes)
