@@ -210,7 +210,7 @@ OURS = {
         "max_texts",
         "max_tokens_per_gpu",
     },
-    "lora_combiner": set(),
+    "lora_combiner": {"overwrite"},
 }
 """Flags that no older version had."""
 
