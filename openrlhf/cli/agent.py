@@ -61,8 +61,7 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> 
     ]
     config = parse(PPO, [*flags, *given]).config
     choose_hub(config.use_ms)
-    max_len, model = config.data.max_len, options.model
-    check_room(load_config(model, ACTOR_FLAG), max_len, flags="--data.max_len", path=model)
+    check_room(load_config(options.model, ACTOR_FLAG), config, "data.max_len", path=options.model)
     check_users_files(config, lambda flag, check, *arguments: check(*arguments))
     prompts, *_ = build_prompt_datasets(config)
     return config, prompts[0]

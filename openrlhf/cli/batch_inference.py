@@ -107,8 +107,8 @@ def check(config: BatchInferenceConfig) -> None:
     from openrlhf.models.loading import check_room, load_config
 
     model_config = load_config(config.model.model_name_or_path, MODEL_FLAG)
-    flags = "--data.max_len" if config.task == "rm" else "--data.prompt_max_len + --rollout.max_new_tokens"
-    check_room(model_config, _longest(config), flags=flags, path=config.model.model_name_or_path)
+    lengths = ("data.max_len",) if config.task == "rm" else ("data.prompt_max_len", "rollout.max_new_tokens")
+    check_room(model_config, config, *lengths, path=config.model.model_name_or_path)
     if config.task == "generate_vllm":
         check_vllm_runs(
             model_config,

@@ -64,7 +64,7 @@ def check(config: ChatConfig) -> None:
 
     path = config.model.model_name_or_path
     model_config = load_config(path, MODEL_FLAG)
-    check_room(model_config, config.data.max_len, flags="--data.max_len", path=path)
+    check_room(model_config, config, "data.max_len", path=path)
     if config.engine == "vllm":
         check_vllm_runs(
             model_config,

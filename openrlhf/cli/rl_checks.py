@@ -61,7 +61,7 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
     from openrlhf.models.scorer import check_reward_model
 
     actor, critic = config.actor.model_name_or_path, config.critic_path
-    ask(ACTOR_FLAG, _check_trained, actor, ACTOR_FLAG, config.data.max_len)
+    ask(ACTOR_FLAG, _check_trained, config, actor, ACTOR_FLAG)
     ask(ACTOR_FLAG, check_engines, config, on_cpu=on_cpu)
     if config.actor.aux_loss_coef:
         ask(ACTOR_FLAG, check_experts, actor, ACTOR_FLAG, "--actor.aux_loss_coef")
@@ -70,7 +70,7 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
     if path := config.teacher.model_name_or_path:
         ask(TEACHER_FLAG, check_model, path, TEACHER_FLAG)
     if config.uses_critic and critic != actor:
-        ask(CRITIC_FLAG, _check_trained, critic, CRITIC_FLAG, config.data.max_len)
+        ask(CRITIC_FLAG, _check_trained, config, critic, CRITIC_FLAG)
     if config.uses_critic and config.critic_aux_loss_coef:
         ask(CRITIC_FLAG, check_experts, critic, CRITIC_FLAG, "--critic.aux_loss_coef")
     for path in config.reward.models:
@@ -102,10 +102,10 @@ def _check_columns(config: PPOConfig, ask: Callable[..., None]) -> None:
             ask(flag, check_columns, spec, flag=flag, **options)
 
 
-def _check_trained(path: str, flag: str, max_len: int) -> None:
+def _check_trained(config: PPOConfig, path: str, flag: str) -> None:
     from openrlhf.models.loading import check_room, load_config
 
-    check_room(load_config(path, flag), max_len, flags="--data.max_len", path=path)
+    check_room(load_config(path, flag), config, "data.max_len", path=path)
 
 
 def _check_replay(path: str) -> None:

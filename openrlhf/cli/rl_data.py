@@ -231,4 +231,4 @@ def check_vocabularies(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") 
         own = load_tokenizer(path, flag=REWARD_FLAG)
         if reads_the_tokens_of(own, tokenizer):  # another one reads another number of tokens
             model = load_config(path, REWARD_FLAG)
-            check_room(model, config.data.max_len, flags="--data.max_len", path=path)
+            check_room(model, config, "data.max_len", path=path)

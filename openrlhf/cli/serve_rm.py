@@ -51,7 +51,7 @@ def check(config: ServeRMConfig) -> None:
     model_config = load_config(path, MODEL_FLAG)
     if config.reward.normalize_enable:
         score_statistics(model_config, path)
-    check_room(model_config, config.data.max_len, flags="--data.max_len", path=path)
+    check_room(model_config, config, "data.max_len", path=path)
     own = config.ds.param_dtype is None and str(model_config.dtype)
     if own == "torch.float32" and "flash_attention" in config.ds.attn_implementation:
         raise ValueError(

@@ -12,6 +12,7 @@ from openrlhf.cli.errors import catch_signals, short_errors, telling
 from openrlhf.cli.publish import publish
 from openrlhf.cli.start import begin, check_output, make_room, origin_of, position
 from openrlhf.config.checks import SCATTERED
+from openrlhf.config.fields import flag_of
 from openrlhf.config.parse import Command, parse, to_yaml
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.hub import choose_hub
@@ -419,7 +420,7 @@ def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
         if max(lengths) > room:
             path, count = task.models()[model_flag], sum(length > room for length in lengths)
             raise ValueError(
-                f"--data.max_len {task.config.data.max_len}: {count} of {len(lengths)} sequences of {flag} "
+                f"{flag_of(task.config, 'data.max_len')}: {count} of {len(lengths)} sequences of {flag} "
                 f"are longer than the {room} tokens that\n{path} ({model_flag}) reads; the longest has "
                 f"{max(lengths)}.\nCut them with --data.max_len {room}, or stretch the model's RoPE in its "
                 "config.json (docs/models.md)."

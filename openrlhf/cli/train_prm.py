@@ -26,6 +26,13 @@ class ProcessRewardTask(task.Task[PRMConfig]):
             "--data.label_key": self.config.data.label_key,
         }
 
+    def check_models(self) -> None:
+        super().check_models()
+        if tokens := self.config.data.reward_tokens:
+            from openrlhf.datasets.steps import reward_token_ids
+
+            reward_token_ids(task.load_tokenizer_of(self.config), tokens)
+
     def builder(self) -> partial:
         from openrlhf.datasets.steps import build_steps
 
@@ -51,13 +58,11 @@ class ProcessRewardTask(task.Task[PRMConfig]):
         return ProcessRewardModel(self.load_causal_lm())
 
     def objective(self, run: task.Run[PRMConfig]) -> "ProcessObjective":
-        from openrlhf.datasets.steps import single_token_id
+        from openrlhf.datasets.steps import reward_token_ids
         from openrlhf.objectives.prm import ProcessObjective
 
         tokens = self.config.data.reward_tokens
-        ids = None
-        if tokens is not None:
-            ids = tuple(single_token_id(run.tokenizer, token, "--data.reward_tokens") for token in tokens)
+        ids = None if tokens is None else reward_token_ids(run.tokenizer, tokens)
         return ProcessObjective(reward_token_ids=ids)
 
 

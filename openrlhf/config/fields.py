@@ -80,6 +80,13 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     return replace(config, **here)
 
 
+def flag_of(config: Any, key: str) -> str:
+    """`--key value`, and that the value is the default where it is."""
+    value = values_of(config)[key]
+    is_default = value == values_of(type(config)())[key]
+    return f"--{key} {' '.join(to_words(value))}{' (default)' if is_default else ''}"
+
+
 def convert(words: Sequence[str], type_: Any) -> Any:
     """The value that the words after a flag stand for. ValueError says what was expected."""
     origin, args = get_origin(type_), get_args(type_)

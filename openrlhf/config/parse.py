@@ -499,6 +499,8 @@ def _said_by(problem: Problem, config: Any, explicit: Explicit) -> str:
     value, source = values_of(config)[problem.key], explicit.get(problem.key, Source())
     silent = value is None or value is True or value == "" or problem.key in SECRETS
     words = "" if silent else " " + _show(*to_words(value))
+    if words and problem.key not in explicit and value == values_of(type(config)())[problem.key]:
+        words += " (default)"
     place = f"{source.file}: " if source.file else ""
     return f"{place}--{problem.key}{words}: {problem.text}"
 

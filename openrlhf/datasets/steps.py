@@ -102,6 +102,23 @@ def build_steps(
     return StepsDataset(samples=store, labels=np.concatenate(kept), label_starts=starts)
 
 
+def reward_token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> tuple[int, ...]:
+    """ValueError unless each text is one token of the tokenizer, and each another one."""
+    ids = {token: token_ids_of(token, tokenizer) for token in tokens}
+    if wrong := [f"{token!r} is {_pieces(ids[token], tokenizer)}" for token in ids if len(ids[token]) != 1]:
+        raise ValueError(
+            f"--data.reward_tokens {' '.join(tokens)}: each must be one token of the model's tokenizer.\n"
+            f"To it {', '.join(wrong)}.\n"
+            "Choose texts that are in its vocabulary, or add them to tokenizer and model."
+        )
+    if len({*map(tuple, ids.values())}) < max(2, len(tokens)):
+        raise ValueError(
+            f"--data.reward_tokens {' '.join(tokens)}: there must be two different tokens at least, "
+            "and none twice;\notherwise a step has nothing to choose from."
+        )
+    return tuple(token_id for (token_id,) in ids.values())
+
+
 def single_token_id(tokenizer: PreTrainedTokenizerBase, token: str, flag: str) -> int:
     """ValueError unless the text is one token of the tokenizer."""
     ids = token_ids_of(token, tokenizer)
@@ -124,12 +141,7 @@ def _label_reader(
     """The token of a label; BadRow where it is none."""
     if reward_tokens is None:
         return cache(partial(_any_token_id, tokenizer=tokenizer))
-    ids = {token: single_token_id(tokenizer, token, "--data.reward_tokens") for token in reward_tokens}
-    if len({*ids.values()}) < max(2, len(reward_tokens)):
-        raise ValueError(
-            f"--data.reward_tokens {' '.join(reward_tokens)}: there must be two different tokens at least, "
-            "and none twice;\notherwise a step has nothing to choose from."
-        )
+    ids = dict(zip(reward_tokens, reward_token_ids(tokenizer, reward_tokens), strict=True))
 
     def find(label: str) -> int:
         if label not in ids:

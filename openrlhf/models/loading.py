@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from openrlhf.config.fields import flag_of, values_of
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.datasets.cache import digest, file_digest, sampled_digest
 from openrlhf.hub import model_folder
@@ -244,12 +245,18 @@ def check_model(path: str, flag: str) -> None:
     load_config(path, flag)
 
 
-def check_room(model_config: PreTrainedConfig, num_tokens: int, *, flags: str, path: str) -> None:
-    """Raise ValueError where sequences of `num_tokens`, which `flags` ask for, are longer than the model
+def check_room(model_config: PreTrainedConfig, config: Any, *keys: str, path: str) -> None:
+    """Raise ValueError where sequences of the lengths of these flags, end to end, are longer than the model
     reads."""
-    room = room_of(model_config)
-    if room and num_tokens > room:
-        raise ValueError(f"{flags} {num_tokens}: {path} reads at most {room} tokens.\nMake it smaller.")
+    room, lengths = room_of(model_config), [values_of(config)[key] for key in keys]
+    if not room or sum(lengths) <= room:
+        return
+    total = f" = {sum(lengths)}" if len(keys) > 1 else ""
+    left = room - sum(lengths[1:])
+    raise ValueError(
+        f"{' + '.join(flag_of(config, key) for key in keys)}{total}: {path} reads at most {room} tokens.\n"
+        + (f"Use --{keys[0]} {left}." if left > 0 else "Make them smaller.")
+    )
 
 
 def room_of(model_config: PreTrainedConfig) -> int | None:

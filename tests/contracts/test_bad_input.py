@@ -532,14 +532,18 @@ def test_one_prompt_for_all_answers(refused, with_rows):
     assert "error: --data.input_key question: all 2 rows have the same prompt" in text
 
 
-@pytest.mark.parametrize(
-    ("flag", "words"),
-    [("--data.placeholder_token", ["two words"]), ("--data.reward_tokens", ["two words", "-"])],
-)
-def test_a_token_that_is_none(refused, flag, words):
-    text = refused("prm", flag, *words, before_processes=False)
-    assert f"error: {flag} 'two words': it must be one token of the model's tokenizer, which makes" in text
+def test_a_placeholder_that_is_no_token(refused):
+    flag, words = "--data.placeholder_token", "two words"
+    text = refused("prm", flag, words, before_processes=False)
+    assert f"error: {flag} {words!r}: it must be one token of the model's tokenizer, which makes" in text
     assert "Choose a text that is in its vocabulary" in text
+
+
+def test_reward_tokens_that_are_none(refused):
+    """All of them, before rows are read."""
+    text = refused("prm", "--data.reward_tokens", "two words", "-", "no")
+    assert "error: --data.reward_tokens two words - no: each must be one token of the model's" in text
+    assert "To it 'two words' is 8 (" in text and "'no' is 2 (" in text
 
 
 def test_no_placeholder_token(refused):

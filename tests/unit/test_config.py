@@ -861,13 +861,17 @@ CHECKS = [
         "--reward.remote_url http://a/b,http://:80/c",
         "http://:80/c is no URL; write http://HOST:PORT/get_reward",
     ),
-    (SFT, "--optim muon", "--max_norm 1.0: DeepSpeed clips what Muon has made orthogonal"),
+    (SFT, "--optim muon", "--max_norm 1.0 (default): DeepSpeed clips what Muon has made orthogonal"),
     (
         PPO,
         "--ds.zero_stage 3 --ds.zpg 3 --actor.num_gpus_per_node 4",
         "--ds.zpg 3: does not divide the 4 ranks of the actor; use one of 1, 2, 4",
     ),
-    (PPO, "--actor.optim muon", "--actor.max_norm 1.0: DeepSpeed clips what Muon has made orthogonal"),
+    (
+        PPO,
+        "--actor.optim muon",
+        "--actor.max_norm 1.0 (default): DeepSpeed clips what Muon has made orthogonal",
+    ),
     (
         PPO,
         "--algo.advantage.estimator gae --critic.optim muon",
@@ -1052,7 +1056,7 @@ REMARKS = [
     (
         PPO,
         "--algo.kl.use_loss",
-        "--algo.kl.estimator k1: as a loss its gradient is zero on average; k2 or k3 suit",
+        "--algo.kl.estimator k1 (default): as a loss its gradient is zero on average; k2 or k3 suit",
     ),
     (PPO, "--algo.kl.estimator k3", "--algo.kl.estimator k3: in the reward k1 is the unbiased estimate"),
     (
@@ -1125,8 +1129,8 @@ REMARKS = [
     (
         PPO,
         "--algo.advantage.estimator rloo",
-        "--rollout.n_samples_per_prompt 1: estimator rloo compares the samples of one prompt: alone each has "
-        "advantage 0, and its reward teaches nothing",
+        "--rollout.n_samples_per_prompt 1 (default): estimator rloo compares the samples of one prompt: "
+        "alone each has advantage 0, and its reward teaches nothing",
     ),
     # nothing reads it
     (PPO, "--ptx_coef 0.1", "--actor.ptx_coef 0.1: has no effect: there is no data.pretrain_dataset"),

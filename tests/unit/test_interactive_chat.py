@@ -90,5 +90,7 @@ def test_prompts_ask_for_a_reward(chat):
 
 
 def test_more_than_the_model_reads_is_refused(chat):
-    with pytest.raises(ValueError, match=r"--data.max_len 600: .* reads at most 512 tokens"):
+    with pytest.raises(
+        ValueError, match=r"--data.max_len 600: .* reads at most 512 tokens.\nUse --data.max_len 512."
+    ):
         chat(Engine(), "Hi\n", "--data.max_len", "600")

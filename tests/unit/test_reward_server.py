@@ -275,5 +275,8 @@ def test_a_model_without_statistics_is_told(tmp_path: Path) -> None:
     check(config_of(*flags, "--data.max_len", "512"))
     with pytest.raises(ValueError, match="has no mean and std"):
         check(config_of(*flags, "--reward.normalize_enable"))
-    with pytest.raises(ValueError, match=r"--data.max_len 2048: .* reads at most 512 tokens"):
+    with pytest.raises(
+        ValueError,
+        match=r"--data.max_len 2048 \(default\): .* reads at most 512 tokens.\nUse --data.max_len 512",
+    ):
         check(config_of(*flags))

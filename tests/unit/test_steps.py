@@ -9,7 +9,7 @@ from marked import marked
 
 from openrlhf.datasets.cache import cached
 from openrlhf.datasets.sources import Rows
-from openrlhf.datasets.steps import StepsDataset, build_steps, single_token_id
+from openrlhf.datasets.steps import StepsDataset, build_steps, reward_token_ids
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import StepsRow
 
@@ -106,9 +106,10 @@ def test_a_token_that_is_none_is_shown_as_the_tokenizer_makes_it():
     assert str(error.value).count("\n") == 1
     with pytest.raises(ValueError, match=r"^--data.placeholder_token '': .* makes 0"):
         build([ROW], placeholder_token="")
-    with pytest.raises(ValueError, match=r"^--data.reward_tokens 'good': .* makes 4 \('g' 'o' 'o' 'd'\)"):
-        build([ROW], reward_tokens=("good", "-"))
-    assert single_token_id(TOKENIZER, "+", "--data.reward_tokens") == PLUS
+    with pytest.raises(ValueError, match=r"^--data.reward_tokens good - ok: each must be one") as error:
+        build([ROW], reward_tokens=("good", "-", "ok"))
+    assert "\nTo it 'good' is 4 ('g' 'o' 'o' 'd'), 'ok' is 2 ('o' 'k').\n" in str(error.value)
+    assert reward_token_ids(TOKENIZER, ["+", "-"])[0] == PLUS
 
 
 @pytest.mark.parametrize("tokens", [("+",), ("+", "+"), ("+", "-", "+"), ()])
