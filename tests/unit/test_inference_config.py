@@ -4,10 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+import transformers as hf
 
 from openrlhf.config.commands import BATCH_INFERENCE, CHAT
-from openrlhf.config.fields import fields_of, values_of
+from openrlhf.config.fields import fields_of, values_of, with_values
+from openrlhf.config.inference import AnswerConfig, BatchInferenceConfig, InferenceDataConfig
 from openrlhf.config.parse import parse
+from openrlhf.models.loading import check_room
 
 BATCH_DEFAULTS = {
     "task": None,
@@ -290,3 +293,22 @@ def test_help_shows_every_flag_once_with_its_meaning(command, capsys):
         assert len(re.findall(rf"^  --{re.escape(key)}(?: |$)", text, re.MULTILINE)) == 1
         assert field.help
     assert text.index("\ncommand\n") < text.index("\nmodel:")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "told"),
+    [
+        ((None, 32), "--data.prompt_max_len 1024 (default) + --rollout.max_new_tokens 32 = 1056"),
+        ((481, 32), "--data.prompt_max_len 481 + --rollout.max_new_tokens 32 = 513"),
+    ],
+)
+def test_lengths_that_nobody_set_are_told_as_defaults(lengths, told):
+    prompt, new = lengths
+    data = InferenceDataConfig() if prompt is None else InferenceDataConfig(prompt_max_len=prompt)
+    config = BatchInferenceConfig(data=data, rollout=AnswerConfig(max_new_tokens=new))
+    keys = ("data.prompt_max_len", "rollout.max_new_tokens")
+    model = hf.Qwen3Config(max_position_embeddings=512)
+    with pytest.raises(ValueError) as refusal:
+        check_room(model, config, *keys, path="m")
+    assert str(refusal.value) == f"{told}: m reads at most 512 tokens.\nUse --data.prompt_max_len 480."
+    check_room(model, with_values(config, {"data.prompt_max_len": 480}), *keys, path="m")
