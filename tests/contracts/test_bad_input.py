@@ -482,10 +482,10 @@ def test_a_row_that_cannot_be_used(refused, with_rows, command, columns, message
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command != "ppo"])
 def test_a_row_that_is_longer_than_the_model_reads(refused, with_rows, files, command):
     long = {"question": "1+" * 300 + "1?", "steps": "1+" * 300 + "1#"}
-    changes = ("--data.dataset", with_rows({}, long), "--data.max_len", "2048", "--data.no_cache_enable")
+    changes = ("--data.dataset", with_rows({}, long), "--data.max_len", "1024", "--data.no_cache_enable")
     text = refused(command, *changes, before_processes=False).splitlines()
     longer = {"rm": "2 of 4", "dpo": "2 of 4", "kto": "2 of 4"}.get(command, "1 of 2")
-    assert text[0].startswith(f"error: --data.max_len 2048: {longer} sequences of --data.dataset are longer")
+    assert text[0].startswith(f"error: --data.max_len 1024: {longer} sequences of --data.dataset are longer")
     assert text[1].startswith(f"{files['model']} (--model.model_name_or_path) reads; the longest has 6")
     assert text[2].startswith("Cut them with --data.max_len 512, or stretch the model's RoPE")
 
