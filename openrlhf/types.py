@@ -518,9 +518,11 @@ class Updated(NamedTuple):
 
     metrics: Metrics
     """Means over its optimizer steps."""
+    first: list[int]
+    """The sequences of the first optimizer step, which reads them before the policy changes."""
     log_probs: np.ndarray | None
-    """(A,) under the policy before the update, where the update itself has seen them: of a batch that came
-    without them, all of which was read by one optimizer step. Else None."""
+    """(A,) of the actions of `first`, in that order, under the policy before the update. None where the batch
+    brought them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

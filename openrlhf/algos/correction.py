@@ -13,8 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from openrlhf.algos.reduce import mean, segment_mean, spread
-from openrlhf.types import Metrics
+from openrlhf.algos.reduce import segment_mean, spread
 
 Bounds = tuple[float, float]
 
@@ -105,54 +104,3 @@ def staleness_weights(
         age = spread(segment_mean(age, counts), counts, len(age))
     weights = decay**age
     return weights if limit is None else weights.masked_fill(age > limit, 0)
-
-
-def mismatch_metrics(
-    log_probs: Tensor, rollout_log_probs: Tensor, staleness: Tensor | None = None
-) -> Metrics:
-    """How far the sampler is from the policy before the update, both (A,): of the same weights, these are
-    numerical noise.
-
-    `mismatch/kl` estimates KL(sampler || policy): the mean of r - 1 - log r, r the ratio policy / sampler.
-    `mismatch/ess` is the effective sample size of the weights r, (sum r)^2 / (A sum r^2): 1 where all weigh
-    the same, near 0 where few actions carry the update. `abs_diff_*` are of |log r|; p99 is exceeded by at
-    most 1 % of the actions. Where actions differ in `staleness`, also for each.
-    """
-    log_ratio = (log_probs - rollout_log_probs).clamp(-20, 20)
-    distance = log_ratio.abs()
-    metrics = {f"mismatch/{name}": value for name, value in _mismatch(log_ratio).items()} | {
-        "mismatch/abs_diff_p99": _percentile(distance, 99),
-        "mismatch/abs_diff_max": float(distance.max()) if len(distance) else 0.0,
-    }
-    if staleness is None:
-        return metrics
-    ages = staleness.clamp(max=OLD)
-    present = ages.unique().tolist()
-    for age in present if len(present) > 1 else ():
-        suffix = f"{age}_or_more" if age == OLD else str(age)
-        of_age = _mismatch(log_ratio[ages == age])
-        metrics |= {f"mismatch/{name}_staleness_{suffix}": value for name, value in of_age.items()}
-    return metrics
-
-
-OLD = 3
-"""From this staleness on, actions are counted together."""
-
-
-def _mismatch(log_ratio: Tensor) -> Metrics:
-    return {
-        "kl": float(mean(log_ratio.exp() - 1 - log_ratio)),
-        "abs_diff_mean": float(mean(log_ratio.abs())),
-        "ess": _effective_share(log_ratio.double().exp()),
-    }
-
-
-def _percentile(x: Tensor, percent: int) -> float:
-    """The smallest value that `percent` % of the values do not exceed, 0 of nothing."""
-    # torch.quantile takes no more than 2^24 values
-    return float(x.kthvalue(-(-len(x) * percent // 100)).values) if len(x) else 0.0
-
-
-def _effective_share(weights: Tensor) -> float:
-    """Effective sample size as a share of the samples, 1 of nothing."""
-    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())) if len(weights) else 1.0

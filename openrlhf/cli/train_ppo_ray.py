@@ -220,6 +220,7 @@ def build_trainer(
 ) -> "PPOTrainer[PolicyGroup]":
     """The controller with everything it speaks to, at the step it resumes from."""
     from openrlhf.algos.kl import KLController
+    from openrlhf.algos.mismatch import MismatchWatch
     from openrlhf.config.parse import to_yaml
     from openrlhf.datasets.sampler import PromptSampler
     from openrlhf.observe.observer import Observer
@@ -247,6 +248,7 @@ def build_trainer(
         resume_step=None if restored is None else done,
         decode=partial(decode, data.tokenizer),
         rollouts=config.logger.rollouts,
+        mismatch=MismatchWatch(dtype=config.ds.param_dtype),
     )
     kl, total_steps = config.algo.kl, len(prompts_of_steps(config, len(data.prompts)))
     trainer = PPOTrainer(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
+from torch import Tensor
 
 from openrlhf.cluster import environment, folder
 from openrlhf.cluster.engine_client import RayEngineClient
@@ -15,29 +16,22 @@ from openrlhf.cluster.pending import Gathered, Handle, first
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.residency import Residency
 from openrlhf.cluster.sampler import EngineSampler, Groups, Request
+from openrlhf.cluster.weight_check import WeightCheck
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.datasets.pictures import decoded
-from openrlhf.engine.stored_weights import (
-    PROBE_TOKENS,
-    EngineProbe,
-    ProbePicture,
-    check_stored,
-    probe_of,
-    probe_picture,
-)
+from openrlhf.engine.stored_weights import EngineProbe, Probe, check_adapter
 from openrlhf.engine.vllm_engine import MAX_LOGPROBS, EngineOptions, VLLMEngine, engine_environment
-from openrlhf.models.loading import policy_processor, policy_tokenizer, stop_token_ids
+from openrlhf.models.loading import policy_processor, stop_token_ids
 from openrlhf.models.lora import adapted_layers
-from openrlhf.models.vision import image_reader
 from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rewards.user_file import UserFiles
 from openrlhf.rollout.agents import AgentSetting, UserExecutor
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
-from openrlhf.types import Group, Image, Metrics, Prompt, Purpose, Sampled
+from openrlhf.types import Group, Metrics, Prompt, Purpose, Sampled, present
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from openrlhf.utils.text import text_tokenizer
 
@@ -47,6 +41,8 @@ if TYPE_CHECKING:  # an engine's process needs no trainer, whose libraries take 
 MAX_CALLS = 4096
 """Calls that an engine actor runs at a time."""
 
+RANDOM_ADAPTERS = (1, 2)
+"""Seeds of the adapters that new engines must apply before anything is sampled."""
 
 CLOSE_TIMEOUT = 10.0
 """Seconds that an engine may take to end by itself."""
@@ -132,9 +128,8 @@ class EngineActor(VLLMEngine):
     async def finished_groups(self) -> dict[int, Sampled]:
         return await self.groups.finished()
 
-    async def probe(self, token_ids: list[int], images: Sequence[Image]) -> EngineProbe:
-        log_probs = await self.log_probs(token_ids, [decoded(image.data) for image in images])
-        return EngineProbe(log_probs=log_probs, unwritten=await self.unwritten_parameters())
+    async def answer(self, probe: Probe) -> EngineProbe:
+        return await self.probe(probe.asked, [decoded(image.data) for image in probe.images])
 
     async def close(self) -> None:
         self.reward.close()
@@ -206,8 +201,6 @@ class EnginePool:
         """How often the members have changed."""
         self.connected_epoch: int | None = None
         """The members that weights can be sent to."""
-        self.checks_left = 0
-        """Of what these members have stored."""
         self.residency = Residency(self.members, config.engines_sleep)
         self.dispatcher = Dispatcher(
             [EngineSampler(member) for member in self.members],
@@ -218,6 +211,9 @@ class EnginePool:
             scores_at_once=not (config.engines_share and on_gpu),
             retry_on=config.rollout.retry_on if retries_elsewhere(config) else (),
         )
+        self.num_syncs = 0
+        """Weight syncs to these members."""
+        self.check = WeightCheck(config, self.members, on_gpu)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
 
     def _create(self, index: int) -> Handle:
@@ -243,9 +239,11 @@ class EnginePool:
 
     def next_group(self, purpose: Purpose, timeout: float | None = None) -> Group:
         try:
-            return self.dispatcher.next_group(purpose, timeout)
+            group = self.dispatcher.next_group(purpose, timeout)
         except TimeoutError as error:
             raise RuntimeError(f"--rollout.timeout {timeout:g}: no prompt finished. {error}") from None
+        self._take_answers()
+        return group
 
     def sync(self, policy: "PolicyGroup", version: int) -> Future[Metrics]:
         return self.thread.submit(self._sync, policy, version)
@@ -262,31 +260,47 @@ class EnginePool:
             return self._send_weights(policy, version)
 
     def _send_weights(self, policy: "PolicyGroup", version: int) -> Metrics:
-        if self.connected_epoch != self.epoch:
+        """Returns what the engines have shown since the last sync."""
+        self._take_answers()
+        metrics = self.check.take_metrics()
+        is_new = self.connected_epoch != self.epoch
+        if is_new:
             client = RayEngineClient(self.members, self.options.num_workers)
             policy.open_weight_sync(client, self.options.transfer_backend).result()
-            self.connected_epoch = self.epoch
-            # Adapters are zero before the first step: the second sync shows what engines make of them.
-            self.checks_left = 1 if self.options.lora is None else 2
+            self.connected_epoch, self.num_syncs = self.epoch, 0
         self.residency.wake_for_sync()
-        policy.send_weights(version).result()
-        if self.checks_left > 0:
-            self._check_stored(policy)
-            self.checks_left -= 1
-        return {}
+        sleeps, every = self.config.engines_sleep, self.config.vllm.sync_check_steps
+        is_due = sleeps or self.num_syncs % every == 0
+        self.num_syncs += 1
+        if not is_due:
+            policy.send_weights(version).result()
+            return metrics
+        plain = self._send_and_ask(policy, version)
+        if is_new or sleeps:  # who may sleep next answers first
+            self.check.take_answers(wait=True)
+        if is_new and self.options.lora is not None:
+            self._check_adapters(policy, version, plain)
+        return metrics
 
-    def _check_stored(self, policy: "PolicyGroup") -> None:
-        """The engines show that they compute with the weights that they were sent."""
-        picture = self._probe_picture()
-        length = min(PROBE_TOKENS, self.config.data.max_len - 1 - len(picture.read))
-        token_ids = probe_of(policy_tokenizer(self.config), length)
+    def _send_and_ask(self, policy: "PolicyGroup", version: int, adapter_seed: int | None = None) -> Tensor:
+        """Returns the trainer's log-probs of the probe. `adapter_seed`: of a random adapter that is sent in
+        the place of the policy's."""
+        trainer = present(policy.send_weights(version, self.check.probe, adapter_seed).result())
         self.residency.wake()
-        asked = [*picture.placeholder, *token_ids]
-        answers = ray.get([member.probe.remote(asked, picture.images) for member in self.members])
-        trainer = policy.probe([*picture.read, *token_ids], picture.images).result()
-        check_stored(trainer, answers, self.config.ds.param_dtype)
+        self.check.ask(policy, version, trainer)
+        return trainer
 
-    def _probe_picture(self) -> ProbePicture:
-        if not self.config.reads_images:
-            return ProbePicture()
-        return probe_picture(image_reader(self.config.actor.model_name_or_path))
+    def _check_adapters(self, policy: "PolicyGroup", version: int, plain: Tensor) -> None:
+        """Has the engines apply a random adapter, another one in its place, and the policy's again. Adapters
+        begin at zero and grow slowly: an engine without one would look right for many steps. `plain`: the
+        trainer's log-probs with the policy's own."""
+        for seed in RANDOM_ADAPTERS:
+            adapted = self._send_and_ask(policy, version, seed)
+            check_adapter(plain, adapted, self.check.limit)
+            self.check.take_answers(wait=True)
+        self._send_and_ask(policy, version)
+        self.check.take_answers(wait=True)
+
+    def _take_answers(self) -> None:
+        """In partial rollouts a probe may wait for requests in flight, and nobody waits for it."""
+        self.check.take_answers(wait=not self.config.train.partial_rollout_enable)

@@ -26,9 +26,10 @@ from openrlhf.cluster.worker import (
 )
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engine.row_memory import RowMemory
+from openrlhf.engine.stored_weights import Probe, Sketch
 from openrlhf.rewards.models import add_model_rewards, read_by_models, short_names
 from openrlhf.trainer.schedule import mean_metrics
-from openrlhf.types import Batch, Group, Image, Schedule, Trajectory, Updated
+from openrlhf.types import Batch, Group, Schedule, Trajectory, Updated
 
 WorkerT = TypeVar("WorkerT", bound=Worker)
 AnswerT = TypeVar("AnswerT")
@@ -151,20 +152,18 @@ class TrainedGroup(ModelRanks[TrainedT]):
 
     def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Gathered[Updated]:
         self.num_updates += 1
-        shares, arguments = [], []
+        arguments = []
         for rank in range(self.data_parallel_size):
             windows = [step[rank] for step in schedule]
             share = sorted({i for window in windows for i in window})
             position = {i: k for k, i in enumerate(share)}
             own = [[position[i] for i in window] for window in windows]
-            shares.append(share)
             arguments.append((self.share_of(batch, share), own, kl_coef))
 
         def combine(results: list[Learned]) -> Updated:
             steps, parts = zip(*self.of_leaders(results), strict=True)
-            knows_all = parts[0] is not None and sum(map(len, shares)) == len(batch)
-            log_probs = batch.put_together(shares, parts) if knows_all else None
-            return Updated(mean_metrics(steps[0]), log_probs)
+            log_probs = None if parts[0] is None else np.concatenate(parts)
+            return Updated(mean_metrics(steps[0]), [i for window in schedule[0] for i in window], log_probs)
 
         return Gathered(self.run("update", arguments), combine)
 
@@ -204,12 +203,16 @@ class PolicyGroup(TrainedGroup[PolicyWorker]):
         """Of what `send_weights` sends."""
         return ray.get(self.workers[0].weight_bytes.remote())
 
-    def probe(self, token_ids: list[int], images: tuple[Image, ...] = ()) -> Gathered[Tensor]:
-        """(L - 1,) log-probs of every token but the first at temperature 1."""
-        return Gathered(self.run("probe", [(token_ids, images)] * self.mesh.data), first)
+    def send_weights(
+        self, version: int, probe: Probe | None = None, adapter_seed: int | None = None
+    ) -> Gathered[Tensor | None]:
+        """Sends the weights to the engines. Returns (L - 1,) log-probs of the probe, of every token but the
+        first at temperature 1; None without a probe. `adapter_seed`: see `DeepSpeedEngine.random_adapter`."""
+        return self.on_all(lambda worker: worker.send_weights.remote(version, probe, adapter_seed))
 
-    def send_weights(self, version: int) -> Gathered[None]:
-        return self.on_all(lambda worker: worker.send_weights.remote(version))
+    def weight_sketches(self) -> Gathered[dict[str, Sketch]]:
+        """Sketches of the weights that engines were sent; of those below adapters that go apart."""
+        return self.on_all(lambda worker: worker.weight_sketches.remote())
 
 
 class Unadapted:

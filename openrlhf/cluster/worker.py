@@ -35,6 +35,7 @@ from openrlhf.engine.distributed import (
 from openrlhf.engine.interfaces import Objective
 from openrlhf.engine.peak_memory import PeakMemory, Peaks
 from openrlhf.engine.row_memory import RowMemory
+from openrlhf.engine.stored_weights import Probe, Sketch, sketches
 from openrlhf.engine.weight_sync import EngineClient, WeightSender
 from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import RowModel, reading_of
@@ -57,7 +58,7 @@ from openrlhf.objectives.balanced import BalancedObjective
 from openrlhf.objectives.critic import CriticObjective
 from openrlhf.objectives.ptx import PTXObjective
 from openrlhf.rewards.models import RewardReader
-from openrlhf.types import Batch, ExperienceRow, Image, Metrics, PackedRow, Sample, Trajectory
+from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, Trajectory
 
 ModelT = TypeVar("ModelT", DeepSpeedEngine, FrozenModel)
 
@@ -289,7 +290,8 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
 
 
 Learned = tuple[list[Metrics], np.ndarray | None]
-"""What a rank tells of an update: the metrics of each step, and as in `types.Updated` the old log-probs."""
+"""A rank's report of an update: the metrics of each optimizer step, and the (A,) log-probs of its first
+window before the update, or None where the batch brought them."""
 
 
 class PolicyWorker(TrainedWorker):
@@ -332,13 +334,15 @@ class PolicyWorker(TrainedWorker):
         return balanced(objective, self.config.actor.aux_loss_coef, "policy")
 
     def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
-        """Of a batch without log-probs, what the forward passes of a single window see is told."""
-        seen: list[Tensor] | None = [] if batch.log_probs is None and len(windows) == 1 else None
+        """Where the batch has no log-probs, also returns those of the first window, which its forward passes
+        compute before the policy changes."""
+        seen: list[Tensor] | None = [] if batch.log_probs is None else None
         steps = self.take_steps(batch, windows, self.objective(kl_coef, seen))
         if seen is None:
             return steps, None
-        groups = self.groups(batch, *windows)
-        return steps, batch.put_together(groups, [row.cpu().numpy() for row in seen[: len(groups)]])
+        first = batch.select(windows[0])
+        groups = self.groups(first, range(len(first)))
+        return steps, first.put_together(groups, [row.cpu().numpy() for row in seen[: len(groups)]])
 
     def more_of_a_step(self) -> list[tuple[Sequence[PackedRow], Objective]]:
         if self.text_windows is None:
@@ -381,19 +385,29 @@ class PolicyWorker(TrainedWorker):
             bucket_bytes=None if vllm.sync_bucket_mb is None else vllm.sync_bucket_mb << 20,
         )
 
-    def probe(self, token_ids: list[int], images: tuple[Image, ...]) -> Tensor:
-        """(L - 1,) log-probs of every token but the first at temperature 1."""
-        ids = torch.tensor(token_ids)
-        row = PackedRow.of([Sample(token_ids=ids, action_mask=torch.arange(len(ids)) > 0, images=images)])
-        return self.model.forward([row], lambda model, row: model(row).log_probs)[0]
-
     def weight_bytes(self) -> int:
         return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self.model.weight_metadata())
 
-    def send_weights(self, version: int) -> None:
-        with self.peaks.during("sync"):
+    def send_weights(
+        self, version: int, probe: Probe | None, adapter_seed: int | None = None
+    ) -> Tensor | None:
+        """See `PolicyGroup.send_weights`."""
+        adapter = nullcontext() if adapter_seed is None else self.model.random_adapter(adapter_seed)
+        with self.peaks.during("sync"), adapter:
+            log_probs = None if probe is None else self._log_probs_of(probe)
             self.sender.send(version)
         release_cached_memory()
+        return log_probs
+
+    def _log_probs_of(self, probe: Probe) -> Tensor:
+        ids = torch.tensor(probe.token_ids)
+        mask = torch.arange(len(ids)) > 0
+        row = PackedRow.of([Sample(token_ids=ids, action_mask=mask, images=probe.images)])
+        return self.model.forward([row], lambda model, row: model(row).log_probs)[0]
+
+    def weight_sketches(self) -> dict[str, Sketch]:
+        """See `PolicyGroup`. Collective."""
+        return sketches(self.model.weights(part=self.sender.source.whole_part))
 
 
 class CriticWorker(TrainedWorker):

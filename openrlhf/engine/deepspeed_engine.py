@@ -5,7 +5,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -44,6 +44,7 @@ from openrlhf.models.dropout import enable_checkpointing, has_noise, set_trainin
 from openrlhf.models.lora import (
     adapter_weights,
     base_weights,
+    fill_randomly,
     has_adapters,
     merged_weights,
     save_adapter,
@@ -264,6 +265,23 @@ class DeepSpeedEngine:
             for name, t in self._layout.convert(conversion, empty).items()
         ]
 
+    @contextmanager
+    def random_adapter(self, seed: int) -> Iterator[None]:
+        """Inside, the model computes with random matrices A and B in the place of its adapters', large enough
+        to change every layer by about as much as it does. Afterwards all bits are what they were. Collective;
+        without an optimizer step inside."""
+        adapters = adapter_weights(self.module.model)
+        params = [*adapters.values()]
+        with self._changing(params):
+            kept = [p.detach().clone() for p in params]
+            fill_randomly(adapters, self.ds.lora, seed)
+        try:
+            yield
+        finally:
+            with self._changing(params), torch.no_grad():
+                for p, before in zip(params, kept, strict=True):
+                    p.copy_(before)
+
     @cached_property
     def _layout(self) -> CheckpointLayout:
         model = self.module.model
@@ -387,6 +405,10 @@ class DeepSpeedEngine:
             with self._gathered(p for _, p in bucket):
                 for name, param in bucket:
                     yield name, whole(param)
+
+    def _changing(self, params: list[Tensor]) -> AbstractContextManager:
+        """Inside, parameters are whole on every rank, and rank 0's are kept. Collective."""
+        return deepspeed.zero.GatheredParameters(params, modifier_rank=0, enabled=self.stage == 3)
 
     def _gathered(self, tensors: Iterable[Tensor]) -> AbstractContextManager:
         """Inside, parameters are whole on every rank. Collective."""

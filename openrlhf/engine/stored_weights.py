@@ -1,12 +1,14 @@
 """Whether engines compute with the weights that they were sent.
 
 A checksum shows what went into an engine's loader, not what the engine made of it: fused and packed copies,
-tied heads, buffers. That shows in what it computes. The engines of a run start with random weights, so
-whatever a sync leaves out makes their log-probs of a probe differ from the trainer's.
+tied heads, buffers, adapters. That shows in what it computes, so after every weight sync trainer and engines
+compute the log-probs of the same tokens, the probe, and must agree.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,20 +21,51 @@ PROBE_TOKENS = 128
 ROUNDING = {"fp32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Largest relative error of one rounding by `--ds.param_dtype`. GPUs may round the factors of float32
 products to TF32."""
+FLOAT32_ON_CPU = 2.0**-17
+"""The error of a float32 product on a CPU, relative to its factors: n additions of 2^-24, whose signs differ,
+for n up to 2^14."""
 ROUNDINGS = 32
 """Errors that may add up. Independent ones grow with the square root: it is 32 with 256 layers, 4 in each."""
 LEAST_SPREAD = 0.01
-"""Nats. What a model that tells tokens apart by less is measured by."""
+"""Nats, the spread that counts for a model that tells tokens apart by less."""
+PROJECTIONS = 16
+"""Numbers that stand for a weight when it is read back."""
+LEAST_EFFECT = 4.0
+"""How many times the allowed difference an adapter must move the log-probs of a probe to show anything."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineProbe:
-    """What one engine says of a probe."""
+    """An engine's answer to a probe."""
 
     log_probs: list[float]
-    """[L - 1] of every token but the first, at temperature 1."""
-    unwritten: list[str]
-    """Parameters that hold what they held before the first sync, of those that vLLM leaves visible."""
+    """(L - 1,) of every token but the first, at temperature 1."""
+    version: int
+    """Label of the weights that computed them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """Tokens that trainer and engines read to be compared, the same ones in every process of a run."""
+
+    token_ids: list[int]
+    """(L,) as the trainer reads them, with all tokens of a picture."""
+    asked: list[int]
+    """The same with one placeholder in place of the picture's tokens, as an engine is asked."""
+    images: tuple[Image, ...] = ()
+
+
+def make_probe(tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None, max_len: int) -> Probe:
+    """Returns a probe of at most `max_len` tokens, with a picture in front where the policy has a `reader` of
+    images."""
+    if reader is None:
+        tokens = probe_of(tokenizer, min(PROBE_TOKENS, max_len))
+        return Probe(token_ids=tokens, asked=tokens)
+    processor, picture = reader.processor, reader.noise(SHAPES[0])
+    placeholder = processor.tokenizer(processor.image_token, add_special_tokens=False)["input_ids"]
+    read = picture.token_ids.tolist()
+    tokens = probe_of(tokenizer, min(PROBE_TOKENS, max_len - len(read)))
+    return Probe(token_ids=[*read, *tokens], asked=[*placeholder, *tokens], images=picture.images)
 
 
 def probe_of(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
@@ -45,50 +78,145 @@ def probe_of(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
     return [*first, *ordinary[drawn].tolist()][:length]
 
 
-@dataclass(frozen=True, slots=True)
-class ProbePicture:
-    """What stands in front of the tokens of a probe, for a policy that reads images."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """The difference between two log-probs of a token that rounding explains, averaged over a probe.
 
-    placeholder: tuple[int, ...] = ()
-    """As an engine is asked."""
-    read: tuple[int, ...] = ()
-    """All tokens that it reads of it."""
-    images: tuple[Image, ...] = ()
-
-
-def probe_picture(reader: ImageReader) -> ProbePicture:
-    """The same one at every call."""
-    processor, picture = reader.processor, reader.noise(SHAPES[0])
-    placeholder = processor.tokenizer(processor.image_token, add_special_tokens=False)["input_ids"]
-    return ProbePicture(tuple(placeholder), tuple(picture.token_ids.tolist()), picture.images)
-
-
-def check_stored(trainer: Tensor, engines: Sequence[EngineProbe], dtype: str) -> None:
-    """Raise RuntimeError where an engine's log-probs differ from the trainer's, (L - 1,), by more than the
-    arithmetic of `dtype` explains.
-
-    Errors of logits grow with the logits, so they are measured in units of the trainer's spread: the mean of
-    |log p - mean log p|. Those of wrong weights are about 1.
+    Errors of logits grow with the logits, so differences are measured in units of the trainer's spread: the
+    mean of |log p - mean log p|. Those of wrong weights are about 1.
     """
-    spread = float((trainer - trainer.mean()).abs().mean())
-    allowed = ROUNDINGS * ROUNDING[dtype] * max(spread, LEAST_SPREAD)
-    for i, engine in enumerate(engines):
-        difference = (torch.tensor(engine.log_probs) - trainer).abs()
-        if not difference.mean() <= allowed:  # nor is NaN
-            raise RuntimeError(
-                f"inference engine {i} does not compute with the weights that the trainer sent: their "
-                f"log-probs of {len(trainer)} tokens differ by {difference.mean():.3g} nats on average, "
-                f"{difference.max():.3g} at most; {dtype} explains {allowed:.3g}.\n{_reason(engine)}"
-            )
+
+    dtype: str
+    """fp32, fp16 or bf16."""
+    on_gpu: bool
+
+    @property
+    def relative(self) -> float:
+        """In units of the spread."""
+        exact = self.dtype == "fp32" and not self.on_gpu
+        return ROUNDINGS * (FLOAT32_ON_CPU if exact else ROUNDING[self.dtype])
+
+    def allowed(self, trainer: Tensor) -> float:
+        """Nats, for the trainer's log-probs (L - 1,) of a probe."""
+        return self.relative * _spread(trainer)
 
 
-def _reason(engine: EngineProbe) -> str:
-    if engine.unwritten:
-        more = len(engine.unwritten) - 3
-        names = ", ".join(engine.unwritten[:3]) + (f" and {more} more" if more > 0 else "")
-        return f"The sync did not write {names}: nothing was sent for it, or vLLM passed over it."
+def check_stored(trainer: Tensor, number: int, engine: EngineProbe, limit: Limit) -> float:
+    """Returns the mean difference between an engine's log-probs and the trainer's, (L - 1,), of the same
+    version, in units of their spread. Raises DifferentWeightsError where it is more than `limit` allows.
+
+    `number`: the engine's.
+    """
+    difference = (torch.tensor(engine.log_probs) - trainer).abs().mean()
+    if not difference <= limit.allowed(trainer):  # nor is NaN
+        raise DifferentWeightsError(number, engine, trainer, limit)
+    return float(difference) / _spread(trainer)
+
+
+class DifferentWeightsError(RuntimeError):
+    """An engine computes with other weights than the trainer's. `reason` says more where it is known."""
+
+    def __init__(self, engine: int, probe: EngineProbe, trainer: Tensor, limit: Limit) -> None:
+        super().__init__(engine, probe, trainer, limit)
+        self.engine, self.probe, self.trainer, self.limit = engine, probe, trainer, limit
+        self.reason = ""
+
+    def __str__(self) -> str:
+        theirs = torch.tensor(self.probe.log_probs)
+        difference = (theirs - self.trainer).abs()
+        worst = int(difference.nan_to_num(math.inf).argmax())
+        return (
+            f"weight sync {self.probe.version}: inference engine {self.engine} does not compute with the "
+            f"weights that the trainer sent: their log-probs of {len(difference)} tokens differ by "
+            f"{difference.mean():.3g} nats on average, {difference.max():.3g} at most; {self.limit.dtype} "
+            f"explains {self.limit.allowed(self.trainer):.3g}.\nAt token {worst + 1} the engine says "
+            f"{theirs[worst]:.6g}, the trainer {self.trainer[worst]:.6g}. {self.reason}"
+        )
+
+
+def check_adapter(plain: Tensor, adapted: Tensor, limit: Limit) -> None:
+    """Raises RuntimeError where a random adapter hardly moves the trainer's own log-probs, (L - 1,) each: an
+    engine without it would pass for one with it."""
+    moved, least = float((adapted - plain).abs().mean()), LEAST_EFFECT * limit.allowed(plain)
+    if not moved >= least:
+        raise RuntimeError(
+            f"the trainer computes nearly the same with a random adapter as without: log-probs of "
+            f"{len(plain)} tokens differ by {moved:.3g} nats on average, and {least:.3g} was expected.\n"
+            "So nothing shows whether engines apply adapters. Use --vllm.lora_sync merged, and look at "
+            "--ds.lora.target_modules."
+        )
+
+
+class Sketch(NamedTuple):
+    """A weight in a few numbers: of its product with a random input, or of itself where it is a vector."""
+
+    length: int
+    size: float
+    """Root mean square of the elements."""
+    projections: tuple[float, ...]
+    """Onto random directions, in units of an element: wrong weights move them by about `size`."""
+
+    @classmethod
+    def of(cls, values: Tensor) -> Self:
+        """`values`: (n,)"""
+        numbers = values.detach().double().cpu()
+        directions = random_input(PROJECTIONS * len(numbers)).double().view(PROJECTIONS, -1)
+        projections = (directions @ numbers / math.sqrt(len(numbers))).tolist()
+        return cls(len(numbers), float((numbers**2).mean().sqrt()), tuple(projections))
+
+    def distance(self, other: "Sketch") -> float:
+        """In units of an element: about the root mean square of the elements' differences."""
+        return math.dist(self.projections, other.projections) / math.sqrt(PROJECTIONS)
+
+
+def random_input(size: int) -> Tensor:
+    """(size,) float32, the same in every process."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(size))
+
+
+def sketches(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Sketch]:
+    """Sketches the vectors and matrices among the named tensors of a checkpoint."""
+    found = {}
+    for name, weight in weights:
+        if weight.dim() == 2:
+            found[name] = Sketch.of(weight.detach().float() @ random_input(weight.shape[1]).to(weight.device))
+        elif weight.dim() == 1:
+            found[name] = Sketch.of(weight)
+    return found
+
+
+def differing_weights(sent: Mapping[str, Sketch], stored: Mapping[str, Sketch], relative: float) -> list[str]:
+    """Names the weights that an engine's layers hold otherwise than the trainer sent them, in the order of
+    sending. `relative`: the error that rounding explains."""
+    return [
+        name
+        for name, ours in sent.items()
+        if name in stored and not ours.distance(stored[name]) <= relative * ours.size
+    ]
+
+
+def reason_of(unwritten: Sequence[str], different: Sequence[str], num_compared: int) -> str:
+    """Says what is known of why an engine computes otherwise: parameters that no sync has written, weights
+    that its layers hold differently, of so many that were compared."""
+    if unwritten:
+        return f"The sync did not write {_some(unwritten)}: nothing was sent for it, or vLLM passed over it."
+    if different:
+        return (
+            f"Of {num_compared} weights that were read back from its layers, the first that differs is "
+            f"{_some(different)}: vLLM stored something else than it was sent, or kept an old copy."
+        )
     return (
-        "vLLM keeps a copy of some weights that the sync did not renew, or computes this architecture in "
-        "another way than transformers does.\nWhat it samples is not the policy's, so training would go "
-        "wrong. Try another --ds.attn_implementation, or other versions of transformers and vLLM."
+        f"vLLM keeps a copy of some weights that the sync did not renew, or computes this architecture in "
+        f"another way than transformers does ({num_compared} weights were read back, and are right).\nWhat "
+        "it samples is not the policy's, so training would go wrong. Try another "
+        "--ds.attn_implementation, or other versions of transformers and vLLM."
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+
+
+def _spread(trainer: Tensor) -> float:
+    return max(float((trainer - trainer.mean()).abs().mean()), LEAST_SPREAD)

@@ -21,6 +21,7 @@ from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.engine.peak_memory import Peaks
+from openrlhf.engine.stored_weights import EngineProbe, Sketch
 from openrlhf.hub import model_folder
 from openrlhf.models.generation import Decoding
 from openrlhf.types import present
@@ -328,15 +329,18 @@ class VLLMEngine:
         # vLLM hands a prompt that it has to read to a thread, which takes a third of the time of a request.
         return TokensInput(type="token", prompt_token_ids=token_ids, **more)
 
-    async def log_probs(self, token_ids: list[int], pictures: Sequence["Picture"] = ()) -> list[float]:
-        """Of every token but the first, at temperature 1. `token_ids`: with one placeholder for each of the
-        pictures, which is answered as all of its tokens."""
+    async def probe(self, token_ids: list[int], pictures: Sequence["Picture"] = ()) -> EngineProbe:
+        """Computes the log-probs of every token but the first, at temperature 1. `token_ids`: with one
+        placeholder for each of the pictures, which is answered as all of its tokens."""
         from vllm.sampling_params import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         output = await self.generate(token_ids, params, image_data(pictures))
         read, of_positions = present(output.prompt_token_ids), present(output.prompt_logprobs)
-        return [present(of)[token].logprob for token, of in zip(read[1:], of_positions[1:], strict=True)]
+        log_probs = [present(of)[token].logprob for token, of in zip(read[1:], of_positions[1:], strict=True)]
+        return EngineProbe(
+            log_probs=log_probs, version=int(present(output.outputs[0].weight_versions)[-1].version)
+        )
 
     async def init_weight_transfer_engine(self, init_info: dict) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -385,6 +389,11 @@ class VLLMEngine:
         """What no weight sync has changed, on any worker."""
         workers = await self._bounded(self.llm.collective_rpc("unwritten_parameters"))
         return sorted({name for names in workers for name in names})
+
+    async def layer_sketches(self, lengths: dict[str, int]) -> dict[str, Sketch]:
+        """See `WorkerExtension`; of its last worker that has one."""
+        workers = await self._bounded(self.llm.collective_rpc("layer_sketches", args=(lengths,)))
+        return {name: Sketch(*numbers) for found in workers for name, numbers in found.items()}
 
     async def peak_memory(self) -> Peaks:
         """Of generation since it was last asked for, in the worker that needs most."""

@@ -5,7 +5,7 @@ Importing this module registers our transfer backends: `openrlhf_gloo` for machi
 """
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,11 +27,13 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
 from openrlhf.engine import peak_memory
+from openrlhf.engine.stored_weights import Sketch, random_input
 from openrlhf.engine.vllm_routing import RoutingRecorder
 from openrlhf.engine.weight_sync import (
     ADAPTER_MARKS,
@@ -86,6 +88,17 @@ class WorkerExtension:
         """Those that hold what they held before the first update. Without those that vLLM has packed away."""
         engine = self.weight_transfer_engine
         return [name for name, now in _fingerprints(engine.model).items() if engine.at_start[name] == now]
+
+    def layer_sketches(self, lengths: dict[str, int]) -> dict[str, tuple]:
+        """Sketches the weights of a checkpoint as this worker's layers compute with them, those that can be
+        read back. `lengths`: of the trainer's sketches, by the checkpoint's names."""
+        found = {}
+        for stored, names in _stored_together(self.weight_transfer_engine.model, lengths).items():
+            values = _answer(self.weight_transfer_engine.model, stored)
+            if values is not None and len(values) == sum(lengths[name] for name in names):
+                parts = values.split([lengths[name] for name in names])
+                found |= {name: tuple(Sketch.of(part)) for name, part in zip(names, parts, strict=True)}
+        return found
 
     def use_adapter(self, number: int, config: dict[str, Any]) -> None:
         """Put the adapter that came with the last update in the place of the one called `number`. `config`:
@@ -239,6 +252,39 @@ def _below_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for name, layer in wrapped:
             model.set_submodule(name, layer)
+
+
+def _stored_together(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
+    """Maps vLLM's name of a weight to the checkpoint's names of what it holds, end to end."""
+    found: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for name in names:
+        stored, shard = (mapper and mapper._map_name_with_shard(name)) or (name, None)
+        if not isinstance(shard, (list, tuple)):  # else vLLM keeps it more than once
+            found[stored].append(("qkv".find(shard) if isinstance(shard, str) else shard or 0, name))
+    return {stored: [name for _, name in sorted(parts)] for stored, parts in found.items()}
+
+
+@torch.no_grad()
+def _answer(model: nn.Module, name: str) -> Tensor | None:
+    """(n,) what a layer without its bias makes of a random input, or a vector itself. None where the weight
+    called `name` cannot be read back: its layer is of another kind, packed away, or shared among workers."""
+    owner, _, kind = name.rpartition(".")
+    layer = dict(model.named_modules()).get(owner)
+    if isinstance(layer, BaseLayerWithLoRA):
+        layer = layer.base_layer
+    weight = getattr(layer, kind, None)
+    if not isinstance(weight, Tensor):
+        return None
+    if isinstance(layer, LinearBase) and kind == "weight":
+        if layer.tp_size > 1:
+            return None
+        given = random_input(layer.input_size).to(layer.params_dtype).to(weight.device)
+        return layer.quant_method.apply(layer, given[None])[0]
+    if isinstance(layer, VocabParallelEmbedding) and kind == "weight" and weight.numel():
+        rows = weight[: layer.org_vocab_size]
+        return rows.float() @ random_input(rows.shape[1]).to(rows.device)
+    return weight if weight.dim() == 1 and weight.numel() else None
 
 
 def _fingerprints(model: nn.Module) -> dict[str, int]:

@@ -170,6 +170,8 @@ class WeightSource:
 
     def __init__(self, engine: Sendable, lora_sync: LoraSync) -> None:
         self.engine = engine
+        self.whole_part: Part = "merged" if lora_sync == "merged" else "base"
+        """What of the model the layers of engines hold."""
         self.parts: tuple[Part, ...] = ("merged",) if lora_sync == "merged" else ("base", "adapter")
         self.checksum = Checksum()
         self._metadata: dict[Part, list[TensorMeta]] = {}

@@ -8,6 +8,8 @@ what is trained, so small updates are not lost.
 
 import difflib
 import json
+import math
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -132,6 +134,16 @@ def base_weights(model: PreTrainedModel) -> dict[str, Weight]:
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """The adapters' parameters by peft's names."""
     return {_name_on_disk(model, name): p for name, p in model.named_parameters() if ".lora_" in name}
+
+
+@torch.no_grad()
+def fill_randomly(adapters: Mapping[str, Tensor], lora: LoraConfig, seed: int) -> None:
+    """Overwrites whole `adapter_weights` with normal numbers, the same for a seed on every rank. What a layer
+    then adds to its output has half the size of its input."""
+    for name, param in adapters.items():
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
+        size = 1.0 if ".lora_A." in name else 0.5 * lora.rank / lora.alpha
+        param.copy_(torch.randn(param.shape, generator=generator) * size / math.sqrt(param.shape[1]))
 
 
 def adapted_layers(path: str, flag: str, lora: LoraConfig) -> tuple[str, ...]:

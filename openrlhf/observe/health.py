@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
+from openrlhf.algos.mismatch import MismatchWatch
 from openrlhf.types import Metrics
 
 
@@ -215,6 +216,8 @@ class Rewards:
 @dataclass(kw_only=True)
 class Health:
     rules: tuple[Rule, ...] = RULES
+    mismatch: MismatchWatch | None = None
+    """Compares sampler and trainer, in RL."""
     streaks: Counter[Rule] = field(default_factory=Counter, init=False)
     """For how many steps in a row each rule's condition has held."""
     rewards: Rewards = field(default_factory=Rewards, init=False)
@@ -223,7 +226,7 @@ class Health:
         """What became unhealthy with this step. A rule speaks when its condition has held for its number of
         steps, and not again until the metric was healthy in between. A step that does not report the metric,
         or reports NaN, neither counts nor interrupts."""
-        messages = []
+        messages = self.mismatch.check(metrics) if self.mismatch else []
         for rule in self.rules:
             value = metrics.get(rule.metric, math.nan)
             if math.isnan(value):

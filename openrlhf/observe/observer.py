@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from openrlhf.algos.mismatch import MismatchWatch
 from openrlhf.config.choices import JournalMode
 from openrlhf.config.sections import LoggerConfig, is_due
 from openrlhf.observe.failures import commonest_failure, headline
@@ -30,14 +31,15 @@ class Observer:
         resume_step: int | None = None,
         decode: Decode | None = None,
         rollouts: JournalMode = "full",
+        mismatch: MismatchWatch | None = None,
     ) -> None:
         """`resume_step`: the step that was restored, None for a fresh run. `rollouts`: what the journal keeps
-        of them."""
+        of them. `mismatch`: compares sampler and trainer, in RL."""
         self.folder, self.logger, self.decode = folder, logger, decode
         if resume_step is not None:
             folder.rewind(resume_step)
         self.progress = Progress()
-        self.health = Health()
+        self.health = Health(mismatch=mismatch)
         self.step = resume_step or 0
         self.samples: dict[str, list[Trajectory]] = {}
         """A few of the last training step and of the last evaluation, by the names of `log_rollouts`."""

@@ -17,8 +17,8 @@ from openrlhf.algos.advantages import (
     token_rewards,
     without_peers,
 )
-from openrlhf.algos.correction import mismatch_metrics
 from openrlhf.algos.kl import approx_kl
+from openrlhf.algos.mismatch import mismatch_metrics
 from openrlhf.algos.reduce import mean, whiten
 from openrlhf.algos.rewards import clip, overlong_penalty, stop_properly_penalty
 from openrlhf.config.ppo import AlgoConfig, RewardConfig
@@ -116,7 +116,8 @@ def log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
     policy's log-probs before the update."""
     log_probs = torch.from_numpy(present(batch.log_probs))
     rollout_log_probs, staleness = torch.from_numpy(batch.rollout_log_probs), tensor_of(batch.staleness)
-    metrics = mismatch_metrics(log_probs, rollout_log_probs, staleness)
+    counts = torch.from_numpy(batch.num_actions)
+    metrics = mismatch_metrics(log_probs, rollout_log_probs, staleness, counts)
     if batch.ref_log_probs is not None:
         ref_log_probs = torch.from_numpy(batch.ref_log_probs)
         metrics["kl/mean"] = float(mean(approx_kl(log_probs, ref_log_probs, estimator)))

@@ -5,6 +5,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Generic, TypeVar
 
 from openrlhf.algos.kl import KLController
+from openrlhf.algos.mismatch import check_mismatch
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import is_due
 from openrlhf.datasets.sampler import PromptDataset, PromptSampler
@@ -80,8 +81,7 @@ class PPOTrainer(Generic[PolicyT]):
             self.step += 1
             with self.observer.phase("sync"):
                 memory = self.peak_memory()  # answered while weights are sent; theirs with the next step
-                self.rollout.sync(self.policy, self.weight_version).result()
-                metrics |= memory.result()
+                metrics |= self.rollout.sync(self.policy, self.weight_version).result() | memory.result()
             if self.is_eval_due:
                 metrics |= self.evaluate()
             self.observer.log_step(self.step, metrics)
@@ -144,20 +144,29 @@ class PPOTrainer(Generic[PolicyT]):
             max_new_tokens=self.config.longest_response,
             teacher_coef=self.config.teacher.kd_coef,
         )
+        metrics = rollout_metrics(trajectories, self.weight_version) | result.metrics
+        self.check_mismatch(metrics)
         batch = batch.credited(scores, result.credit)
         schedules = self.schedules(batch, self.trained_on(finished), num_samples(trajectories))
         with self.observer.phase("update"):
             updated = self.update(batch, schedules)
-        metrics = rollout_metrics(trajectories, self.weight_version) | result.metrics | updated.metrics
+        metrics |= updated.metrics
         if updated.log_probs is not None:
-            batch = replace(batch, log_probs=updated.log_probs)
-            metrics |= log_prob_metrics(batch, self.config.algo.kl.estimator)
+            first = replace(batch.select(updated.first), log_probs=updated.log_probs)
+            metrics |= log_prob_metrics(first, self.config.algo.kl.estimator)
+            self.check_mismatch(metrics)
+            if len(first) == len(batch):
+                batch = replace(batch, log_probs=batch.put_together([updated.first], [updated.log_probs]))
         schedule = schedules.get("policy", [])
         trained = Trained(batch=batch, schedule=schedule, first_update=self.optimizer_steps)
         self.optimizer_steps += len(schedule)
         if self.policy_learns:
             self.kl = self.kl.update(metrics.get("kl/mean", 0.0), num_samples(finished))
         return metrics, trained
+
+    def check_mismatch(self, metrics: Metrics) -> None:
+        config = self.config
+        check_mismatch(metrics, config.ds.param_dtype, config.algo.max_mismatch, self.step + 1)
 
     def score(self, batch: Batch) -> Scores:
         """Compute log-probs and values with every model."""
@@ -214,12 +223,9 @@ class PPOTrainer(Generic[PolicyT]):
         pending = [
             model.update(batch, schedules[name], self.kl.coef) for name, model in self.learners.items()
         ]
-        metrics: Metrics = {}
-        log_probs = None
-        for update in pending:
-            of_model, log_probs = update.result()  # the policy is the last
-            metrics |= of_model
-        return Updated(metrics, log_probs)
+        updated = [update.result() for update in pending]
+        metrics = {name: value for of_model in updated for name, value in of_model.metrics.items()}
+        return updated[-1]._replace(metrics=metrics)  # the policy is the last
 
     def evaluate(self) -> Metrics:
         num_samples = len(self.eval_prompts) * self.config.eval.n_samples_per_prompt

@@ -53,8 +53,9 @@ class Rank:
     def open_weight_sync(self, *_: Any) -> None:
         pass
 
-    def send_weights(self, version: int) -> None:
+    def send_weights(self, version: int, *_: Any) -> list:
         note(self.name, "send_weights")
+        return []
 
     def peak_memory(self) -> dict[str, int]:
         return {"score": 2**30}
@@ -101,8 +102,9 @@ class Engine:
     async def peak_memory(self) -> dict[str, int]:
         return {"generate": 2**29}
 
-    async def probe(self, *_: Any) -> None:
-        note("Engine", "probe")
+    async def answer(self, *_: Any) -> SimpleNamespace:
+        note("Engine", "answer")
+        return SimpleNamespace(version=0)
 
     async def sleep(self) -> None:
         note("Engine", "sleep")

@@ -20,7 +20,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from records import trajectory
 
-from openrlhf.cluster import engine_pool, environment, group, placement
+from openrlhf.cluster import engine_pool, environment, group, placement, weight_check
 from openrlhf.cluster.launch import available_nodes, check_resources, start_ray
 from openrlhf.cluster.layout import ENGINES, layout_of
 from openrlhf.cluster.placement import Bundles, in_order, place
@@ -271,8 +271,9 @@ def test_who_shares_a_gpu_takes_turns(tmp_path, monkeypatch) -> None:
     for name, fake in fakes.items():
         monkeypatch.setattr(group, name, fake)
     monkeypatch.setattr(engine_pool, "EngineActor", order.Engine)
-    for name in ("policy_tokenizer", "probe_of", "check_stored"):
-        monkeypatch.setattr(engine_pool, name, lambda *_: [])
+    for name in ("policy_tokenizer", "make_probe"):
+        monkeypatch.setattr(weight_check, name, lambda *_: [])
+    monkeypatch.setattr(weight_check, "check_stored", lambda *_: 0.0)
     ray.cloudpickle.register_pickle_by_value(order)
     wanted = config(together=True)
     wanted = replace(
@@ -303,15 +304,16 @@ def test_who_shares_a_gpu_takes_turns(tmp_path, monkeypatch) -> None:
     log = order.events()
     counts = Counter((event.who, event.what) for event in log)
     assert counts["Engine", "run_group"] == 6 and counts["Policy", "send_weights"] == 3
+    assert counts["Engine", "answer"] == 3  # before it sleeps again
     assert counts["Policy", "update"] == counts["Critic", "update"] == counts["Reference", "forward"] == 2
-    computing = [e for e in log if e.who != "Engine" and e.what in ("forward", "update", "probe")]
+    computing = [e for e in log if e.who != "Engine" and e.what in ("forward", "update")]
     for before, after in pairwise(computing):
         assert before.end <= after.start, (before, after)
     for event in log:
         asleep = asleep_at(event.start, log)
         if event in computing:
             assert asleep == {"weights", "kv_cache"}, event
-        elif event.what in ("run_group", "probe"):
+        elif event.what in ("run_group", "answer"):
             assert not asleep, event
         elif event.what == "send_weights":
             assert asleep == {"kv_cache"}, event

@@ -109,7 +109,7 @@ def test_a_sleeping_engine_refuses_work(on_gpu):
         await engine.start_weight_update()
         await engine.finish_weight_update("1")
         with pytest.raises(RuntimeError, match="while its kv_cache slept"):
-            await engine.log_probs([1, 2])
+            await engine.probe([1, 2])
         assert "resume_generation" not in engine.llm.calls  # vLLM would schedule into a cache that is gone
         await engine.wake(["kv_cache"])
 

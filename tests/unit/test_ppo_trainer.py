@@ -114,9 +114,10 @@ class Trained(Model):
         self.calls.append(f"update {self.name} {len(batch)}")
         self.updates.append((batch, schedule, kl_coef))
         self.num_updates += 1
-        log_probs = np.full(int(batch.num_actions.sum()), self.log_prob, np.float32)
-        is_told = batch.log_probs is None and len(schedule) == 1
-        return Done(Updated({f"{self.name}/loss": 0.25}, log_probs if is_told else None))
+        first = [i for window in schedule[0] for i in window]
+        log_probs = np.full(int(batch.num_actions[first].sum()), self.log_prob, np.float32)
+        is_known = batch.log_probs is not None or self.name != "policy"
+        return Done(Updated({f"{self.name}/loss": 0.25}, first, None if is_known else log_probs))
 
     def save_checkpoint(self, tag: str, state: dict) -> Done:
         self.calls.append(f"save {self.name} {tag}")
@@ -269,7 +270,8 @@ def test_log_probs_that_the_update_computes_are_known_after_it(tmp_path):
 
 @pytest.mark.parametrize("train_batch", [4, 2])
 def test_a_clip_that_counts_from_the_sampler_asks_for_no_log_probs(tmp_path, train_batch):
-    """However many optimizer steps a step makes; of several, nothing is told of the policy before them."""
+    """However many optimizer steps a step makes. The first one tells them of its samples, before it changes
+    the policy."""
     config = config_of(tmp_path)
     advantage = replace(config.algo.advantage, proximal_policy="rollout")
     config = replace(
@@ -282,7 +284,9 @@ def test_a_clip_that_counts_from_the_sampler_asks_for_no_log_probs(tmp_path, tra
     assert trainer.policy.calls[2:] == ["update policy 4", "sync 1"]
     ((batch, schedule, _),) = trainer.policy.updates
     assert batch.log_probs is None and len(schedule) == 4 // train_batch
-    assert ("mismatch/kl" in metrics_of(tmp_path)[1]) == (train_batch == 4)
+    assert metrics_of(tmp_path)[1]["mismatch/abs_diff_max"] == 0
+    journal = read_table(journal_steps(tmp_path / "run" / "rollouts")[1])
+    assert (None not in journal["log_probs"].to_pylist()) == (train_batch == 4)
 
 
 def test_the_policy_is_told_how_stale_its_samples_are(tmp_path):

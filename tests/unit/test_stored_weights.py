@@ -1,27 +1,49 @@
-"""Which differences between an engine's log-probs and the trainer's stop a run."""
+"""Which differences between an engine's log-probs and the trainer's stop a run, and what is said of them."""
 
 import math
 
 import pytest
 import torch
 
-from openrlhf.engine.stored_weights import LEAST_SPREAD, EngineProbe, check_stored, probe_of
+from openrlhf.engine.stored_weights import (
+    LEAST_SPREAD,
+    DifferentWeightsError,
+    EngineProbe,
+    Limit,
+    Sketch,
+    check_adapter,
+    check_stored,
+    differing_weights,
+    make_probe,
+    probe_of,
+    reason_of,
+    sketches,
+)
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 
 OURS = torch.tensor([-1.0, -3.0] * 10)  # 1 nat from their mean
+ON_GPU = {dtype: Limit(dtype=dtype, on_gpu=True) for dtype in ("bf16", "fp16", "fp32")}
 
 
-def check(*log_probs: torch.Tensor, dtype: str = "bf16", unwritten: tuple[str, ...] = ()) -> None:
-    engines = [EngineProbe(log_probs=lp.tolist(), unwritten=list(unwritten)) for lp in log_probs]
-    check_stored(OURS, engines, dtype)
+def check(log_probs: torch.Tensor, limit: Limit = ON_GPU["bf16"], trainer: torch.Tensor = OURS) -> float:
+    return check_stored(trainer, 1, EngineProbe(log_probs=log_probs.tolist(), version=7), limit)
 
 
-def test_rounding_is_no_difference():
-    """32 roundings of 2^-8 are an eighth of the spread, of 2^-11 a sixty-fourth."""
-    for dtype, allowed in (("bf16", 1 / 8), ("fp16", 1 / 64), ("fp32", 1 / 64)):
-        check(OURS + 0.99 * allowed, OURS - 0.99 * allowed, dtype=dtype)
-        with pytest.raises(RuntimeError, match=f"{dtype} explains {allowed:.3g}"):
-            check(OURS + 1.01 * allowed, dtype=dtype)
+@pytest.mark.parametrize(
+    ("limit", "allowed"),
+    [
+        (ON_GPU["bf16"], 1 / 8),  # 32 roundings of 2^-8, in units of the spread
+        (ON_GPU["fp16"], 1 / 64),
+        (ON_GPU["fp32"], 1 / 64),  # TF32
+        (Limit(dtype="bf16", on_gpu=False), 1 / 8),
+        (Limit(dtype="fp32", on_gpu=False), 2**-12),
+    ],
+)
+def test_rounding_is_no_difference(limit: Limit, allowed: float):
+    assert check(OURS + 0.99 * allowed, limit) == pytest.approx(0.99 * allowed, rel=1e-2)
+    assert check(OURS - 0.99 * allowed, limit) > 0
+    with pytest.raises(DifferentWeightsError, match=f"{limit.dtype} explains {allowed:.3g}"):
+        check(OURS + 1.01 * allowed, limit)
 
 
 def test_the_mean_counts():
@@ -30,32 +52,35 @@ def test_the_mean_counts():
     one[3] += 2
     check(one)
     one[4:8] += 2
-    with pytest.raises(RuntimeError, match=r"differ by 0.5 nats on average, 2 at most"):
+    with pytest.raises(DifferentWeightsError, match=r"differ by 0.5 nats on average, 2 at most"):
         check(one)
 
 
-def test_the_engine_and_what_it_missed_are_named():
-    with pytest.raises(RuntimeError, match="inference engine 1 does not compute with the weights"):
-        check(OURS, OURS - 1)
-    with pytest.raises(RuntimeError, match=r"did not write a, b, c and 2 more:"):
-        check(OURS - 1, unwritten=("a", "b", "c", "d", "e"))
-    with pytest.raises(RuntimeError, match=r"did not write head.bias:"):
-        check(OURS - 1, unwritten=("head.bias",))
-    check(OURS, unwritten=("vision.weight",))  # that no text needs
+def test_the_message_names_engine_version_and_both_log_probs():
+    wrong = OURS.clone()
+    wrong[2] = -31.0
+    with pytest.raises(DifferentWeightsError) as error:
+        check(wrong)
+    error.value.reason = "The reason."
+    assert str(error.value) == (
+        "weight sync 7: inference engine 1 does not compute with the weights that the trainer sent: their "
+        "log-probs of 20 tokens differ by 1.5 nats on average, 30 at most; bf16 explains 0.125.\n"
+        "At token 3 the engine says -31, the trainer -1. The reason."
+    )
 
 
 def test_what_is_no_number_is_a_difference():
     broken = OURS.clone()
-    broken[0] = math.nan
-    with pytest.raises(RuntimeError, match="differ by nan nats"):
+    broken[4] = math.nan
+    with pytest.raises(DifferentWeightsError, match=r"At token 5 the engine says nan"):
         check(broken)
 
 
 def test_a_model_that_tells_no_tokens_apart():
     same = torch.full((20,), -5.0)
-    check_stored(same, [EngineProbe(log_probs=(same + 1e-5).tolist(), unwritten=[])], "fp32")
-    with pytest.raises(RuntimeError):
-        check_stored(same, [EngineProbe(log_probs=(same + LEAST_SPREAD).tolist(), unwritten=[])], "bf16")
+    check(same + 1e-5, ON_GPU["fp32"], same)
+    with pytest.raises(DifferentWeightsError):
+        check(same + LEAST_SPREAD, ON_GPU["bf16"], same)
 
 
 def test_the_probe_is_made_of_ordinary_tokens():
@@ -67,3 +92,41 @@ def test_the_probe_is_made_of_ordinary_tokens():
     assert probe_of(tokenizer, 128) == probe
     tokenizer.bos_token = "<|endoftext|>"
     assert probe_of(tokenizer, 5) == [tokenizer.bos_token_id, *probe[:4]]
+    assert make_probe(tokenizer, None, 9).token_ids == make_probe(tokenizer, None, 9).asked
+    assert len(make_probe(tokenizer, None, 9).asked) == 9
+
+
+def test_an_adapter_that_moves_nothing_proves_nothing():
+    limit = ON_GPU["bf16"]  # allows an eighth
+    check_adapter(OURS, OURS + 0.51, limit)
+    with pytest.raises(RuntimeError, match=r"differ by 0.49 nats on average, and 0.5 was expected"):
+        check_adapter(OURS, OURS + 0.49, limit)
+
+
+WEIGHTS = {"norm": (5,), "up": (7, 5), "down": (5, 7), "experts": (2, 5, 7)}
+
+
+def test_weights_that_layers_hold_otherwise_are_named():
+    """Rolled, of an earlier sync, or of another layer; rounded to bfloat16 they are the same."""
+    torch.manual_seed(0)
+    sent = {name: torch.randn(shape) for name, shape in WEIGHTS.items()}
+    ours = sketches(sent.items())
+    assert ours.keys() == {"norm", "up", "down"}
+    relative = ON_GPU["bf16"].relative
+
+    def different(**changed: torch.Tensor) -> list[str]:
+        return differing_weights(ours, sketches((sent | changed).items()), relative)
+
+    assert different() == []
+    assert different(up=sent["up"].bfloat16(), norm=sent["norm"].bfloat16()) == []
+    assert different(up=sent["up"].roll(1, 0), norm=sent["norm"] + 1) == ["norm", "up"]
+    assert different(down=torch.randn(5, 7)) == ["down"]
+    assert differing_weights(ours, {"up": Sketch(7, 1.0, (math.nan,) * 16)}, relative) == ["up"]
+
+
+def test_reasons():
+    assert reason_of(["a", "b", "c", "d", "e"], [], 0).startswith(
+        "The sync did not write a, b, c and 2 more:"
+    )
+    assert "the first that differs is up: vLLM stored something else" in reason_of([], ["up"], 3)
+    assert "keeps a copy of some weights" in reason_of([], [], 3)

@@ -31,8 +31,8 @@ async def main(spec: dict) -> None:
     found: dict = {"differences": [], "workers": len(await engine.loaded_checksums())}
     for version in (1, 2):
         await asyncio.to_thread(sender.send, version)  # compares the checksum of every worker
-        log_probs = await engine.log_probs(probe)
-        found["differences"].append(max(differences(trainer.policy, probe, log_probs)))
+        answer = await engine.probe(probe)
+        found["differences"].append(max(differences(trainer.policy, probe, answer.log_probs)))
         trainer.learn()
     found["unwritten"] = await engine.unwritten_parameters()
     engine.shutdown()

@@ -15,7 +15,18 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from openrlhf.engine.distributed import free_port
-from openrlhf.engine.stored_weights import ROUNDING, EngineProbe, check_stored, probe_of
+from openrlhf.engine.stored_weights import (
+    ROUNDING,
+    DifferentWeightsError,
+    EngineProbe,
+    Limit,
+    Sketch,
+    check_stored,
+    differing_weights,
+    probe_of,
+    reason_of,
+    sketches,
+)
 from openrlhf.engine.vllm_transfer import GlooReceiver
 from openrlhf.engine.weight_sync import WeightSender
 from openrlhf.types import PackedRow, Sample
@@ -54,8 +65,15 @@ class InProcess:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         (output,) = self.llm.generate({"prompt_token_ids": token_ids}, params, use_tqdm=False)
         log_probs = [p[t].logprob for t, p in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)]
+        return EngineProbe(log_probs=log_probs, version=self.version)
+
+    def reason(self, trainer: Trainer, limit: Limit) -> str:
+        sent = sketches(trainer.weights(0))
+        lengths = {name: sketch.length for name, sketch in sent.items()}
+        (stored,) = self.llm.collective_rpc("layer_sketches", args=(lengths,))
+        found = {name: Sketch(*numbers) for name, numbers in stored.items()}
         (unwritten,) = self.llm.collective_rpc("unwritten_parameters")
-        return EngineProbe(log_probs=log_probs, unwritten=unwritten)
+        return reason_of(unwritten, differing_weights(sent, found, limit.relative), len(found))
 
 
 def fault(name: str, model_class: type | None):
@@ -80,9 +98,11 @@ def verdict(trainer: Trainer, client: InProcess, dtype: str) -> str:
     row = PackedRow.of([Sample(token_ids=ids, action_mask=torch.arange(len(ids)) > 0)])
     with torch.no_grad():
         ours = trainer.policy(row).log_probs
+    limit = Limit(dtype=dtype, on_gpu=False)
     try:
-        check_stored(ours, [client.probe(probe)], dtype)
-    except RuntimeError as error:
+        check_stored(ours, 0, client.probe(probe), limit)
+    except DifferentWeightsError as error:
+        error.reason = client.reason(trainer, limit)
         return str(error)
     return ""
 

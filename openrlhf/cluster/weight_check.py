@@ -1,0 +1,111 @@
+"""Engines show after each weight sync that they compute with what they were sent: engine/stored_weights.py
+over Ray actors.
+
+The trainer computes its log-probs of the probe while it sends, and engines answer among the first requests
+after the sync. So the check takes next to no time, and it has passed before any sample of the new weights is
+trained on.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import ray
+from ray.exceptions import RayError
+from torch import Tensor
+
+from openrlhf.cluster.deaths import in_words
+from openrlhf.cluster.pending import Handle
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.engine.stored_weights import (
+    DifferentWeightsError,
+    EngineProbe,
+    Limit,
+    Probe,
+    check_stored,
+    differing_weights,
+    make_probe,
+    reason_of,
+)
+from openrlhf.models.loading import policy_tokenizer
+from openrlhf.models.vision import image_reader
+from openrlhf.types import Metrics, present
+
+if TYPE_CHECKING:  # an engine's process needs no trainer, whose libraries take seconds to import
+    from openrlhf.cluster.group import PolicyGroup
+
+REMEMBERED = 8
+"""Versions that an engine may answer with, which requests in flight have kept from answering earlier."""
+
+
+class WeightCheck:
+    """Asks the engines of a run for log-probs of a probe, and compares them with the trainer's."""
+
+    def __init__(self, config: PPOConfig, engines: Sequence[Handle], on_gpu: bool) -> None:
+        self.config, self.engines = config, engines
+        self.limit = Limit(dtype=config.ds.param_dtype, on_gpu=on_gpu)
+        self.expected: dict[int, Tensor] = {}
+        """The trainer's log-probs, (L - 1,), by the version of its weights."""
+        self.asked: dict[ray.ObjectRef, int] = {}
+        """Answers under way, and the numbers of their engines."""
+        self.policy: PolicyGroup | None = None
+        """Whose weights those are."""
+        self.metrics: Metrics = {}
+        """Of the answers since they were last reported."""
+
+    @cached_property
+    def probe(self) -> Probe:
+        config = self.config
+        reader = image_reader(config.actor.model_name_or_path) if config.reads_images else None
+        return make_probe(policy_tokenizer(config), reader, config.data.max_len - 1)
+
+    def ask(self, policy: "PolicyGroup", version: int, trainer: Tensor) -> None:
+        """Asks the engines for the log-probs of the probe. `trainer`: the policy's, (L - 1,), with the
+        weights of this version. An engine that still owes an answer gives it with these weights."""
+        self.policy, self.expected[version] = policy, trainer
+        for old in list(self.expected)[:-REMEMBERED]:
+            del self.expected[old]
+        busy = set(self.asked.values())
+        for i, engine in enumerate(self.engines):
+            if i not in busy:
+                self.asked[engine.answer.remote(self.probe)] = i
+
+    def take_answers(self, *, wait: bool) -> None:
+        """Compares the answers that have come, with `wait` all of them. Raises DifferentWeightsError."""
+        if not self.asked:
+            return
+        under_way = [*self.asked]
+        ready, _ = ray.wait(under_way, num_returns=len(under_way), timeout=None if wait else 0)
+        for ref in ready:
+            self._compare(self.asked.pop(ref), ray.get(ref))
+
+    def take_metrics(self) -> Metrics:
+        metrics, self.metrics = self.metrics, {}
+        return metrics
+
+    def _compare(self, engine: int, answer: EngineProbe) -> None:
+        trainer = self.expected.get(answer.version)
+        if trainer is None:  # no probe was due after that sync, or too many have followed
+            return
+        try:
+            difference = check_stored(trainer, engine, answer, self.limit)
+        except DifferentWeightsError as error:
+            error.reason = self._reason(engine)
+            raise
+        self.metrics[PROBE_METRIC] = max(difference, self.metrics.get(PROBE_METRIC, 0.0))
+
+    def _reason(self, number: int) -> str:
+        """Says which weights an engine lost or stored otherwise, as far as they can be read back."""
+        engine, policy = self.engines[number], present(self.policy)
+        try:
+            unwritten = ray.get(engine.unwritten_parameters.remote())
+            sent = policy.weight_sketches().result()
+            lengths = {name: sketch.length for name, sketch in sent.items()}
+            stored = ray.get(engine.layer_sketches.remote(lengths))
+        except RayError as error:
+            return f"Its layers could not be read back: {in_words(error)}"
+        return reason_of(unwritten, differing_weights(sent, stored, self.limit.relative), len(stored))
+
+
+PROBE_METRIC = "mismatch/probe_mean"
+"""Mean difference of log-probs of the probe, in units of their spread, of the engine where it is largest."""

@@ -1,0 +1,166 @@
+"""How far a sampler is from the trainer, and when that stops a run or is told."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf.algos.mismatch import MismatchWatch, check_mismatch, fresh_gap, mismatch_metrics
+
+NOW, SAMPLER = torch.full((5,), -1.0), torch.tensor([-1.0, -1, -2, -3, -3])
+
+
+def test_the_mismatch_of_each_staleness():
+    """Fresh actions agree; those one update old are off by 1, those three and five by 2."""
+    sampler = torch.tensor([-1.0, -1, -2, -3, -3])
+    staleness = torch.tensor([0, 0, 1, 3, 5], dtype=torch.int32)
+    metrics = mismatch_metrics(torch.full((5,), -1.0), sampler, staleness)
+    of = {
+        name: {age: metrics[f"mismatch/{name}_staleness_{age}"] for age in ("0", "1", "3_or_more")}
+        for name in ("kl", "abs_diff_mean", "ess")
+    }
+    assert of["kl"] == pytest.approx({"0": 0, "1": math.e - 2, "3_or_more": math.e**2 - 3})
+    assert of["abs_diff_mean"] == {"0": 0, "1": 1, "3_or_more": 2}
+    assert of["ess"] == pytest.approx({"0": 1, "1": 1, "3_or_more": 1})  # all of one age weigh the same
+    assert metrics["mismatch/fresh_abs_diff_max"] == 0 and len(metrics) == 5 + 9 + 3
+    assert {name: metrics[name] for name in mismatch_metrics(NOW, SAMPLER)} == mismatch_metrics(
+        torch.full((5,), -1.0), sampler
+    )
+
+
+def test_where_all_are_equally_stale_the_mismatch_is_told_once():
+    for staleness in (None, torch.full((5,), 2), torch.tensor([3, 4, 5, 6, 7])):
+        assert len(mismatch_metrics(NOW, SAMPLER, staleness)) == 5
+
+
+def test_mismatch_metrics():
+    metrics = mismatch_metrics(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -3.0]))
+    # r = 1 and e: (0 + e - 1 - 1) / 2
+    assert metrics["mismatch/kl"] == pytest.approx((math.e - 2) / 2)
+    assert metrics["mismatch/abs_diff_mean"] == pytest.approx(0.5)
+    assert metrics["mismatch/abs_diff_p99"] == metrics["mismatch/abs_diff_max"] == 1
+    # (1 + e)^2 / (2 (1 + e^2))
+    assert metrics["mismatch/ess"] == pytest.approx((1 + math.e) ** 2 / (2 * (1 + math.e**2)))
+
+
+def test_a_sampler_that_is_the_policy_has_no_mismatch():
+    for n in (0, 5):
+        metrics = mismatch_metrics(torch.full((n,), -2.0), torch.full((n,), -2.0))
+        assert metrics.pop("mismatch/ess") == 1
+        assert set(metrics.values()) == {0.0}
+
+
+@pytest.mark.parametrize("n", [1, 7, 99, 100, 101, 1000])
+def test_at_most_one_percent_of_the_actions_differ_by_more_than_p99(n):
+    differences = torch.randperm(n) / n
+    metrics = mismatch_metrics(-differences, torch.zeros(n))
+    p99 = metrics["mismatch/abs_diff_p99"]
+    assert (differences > p99).sum() <= n / 100 < (differences >= p99).sum()
+
+
+def test_the_effective_sample_size_counts_who_carries_the_weight():
+    """Of 4 actions one weighs e^20 and the others next to nothing: the share is a quarter."""
+    ess = mismatch_metrics(torch.tensor([0.0, -20, -20, -20]), torch.tensor([-20.0, 0, 0, 0]))["mismatch/ess"]
+    assert ess == pytest.approx(0.25)
+
+
+@given(st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=20))
+def test_the_effective_sample_size_is_a_share_whatever_the_weights(log_ratio):
+    ess = mismatch_metrics(torch.tensor(log_ratio), torch.zeros(len(log_ratio)))["mismatch/ess"]
+    assert 1 / len(log_ratio) - 1e-9 <= ess <= 1 + 1e-9
+
+
+def test_a_sequence_is_fresh_where_all_of_it_is():
+    """The first and the last of three sequences were sampled by the current weights, up to 0.5 from them."""
+    staleness = torch.tensor([0, 0, 0, 1, 0], dtype=torch.int32)
+    sampler = NOW - torch.tensor([0.0, 0.1, 3, 3, 0.5])
+    metrics = mismatch_metrics(NOW, sampler, staleness, torch.tensor([2, 2, 1]))
+    assert fresh_gap(metrics | {"rollout/staleness_max": 1.0}) == pytest.approx(
+        {
+            "mismatch/fresh_abs_diff_mean": 0.2,
+            "mismatch/fresh_abs_diff_p99": 0.5,
+            "mismatch/fresh_abs_diff_max": 0.5,
+        }
+    )
+
+
+def test_what_is_known_of_fresh_samples():
+    """Where all are fresh the whole step is; where none is, nothing."""
+    metrics = mismatch_metrics(NOW, SAMPLER)
+    all_fresh = fresh_gap(metrics | {"rollout/staleness_max": 0.0})
+    assert all_fresh == {name: metrics[name] for name in metrics if "abs_diff" in name}
+    old = mismatch_metrics(NOW, SAMPLER, torch.ones(5, dtype=torch.int32), torch.tensor([5]))
+    assert fresh_gap(old | {"rollout/staleness_max": 1.0}) == {}
+    assert fresh_gap({"rollout/staleness_max": 0.0}) == {}
+
+
+def gap(mean: float, p99: float = 0.0, largest: float = 0.0) -> dict[str, float]:
+    names = ("mean", "p99", "max")
+    values = {
+        f"mismatch/abs_diff_{name}": value for name, value in zip(names, (mean, p99, largest), strict=True)
+    }
+    return values | {"rollout/staleness_max": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fits", "exceeds"),
+    [
+        ("bf16", gap(0.3, 3.0, 19.0), gap(0.301)),
+        ("bf16", gap(0.0), gap(0.0, 3.01)),
+        ("fp32", gap(0.04, 0.4, 19.0), gap(0.041)),
+        ("fp16", gap(0.04), gap(math.nan)),
+    ],
+)
+def test_a_gap_that_rounding_cannot_explain_stops_the_run(dtype, fits, exceeds):
+    check_mismatch(fits, dtype, None, 3)
+    with pytest.raises(RuntimeError, match=rf"step 3: mismatch/abs_diff_\w+ is .* nats .* {dtype} explains"):
+        check_mismatch(exceeds, dtype, None, 3)
+    check_mismatch(exceeds | {"rollout/staleness_max": 1.0}, dtype, None, 3)  # none of the current weights
+    check_mismatch(exceeds, dtype, math.inf, 3) if not math.isnan(exceeds["mismatch/abs_diff_mean"]) else None
+
+
+def test_the_limit_of_a_user():
+    check_mismatch(gap(0.9), "fp32", 1.0, 1)
+    with pytest.raises(RuntimeError, match=r"at most 0\.001"):
+        check_mismatch(gap(0.002), "bf16", 0.001, 1)
+
+
+def test_a_gap_that_grows_is_told_at_once_and_once():
+    """Three steps of 1e-6 in float32: five times that is noise, a hundred times is told, before any limit
+    that is right for all machines."""
+    watch = MismatchWatch(dtype="fp32")
+    told = [watch.check(gap(mean)) for mean in (1e-6, 1e-6, 1e-6, 6e-6, 1.1e-4, 1.2e-4, 1e-6, 1e-4)]
+    assert [bool(messages) for messages in told] == [False, False, False, False, True, False, False, True]
+    assert told[4][0].startswith(
+        "mismatch/abs_diff_mean > 1e-05 (now 0.00011; at most 1e-06 in the first steps): "
+    )
+
+
+def test_each_statistic_has_a_limit_of_its_own():
+    watch = MismatchWatch(dtype="bf16")
+    for _ in range(3):
+        assert not watch.check(gap(0.004, 0.03, 0.2) | {"mismatch/probe_mean": 0.003})
+    assert not watch.check(gap(0.019, 0.14, 0.99) | {"mismatch/probe_mean": 0.0149})
+    for above in (gap(0.021), gap(0.0, 0.16), gap(0.0, 0.0, 1.01), gap(0.0) | {"mismatch/probe_mean": 0.016}):
+        (message,) = watch.check(above)
+        assert "> " in message
+        assert not watch.check(gap(0.0) | {"mismatch/probe_mean": 0.0})
+
+
+def test_the_first_steps_have_the_limit_of_their_precision():
+    for dtype, limit in (("fp32", 0.005), ("fp16", 0.01), ("bf16", 0.05)):
+        assert not MismatchWatch(dtype=dtype).check(gap(0.99 * limit, 9.9 * limit))
+        assert MismatchWatch(dtype=dtype).check(gap(1.01 * limit))
+    noisy = MismatchWatch(dtype="bf16")
+    for _ in range(4):
+        noisy.check(gap(0.04))
+    assert noisy.check(gap(0.051))  # not only at five times 0.04
+
+
+def test_steps_without_fresh_samples_do_not_count():
+    watch = MismatchWatch(dtype="fp32")
+    for _ in range(5):
+        assert not watch.check(gap(1.0) | {"rollout/staleness_max": 2.0})
+    assert watch.seen == 0
