@@ -135,6 +135,7 @@ OURS = {
         "algo.advantage.max_token_staleness",
         "algo.advantage.proximal_policy",
         "algo.advantage.staleness_decay",
+        "algo.max_mismatch",
         "algo.router_replay",
         "algo.skip_old_log_probs",
         "ckpt.overwrite",
@@ -183,6 +184,7 @@ OURS = {
         "vllm.lora_sync",
         "vllm.pipeline_parallel_size",
         "vllm.sync_bucket_mb",
+        "vllm.sync_check_steps",
     },
     "batch_inference": {
         "data.bad_rows",
