@@ -73,7 +73,7 @@ class PPOTrainer(Generic[PolicyT]):
         while self.step < self.total_steps:
             collected = self.collect()
             if not collected.trajectories:
-                self.end_early()
+                self.end_early(collected)
                 break
             if self.collector.is_exhausted:
                 self.total_steps = self.step + 1
@@ -88,8 +88,9 @@ class PPOTrainer(Generic[PolicyT]):
             if is_due(self.step, self.config.ckpt.save_steps):
                 self.save(f"global_step{self.step}", self._metric_of(metrics))
 
-    def end_early(self) -> None:
+    def end_early(self, collected: Collected) -> None:
         """Filtering has rejected all prompts that were left."""
+        self.log_filtered(collected)
         self.observer.message(f"no prompt is left for step {self.step + 1} of {self.total_steps}")
         is_evaluated, self.total_steps = self.is_eval_due, self.step
         if self.is_eval_due and not is_evaluated:
@@ -124,9 +125,12 @@ class PPOTrainer(Generic[PolicyT]):
             metrics, trained = self.learn_from(collected.trajectories)
         finally:
             self.observer.log_rollouts(self.step + 1, collected.trajectories, trained=trained)
-            if collected.filtered:
-                self.observer.log_rollouts(self.step + 1, collected.filtered, name="filtered")
+            self.log_filtered(collected)
         return metrics
+
+    def log_filtered(self, collected: Collected) -> None:
+        if collected.filtered:
+            self.observer.log_rollouts(self.step + 1, collected.filtered, name="filtered")
 
     def learn_from(self, trajectories: Sequence[Trajectory]) -> tuple[Metrics, Trained]:
         """Score, assign credit, update."""

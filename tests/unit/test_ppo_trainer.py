@@ -630,6 +630,8 @@ def test_a_run_whose_last_prompts_are_rejected_is_evaluated_at_its_end(tmp_path)
     metrics = metrics_of(tmp_path)
     assert trainer.step == 3 and list(metrics) == [0, 1, 2, 3]
     assert "eval/math_score_mean" in metrics[3] and "policy/loss" in metrics[3]
+    last = read_journal(journal_steps(tmp_path / "run" / "rollouts", "filtered")[4])
+    assert len(last) > 0 and {t.reward for t in last} == {0.0}
 
 
 def test_groups_that_wait_are_in_the_checkpoint(tmp_path):
