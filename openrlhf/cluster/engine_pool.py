@@ -86,7 +86,7 @@ class EngineActor(VLLMEngine):
             timeout=config.rollout.episode_timeout,
             retries=config.rollout.retries - int(retries_elsewhere(config)),
             retry_on=config.rollout.retry_on,
-            at_a_time=config.rollout.episodes_at_a_time,
+            at_a_time=config.rollout.max_concurrent_episodes,
             reward_is_optional=config.uses_reward_model or config.uses_teacher,
             image_token_id=processor.image_token_id if config.reads_images else None,
         )

@@ -88,6 +88,10 @@ PPO = Command(
     not_yet=PPO_NOT_YET,
     problems=ppo_problems,
     placed=ppo_placement_problems,
+    variables={
+        "rollout.max_concurrent_episodes": "OPENRLHF_ASYNC_NUM_TASKS",
+        "train.async_queue_size": "OPENRLHF_ASYNC_QUEUE_SIZE",
+    },
     has_plan=True,
 )
 BATCH_INFERENCE = Command(

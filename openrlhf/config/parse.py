@@ -1,8 +1,8 @@
 """From a command line to a configuration: the one place that knows argv, YAML and old flags.
 
 Files given with `--config` are read from left to right, later ones on top; the command line is on top of them
-all, wherever `--config` stands in it. Everything that is wrong is listed at once, and the process ends with
-code 2.
+all, wherever `--config` stands in it. Below them all are the variables of the environment that a command
+reads. Everything that is wrong is listed at once, and the process ends with code 2.
 """
 
 import os
@@ -28,7 +28,7 @@ class Source:
     """How a flag came to be set."""
 
     file: str = ""
-    """The file and line; "" for the command line."""
+    """The file and line, or the variable; "" for the command line."""
     old: str = ""
     """The old spelling that was used; "" for today's name."""
     shared: bool = False
@@ -80,6 +80,8 @@ class Command(Generic[ConfigT]):
     """What is wrong with where things run, given the values that `settle` chose."""
     not_yet: Mapping[str, NotYet] = field(default_factory=dict)
     """By flag. `--help` and docs/flags.md say so too."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Flag -> the variable of the environment that sets it where nothing else does."""
     has_plan: bool = False
     """It places its processes on a cluster: `--print_plan` says where."""
 
@@ -108,9 +110,11 @@ def parse(
     `settle` and `plan` get the GPUs of each node of the cluster that `--print_plan` describes; nothing for
     the one that there is."""
     line = _read_argv(sys.argv[1:] if argv is None else argv)
+    variables = _read_variables(command)
     settings, problems = _read_files(line.files, command.config_type)
     problems += line.problems
-    chosen, renamed, hints, more = _translate([*settings, *line.settings], command)
+    chosen, renamed, hints, more = _translate([*variables, *settings, *line.settings], command)
+    hints += _say_who_wins(variables, chosen)
     values, bad = _convert(chosen, fields_of(command.config_type))
     config = with_values(command.config_type(), values)
     if line.help is not None:
@@ -328,6 +332,33 @@ def _print_plan(command: Command, config: ConfigT, cluster: Sequence[int], plan:
     except ValueError as error:
         return [str(error)]
     return []
+
+
+def _read_variables(command: Command) -> list[_Setting]:
+    found = {key: (name, os.environ.get(name)) for key, name in command.variables.items()}
+    return [
+        _Setting(
+            name=key,
+            words=(value,),
+            shown=f"the variable {name}: --{key}",
+            source=Source(file=f"the variable {name}"),
+        )
+        for key, (name, value) in found.items()
+        if value
+    ]
+
+
+def _say_who_wins(variables: Sequence[_Setting], chosen: Mapping[str, _Setting]) -> list[str]:
+    lines = []
+    for setting in variables:
+        winner, variable = chosen[setting.name], setting.source.file
+        if winner is setting:
+            lines.append(f"{variable} sets --{setting.name} {_show(*setting.words)}")
+        elif winner.words != setting.words:
+            lines.append(
+                f"{winner.shown} {_show(*winner.words)} wins over {variable}, {_show(*setting.words)}"
+            )
+    return lines
 
 
 def _read_files(files: Sequence[str], config_type: type) -> tuple[list[_Setting], list[str]]:

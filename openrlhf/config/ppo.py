@@ -1,7 +1,6 @@
 """Everything that `train_ppo_ray` can be told."""
 
 import math
-import os
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
@@ -269,10 +268,6 @@ class VllmConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
-QUEUE_VARIABLE = "OPENRLHF_ASYNC_QUEUE_SIZE"
-EPISODES_VARIABLE = "OPENRLHF_ASYNC_NUM_TASKS"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
     """How experience is sampled."""
@@ -309,8 +304,8 @@ class RolloutConfig:
     episode_timeout: Positive | None = None
     """Seconds that one episode may take, its reward included; then it has failed. None: no limit."""
     max_concurrent_episodes: Count | None = None
-    """Episodes that run at a time in each engine's process. None: the variable OPENRLHF_ASYNC_NUM_TASKS, or
-    all that the engine is given."""
+    """Episodes that run at a time in each engine's process. None: all that the engine is given. Where nothing
+    sets it, the variable OPENRLHF_ASYNC_NUM_TASKS does."""
     step_timeout: Positive | None = None
     """Seconds that one call of an agent's environment may take; then the episode has failed. None: no
     limit."""
@@ -324,11 +319,6 @@ class RolloutConfig:
     """Failures of which a single one ends the run, with its error."""
     mask_truncated: bool = False
     """Do not train on samples that ran out of tokens. Their rewards count where samples are compared."""
-
-    @property
-    def episodes_at_a_time(self) -> int | None:
-        """Of this process's environment too. None: no limit."""
-        return self.max_concurrent_episodes or int(os.environ.get(EPISODES_VARIABLE) or 0) or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -446,7 +436,7 @@ class TrainConfig:
     """Sample the next batches while training on this one."""
     async_queue_size: CountOrZero = 1
     """Batches that sampling may be ahead: steps by which a sample's weights may be older than those that it
-    trains. 0: as without async_enable. 1: the variable OPENRLHF_ASYNC_QUEUE_SIZE, where it is set."""
+    trains. 0: as without async_enable. Where nothing sets it, the variable OPENRLHF_ASYNC_QUEUE_SIZE does."""
     partial_rollout_enable: bool = False
     """Weight syncs pause generation instead of waiting for it. Needs async_enable."""
     enable_ema: bool = False
@@ -708,10 +698,7 @@ class PPOConfig:
     @property
     def max_staleness(self) -> int:
         """Steps that sampling may be ahead."""
-        if not self.train.async_enable:
-            return 0
-        asked = self.train.async_queue_size
-        return int(os.environ.get(QUEUE_VARIABLE) or 1) if asked == 1 else asked
+        return self.train.async_queue_size if self.train.async_enable else 0
 
     @property
     def largest_staleness(self) -> float:

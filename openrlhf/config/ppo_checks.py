@@ -1,6 +1,5 @@
 """What is wrong between the flags of reinforcement learning."""
 
-import os
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -36,7 +35,7 @@ from openrlhf.config.checks import (
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.fields import values_of
 from openrlhf.config.parse import Explicit, NotYet, Problem
-from openrlhf.config.ppo import EPISODES_VARIABLE, QUEUE_VARIABLE, PPOConfig
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
 
 
@@ -72,7 +71,6 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_balance(config),
             *_replay(config),
             *_lengths(config),
-            *_variables(),
             *_ahead(config),
             *_sampling(config),
             *_adapters(config),
@@ -609,19 +607,6 @@ def _lengths(config: PPOConfig) -> Iterator[Problem]:
             key="rollout.max_new_tokens",
             text=f"leaves no room for a prompt in data.max_len {longest}, which counts both; raise that",
         )
-
-
-def _variables() -> Iterator[Problem]:
-    meant = {
-        "rollout.max_concurrent_episodes": (EPISODES_VARIABLE, 1, "episodes"),
-        "train.async_queue_size": (QUEUE_VARIABLE, 0, "batches"),
-    }
-    for key, (variable, least, unit) in meant.items():
-        given = os.environ.get(variable, "")
-        if given and not (given.isdecimal() and int(given) >= least):
-            yield Problem(
-                key=key, text=f"the variable {variable} is {given!r}, no number of {unit}; unset it"
-            )
 
 
 def _ahead(config: PPOConfig) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +44,7 @@ from openrlhf.config.supervised_checks import (
     SUPERVISED_UNREAD,
 )
 from openrlhf.mesh import Mesh
+from openrlhf.trainer.origin import Origin, compare
 
 
 @pytest.fixture
@@ -1591,21 +1593,34 @@ def test_the_console_command(argv, code, text):
     assert result.returncode == code and text in result.stdout + result.stderr
 
 
-def test_a_number_of_episodes_in_the_environment(say, monkeypatch):
-    monkeypatch.setenv("OPENRLHF_ASYNC_NUM_TASKS", "8")
-    assert say(PPO, "")[0].rollout.episodes_at_a_time == 8
-    monkeypatch.setenv("OPENRLHF_ASYNC_NUM_TASKS", "many")
-    text = "\n".join(say(PPO, "")[1])
-    assert "the variable OPENRLHF_ASYNC_NUM_TASKS is 'many', no number of episodes; unset it" in text
+VARIABLES = [
+    ("OPENRLHF_ASYNC_NUM_TASKS", "rollout.max_concurrent_episodes", "0"),
+    ("OPENRLHF_ASYNC_QUEUE_SIZE", "train.async_queue_size", "-1"),
+]
 
 
-def test_a_number_of_batches_in_the_environment(say, monkeypatch):
-    """It is what sampling may be ahead, unless a flag says so, or nothing is sampled ahead."""
-    ahead = lambda flags: say(PPO, flags)[0].max_staleness
-    assert [ahead(""), ahead("--train.async_enable")] == [0, 1]
-    monkeypatch.setenv("OPENRLHF_ASYNC_QUEUE_SIZE", "3")
-    flags = ("", "--train.async_enable", "--train.async_enable --train.async_queue_size 0")
-    assert [ahead(f) for f in flags] == [0, 3, 0]
-    monkeypatch.setenv("OPENRLHF_ASYNC_QUEUE_SIZE", "-1")
-    text = "\n".join(say(PPO, "--train.async_enable")[1])
-    assert "the variable OPENRLHF_ASYNC_QUEUE_SIZE is '-1', no number of batches; unset it" in text
+@pytest.mark.parametrize(("variable", "key", "wrong"), VARIABLES)
+def test_a_flag_wins_over_a_variable_and_what_wins_is_said(variable, key, wrong, say, monkeypatch, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"{key}: 5")
+    asked = lambda line: values_of(say(PPO, f"--train.async_enable {line}")[0])[key]
+    default = asked("")
+    monkeypatch.setenv(variable, "")
+    assert asked("") == default
+    monkeypatch.setenv(variable, "4")
+    config, lines = say(PPO, "--train.async_enable")
+    assert values_of(config)[key] == 4 and f"note: the variable {variable} sets --{key} 4" in lines
+    assert yaml.safe_load(to_yaml(config))[key.partition(".")[0]][key.partition(".")[2]] == 4
+    config, lines = say(PPO, f"--train.async_enable --{key} 1")
+    assert values_of(config)[key] == 1
+    assert lines == [f"note: --{key} 1 wins over the variable {variable}, 4"]
+    assert [asked("--config run.yaml"), asked(f"--{key} 4")] == [5, 4]
+    monkeypatch.setenv(variable, wrong)
+    config, lines = say(PPO, "")
+    assert config is None and f"error: the variable {variable}: --{key} {wrong}: " in "\n".join(lines)
+
+
+def test_a_queue_by_a_variable_is_compared_at_a_resume(say, monkeypatch):
+    origin = lambda: Origin.of("ppo", say(PPO, "--train.async_enable")[0], {})
+    without = origin()
+    monkeypatch.setenv("OPENRLHF_ASYNC_QUEUE_SIZE", "4")
+    assert compare(origin(), without).differences == ["--train.async_queue_size was 4, is 1"]

@@ -293,13 +293,7 @@ def test_sampling_of_a_configuration():
     assert Sampling.for_evaluation(config) == evaluation
 
 
-def test_episodes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the flag, or by the variable of older versions."""
-    monkeypatch.setenv("OPENRLHF_ASYNC_NUM_TASKS", "2")
-    assert RolloutConfig().episodes_at_a_time == 2
-    assert RolloutConfig(max_concurrent_episodes=3).episodes_at_a_time == 3
-    monkeypatch.setenv("OPENRLHF_ASYNC_NUM_TASKS", "")
-    assert RolloutConfig().episodes_at_a_time is None
+def test_episodes_at_a_time() -> None:
     running, most = 0, 0
 
     class Slow(AgentExecutorBase):
