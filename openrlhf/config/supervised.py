@@ -325,12 +325,12 @@ class PRMDataConfig(DataConfig):
     """Where rows come from, and how they become tokens."""
 
     input_key: str = "input"
-    """Column with the whole text, a placeholder token at the end of each step."""
+    """Column with the whole text, a placeholder at the end of each step."""
     label_key: str = "label"
     """Column with a list, one label for each placeholder: the token that the model is to write there, or the
     probability of the first of data.reward_tokens."""
     placeholder_token: str = ""
-    """The token that ends a step. Required."""
+    """The text that ends a step: one token or several, of which the last carries the label. Required."""
     reward_tokens: tuple[str, ...] | None = None
     """The tokens that labels may be: the probabilities of these alone add up to 1. None: any token. Labels
     that are probabilities need two."""

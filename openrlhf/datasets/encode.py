@@ -32,8 +32,15 @@ class Text:
     text: str
     spans: tuple[tuple[int, int], ...] = ()
     """Characters to learn: [start, end) in ascending order. Empty: nothing to learn."""
+    ends: tuple[int, ...] = ()
+    """Characters, in ascending order, before which a step ends: its last token is marked. Not with spans."""
     is_chat: bool = False
     """A chat template wrote it, special tokens and all: nothing is put in front of it."""
+
+    @property
+    def borders(self) -> list[int]:
+        """Characters that no token spans."""
+        return [border for span in self.spans for border in span] + [*self.ends]
 
 
 Tokens = tuple[list[int], list[bool]]
@@ -103,14 +110,15 @@ def _encode_fast(
     for text, whole, prompt in zip(texts, encoded, encoded_prompts, strict=True):
         token_ids, prompt_ids = whole.ids, prompt.ids
         begins, ends = np.array(whole.offsets, dtype=np.int64).reshape(-1, 2).T
-        borders = [border for span in text.spans for border in span]
-        crossed = any(((begins < border) & (border < ends)).any() for border in borders)
+        crossed = any(((begins < border) & (border < ends)).any() for border in text.borders)
         if crossed or token_ids[: len(prompt_ids)] != prompt_ids:
             yield _encode_pieces(text, tokenizer)
             continue
         learned = np.zeros(len(token_ids), dtype=np.bool_)
         for start, end in text.spans:
             learned |= (begins >= start) & (ends <= end)
+        last = np.searchsorted(ends, np.array(text.ends, dtype=np.int64), side="right") - 1
+        learned[last[np.isin(text.ends, ends)]] = True
         yield token_ids, learned.tolist()
 
 
@@ -126,14 +134,16 @@ def _whole_token_encoder(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def _encode_pieces(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Prompts and replies tokenised apart, as a policy meets them: no token spans the border between them."""
+    """Prompts and replies, or steps, tokenised apart, as a policy meets them: no token spans the border
+    between them."""
     token_ids: list[int] = []
     learned: list[bool] = []
-    borders = [0, *(border for span in text.spans for border in span), len(text.text)]
-    for i, (start, end) in enumerate(pairwise(borders)):
+    for i, (start, end) in enumerate(pairwise([0, *text.borders, len(text.text)])):
         piece = token_ids_of(text.text[start:end], tokenizer) if start < end else []
         token_ids += piece
-        learned += [i % 2 == 1] * len(piece)
+        learned += [not text.ends and i % 2 == 1] * len(piece)
+        if piece and end in text.ends:
+            learned[-1] = True
     return token_ids, learned
 
 

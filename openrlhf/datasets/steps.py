@@ -1,5 +1,6 @@
 """Rows as solutions with a label for every step, for process reward models."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -16,7 +17,7 @@ from openrlhf.datasets.labelled import LabelledSamples
 from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.store import Drop, SampleStore
 from openrlhf.types import Steps
-from openrlhf.utils.text import decode, first_token_ids
+from openrlhf.utils.text import decode
 
 FAR_STEPS = "no placeholder within max_len"
 
@@ -58,45 +59,42 @@ def build_steps(
     max_len: int,
     bad_rows: BadRowAction = "error",
 ) -> StepsDataset:
-    """One solution of each row: its text as it stands, marked at the placeholders.
+    """One solution of each row: its text as it stands, marked at the last token of each placeholder, beyond
+    which no token reaches.
 
     Labels are a list with an entry for each placeholder: texts of one token each (of `reward_tokens`, where
     given), or probabilities of the first of two reward tokens. All rows have the same kind. A text is cut at
     max_len tokens, and its labels with it; one without a placeholder left is dropped and counted.
 
-    ValueError for a token that is none, for a bad row (see `read_each`), for labels of two kinds, for
+    ValueError for a reward token that is none, for a bad row (see `read_each`), for labels of two kinds, for
     probabilities without two reward tokens, and when no solution is left.
     """
-    placeholder = single_token_id(tokenizer, placeholder_token, "--data.placeholder_token")
     label_of = _label_reader(tokenizer, reward_tokens)
-    num_first = len(first_token_ids(tokenizer))
 
-    def read(row: Row) -> tuple[tuple[Text], tuple[np.ndarray, int]]:
+    def read(row: Row) -> tuple[tuple[Text], np.ndarray]:
         text = value_of(row, input_key, str)
         labels = _labels(value_of(row, label_key, list), label_key, label_of)
-        return (Text(text=text),), (labels, text.count(placeholder_token))
+        ends = tuple(found.end() for found in re.finditer(re.escape(placeholder_token), text))
+        _check_placeholders(text, len(ends), len(labels), placeholder_token)
+        return (Text(text=text, ends=ends),), labels
 
     store, kept = SampleStore(), []
     first_of_kind: dict[str, int] = {}
-    for i, ((token_ids, _),), (labels, num_written) in read_tokens(
-        rows, read, tokenizer, bad_rows, store.dropped
-    ):
-        is_placeholder = np.array(token_ids) == placeholder
-        try:
-            _check_placeholders(is_placeholder[num_first:], labels, num_written, placeholder_token)
-        except BadRow as reason:
+    for i, ((token_ids, ends_step),), labels in read_tokens(rows, read, tokenizer, bad_rows, store.dropped):
+        if sum(ends_step) != len(labels):
+            reason = f"the tokenizer leaves placeholders {placeholder_token!r} out of the text."
             refuse(rows.origin(i), reason, bad_rows, store.dropped)
             continue
-        action_mask = is_placeholder[:max_len]
-        if not action_mask.any():
-            first = int(is_placeholder.argmax()) + 1
-            store.drop(Drop(FAR_STEPS, first) if is_placeholder.any() else Drop(NOTHING_TO_LEARN))
+        action_mask = ends_step[:max_len]
+        if True not in action_mask:
+            store.drop(Drop(FAR_STEPS, len(token_ids)) if len(labels) else Drop(NOTHING_TO_LEARN))
             continue
         first_of_kind.setdefault("text" if labels.dtype == np.int64 else "numbers", i)
         _check_kinds(first_of_kind, rows, label_key, reward_tokens)
-        store.truncated += len(token_ids) > max_len
-        store.append(token_ids[:max_len], action_mask.tolist())
-        kept.append(labels[: action_mask.sum()])
+        if len(token_ids) > max_len:
+            store.cut(len(token_ids))
+        store.append(token_ids[:max_len], action_mask)
+        kept.append(labels[: sum(action_mask)])
     check_left(store, rows, max_len, unit="solution")
     starts = np.cumsum([0, *map(len, kept)], dtype=np.int64)
     return StepsDataset(samples=store, labels=np.concatenate(kept), label_starts=starts)
@@ -117,18 +115,6 @@ def reward_token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) 
             "and none twice;\notherwise a step has nothing to choose from."
         )
     return tuple(token_id for (token_id,) in ids.values())
-
-
-def single_token_id(tokenizer: PreTrainedTokenizerBase, token: str, flag: str) -> int:
-    """ValueError unless the text is one token of the tokenizer."""
-    ids = token_ids_of(token, tokenizer)
-    if len(ids) == 1:
-        return ids[0]
-    raise ValueError(
-        f"{flag} {token!r}: it must be one token of the model's tokenizer, which makes "
-        f"{_pieces(ids, tokenizer)} of it.\nChoose a text that is in its vocabulary, or add the token to "
-        "tokenizer and model."
-    )
 
 
 def _pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
@@ -173,21 +159,11 @@ def _labels(values: Sequence[Any], column: str, label_of: Callable[[str], int]) 
     return np.array(values, dtype=np.float32)
 
 
-def _check_placeholders(
-    is_placeholder: np.ndarray, labels: np.ndarray, num_written: int, placeholder_token: str
-) -> None:
-    count = int(is_placeholder.sum())
-    if count != len(labels):
-        merged = (
-            f", which stands {num_written} times in the text but not always as a token of its own"
-            if num_written != count
-            else ""
-        )
-        raise BadRow(f"{len(labels)} labels for {count} placeholders {placeholder_token!r}{merged}.")
-    if count and is_placeholder[0]:
-        raise BadRow(
-            f"the text begins with the placeholder {placeholder_token!r}: there is no step before it."
-        )
+def _check_placeholders(text: str, count: int, num_labels: int, placeholder: str) -> None:
+    if count != num_labels:
+        raise BadRow(f"{num_labels} labels for {count} placeholders {placeholder!r}.")
+    if text.startswith(placeholder):
+        raise BadRow(f"the text begins with the placeholder {placeholder!r}: there is no step before it.")
 
 
 def _check_kinds(

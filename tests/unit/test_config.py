@@ -571,7 +571,7 @@ CHECKS = [
     (
         PRM,
         ["--data.placeholder_token", ""],
-        "--data.placeholder_token: is required: The token that ends a step.",
+        "--data.placeholder_token: is required: The text that ends a step",
     ),
     (
         PRM,

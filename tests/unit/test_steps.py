@@ -1,4 +1,5 @@
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -6,6 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marked import marked
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers_of_users import llama_2_style
+from transformers import PreTrainedTokenizerFast
 
 from openrlhf.datasets.cache import cached
 from openrlhf.datasets.sources import Rows
@@ -69,7 +73,8 @@ def test_solutions_without_a_step_left_are_dropped_and_counted():
     dataset = build(rows, max_len=6)
     assert len(dataset) == 1
     assert dataset.dropped == {"no placeholder within max_len": 1, "nothing to learn": 1}
-    assert dataset.needed_len == 7 and len(build(rows, max_len=7)) == 2
+    assert len(build(rows, max_len=7)) == 2
+    assert dataset.needed_len == 13 and build(rows, max_len=13).truncated == 0
     with pytest.raises(ValueError, match=r"No solution is left of 1 rows: 1 × no placeholder within"):
         build(rows[1:2], max_len=6)
 
@@ -98,14 +103,6 @@ def test_marks_are_the_placeholders_and_labels_go_with_them(solutions, max_len):
 
 
 def test_a_token_that_is_none_is_shown_as_the_tokenizer_makes_it():
-    with pytest.raises(
-        ValueError,
-        match=r"^--data.placeholder_token '<step>': it must be one token .*, which makes 6 \('<' 's'",
-    ) as error:
-        build([ROW], placeholder_token="<step>")
-    assert str(error.value).count("\n") == 1
-    with pytest.raises(ValueError, match=r"^--data.placeholder_token '': .* makes 0"):
-        build([ROW], placeholder_token="")
     with pytest.raises(ValueError, match=r"^--data.reward_tokens good - ok: each must be one") as error:
         build([ROW], reward_tokens=("good", "-", "ok"))
     assert "\nTo it 'good' is 4 ('g' 'o' 'o' 'd'), 'ok' is 2 ('o' 'k').\n" in str(error.value)
@@ -167,13 +164,48 @@ def test_a_bad_row_is_named_or_skipped(case, caplog):
     assert "row 4: skipped" in caplog.text and "row 5" not in caplog.text
 
 
-def test_a_placeholder_that_melts_into_its_neighbours_is_told():
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens(["##"])
-    with pytest.raises(
-        ValueError, match=r"2 labels for 0 placeholders '#', which stands 2 times in the text"
-    ):
-        build([{"input": "1##", "label": ["+", "-"]}], tokenizer)
+def byte_level():
+    """As Qwen's and Llama 3's: a space belongs to the word behind it, newlines to the punctuation before."""
+    backend = Tokenizer(models.BPE())
+    split = Regex(r" ?[^\s\p{L}\p{N}]+[\r\n]*| ?\p{L}+|\p{N}|\s+")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(split, "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(["2 + 2 = 4 <step>\n", "so it is <step>\n", "ки\n"] * 20, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="\n")
+
+
+TOKENIZERS = {"tiny": tiny_tokenizer(), "byte level": byte_level(), "llama 2": llama_2_style()}
+
+
+@pytest.mark.parametrize("placeholder", ["<step>", "ки", "\n\n", "#"])
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_any_text_ends_a_step_with_any_tokenizer(name, placeholder):
+    """It is read at its last token, behind exactly the text up to there: also where the next line's newline,
+    or another placeholder, would melt into it."""
+    tokenizer = TOKENIZERS[name]
+    text = f"2 + 2 = 4 {placeholder}\nso it is{placeholder}{placeholder} end"
+    options = {"placeholder_token": placeholder, "reward_tokens": ("4", "2"), "max_len": 256}
+    (item,) = build([{"input": text, "label": ["4", "2", "4"]}], tokenizer, **options)
+    ids, mask = item.sample.token_ids, item.sample.action_mask
+    begins = [text[: found.end()] for found in re.finditer(re.escape(placeholder), text)]
+    places = mask.nonzero()[:, 0].tolist()
+    plain = TOKENIZERS[name](text)["input_ids"]
+    assert tokenizer.decode(ids) == tokenizer.decode(plain)
+    assert [tokenizer.decode(ids[: place + 1]) for place in places] == begins
+    assert tokenizer.decode(item.labels).replace(" ", "") == "424"
+
+
+def test_tokens_are_those_of_the_whole_text_where_none_reaches_beyond_a_step():
+    """As a server that tokenises a solution at once reads it."""
+    tokenizer = llama_2_style()
+    text = "2 + 2 = 4 ки\nthe answer is 4 ки\n"
+    options = {"placeholder_token": "ки", "reward_tokens": ("4", "2")}
+    (item,) = build([{"input": text, "label": ["4", "2"]}], tokenizer, **options)
+    assert item.sample.token_ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_one_dataset_has_one_kind_of_labels():
