@@ -207,7 +207,7 @@ def _probabilities(key: str, text: str, dataset_key: str, count: int) -> Iterato
         yield Problem(key=key, text=f"must be at least 0 and add up to 1; they add up to {sum(probs):g}")
 
 
-_FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".py")
+_FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".py", ".gz")
 
 
 def _looks_local(name: str) -> bool:

@@ -28,8 +28,8 @@ class InferenceDataConfig:
     """Where rows come from, and how they become text."""
 
     dataset: str = ""
-    """Comma list of `path[@data_dir]`: .json .jsonl .csv .parquet .arrow files and folders, here or at URLs
-    (s3://, gs://, hf://, https://), hub names. Required."""
+    """Comma list of `path[@data_dir]`: .json .jsonl .csv .parquet .arrow files, also packed (.jsonl.gz), and
+    folders of them, here or at URLs (s3://, gs://, hf://, https://), hub names. Required."""
     dataset_probs: str | None = None
     """Comma list of probabilities, one for each dataset, to mix them. None: one after the other."""
     dataset_split: str = "train"

@@ -326,8 +326,9 @@ class PromptDataConfig:
     """Where prompts come from, and how they become text."""
 
     prompt_dataset: str = ""
-    """Comma list of `path[@data_dir]`: .json .jsonl .csv .parquet .arrow files and folders, here or at URLs
-    (s3://, gs://, hf://, https://), hub names; or of `reasoning_gym:NAME?size=N&seed=S`. Required."""
+    """Comma list of `path[@data_dir]`: .json .jsonl .csv .parquet .arrow files, also packed (.jsonl.gz), and
+    folders of them, here or at URLs (s3://, gs://, hf://, https://), hub names; or of
+    `reasoning_gym:NAME?size=N&seed=S`. Required."""
     prompt_probs: str | None = None
     """Comma list of probabilities, one for each dataset, to mix them. None: one after the other."""
     prompt_split: str = "train"

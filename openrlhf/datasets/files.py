@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar, cast, overload
 
 import datasets
@@ -482,6 +482,16 @@ READERS: Mapping[str, Callable[[File, str, BadRows], Part]] = {
     ".arrow": _read_arrow,
 }
 """Ending of a file -> what reads it; the string is the flag that named it. A table has no bad rows."""
+
+PACKED = ".gz"
+ENDINGS = f"{', '.join(READERS)}, or one of these and {PACKED}"
+"""For people."""
+
+
+def has_rows(name: str | PurePath) -> bool:
+    """Whether a file of this name is read."""
+    path = PurePath(name)
+    return PurePath(path.stem if path.suffix == PACKED else path).suffix in READERS
 
 
 def peek(file: File, flag: str, bad_rows: BadRows) -> Part:

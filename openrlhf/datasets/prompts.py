@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.bad_rows import BadRow, BadRowAction, read_each, refuse, value_of
 from openrlhf.datasets.encode import check_left, encode_prompts
-from openrlhf.datasets.files import READERS, Row
+from openrlhf.datasets.files import PACKED, Row, has_rows
 from openrlhf.datasets.image_rows import ImageColumn
 from openrlhf.datasets.sampler import PromptDataset
 from openrlhf.datasets.sources import Rows
@@ -170,5 +170,6 @@ def source_names(items: Sequence[str]) -> list[str]:
 
 def _name_parts(item: str) -> list[str]:
     path = PurePath(item)
-    path = path.with_suffix("") if path.suffix in READERS else path
+    if has_rows(path):
+        path = PurePath(item.removesuffix(PACKED)).with_suffix("")
     return [re.sub(r"\W+", "_", part).strip("_") for part in path.parts if part.strip("./~")]

@@ -29,7 +29,7 @@ from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
 from openrlhf.datasets.cache import digest
-from openrlhf.datasets.files import READERS, File
+from openrlhf.datasets.files import ENDINGS, File, has_rows
 from openrlhf.files import cache_folder, replacing, write_atomically
 from openrlhf.observe.progress import tracked
 
@@ -137,13 +137,13 @@ def _look_up(url: str) -> _Listing:
 def _look_up_whole(url: str) -> _Listing:
     files, path = _open(url)
     name = PurePosixPath(urlsplit(url).path if _is_http(url) else path).name
-    is_rows = PurePosixPath(name).suffix in READERS
+    is_rows = has_rows(name)
     if _is_http(url) and not is_rows:
-        raise _Wrong(f"a file must end in {', '.join(READERS)}. Folders cannot be listed over HTTP.")
+        raise _Wrong(f"a file must end in {ENDINGS}. Folders cannot be listed over HTTP.")
     info = files.info(path)
     if info["type"] != "directory":
         if not is_rows:
-            raise _Wrong(f"a file must end in {', '.join(READERS)}.")
+            raise _Wrong(f"a file must end in {ENDINGS}.")
         return _Listing(url=url, is_folder=False, files={name: _Remote.of(path, info)})
     root = PurePosixPath(str(files._strip_protocol(path)))
     found = cast(dict[str, dict[str, Any]], files.find(path, detail=True))

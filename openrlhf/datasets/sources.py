@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import cast
 
 import datasets
@@ -15,7 +15,8 @@ from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import BadRows
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.datasets.cache import digest, file_digest
-from openrlhf.datasets.files import READERS, REMEDY, File, Part, Row, Unreadable, peek
+from openrlhf.datasets.files import ENDINGS, READERS, REMEDY, File, Part, Row, Unreadable, has_rows, peek
+from openrlhf.datasets.gzipped import unpacked
 from openrlhf.datasets.remote import fetched, is_saved_dataset, is_url
 from openrlhf.hub import dataset_folder, uses_modelscope
 from openrlhf.observe.progress import tracked
@@ -83,9 +84,10 @@ def load_rows(
 ) -> Rows:
     """The rows that `spec` names: a comma list of `path[@data_dir]`.
 
-    An item is a .json, .jsonl, .csv, .parquet or .arrow file, a `save_to_disk` folder, a folder of such
-    files, the URL of any of them, a name on the hub, or `reasoning_gym:NAME?size=N&seed=S`. A piece of `spec`
-    that exists on disk with its commas and "@" is one path. Where an item has splits, `split` is taken: of a
+    An item is a .json, .jsonl, .csv, .parquet or .arrow file, one of these packed as .gz, a `save_to_disk`
+    folder, a folder of such files, the URL of any of them, a name on the hub, or
+    `reasoning_gym:NAME?size=N&seed=S`. A piece of `spec` that exists on disk with its commas and "@" is one
+    path. Where an item has splits, `split` is taken: of a
     folder of files, those with that word in their names.
 
     required_columns: flag -> the column it names, None where the flag is unset. Each must exist in every
@@ -180,8 +182,13 @@ def _load(item: str, split: str, flag: str, bad_rows: BadRows) -> list[Part]:
 
 
 def _files_of(item: str, split: str, flag: str, *, look_up: bool = False) -> list[File] | None:
-    """What is read of an item: files of rows, or the folder of one saved dataset. None of a name on Hugging
-    Face's hub; without `look_up` of one on ModelScope too, of which it fetches the files."""
+    """What is read of an item: files of rows, unpacked, or the folder of one saved dataset. None of a name on
+    Hugging Face's hub; without `look_up` of one on ModelScope too, of which it fetches the files."""
+    files = _named_files(item, split, flag, look_up=look_up)
+    return None if files is None else [unpacked(file, flag) for file in files]
+
+
+def _named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[File] | None:
     if is_url(item):
         return fetched(item, flag, partial(_of_split, place=item, split=split, flag=flag))
     place = _find(item, flag)
@@ -198,9 +205,9 @@ def _files_of(item: str, split: str, flag: str, *, look_up: bool = False) -> lis
 
 def _of_split(names: Sequence[str], *, place: str | Path, split: str, flag: str) -> list[str]:
     """Those of files in `place` that hold rows of `split`; without a split in any name all that hold rows."""
-    files = [name for name in names if PurePath(name).suffix in READERS]
+    files = [name for name in names if has_rows(name)]
     if not files:
-        raise ValueError(f"{flag} {place}: no {', '.join(READERS)} file in this folder.")
+        raise ValueError(f"{flag} {place}: no {', '.join(READERS)} file in this folder, packed (.gz) or not.")
     splits = {name: _split_in_name(name, split) for name in files}
     if not any(splits.values()):
         return files
@@ -221,11 +228,11 @@ def _find(item: str, flag: str) -> Path | None:
             f"{flag} {item}: loading scripts are not run; `datasets` no longer supports them.\n"
             "Write the rows to a .jsonl or .parquet file, and name that file."
         )
-    if place.is_file() and place.suffix not in READERS:
-        raise ValueError(f"{flag} {item}: a file must end in {', '.join(READERS)}.")
+    if place.is_file() and not has_rows(place):
+        raise ValueError(f"{flag} {item}: a file must end in {ENDINGS}.")
     if place.exists():
         return place
-    if place.suffix in READERS or item.startswith((".", "/", "~")) or base.exists():
+    if has_rows(place) or item.startswith((".", "/", "~")) or base.exists():
         raise ValueError(f"{flag} {item}: there is no such file or folder.{_near_names(place)}")
     return None
 

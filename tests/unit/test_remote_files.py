@@ -1,5 +1,6 @@
 """Datasets at URLs: fetched once, read as files of this machine."""
 
+import gzip
 import json
 import threading
 from collections import Counter
@@ -55,7 +56,7 @@ class Site:
         self.data, self.etag = lines(ROWS), '"1"'
         self.status, self.failures, self.cut = 200, 0, 0
         self.asked = Counter()
-        self.headers = {}
+        self.encoding = None
 
     def __enter__(self):
         site = self
@@ -78,6 +79,8 @@ class Site:
                 self.send_header("Content-Length", str(len(site.data) if status == 200 else 0))
                 if site.etag:
                     self.send_header("ETag", site.etag)
+                if site.encoding:
+                    self.send_header("Content-Encoding", site.encoding)
                 self.end_headers()
                 return status == 200
 
@@ -169,6 +172,21 @@ def test_what_cannot_be_fetched_names_the_flag_and_the_url(site, status, tries, 
     assert site.asked.total() == 2 * tries  # each with HEAD and GET
 
 
+@pytest.mark.parametrize("encoding", [None, "gzip"])
+def test_a_packed_file_is_read_also_where_http_unpacks_it_on_the_way(site, encoding):
+    site.data, site.encoding = gzip.compress(lines(ROWS)), encoding
+    check_columns(f"{site.url}.gz", flag=FLAG, required_columns=COLUMNS)
+    rows = load(f"{site.url}.gz")
+    assert list(rows) == ROWS and rows.origin(1) == f"{site.url}.gz:2"
+
+
+def test_packed_files_of_a_bucket(bucket):
+    bucket("/rows/train.jsonl.gz", gzip.compress(lines(ROWS)))
+    bucket("/rows/test.jsonl.gz", gzip.compress(lines(ROWS[:1])))
+    assert list(load("memory://rows")) == ROWS
+    assert list(load("memory://rows", split="test")) == ROWS[:1]
+
+
 def test_without_a_connection_the_last_copy_is_read_and_named(site, capsys, cache):
     load(site.url)
     site.data, site.etag = lines([{"input": "c"}]), '"2"'
@@ -247,7 +265,7 @@ def test_names_that_lead_out_of_the_cache_are_refused(monkeypatch, cache):
         ("nonsense://rows.jsonl", "Protocol not known: nonsense"),
         (
             "http://localhost/rows.txt",
-            "a file must end in .jsonl, .json, .csv, .parquet, .arrow. Folders cannot",
+            ".jsonl, .json, .csv, .parquet, .arrow, or one of these and .gz. Folders cannot",
         ),
     ],
 )

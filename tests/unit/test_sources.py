@@ -1,4 +1,5 @@
 import codecs
+import gzip
 import json
 import pickle
 import tracemalloc
@@ -180,6 +181,10 @@ BAD_FILES = {
     "header.csv": (b"input,label\n", r"header.csv: it is empty"),
     "cut.parquet": (b"PAR1 cut", r"cut.parquet: damaged or not a .parquet file \(8 bytes\)"),
     "cut.arrow": (b"ARROW1 cut", r"cut.arrow: damaged or not a .arrow file"),
+    "cut.jsonl.gz": (gzip.compress(b'{"input": "a"}\n')[:-4], r"cut.jsonl.gz: damaged \(\d+ bytes\): "),
+    "torn.csv.gz": (b"\x1f\x8b\x08\x00 torn", r"torn.csv.gz: damaged \(\d+ bytes\): "),
+    "line.jsonl.gz": (gzip.compress(b'{"input": "a"}\n{"'), r"line.jsonl.gz:2: not JSON"),
+    "rows.xml.gz": (b"", r"rows.xml.gz: a file must end in .*, or one of these and .gz"),
     "rows.xml": (b"<a/>", r"rows.xml: a file must end in .jsonl, .json"),
     "script.py": (b"", r"script.py: loading scripts are not run"),
 }
@@ -193,6 +198,40 @@ def test_a_bad_file_is_named_with_its_line_in_three_lines_at_most(tmp_path, name
         load(tmp_path / name)
     assert str(error.value).startswith(FLAG)
     assert str(error.value).count("\n") <= 2
+
+
+PACKED = {
+    "a.jsonl.gz": b'{"input": "a"}\n{"input": "b"}\n',
+    "a.json.gz": b'[{"input": "a"}, {"input": "b"}]',
+    "a.csv.gz": b"input\na\nb\n",
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_files_are_read_as_what_is_in_them(tmp_path, monkeypatch, name):
+    """Also in a folder, and after another file of the same name has taken their place."""
+    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows").mkdir()
+    path, plain = tmp_path / "rows" / name, tmp_path / name.removesuffix(".gz")
+    path.write_bytes(gzip.compress(PACKED[name]))
+    plain.write_bytes(PACKED[name])
+    for spec in (path, path.parent):
+        check_columns(str(spec), flag=FLAG, required_columns={"--data.input_key": "input"})
+        rows = load(spec)
+        assert [*rows] == [*load(plain)] == [{"input": "a"}, {"input": "b"}]
+        assert rows.origin(1) == load(plain).origin(1).replace(str(plain), str(path))
+        assert rows.folder(1) == path.parent
+    assert rows_digest(str(path), flag=FLAG) == rows_digest(str(plain), flag=FLAG)
+    path.write_bytes(gzip.compress(PACKED[name].replace(b"a", b"c")))
+    assert rows_digest(str(path), flag=FLAG) != rows_digest(str(plain), flag=FLAG)
+
+
+def test_a_packed_file_that_has_no_room_unpacked(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"input": "a"}'))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"a.jsonl.gz: it cannot be unpacked to .*\nSet OPENRLHF_CACHE"):
+        load(tmp_path / "a.jsonl.gz")
 
 
 def test_byte_order_mark_and_blank_lines_are_fine(tmp_path):
