@@ -29,7 +29,8 @@ class Question(BaseModel):
     query: list[str]
     """Prompts and responses as text, special tokens kept."""
     prompts: list[str] | None = None
-    """What of them is the prompt: its tokens are those that it has alone, as in training."""
+    """What of them is the prompt. Where a query begins with it, its tokens are those that it has alone, as in
+    training; as it was before its template, it says nothing about tokens."""
     labels: list[Any] | None = None
     """Not read: they are for rules, not for models."""
 
@@ -132,8 +133,19 @@ def read_question(body: bytes, config: ServeRMConfig) -> list[Text]:
             raise Refusal(
                 422, f"query.{i} has {len(query)} characters; --max_text_chars is {config.max_text_chars}"
             )
+        if prompts and not occurs(prompts[i], query):
+            raise Refusal(
+                422,
+                f"prompts.{i} does not occur in query.{i}: a query is the prompt and its response in one text; "
+                "send both together, or leave prompts out",
+            )
     is_chat = config.data.apply_chat_template
     return [text_of(query, prompts[i] if prompts else "", is_chat) for i, query in enumerate(queries)]
+
+
+def occurs(prompt: str, query: str) -> bool:
+    """But for white space, which templates and decoders change."""
+    return "".join(prompt.split()) in "".join(query.split())
 
 
 def text_of(query: str, prompt: str, is_chat: bool = False) -> Text:

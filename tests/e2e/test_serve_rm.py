@@ -202,6 +202,13 @@ def test_a_body_that_is_too_large_is_refused(server: Server, chunked: bool) -> N
         (["x", ""], {}, 422, "query.1 is an empty text"),
         (["x", 7], {}, 422, "query.1: Input should be a valid string"),
         (["x"], {"prompts": ["a", "b"]}, 422, "prompts has 2 items, query has 1"),
+        (
+            ["2+2?4", "4"],
+            {"prompts": ["2+2?", "2+2?"]},
+            422,
+            "prompts.1 does not occur in query.1: a query is the prompt and its response in one text; "
+            "send both together, or leave prompts out",
+        ),
         (["x"], {"labels": []}, 422, "labels has 0 items, query has 1"),
     ],
 )

@@ -17,7 +17,7 @@ from openrlhf.config.serve_rm import KEY_VARIABLE, ServeRMConfig
 from openrlhf.datasets.encode import Text
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.serve.scoring import ROUND, QueueFull, Scored, ScoreQueue, TextScorer
-from openrlhf.serve.server import text_of
+from openrlhf.serve.server import occurs, text_of
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.types import PackedRow
 
@@ -94,6 +94,22 @@ def test_a_key_is_never_shown(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_the_model_reads_of_a_query(query: str, prompt: str, expected: Text) -> None:
     assert text_of(query, prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "query", "answer"),
+    [
+        ("2 + 2?", "2 + 2? 4", True),
+        ("2 + 2?\n", "<|user|>2 + 2?<|end|><|assistant|>4", True),  # before its template
+        ("<s>[INST] hi", "<s> [INST] hi [/INST] you", True),  # as some decoders write it
+        ("", "4", True),
+        ("2 + 2?", "4", False),
+        ("2 + 2?", "3 + 2? 4", False),
+        ("2 + 2? 4", "2 + 2?", False),
+    ],
+)
+def test_a_prompt_is_part_of_its_query(prompt: str, query: str, answer: bool) -> None:
+    assert occurs(prompt, query) is answer
 
 
 @pytest.fixture(scope="module")
