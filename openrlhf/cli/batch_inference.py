@@ -219,6 +219,7 @@ def _transformers(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerB
         dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
         max_len=config.data.max_len,
+        in_4bit=config.ds.load_in_4bit,
     )
     model.to(current_device()).eval()
     yield lambda requests, recorder: answer_with_transformers(
@@ -245,6 +246,7 @@ def _scorer(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") 
         attention=config.ds.attn_implementation,
         max_len=config.data.max_len,
         head_prefix=config.ds.value_head_prefix,
+        in_4bit=config.ds.load_in_4bit,
         trained=True,
     )
     model.to(current_device()).eval()

@@ -105,6 +105,7 @@ def _load(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "Transfor
             dtype=config.ds.param_dtype,
             attention=config.ds.attn_implementation,
             max_len=config.data.max_len,
+            in_4bit=config.ds.load_in_4bit,
         )
         return TransformersStream(model.to(DEVICE_TYPE).eval(), tokenizer.pad_token_id)
     from openrlhf.engine.vllm_engine import EngineOptions

@@ -78,6 +78,7 @@ def load(config: ServeRMConfig) -> "TextScorer":
         max_len=config.data.max_len,
         head_prefix=config.ds.value_head_prefix,
         experts=config.ds.experts_implementation,
+        in_4bit=config.ds.load_in_4bit,
         trained=True,
     )
     model.to(DEVICE_TYPE).eval()

@@ -31,6 +31,10 @@ class DistillationTask(ResponsesTask[KDConfig]):
         path = self.config.teacher.model_name_or_path
         own, other = task.load_tokenizer_of(self.config), load_tokenizer(path, flag=TEACHER_FLAG)
         check_same_vocabulary(own, other, TEACHER_FLAG, path)
+        if self.config.data.reads_images:
+            from openrlhf.datasets.image_rows import check_same_images
+
+            check_same_images(self.config.model.model_name_or_path, path, TEACHER_FLAG)
 
     def load_model(self, tokenizer: "PreTrainedTokenizerBase") -> "StudentModel":
         from openrlhf.models.student import StudentModel

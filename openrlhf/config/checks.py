@@ -288,8 +288,15 @@ def four_bits(ds: DeepSpeedConfig) -> Iterator[Problem]:
         yield Problem(
             key=key, text="gives wrong gradients where weights are sharded; use --ds.zero_stage 0, 1 or 2"
         )
-    elif importlib.util.find_spec("bitsandbytes") is None:
-        yield Problem(key=key, text='needs the package bitsandbytes: pip install "openrlhf[qlora]"')
+    else:
+        yield from bitsandbytes(ds.load_in_4bit)
+
+
+def bitsandbytes(is_used: bool) -> Iterator[Problem]:
+    if is_used and importlib.util.find_spec("bitsandbytes") is None:
+        yield Problem(
+            key="ds.load_in_4bit", text='needs the package bitsandbytes: pip install "openrlhf[qlora]"'
+        )
 
 
 def modelscope(config: Any) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """The commands that exist, as `parse` wants them."""
 
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
-from openrlhf.config.inference_checks import CHAT_NOT_YET, batch_inference_problems, chat_problems
+from openrlhf.config.inference_checks import batch_inference_problems, chat_problems
 from openrlhf.config.lora_combiner import LoraCombinerConfig, lora_combiner_problems
 from openrlhf.config.old_flags import (
     BATCH_INFERENCE_OLD_FLAGS,
@@ -19,10 +19,9 @@ from openrlhf.config.old_flags import (
 from openrlhf.config.parse import Command
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import PPO_NOT_YET, ppo_placement_problems, ppo_problems
-from openrlhf.config.serve_rm import SERVE_RM_NOT_YET, ServeRMConfig, serve_rm_problems
+from openrlhf.config.serve_rm import ServeRMConfig, serve_rm_problems
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
 from openrlhf.config.supervised_checks import (
-    KD_NOT_YET,
     SUPERVISED_NOT_YET,
     dpo_problems,
     kd_problems,
@@ -77,7 +76,7 @@ KD = Command(
     config_type=KDConfig,
     summary="Knowledge distillation: a student learns to answer as a teacher does.",
     old_flags=KD_OLD_FLAGS,
-    not_yet=KD_NOT_YET,
+    not_yet=SUPERVISED_NOT_YET,
     problems=kd_problems,
 )
 PPO = Command(
@@ -106,7 +105,6 @@ CHAT = Command(
     config_type=ChatConfig,
     summary="Chat with a model, on a terminal or with lines from a pipe.",
     old_flags=CHAT_OLD_FLAGS,
-    not_yet=CHAT_NOT_YET,
     problems=chat_problems,
 )
 SERVE_RM = Command(
@@ -114,7 +112,6 @@ SERVE_RM = Command(
     config_type=ServeRMConfig,
     summary="Serve a reward model over HTTP, for --reward.remote_url.",
     old_flags=SERVE_RM_OLD_FLAGS,
-    not_yet=SERVE_RM_NOT_YET,
     problems=serve_rm_problems,
 )
 LORA_COMBINER = Command(

@@ -139,6 +139,9 @@ class InferenceDsConfig:
     with task generate_vllm, over the GPUs of vllm.tensor_parallel_size."""
     param_dtype: ParamDtype = "bf16"
     """Type of the weights."""
+    load_in_4bit: bool = False
+    """Weights of linear layers but the head in NF4, a quarter of bf16's memory (bitsandbytes). In tasks
+    generate and rm."""
     attn_implementation: str = "auto"
     """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: the fastest
     that this machine has."""
@@ -259,7 +262,8 @@ class ChatDsConfig:
     """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: the fastest
     that this machine has. Read by engine transformers."""
     load_in_4bit: bool = False
-    """Weights in NF4."""
+    """Weights of linear layers but the head in NF4, a quarter of bf16's memory (bitsandbytes). With engine
+    transformers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

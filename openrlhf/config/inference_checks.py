@@ -7,6 +7,7 @@ from openrlhf.config.checks import (
     TEMPLATE_UNREAD,
     Unread,
     attention_packages,
+    bitsandbytes,
     first_of_each,
     local_datasets,
     local_models,
@@ -17,7 +18,7 @@ from openrlhf.config.checks import (
     unread,
 )
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
-from openrlhf.config.parse import Explicit, NotYet, Problem
+from openrlhf.config.parse import Explicit, Problem
 
 
 def batch_inference_problems(config: BatchInferenceConfig, explicit: Explicit) -> list[Problem]:
@@ -32,6 +33,7 @@ def batch_inference_problems(config: BatchInferenceConfig, explicit: Explicit) -
             *_processing(config),
             *_answers(config),
             *attention_packages(config.ds),
+            *_four_bits(config.ds.load_in_4bit, config.task == "generate_vllm", "--task generate"),
             *unread(config, explicit, TEMPLATE_UNREAD + SAMPLING_UNREAD + BATCH_INFERENCE_UNREAD),
         ]
     )
@@ -47,12 +49,11 @@ def chat_problems(config: ChatConfig, explicit: Explicit) -> list[Problem]:
             *_initial_prompt(config),
             *_room(config),
             *attention_packages(config.ds),
+            *_four_bits(config.ds.load_in_4bit, config.engine == "vllm", "--engine transformers"),
             *unread(config, explicit, TEMPLATE_UNREAD + SAMPLING_UNREAD + CHAT_UNREAD),
         ]
     )
 
-
-CHAT_NOT_YET = {"ds.load_in_4bit": NotYet("4-bit inference")}
 
 SAMPLING_UNREAD = (
     Unread(
@@ -151,6 +152,17 @@ def _answers(config: BatchInferenceConfig) -> Iterator[Problem]:
             text=f"is one process, but the launcher started {ranks}; start it with python.\n"
             "vllm.tensor_parallel_size says how many GPUs it takes",
         )
+
+
+def _four_bits(is_used: bool, in_vllm: bool, instead: str) -> Iterator[Problem]:
+    """instead: by which transformers answers."""
+    if is_used and in_vllm:
+        yield Problem(
+            key="ds.load_in_4bit",
+            text=f"vLLM has no NF4 weights; use {instead}, or without this flag a model that was saved\n"
+            "in four bits for vLLM (AWQ or GPTQ, of which its config.json tells)",
+        )
+    yield from bitsandbytes(is_used)
 
 
 def _initial_prompt(config: ChatConfig) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from typing import Annotated
 from openrlhf.config.checks import (
     ALWAYS_PACKED,
     attention_packages,
+    bitsandbytes,
     first_of_each,
     local_models,
     modelscope,
@@ -17,7 +18,7 @@ from openrlhf.config.checks import (
     unread,
 )
 from openrlhf.config.choices import Count, ExpertsImplementation, ParamDtype, Positive, Range
-from openrlhf.config.parse import Explicit, NotYet, Problem
+from openrlhf.config.parse import Explicit, Problem
 
 KEY_VARIABLE = "OPENRLHF_REWARD_KEY"
 """Environment variable with the key of reward servers, for the server and for those who ask it."""
@@ -54,7 +55,8 @@ class ServedDsConfig:
     value_head_prefix: str = "score"
     """Name of the reward model's scalar head, where neither its config.json says it nor it is `score`."""
     load_in_4bit: bool = False
-    """Weights in NF4."""
+    """Weights of linear layers but the head in NF4, a quarter of bf16's memory (bitsandbytes). Scores differ
+    a little from those of the whole weights."""
     param_dtype: ParamDtype | None = None
     """Type of the weights. None: that of the model."""
     attn_implementation: str = "auto"
@@ -107,12 +109,10 @@ class ServeRMConfig:
         return (os.environ.get(KEY_VARIABLE) if from_environment else self.api_key) or None
 
 
-SERVE_RM_NOT_YET = {"ds.load_in_4bit": NotYet("4-bit inference")}
-
-
 def serve_rm_problems(config: ServeRMConfig, explicit: Explicit) -> list[Problem]:
     return first_of_each(
         [
+            *bitsandbytes(config.ds.load_in_4bit),
             *modelscope(config),
             *required(config, "reward.model_name_or_path"),
             *local_models(config, "reward.model_name_or_path"),

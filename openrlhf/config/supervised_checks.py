@@ -27,7 +27,7 @@ from openrlhf.config.checks import (
     tensor_parallel,
     unread,
 )
-from openrlhf.config.parse import Explicit, NotYet, Problem
+from openrlhf.config.parse import Explicit, Problem
 from openrlhf.config.supervised import (
     DPOConfig,
     KDConfig,
@@ -99,6 +99,7 @@ def kd_problems(config: KDConfig, explicit: Explicit) -> list[Problem]:
         required(config, "teacher.model_name_or_path"),
         local_models(config, "teacher.model_name_or_path"),
         template(config, explicit),
+        image_rows(config),
         _multiturn(config),
         _responses(config),
         _no_template(config, explicit),
@@ -132,7 +133,6 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
 
 
 SUPERVISED_NOT_YET = {"ds.deepcompile": DEEPCOMPILE}
-KD_NOT_YET = SUPERVISED_NOT_YET | {"data.max_images_per_prompt": NotYet("distillation with images")}
 
 SUPERVISED_UNREAD = (
     Unread(

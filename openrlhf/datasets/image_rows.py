@@ -43,10 +43,7 @@ class ImageTokens:
 
     def counts(self, headers: Sequence[ImageHeader]) -> list[int]:
         """Tokens of each image."""
-        if not headers:
-            return []
-        sizes = [(header.height, header.width) for header in headers]
-        return self._processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
+        return _counts(self._processor, headers) if headers else []
 
     def expand(self, tokens: Tokens, counts: Sequence[int]) -> Tokens:
         """With each placeholder as many times as its image has tokens. None of them is learned."""
@@ -164,6 +161,11 @@ class ImageColumn:
         return ImageSources(root=rows.folder(i) if self.root is None else Path(self.root), hosts=self.hosts)
 
 
+def _counts(processor: Any, headers: Sequence[ImageHeader]) -> list[int]:
+    sizes = [(header.height, header.width) for header in headers]
+    return processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
+
+
 def _load_processor(path: str, flag: str) -> Any:
     try:
         processor = AutoProcessor.from_pretrained(model_folder(path))
@@ -172,6 +174,24 @@ def _load_processor(path: str, flag: str) -> Any:
     if not hasattr(processor, "image_processor"):
         raise ValueError(f"{flag} {path}: it reads no images; leave --data.max_images_per_prompt out.")
     return processor
+
+
+def check_same_images(own: str, other: str, flag: str) -> None:
+    """Raise ValueError where the model `other`, which `flag` names, does not read an image at the same tokens
+    as the model `own`."""
+    first, second = (_load_processor(path, flag) for path in (own, other))
+    if first.image_token != second.image_token or _counts(first, SIZES) != _counts(second, SIZES):
+        raise ValueError(
+            f"{flag} {other}: it reads an image as other tokens than {own} does.\nChoose a model of the same "
+            "family, whose processor has the same patches and limits of an image's size."
+        )
+
+
+SIZES = [
+    ImageHeader("", height=height, width=width)
+    for height, width in ((56, 56), (96, 160), (224, 224), (640, 480), (1080, 1920), (4000, 3000))
+]
+"""Of images that tell processors apart."""
 
 
 def place_images(messages: Sequence[Message], num_images: int, key: str) -> list[Message]:

@@ -62,9 +62,7 @@ def load_causal_lm(
     """
     config = load_config(path, flag)
     options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
-    if in_4bit:
-        options["quantization_config"] = nf4(dtype)
-    options |= {"config": config, "dtype": DTYPES[dtype]}
+    options |= {"config": config, "dtype": DTYPES[dtype]} | (nf4(dtype, config) if in_4bit else {})
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
     return load_for_rows(auto_class, path, attention, max_len, liger, images, **options)[0]
 
@@ -77,14 +75,19 @@ def weight_bytes(path: str, *, flag: str, dtype: str, images: bool = False) -> i
     return sum(p.numel() for p in model.parameters()) * DTYPES[dtype].itemsize
 
 
-def load_generator(path: str, *, flag: str, dtype: str, attention: str, max_len: int) -> PreTrainedModel:
+def load_generator(
+    path: str, *, flag: str, dtype: str, attention: str, max_len: int, in_4bit: bool = False
+) -> PreTrainedModel:
     """The model for transformers' `generate`, with its own attention: `auto` is what it would choose."""
+    config = load_config(path, flag)
     model = AutoModelForCausalLM.from_pretrained(
         model_folder(path, weights=True),
-        config=load_config(path, flag),
+        config=config,
         dtype=DTYPES[dtype],
         attn_implementation=None if attention == "auto" or lacks_its_kernel(attention) else attention,
+        **(nf4(dtype, config) if in_4bit else {}),
     )
+    keep_nf4(model)
     fix_frequencies(model, max_len)
     return model
 
@@ -116,6 +119,7 @@ def load_for_rows(
     if model.dtype == torch.bfloat16 and _emulates_bf16():
         device = torch.cuda.get_device_name()
         logger.warning("a %s only emulates bf16, slowly; --ds.param_dtype fp16 is its own type", device)
+    keep_nf4(model)
     fix_frequencies(model, max_len)
     forget_unused_conversions(model)
     if liger:
@@ -135,14 +139,26 @@ def _takes_attention(auto_class: Any, config: Any) -> bool:
     return model_type is None or model_type._can_set_attn_implementation()
 
 
-def nf4(dtype: str) -> BitsAndBytesConfig:
-    """QLoRA's 4-bit weights (https://arxiv.org/abs/2305.14314), with matrix products in `dtype`."""
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=DTYPES[dtype],
-    )
+def nf4(dtype: str | None, config: PreTrainedConfig) -> dict[str, BitsAndBytesConfig]:
+    """The option of QLoRA's 4-bit weights (https://arxiv.org/abs/2305.14314), with matrix products in
+    `dtype`, or in that of the model's files."""
+    in_type = (config.dtype or torch.float32) if dtype is None else DTYPES[dtype]
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=in_type,
+        )
+    }
+
+
+def keep_nf4(model: PreTrainedModel) -> None:
+    """On CPUs with bf16 products bitsandbytes would repack the weights for good at the first evaluation, with
+    coarser scales."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.__dict__["support_avx512bf16_for_cpu"] = False
 
 
 def load_tokenizer(

@@ -42,11 +42,6 @@ its config.json. A config.json beside an adapter would make transformers take th
 def prepare_for_training(model: PreTrainedModel, ds: DeepSpeedConfig) -> PreTrainedModel:
     """What every model that is trained goes through once it is loaded: adapters where `ds.lora.rank` asks for
     them. The head of a sequence classifier is then trained as a whole, every other weight is frozen."""
-    if ds.load_in_4bit:
-        for module in model.modules():
-            if hasattr(module, "support_avx512bf16_for_cpu"):
-                # On such CPUs an evaluation would repack the weights for good, with coarser scales.
-                module.__dict__["support_avx512bf16_for_cpu"] = False
     if ds.lora.rank > 0:
         _add_adapters(model, ds.lora)
     return model

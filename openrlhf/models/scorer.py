@@ -106,7 +106,7 @@ def load_scorer(
         dtype=DTYPES[dtype],
         key_mapping={rf"^{name}\.": f"{CLASSIFIER_HEAD}."} if name != CLASSIFIER_HEAD else None,
         **({} if experts is None else {"experts_implementation": experts}),
-        **({"quantization_config": nf4(dtype)} if in_4bit and dtype else {}),
+        **(nf4(dtype, config) if in_4bit else {}),
     )
     if trained and any(key.startswith(f"{CLASSIFIER_HEAD}.") for key in loaded["missing_keys"]):
         raise _no_head(path, flag, name)

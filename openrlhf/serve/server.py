@@ -136,8 +136,8 @@ def read_question(body: bytes, config: ServeRMConfig) -> list[Text]:
         if prompts and not occurs(prompts[i], query):
             raise Refusal(
                 422,
-                f"prompts.{i} does not occur in query.{i}: a query is the prompt and its response in one text; "
-                "send both together, or leave prompts out",
+                f"prompts.{i} does not occur in query.{i}: a query is the prompt and its response in one "
+                "text; send both together, or leave prompts out",
             )
     is_chat = config.data.apply_chat_template
     return [text_of(query, prompts[i] if prompts else "", is_chat) for i, query in enumerate(queries)]

@@ -9,14 +9,16 @@ from PIL import Image as PILImage
 from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from openrlhf.datasets.image_rows import ImageColumn, ImageTokens
+from openrlhf.datasets.image_rows import ImageColumn, ImageTokens, check_same_images
 from openrlhf.datasets.preference import build_pairs
 from openrlhf.datasets.sft import build_sft_samples
 from openrlhf.datasets.sources import load_rows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
+from openrlhf.models.student import StudentModel, TeacherModel, linear_head
 from openrlhf.objectives.dpo import DPOObjective, pair_log_probs
+from openrlhf.objectives.kd import DistillationObjective
 from openrlhf.objectives.rm import RewardObjective
 from openrlhf.objectives.sft import SFTObjective
 from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
@@ -112,6 +114,48 @@ def test_the_loss_and_gradient_of_sft_are_those_of_transformers(folder, rows, to
     assert len(visual) > 10  # the tower learns
     # A row without images reads a grey one behind it, which reaches no loss: nothing is added.
     assert_same_gradients(model.model, plain)
+
+
+def test_the_loss_and_gradient_of_distillation_are_those_of_transformers(
+    folder, rows, tokenizer, processor, images
+):
+    """Of rows with one picture, two and none."""
+    store = build_sft_samples(
+        rows, tokenizer, input_key="input", output_key="output", apply_chat_template=True,
+        input_template=None, multiturn=False, pretrain=False, max_len=256, images=images,
+    )  # fmt: skip
+    store.read_images_with(images.reader(rows), "digest")
+    row = PackedRow.of([store[i] for i in range(len(store))])
+    paths = [str(folder / "model"), str(tiny_vision_model(folder / "teacher", seed=5))]
+    student, teacher = (load_causal_lm(path, flag="--model", **COMMON) for path in paths)
+    student, teacher = StudentModel(student), TeacherModel(teacher)
+    teacher.requires_grad_(False)
+    objective = DistillationObjective(teacher=teacher, teacher_head=linear_head(teacher.model), coef=0.4)
+    loss, _ = objective(student, row, LossNorm(row.num_tokens, row.num_sequences))
+    loss.backward()
+
+    plain, wise = (AutoModelForImageTextToText.from_pretrained(path) for path in paths)
+    total, count = torch.zeros(()), 0
+    for values in ROWS:
+        inputs, start = read_by_the_processor(folder, processor, values, values["output"])
+        learned = inputs["input_ids"][0, start:]
+        ours = plain(**inputs).logits[0, start - 1 : -1].log_softmax(-1)
+        theirs = wise(**inputs).logits[0, start - 1 : -1].log_softmax(-1).detach()
+        total = total + 0.6 * cross_entropy(ours, learned, reduction="sum")
+        total, count = total + 0.4 * (theirs.exp() * (theirs - ours)).sum(), count + len(learned)
+    (total / count).backward()
+    assert loss.item() == pytest.approx(total.item() / count, rel=1e-5)
+    assert_same_gradients(student.model, plain)
+
+
+def test_a_teacher_that_reads_an_image_as_other_tokens_is_refused(folder, tmp_path):
+    own, other = str(folder / "model"), tiny_vision_model(tmp_path)
+    check_same_images(own, str(other), "--teacher")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (path := other / name).exists():
+            path.write_text(path.read_text().replace('"patch_size": 14', '"patch_size": 28'))
+    with pytest.raises(ValueError, match=r"^--teacher .*: it reads an image as other tokens than"):
+        check_same_images(own, str(other), "--teacher")
 
 
 def pairs_of(rows, tokenizer, images, *, score_last_token):

@@ -271,7 +271,6 @@ def test_what_nothing_reads_is_remarked_upon(files, read, flags, text, capsys):
 
 CHAT_REFUSED = [
     (("--ta_prompt", "strat.txt"), "--ta_prompt strat.txt: does not exist; near it: start.txt"),
-    (("--ds.load_in_4bit",), "--ds.load_in_4bit: 4-bit inference is not available yet"),
     (("--rollout.max_new_tokens", "4096"), "--rollout.max_new_tokens 4096: leaves no room for a prompt"),
     (("--engine", "sglang"), "--engine sglang: expects one of transformers, vllm"),
 ]

@@ -45,7 +45,6 @@ def config_of(*flags: str) -> ServeRMConfig:
         (("--api_key", "***"), "--api_key: is a mask, not a key"),
         (("--port", "65536"), "--port 65536: must be at least 0 and at most 65535"),
         (("--max_queue", "10"), "--max_texts 4096: a request of so many could never wait: max_queue is 10"),
-        (("--ds.load_in_4bit",), "--ds.load_in_4bit: 4-bit inference is not available yet"),
         (("--ds.attn_implementation", "paged"), "is not known to keep packed sequences apart"),
     ],
 )

@@ -1,0 +1,115 @@
+"""Models in NF4 for inference: what they compute is what their weights, read back, compute."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from openrlhf.cli.serve_rm import load
+from openrlhf.config.commands import BATCH_INFERENCE, CHAT, SERVE_RM
+from openrlhf.config.parse import parse
+from openrlhf.datasets.encode import Text
+from openrlhf.models.loading import load_generator
+from openrlhf.models.scorer import load_scorer
+from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
+
+TEXTS = [Text(text=text) for text in ("1+2=3", "2+2=5", "<|user|>Tom has 3 apples.<|end|>")]
+HIDDEN = 64
+ROUNDING = HIDDEN * 2.0**-24
+"""Of a float32 sum of as many products as a layer adds, relative."""
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_chat_model(tmp_path_factory.mktemp("lm"), hidden_size=HIDDEN, num_layers=2))
+
+
+@pytest.fixture(scope="module")
+def reward_model(folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("rm")
+    torch.manual_seed(0)
+    tokenizer = tiny_tokenizer()
+    load_scorer(
+        folder, flag="--model", dtype="fp32", attention="auto", tokenizer=tokenizer
+    ).model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def read_back(packed: PreTrainedModel, plain: PreTrainedModel) -> int:
+    """Gives `plain` the weights of `packed`; how many of its layers are in four bits."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    count = 0
+    for name, module in packed.named_modules():
+        if isinstance(module, Linear4bit):
+            weight = dequantize_4bit(module.weight.data, module.weight.quant_state)
+            target = plain.get_submodule(name)
+            assert isinstance(target, nn.Linear) and weight.shape == target.weight.shape
+            assert 0 < (weight - target.weight).abs().max() < 0.2 * target.weight.abs().max()
+            target.weight.data.copy_(weight)
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("dtype", [(), ("--ds.param_dtype", "fp32")])
+def test_a_served_reward_model(reward_model: str, dtype: tuple[str, ...]) -> None:
+    """Also in the type of its files, where none is named."""
+    flags = ["--reward.model_name_or_path", reward_model, "--data.max_len", "64", *dtype]
+    packed, plain = (load(parse(SERVE_RM, [*flags, *more]).config) for more in (["--ds.load_in_4bit"], []))
+    whole = [result.score for result in plain(TEXTS)]
+    assert read_back(packed.model.model, plain.model.model) == 2 * 7
+    expected = [result.score for result in plain(TEXTS)]
+    scale = packed.model.model.score.weight.norm().item() * HIDDEN**0.5
+    assert [r.score for r in packed(TEXTS)] == pytest.approx(expected, abs=LAYERS * ROUNDING * scale)
+    assert whole != pytest.approx(expected, abs=LAYERS * ROUNDING * scale)
+
+
+def test_a_model_that_answers(folder: str) -> None:
+    options = {"flag": "--model", "dtype": "fp32", "attention": "auto", "max_len": 64}
+    packed = load_generator(folder, **options, in_4bit=True).eval()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = tiny_tokenizer()("Tom has 3 apples.", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        whole = plain(ids).logits
+        assert read_back(packed, plain) == 2 * 7
+        expected, found = plain(ids).logits, packed(ids).logits
+    atol = LAYERS * ROUNDING * expected.abs().max().item()
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+    assert (whole - expected).abs().max() > 100 * atol
+
+
+GENERATE = ["--model.model_name_or_path", "org/m", "--data.dataset", "org/d", "--output_path", "o.jsonl"]
+CHATS = ["--model.model_name_or_path", "org/m"]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "instead"),
+    [
+        (CHAT, [*CHATS, "--engine", "vllm"], "--engine transformers"),
+        (BATCH_INFERENCE, [*GENERATE, "--task", "generate_vllm"], "--task generate"),
+    ],
+)
+def test_vllm_has_no_such_weights(command, flags: list[str], instead: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse(command, [*flags, "--ds.load_in_4bit"])
+    assert f"--ds.load_in_4bit: vLLM has no NF4 weights; use {instead}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (CHAT, CHATS),
+        (BATCH_INFERENCE, [*GENERATE, "--task", "generate"]),
+        (BATCH_INFERENCE, [*GENERATE, "--task", "rm"]),
+        (SERVE_RM, ["--reward.model_name_or_path", "org/m"]),
+    ],
+)
+def test_its_package_must_be_there(command, flags: list[str], monkeypatch, capsys) -> None:
+    assert parse(command, [*flags, "--ds.load_in_4bit"]).config.ds.load_in_4bit
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        parse(command, [*flags, "--ds.load_in_4bit"])
+    assert 'pip install "openrlhf[qlora]"' in capsys.readouterr().err
