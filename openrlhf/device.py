@@ -35,6 +35,13 @@ def visible_index(name: int | str) -> int:
     return visible.split(",").index(str(name)) if visible else int(name)
 
 
+def compute_capability() -> str:
+    """Which kernels this process's device has: of CUDA's its capability, of a CPU its vector instructions."""
+    if DEVICE_TYPE == "cuda":
+        return "cuda {}.{}".format(*torch.cuda.get_device_capability())
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+
+
 def gpu_bytes() -> int | None:
     """Memory of this machine's smallest GPU, asked of its driver, so that nothing is started on it. None
     where it has no figure: without a GPU, and for those of another make."""

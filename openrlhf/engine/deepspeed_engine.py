@@ -133,7 +133,7 @@ class DeepSpeedEngine:
         )
         self.optimizer_state = OptimizerState(self.engine, on_host=ds.adam_offload)
         share_rows(self.module, self.mesh, ds)
-        settle_reading(self.engine, self.module)
+        settle_reading(self.engine, self.module, zero_stage=self.stage, tensor=self.mesh.tensor)
         self.device = current_device()
         self.average = None
         if ema_beta is not None:
@@ -440,7 +440,7 @@ class FrozenModel:
         else:
             self.model = module.to(self.device)
         share_rows(module, mesh, ds)
-        settle_reading(self.model, module)
+        settle_reading(self.model, module, zero_stage=3 if self.sharded else None, tensor=mesh.tensor)
 
     @torch.no_grad()
     def __call__(self, row: Row) -> Any:

@@ -32,6 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from openrlhf.datasets.cache import digest
+from openrlhf.device import compute_capability
 from openrlhf.files import cache_folder, write_atomically
 from openrlhf.models.attention import PACKED, CannotPack, of_text
 from openrlhf.models.backbone import Reading, RowModel, alone, in_one_pass, inputs_alone, reading_of
@@ -60,16 +61,19 @@ LONGEST = 1280
 """Tokens of A where it must be longer than a sliding window."""
 
 
-def settle_reading(ask: Callable[[], Any], module: RowModel) -> Reading:
+def settle_reading(
+    ask: Callable[[], Any], module: RowModel, *, zero_stage: int | None = None, tensor: int = 1
+) -> Reading:
     """Find out how `module.model` reads rows, and have it read them so from now on.
 
-    ask: calls `module`, as its engine does where it has one. Every rank calls this together.
+    ask: calls `module`, as its engine does where it has one. Every rank calls this together. `zero_stage`:
+    of that engine, if any. `tensor`: ranks that share the model's matrices.
 
     Raises ValueError where the model leaks with the `--ds.attn_implementation` that was asked for, looks
     ahead, or has a head that is more than a linear layer.
     """
     model = module.model
-    entry = _cache_entry(model)
+    entry = _cache_entry(model, zero_stage, tensor)
     found = _agreed(json.loads(entry.read_text()) if entry.exists() else None)
     if found is None:
         with _evaluating(module), torch.no_grad():
@@ -353,14 +357,15 @@ def _is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _cache_entry(model: PreTrainedModel) -> Path:
+def _cache_entry(model: PreTrainedModel, zero_stage: int | None, tensor: int) -> Path:
     """Named by everything that the verdict depends on."""
     code = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
     parts = {
         "class": f"{type(model).__module__}.{type(model).__name__}",
         "config": {k: str(v) for k, v in sorted(model.config.to_dict().items()) if k != "_name_or_path"},
         "attention": [reading_of(model).flag, reading_of(model).packed, model.config._attn_implementation],
-        "run": [str(model.dtype), next(model.parameters()).device.type],
+        "run": [str(model.dtype), next(model.parameters()).device.type, compute_capability()],
+        "ranks": {"zero_stage": zero_stage, "tensor": tensor},
         "versions": [version("torch"), version("transformers"), digest(code)],
         "state kernels": [name for name in STATE_KERNELS if find_spec(name)],
         "liger": version("liger-kernel") if reading_of(model).liger else None,

@@ -16,6 +16,7 @@ from architectures import ALL, VOCABULARY, tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from openrlhf import device
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.self_check import settle_reading, transformers_attention
@@ -229,6 +230,23 @@ def test_what_was_found_out_is_kept(tmp_path, monkeypatch) -> None:
     kept.unlink()
     settle()
     assert calls[2] > 0
+
+
+def test_what_was_found_out_holds_for_the_same_engine_and_device(tmp_path, monkeypatch) -> None:
+    """Every ZeRO stage, size of a group that shares matrices, and generation of devices asks anew, once."""
+    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
+    policy = PolicyModel(tiny_model(tiny_config("qwen3")))
+    kept = lambda: len(list((tmp_path / "cache" / "packing").iterdir()))
+    engines = [{}, {"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 2, "tensor": 2}]
+    for count, engine in enumerate(engines, 1):
+        for _ in range(2):
+            settle_reading(policy, policy, **engine)
+            assert kept() == count
+    for count, capability in enumerate(((8, 0), (9, 0), (8, 0)), len(engines) + 1):
+        monkeypatch.setattr(device, "DEVICE_TYPE", "cuda")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        settle_reading(policy, policy)
+        assert kept() == min(count, len(engines) + 2)
 
 
 def test_the_check_leaves_no_trace(tmp_path) -> None:
