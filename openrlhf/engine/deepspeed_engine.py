@@ -49,9 +49,9 @@ from openrlhf.models.lora import (
     merged_weights,
     save_adapter,
 )
-from openrlhf.models.self_check import settle_reading
+from openrlhf.models.self_check import settle_reading, share_matrices_rightly
 from openrlhf.models.sequence_parallel import RowSharing
-from openrlhf.models.tensor_parallel import share_matrices, whole, whole_shape
+from openrlhf.models.tensor_parallel import whole, whole_shape
 from openrlhf.types import LossNorm, Metrics
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -110,7 +110,7 @@ class DeepSpeedEngine:
         self._zero3_init = HfDeepSpeedConfig(config) if self.stage == 3 else None
         module = build_model()
         if self.mesh.tensor_group is not None:
-            share_matrices(module.model, self.mesh.tensor_group)
+            share_matrices_rightly(module.model, self.mesh.tensor_group)
         module.register_state_dict_post_hook(_leave_out_frozen)
         # Without noise nothing has to be done, and to some architectures evaluation means no gradients.
         self.plain_training = dropout or not has_noise(module.model.config)
@@ -434,7 +434,7 @@ class FrozenModel:
         self._zero3_init = HfDeepSpeedConfig(config) if self.sharded else None
         module, mesh = build_model().eval(), mesh or ProcessMesh.joined()
         if mesh.tensor_group is not None:
-            share_matrices(module.model, mesh.tensor_group)
+            share_matrices_rightly(module.model, mesh.tensor_group)
         if self.sharded:
             self.model, *_ = deepspeed.initialize(model=module, config=config)
         else:

@@ -1,5 +1,6 @@
-"""Does a model read packed rows as it reads their sequences one by one? Asked of every model once it is
-loaded: on its device, in its precision and under its engine, before anything trains.
+"""Does a model read packed rows as it reads their sequences one by one, and do the parts of one that ranks
+share compute what the whole did? Asked of every model once it is loaded: on its device, in its precision and
+under its engine, before anything trains.
 
 A list of architectures cannot be right: whether a row may hold several sequences depends on the code of the
 architecture, on the attention implementation, and on the versions of both. So the model itself answers, on
@@ -8,6 +9,8 @@ rows of two short sequences A and B:
     leaks       A is exchanged: nothing may change in B. A token of B is: nothing may change before it.
     the same    hidden states of A and B in the row are those of transformers' own forward of each alone.
     sharing     where ranks share rows, the hidden states of each slice of A are those of the whole.
+    matrices    where ranks share them, their hidden states and logits of B are those of the model before it
+                was cut, in float32: that rounds so little that a plan which forgets one layer shows.
     the head    log-probs made of hidden states are those of the model's own logits.
     Liger       hidden states with its kernels are those with transformers' own.
     routers     where their choice is replayed, every layer can be told what to choose.
@@ -19,7 +22,7 @@ asked: a small copy of its configuration would run other kernels, in another pre
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -28,11 +31,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from openrlhf.datasets.cache import digest
-from openrlhf.device import compute_capability
+from openrlhf.device import DEVICE_TYPE, compute_capability
 from openrlhf.files import cache_folder, write_atomically
 from openrlhf.models.attention import PACKED, CannotPack, of_text
 from openrlhf.models.backbone import Reading, RowModel, alone, in_one_pass, inputs_alone, reading_of
@@ -40,6 +43,7 @@ from openrlhf.models.liger import transformers_kernels
 from openrlhf.models.policy import head_of, head_options
 from openrlhf.models.router_replay import NotReplayed, Replay
 from openrlhf.models.sequence_parallel import RowSharing
+from openrlhf.models.tensor_parallel import check_planned, refusal, share_matrices
 from openrlhf.models.vision import SHAPES
 from openrlhf.types import PackedRow, Sample, own_choice
 
@@ -53,6 +57,9 @@ MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 a deep model. A lost window, cap or position changes hidden states by more."""
 MAX_HEAD_ERROR = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Nats. One of the two ways rounds its logits, which are some tens, to the model's precision."""
+MAX_PARTS_ERROR = 0.01
+"""Relative error of a hidden state, or of its logits, between a model and its parts, the median over tokens.
+Both compute in float32, which rounds by less, but some architectures round to half precision on their way."""
 STATE_KERNELS = ("causal_conv1d", "fla")
 """Packages that transformers takes its kernels for states from, where they are installed."""
 LENGTHS = (23, 17)
@@ -91,6 +98,69 @@ def settle_reading(
                 found["reason"],
             )
     return reading_of(model)
+
+
+def share_matrices_rightly(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    """Leave each rank of `group` its part of a model that all of them have. ValueError where it cannot be
+    shared, or the parts compute something else than the whole. Before an engine moves it to a device."""
+    check_planned(model, group.size())
+    expected = _states_and_logits(model)
+    share_matrices(model, group)
+    if problem := _difference(model, expected, group):
+        problem += ", so transformers' plan for its architecture is wrong"
+        raise ValueError(refusal(model, group.size(), problem))
+
+
+def _difference(model: PreTrainedModel, expected: Sequence[Tensor], group: dist.ProcessGroup) -> str:
+    """Between what ranks compute and what they should; "" where there is none."""
+    try:
+        found = _states_and_logits(model)
+    except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError):
+        raise  # of the machine: it says nothing about the plan
+    except RuntimeError as error:
+        return f"their parts fail with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    errors = torch.tensor([_error(*pair) for pair in zip(found, expected, strict=True)])
+    errors = errors.nan_to_num(torch.inf).to(DEVICE_TYPE)
+    dist.all_reduce(errors, dist.ReduceOp.MAX, group)
+    for name, error in zip(("hidden states", "logits"), errors.tolist(), strict=False):
+        if error > MAX_PARTS_ERROR:
+            return f"their {name} differ by {error:.2g} of their size from those of the whole model"
+    return ""
+
+
+@torch.no_grad()
+def _states_and_logits(model: PreTrainedModel) -> list[Tensor]:
+    """(L, H) of one sequence, and (L, V) of a language model."""
+    head = model.get_output_embeddings()
+    with transformers_attention(model), _passing_through(model):
+        hidden = alone(model, _probe(model).b.token_ids.to(DEVICE_TYPE)).float()
+        return [hidden] if head is None else [hidden, head(hidden)]
+
+
+@contextmanager
+def _passing_through(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, each module computes in float32 on this process's device, where its weights are only while it
+    does: the model may be larger than the device."""
+    left: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def bring(module: nn.Module, _: Any) -> None:
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        left[module] = [(tensor, tensor.data) for tensor in own]
+        for tensor in own:
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            tensor.data = tensor.data.to(DEVICE_TYPE, dtype)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        for tensor, data in left.pop(module):
+            tensor.data = data
+
+    hooks = [module.register_forward_pre_hook(bring) for module in model.modules()]
+    hooks += [module.register_forward_hook(leave, always_call=True) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def read_one_by_one(model: PreTrainedModel) -> None:

@@ -50,9 +50,7 @@ class Shard:
 def share_matrices(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     """Leave each rank of `group` its part of a model that all of them have. ValueError where it cannot be
     shared."""
-    size = group.size()
-    if reason := why_not(model, size):
-        raise ValueError(_refusal(model, size, reason))
+    check_planned(model, group.size())
     inputs: dict[str, SharedInput] = defaultdict(lambda: SharedInput(group))
     for name, module, style in _planned(model):
         STYLES[style](module, group)
@@ -64,6 +62,12 @@ def share_matrices(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
             _take_first(parameter, group)
 
 
+def check_planned(model: PreTrainedModel, size: int) -> None:
+    """Raise ValueError where `size` ranks cannot share the matrices of a model."""
+    if reason := why_not(model, size):
+        raise ValueError(refusal(model, size, reason))
+
+
 def check_shares_matrices(path: str, flag: str, size: int) -> None:
     """Raise ValueError, without loading weights, where `size` ranks cannot share the matrices of `path`."""
     config = load_config(path, flag)
@@ -72,7 +76,7 @@ def check_shares_matrices(path: str, flag: str, size: int) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     if reason := why_not(model, size):
-        raise ValueError(f"{flag} {path}: {_refusal(model, size, reason)}")
+        raise ValueError(f"{flag} {path}: {refusal(model, size, reason)}")
 
 
 def why_not(model: PreTrainedModel, size: int) -> str:
@@ -94,6 +98,14 @@ def why_not(model: PreTrainedModel, size: int) -> str:
         if number % size:
             return f"its {number} {what} do not divide among them"
     return ""
+
+
+def refusal(model: PreTrainedModel, size: int, reason: str) -> str:
+    """What the user is told of a model that ranks cannot share."""
+    return (
+        f"--ds.tensor_parallel_size {size}: ranks cannot share the matrices of {type(model).__name__}: "
+        f"{reason}.\nRemove the flag; --ds.zero_stage 3 shards weights too."
+    )
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -185,13 +197,6 @@ class SharedEmbedding(nn.Embedding):
         here, places = self.vocabulary.own(input)
         found = super().forward(places).masked_fill(~here[..., None], 0)
         return _Summed.apply(found, self.vocabulary.group)
-
-
-def _refusal(model: PreTrainedModel, size: int, reason: str) -> str:
-    return (
-        f"--ds.tensor_parallel_size {size}: ranks cannot share the matrices of {type(model).__name__}: "
-        f"{reason}.\nRemove the flag; --ds.zero_stage 3 shards weights too."
-    )
 
 
 def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:

@@ -116,6 +116,20 @@ def test_two_steps(steps: Callable, cases: list, num_ranks: int, mesh: dict) -> 
         assert found["share"] < 0.51 and expected[name]["share"] == 1, name
 
 
+def test_a_wrong_plan_is_refused_at_load(task: TaskFiles, run_worker: Callable) -> None:
+    """Of matrices whose parts nobody sums. Nothing has trained, and every rank says why."""
+    flags = (
+        f"--model.model_name_or_path {task.model} --data.dataset {task.sft} --data.output_key output "
+        "--data.max_samples 10 --ds.tensor_parallel_size 2"
+    )
+    for report in run_worker("wrong_plan", 2, flags=flags):
+        assert report["said"].startswith(
+            "--ds.tensor_parallel_size 2: ranks cannot share the matrices of Qwen3ForCausalLM: their hidden "
+            "states differ by "
+        )
+        assert "transformers' plan for its architecture is wrong" in report["said"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "accumulated"), [(1, None), (1, "fp32"), (2, None)])
 def test_norms_in_half_precision(steps: Callable, stage: int, accumulated: str | None) -> None:

@@ -6,6 +6,7 @@ one by one, which are float32 in every model.
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from openrlhf.models.backbone import RowModel
 from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel
-from openrlhf.models.self_check import read_one_by_one, settle_reading
+from openrlhf.models.self_check import read_one_by_one, settle_reading, share_matrices_rightly
 from openrlhf.models.tensor_parallel import (
     check_shares_matrices,
     share_matrices,
@@ -159,10 +160,12 @@ def test_every_architecture_is_right_or_refused(threads: Callable, name: str) ->
     with torch.device("meta"):
         if why_not(hf.AutoModelForCausalLM.from_config(config), 2):
             return
-    config.vocab_size = 62
+    for key in {"vocab_size", "vocab_size_per_layer_input"} & config.to_dict().keys():
+        setattr(config, key, 62)
     module, row = readable(config), experiences()
     expected = passed(copy.deepcopy(module), row, lambda m: PPO)
     check_equal(on_ranks(threads, module, row, lambda m: PPO, 2), expected)
+    assert shared_rightly(threads, module.to(torch.bfloat16)) == ["", ""]  # and is found right once loaded
 
 
 def readable(config: hf.PreTrainedConfig) -> PolicyModel:
@@ -184,6 +187,93 @@ def test_the_check_of_a_loaded_model(threads: Callable) -> None:
         return settle_reading(lambda: module(), module).packed
 
     assert threads(2, settled) == [True, True]
+
+
+SINGLE = {
+    "qwen3, tied": lambda: PolicyModel(language_model(QWEN)),
+    "llama, untied, biases": lambda: PolicyModel(language_model(LLAMA)),
+    "critic": lambda: ValueModel(scorer(QWEN)),
+    "whole vocabulary": lambda: PolicyModel(language_model(hf.Qwen3Config(**EVEN | {"vocab_size": 61}))),
+}
+
+
+def shared_rightly(threads: Callable, module: RowModel, **plan: str | None) -> list[str]:
+    """What each of two ranks is told. `plan`: other styles of some layers."""
+
+    def told() -> str:
+        model = copy.deepcopy(module).model
+        own = {name: plan.get(name.rpartition(".")[2], style) for name, style in model._tp_plan.items()}
+        model._tp_plan = {name: style for name, style in own.items() if style}
+        before = {name: (p.dtype, p.device) for name, p in model.named_parameters()}
+        try:
+            share_matrices_rightly(model, group())
+        except ValueError as error:
+            return str(error)
+        assert before == {name: (p.dtype, p.device) for name, p in model.named_parameters()}
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        return ""
+
+    return threads(2, told)
+
+
+@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_right_plan_passes(threads: Callable, name: str, dtype: torch.dtype) -> None:
+    """In half precision too: the check computes in float32."""
+    assert shared_rightly(threads, SINGLE[name]().to(dtype)) == ["", ""]
+
+
+WRONG = "transformers' plan for its architecture is wrong"
+REFUSED = "--ds.tensor_parallel_size 2: ranks cannot share the matrices of Qwen3ForCausalLM: their "
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        ({"o_proj": "colwise"}, "parts fail with RuntimeError: "),
+        ({"down_proj": None}, "parts fail with RuntimeError: "),
+        ({"o_proj": "rowwise_split_input"}, "parts fail with RuntimeError: "),
+        ({"down_proj": "no sum"}, "hidden states differ by "),
+        ({"o_proj": "no sum"}, "hidden states differ by "),
+    ],
+    ids=str,
+)
+def test_a_wrong_plan_is_refused(
+    threads: Callable, monkeypatch: pytest.MonkeyPatch, plan: dict, reason: str
+) -> None:
+    """Also where each rank computes something of the right shape."""
+    no_sum = partial(tensor_parallel._share_rows, kind=type("NoSum", (torch.nn.Linear,), {}))
+    monkeypatch.setitem(tensor_parallel.STYLES, "no sum", no_sum)
+    for dtype in (torch.float32, torch.bfloat16):
+        for said in shared_rightly(threads, BUILT["qwen3, tied"]().to(dtype), **plan):
+            assert said.startswith(REFUSED + reason) and WRONG in said
+            assert said.endswith(".\nRemove the flag; --ds.zero_stage 3 shards weights too.")
+
+
+def test_one_layer_without_its_sum_shows(threads: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the last layer's MLP, in bfloat16."""
+    own, layers = tensor_parallel._planned, QWEN.num_hidden_layers
+
+    def planned(model: Any) -> Any:
+        wrong = f"layers.{layers - 1}.mlp.down_proj"
+        return [(n, module, "no sum" if n.endswith(wrong) else style) for n, module, style in own(model)]
+
+    no_sum = partial(tensor_parallel._share_rows, kind=type("NoSum", (torch.nn.Linear,), {}))
+    monkeypatch.setitem(tensor_parallel.STYLES, "no sum", no_sum)
+    monkeypatch.setattr(tensor_parallel, "_planned", planned)
+    module = BUILT["qwen3, tied"]().to(torch.bfloat16)
+    assert all(
+        said.startswith(REFUSED + "hidden states differ by ") for said in shared_rightly(threads, module)
+    )
+
+
+def test_a_head_whose_tokens_are_mixed_up_is_refused(
+    threads: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = SharedVocabulary.joined
+    monkeypatch.setattr(SharedVocabulary, "joined", lambda self, x: joined(self, x).flip(-1))
+    for said in shared_rightly(threads, BUILT["llama, untied, biases"]()):
+        assert "their logits differ by " in said and WRONG in said
 
 
 # ---- what is shared

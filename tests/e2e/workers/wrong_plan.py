@@ -1,0 +1,38 @@
+"""What `train_sft` says where each rank keeps its own part of a sum, as a wrong plan would have it."""
+
+import json
+import shlex
+import sys
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from openrlhf.cli.task import Run
+from openrlhf.cli.train_sft import SFTTask
+from openrlhf.config.parse import parse
+from openrlhf.engine.distributed import init_distributed, leave_distributed
+from openrlhf.models import tensor_parallel
+
+
+class NoSum(nn.Linear):
+    pass
+
+
+def main(spec: dict) -> None:
+    init_distributed()
+    tensor_parallel.STYLES["rowwise"] = partial(tensor_parallel._share_rows, kind=NoSum)
+    argv = shlex.split(spec["flags"])
+    try:
+        Run(SFTTask(parse(SFTTask.command, argv).config), argv, ExitStack())
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    Path(spec["out"], f"rank{dist.get_rank()}.json").write_text(json.dumps({"said": said}))
+    leave_distributed()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
