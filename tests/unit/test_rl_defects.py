@@ -20,6 +20,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from architectures import tiny_config, tiny_model
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from records import batch_of, by_sequence, trajectory
@@ -37,7 +38,7 @@ from openrlhf.cluster.group import CriticGroup, FrozenGroup, ModelRanks, PolicyG
 from openrlhf.cluster.layout import ENGINES, layout_of
 from openrlhf.cluster.placement import Bundles, place
 from openrlhf.cluster.residency import ExclusiveDevices
-from openrlhf.cluster.worker import CriticWorker, PolicyWorker, row_groups
+from openrlhf.cluster.worker import CriticWorker, FrozenWorker, PolicyWorker, row_groups
 from openrlhf.config import choices
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
@@ -63,6 +64,7 @@ from openrlhf.engine.optimizer_state import OptimizerState
 from openrlhf.engine.vllm_engine import VLLMEngine
 from openrlhf.mesh import Mesh
 from openrlhf.models.loading import DTYPES, policy_tokenizer
+from openrlhf.models.policy import PolicyModel
 from openrlhf.objectives.actor import ActorObjective
 from openrlhf.objectives.balanced import BalancedObjective
 from openrlhf.objectives.critic import CriticObjective
@@ -964,6 +966,32 @@ def test_the_critic_balances_its_experts_by_its_own_coefficient(own, expected):
     assert (objective.coef if isinstance(objective, BalancedObjective) else 0.0) == expected
     of_policy = PolicyWorker(config, 0, Mesh()).objective(0.0)
     assert isinstance(of_policy, BalancedObjective) and of_policy.coef == 0.25
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("worker_class", [PolicyWorker, FrozenWorker])
+def test_log_probs_are_of_the_temperature_that_was_sampled_at(worker_class, temperature):
+    """Those before the update, of the policy and of its reference. The update computes them likewise, so that
+    its first ratios are 1."""
+    config = replace(PPOConfig(), rollout=RolloutConfig(temperature=temperature))
+    policy = PolicyModel(tiny_model(tiny_config("qwen3"))).eval()
+    batch = Batch.of([trajectory(0.0, [2, 3, 4]), trajectory(1.0, [7, 8])])
+    worker = worker_class(config, 0, Mesh())
+    worker.model = SimpleNamespace(forward=lambda rows, read: [read(policy, row) for row in rows])
+    expected = []
+    with torch.no_grad():
+        found = torch.from_numpy(worker.forward(batch))
+        for ids in ([1, 2, 3, 4], [1, 7, 8]):
+            logits = policy.model(torch.tensor([ids]), use_cache=False).logits[0, :-1] / temperature
+            expected.append(logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=0)
+    if worker_class is PolicyWorker:
+        seen: list[Tensor] = []
+        ones = np.ones(len(found), np.float32)
+        learned = replace(batch, log_probs=found.numpy(), advantages=ones, returns=ones)
+        for row in worker._rows(learned, [0, 1]):
+            worker.objective(0.0, seen)(policy, row, LossNorm(5, 2))
+        torch.testing.assert_close(torch.cat(seen), found, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -254,14 +254,23 @@ def test_tokens_that_nobody_sampled(token_ids, ranges, problem) -> None:
         choose(token_ids, ranges, FIRST, replace(FIRST))
 
 
-def test_images_are_part_of_a_history() -> None:
+A, B = Image("a", b"a"), Image("b", b"b")
+
+
+@pytest.mark.parametrize("images", [(B,), (B, A), ()], ids=["another", "another first", "none"])
+def test_a_history_with_other_images_is_another_history(images: tuple[Image, ...]) -> None:
     """The tokens of two images of one size are the same."""
-    a, b = Image("a", b"a"), Image("b", b"b")
-    first = replace(turn([9, 9, 1], [5]), images=(a,))
-    goes_on = replace(turn([9, 9, 1, 5, 9, 9], [6]), images=(a, b))
-    another = replace(turn([9, 9, 1, 5, 9, 9], [7]), images=(b, b))
-    found = trajectories(episode(first, goes_on, another))
-    assert [t.images for t in found] == [(a, b), (b, b)]
-    assert [t.num_actions for t in found] == [2, 1]
+    first = replace(turn([9, 9, 1], [5]), images=(A,))
+    second = replace(turn([9, 9, 1, 5, 9, 9], [6]), images=images)
+    found = trajectories(episode(first, second))
+    assert [t.images for t in found] == [(A,), images]
+    assert [t.num_actions for t in found] == [1, 1]
+
+
+def test_images_are_part_of_a_history() -> None:
+    first = replace(turn([9, 9, 1], [5]), images=(A,))
+    goes_on = replace(turn([9, 9, 1, 5, 9, 9], [6]), images=(A, B))
+    (t,) = trajectories(episode(first, goes_on))
+    assert t.images == (A, B) and t.num_actions == 2
     cut, read = chosen_turns(np.array([9, 9, 1, 5]), [(3, 4)], [first])
-    assert read and cut[0].images == (a,)
+    assert read and cut[0].images == (A,)
