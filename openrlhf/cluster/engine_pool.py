@@ -172,7 +172,10 @@ def retries_elsewhere(config: PPOConfig) -> bool:
 
 
 def transfer_backend(config: PPOConfig, on_gpu: bool) -> str:
-    """Shared memory where trainer and engines share GPUs, else the network; without GPUs NCCL cannot run."""
+    """Shared memory where trainer and engines share GPUs, else the network; without GPUs NCCL cannot run.
+    Ray's object store goes everywhere."""
+    if config.vllm.sync_with_ray:
+        return "ray"
     if not on_gpu:
         return "gloo"
     return "ipc" if config.engines_share and config.vllm.sync_backend == "nccl" else config.vllm.sync_backend

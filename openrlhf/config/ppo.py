@@ -234,10 +234,12 @@ class VllmConfig:
     """How weights travel to engines on other GPUs. Shared GPUs use CUDA IPC, CPUs use gloo whatever it
     says."""
     sync_with_ray: bool = False
-    """Send weights with ray.util.collective."""
+    """Weights travel through Ray's object store, to engines anywhere. It is slower than every other way, and
+    works wherever Ray does: trainer and engines need no connection of their own, by NCCL, gloo or shared
+    memory."""
     sync_bucket_mb: Count | None = None
     """MiB of weights that travel to the engines at a time. Both ends have up to two such buckets beside the
-    weights. None: 64 over nccl, 16 over gloo, 512 on GPUs that they share."""
+    weights. None: 64 over nccl and Ray's object store, 16 over gloo, 512 on GPUs that they share."""
     sync_check_steps: Count = 1
     """After every how many weight syncs engines and policy compare their log-probs of the same tokens. After
     the first one of a run, and where engines sleep, they always do."""

@@ -34,7 +34,7 @@ from openrlhf.config.checks import (
 )
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.fields import values_of
-from openrlhf.config.parse import Explicit, NotYet, Problem
+from openrlhf.config.parse import Explicit, Problem
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
 
@@ -101,7 +101,6 @@ def ppo_placement_problems(config: PPOConfig, explicit: Explicit) -> list[Proble
 
 
 PPO_NOT_YET = {
-    "vllm.sync_with_ray": NotYet("weight sync with ray.util.collective"),
     "ds.deepcompile": DEEPCOMPILE,
 }
 
@@ -115,6 +114,11 @@ WITH_CRITIC = ", ".join(name for name, row in ESTIMATORS.items() if row.needs_cr
 WHITENING = ", ".join(name for name, row in ESTIMATORS.items() if row.whiten)
 
 PPO_UNREAD = (
+    Unread(
+        keys=("vllm.sync_backend",),
+        when=lambda c: c.vllm.sync_with_ray,
+        why="weights travel through Ray's object store (vllm.sync_with_ray)",
+    ),
     Unread(
         keys=("ref.num_nodes", "ref.num_gpus_per_node", "ref.offload", "train.colocate_actor_ref"),
         when=lambda c: c.ds.lora.rank > 0,

@@ -1,7 +1,7 @@
 """The inference side of a weight sync: runs inside vLLM's workers, which import it as their extension.
 
-Importing this module registers our transfer backends: `openrlhf_gloo` for machines without a GPU, and vLLM's
-`nccl` and `ipc` with a checksum of what they load.
+Importing this module registers our transfer backends: `openrlhf_gloo` for machines without a GPU,
+`openrlhf_ray` for any, and vLLM's `nccl` and `ipc` with a checksum of what they load.
 """
 
 import json
@@ -170,10 +170,58 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     """The sender's."""
 
 
-class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """Receives buckets over a private gloo group. For CPU workers."""
+@dataclass
+class RayInitInfo(WeightTransferInitInfo):
+    pass
+
+
+@dataclass
+class RayUpdateInfo(WeightTransferUpdateInfo):
+    tensors: list = field(default_factory=list)
+    """[name, dtype, shape] of each tensor of a bucket."""
+    data: bytes = b""
+    """The bucket's."""
+
+
+class Reloading(WeightTransferEngine):
+    """Mixin for transfer engines: vLLM's loader puts new weights in the place of the old ones."""
 
     model: Any
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if not current_platform.is_cpu():
+            return
+        # On CPU a linear layer keeps a packed copy of its weight. A reload packs again only the layers that
+        # received weights, and a tied head receives none.
+        for head in _tied_heads(self.model):
+            head.quant_method.process_weights_after_loading(head)
+
+
+class RayReceiver(Reloading, WeightTransferEngine[RayInitInfo, RayUpdateInfo]):
+    """Is handed buckets with the calls of the control plane."""
+
+    init_info_cls = RayInitInfo
+    update_info_cls = RayUpdateInfo
+
+    def init_transfer_engine(self, init_info: RayInitInfo) -> None:
+        pass
+
+    def receive_weights(self, update_info: RayUpdateInfo) -> None:
+        bucket = Bucket(tuple(metas_of(update_info.tensors)))
+        buffer = torch.frombuffer(bytearray(update_info.data), dtype=torch.uint8).to(self.device)
+        self.model.load_weights([(meta.name, view) for meta, view in bucket.views(buffer)])
+
+    def shutdown(self) -> None:
+        pass
+
+
+class GlooReceiver(Reloading, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    """Receives buckets over a private gloo group. For CPU workers."""
+
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
 
@@ -182,11 +230,8 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         meeting = init_info.master_address, init_info.master_port
         self.group = gloo_group(*meeting, name, 1 + parallel.rank, 1 + parallel.world_size)
 
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
-
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        tensors = [TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in update_info.tensors]
+        tensors = metas_of(update_info.tensors)
         try:
             for bucket, buffer in self._received(plan_buckets(tensors, update_info.bucket_bytes)):
                 self.model.load_weights([(meta.name, view) for meta, view in bucket.views(buffer)])
@@ -206,18 +251,15 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         for last in under_way:
             yield _arrived(*last)
 
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        # On CPU a linear layer keeps a packed copy of its weight. A reload packs again only the layers that
-        # received weights, and a tied head receives none.
-        for head in _tied_heads(self.model):
-            head.quant_method.process_weights_after_loading(head)
-
     def shutdown(self) -> None:
         self.group = None
 
 
 class CheckedGloo(CheckedLoading, GlooReceiver):
+    pass
+
+
+class CheckedRay(CheckedLoading, RayReceiver):
     pass
 
 
@@ -227,6 +269,11 @@ class CheckedNCCL(CheckedLoading, NCCLWeightTransferEngine):
 
 class CheckedIPC(CheckedLoading, IPCWeightTransferEngine):
     pass
+
+
+def metas_of(tensors: list) -> list[TensorMeta]:
+    """[name, dtype, shape] of each."""
+    return [TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in tensors]
 
 
 def _arrived(bucket: Bucket, buffer: Tensor, work: dist.Work) -> tuple[Bucket, Tensor]:
@@ -315,7 +362,8 @@ def _repack_experts_on_reload() -> None:
     UnquantizedFusedMoEMethod._setup_kernel = setup
 
 
-for _name, _engine in {"gloo": CheckedGloo, "nccl": CheckedNCCL, "ipc": CheckedIPC}.items():
+BACKENDS = {"gloo": CheckedGloo, "ray": CheckedRay, "nccl": CheckedNCCL, "ipc": CheckedIPC}
+for _name, _engine in BACKENDS.items():
     WeightTransferEngineFactory.register_engine(f"openrlhf_{_name}", _engine)
 if current_platform.is_cpu():
     _repack_experts_on_reload()

@@ -6,9 +6,10 @@ backends.
     client.finish_weight_update(v)   engines hold version v, drop their caches and resume
     check                            engines must have loaded exactly what was sent
 
-`gloo` broadcasts over TCP and is registered by engine/vllm_transfer.py; `nccl` and `ipc` are vLLM's own. With
-`gloo` and `ipc` an engine that fails leaves the others whole: they finish their update before
-EnginesFailedError says which it was. All engines of `nccl` are in one group, which ends with any of them.
+`gloo` broadcasts over TCP and `ray` hands buckets to the control plane; engine/vllm_transfer.py registers
+both. `nccl` and `ipc` are vLLM's own. With all but `nccl` an engine that fails leaves the others whole: they
+finish their update before EnginesFailedError says which it was. All engines of `nccl` are in one group, which
+ends with any of them.
 """
 
 import datetime
@@ -34,10 +35,10 @@ from openrlhf.config.choices import LoraSync
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import WeightSource as VLLMWeightSource
 
-BUCKET_BYTES = {"gloo": 16 << 20, "nccl": 64 << 20, "ipc": 512 << 20}
+BUCKET_BYTES = {"gloo": 16 << 20, "nccl": 64 << 20, "ipc": 512 << 20, "ray": 64 << 20}
 """Of weights that travel at a time, unless `--vllm.sync_bucket_mb` says otherwise. On a CPU memory of more
 than 32 MiB is new to the process each time, which takes longer than to copy it. Of a buffer that processes on
-one GPU share each filling is a round trip to all engines."""
+one GPU share each filling is a round trip to all engines, and so is each bucket of Ray's."""
 GATHERED_BYTES = 64 << 20
 """Of weights that are made whole at a time."""
 ALIGNMENT = 64
@@ -284,27 +285,15 @@ class GlooTransfer:
             for _ in self.source:
                 pass
             return
-        tensors = self.source.tensors
         self.client.start_weight_update()
         self._forget(self.client.failures)
         with ThreadPoolExecutor(1) as thread:
-            update = {
-                "tensors": [[t.name, t.dtype, list(t.shape)] for t in tensors],
-                "bucket_bytes": self.bucket_bytes,
-            }
+            update = {"tensors": _as_json(self.source.tensors), "bucket_bytes": self.bucket_bytes}
             received = thread.submit(self.client.update_weights, update)
-            stream = iter(self.source)
-            buckets = plan_buckets(tensors, self.bucket_bytes)
-            for bucket, buffer in zip(buckets, _two_buffers(buckets), strict=True):
-                for meta, view in bucket.views(buffer):
-                    name, tensor = next(stream)
-                    assert name == meta.name, (name, meta.name)
-                    view.copy_(tensor)
+            for _, buffer in filled(self.source, self.bucket_bytes):
                 self._arrive()
                 self.under_way = {i: broadcast(group, buffer) for i, group in self.groups.items()}
             self._arrive()
-            for _ in stream:  # lets the source leave its last gather
-                raise AssertionError("more weights than the metadata announced")
             received.result()
         self.client.finish_weight_update()
 
@@ -322,6 +311,25 @@ class GlooTransfer:
     def _forget(self, engines: Iterable[int]) -> None:
         for i in engines:
             self.groups.pop(i, None)
+
+
+class RayTransfer:
+    """Hands buckets to the engines' control plane, which lays each into Ray's object store once: slow, but
+    trainer and engines need no connection of their own."""
+
+    def __init__(self, source: WeightSource, client: EngineClient, meeting: Rendezvous) -> None:
+        self.source, self.client, self.meeting = source, client, meeting
+
+    def send_weights(self) -> None:
+        if self.meeting.rank != 0:  # only join the gathers
+            for _ in self.source:
+                pass
+            return
+        self.client.start_weight_update()
+        for bucket, buffer in filled(self.source, self.meeting.bucket_bytes):
+            update = {"tensors": _as_json(bucket.tensors), "data": buffer.numpy().tobytes()}
+            self.client.update_weights(update)
+        self.client.finish_weight_update()
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +361,23 @@ def plan_buckets(tensors: list[TensorMeta], capacity: int) -> list[Bucket]:
         buckets[-1].append(t)
         size += _aligned(t.num_bytes)
     return [Bucket(tuple(b)) for b in buckets if b]
+
+
+def filled(source: WeightSource, capacity: int) -> Iterator[tuple[Bucket, Tensor]]:
+    """All weights of `source`, a bucket at a time, whose bytes last until the one after the next."""
+    stream, buckets = iter(source), plan_buckets(source.tensors, capacity)
+    for bucket, buffer in zip(buckets, _two_buffers(buckets), strict=True):
+        for meta, view in bucket.views(buffer):
+            name, tensor = next(stream)
+            assert name == meta.name, (name, meta.name)
+            view.copy_(tensor)
+        yield bucket, buffer
+    for _ in stream:  # lets the source leave its last gather
+        raise AssertionError("more weights than the metadata announced")
+
+
+def _as_json(tensors: Iterable[TensorMeta]) -> list[list]:
+    return [[t.name, t.dtype, list(t.shape)] for t in tensors]
 
 
 def _two_buffers(buckets: Sequence[Bucket]) -> Iterator[Tensor]:
@@ -423,6 +448,12 @@ def _open_gloo(source: WeightSource, client: EngineClient, meeting: Rendezvous) 
     return GlooTransfer(source, client, groups, meeting.bucket_bytes)
 
 
+def _open_ray(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
+    if meeting.rank == 0:
+        client.init_weight_transfer_engine({})
+    return RayTransfer(source, client, meeting)
+
+
 def _open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -483,7 +514,7 @@ def shared_buffer_bytes(tensors: list[TensorMeta], most: int) -> int:
     return max(*sizes, min(sum(sizes), most))
 
 
-OPEN_TRANSFER = {"gloo": _open_gloo, "nccl": _open_nccl, "ipc": _open_ipc}
+OPEN_TRANSFER = {"gloo": _open_gloo, "nccl": _open_nccl, "ipc": _open_ipc, "ray": _open_ray}
 
 
 def _vllm_source(source: WeightSource) -> "VLLMWeightSource":

@@ -69,6 +69,11 @@ ARRANGEMENTS = {
         "--ds.zero_stage 2 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 "
         "--critic.num_gpus_per_node 2 --ds.tensor_parallel_size 2"
     ),
+    "zero 3, two ranks, an engine of two shards, by Ray's object store": (
+        "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 1 "
+        "--critic.num_gpus_per_node 1 --vllm.tensor_parallel_size 2 "
+        "--vllm.sync_with_ray --vllm.sync_bucket_mb 1"
+    ),
 }
 IN_EVERY_RUN = 2
 """The first arrangements, which differ in everything; all of them are in `make test-all`."""

@@ -54,6 +54,8 @@ def test_the_engines_of_a_run_start_without_weights_and_take_them_as_the_run_sen
     assert engine_options(config, on_gpu=True).transfer_backend == "nccl"
     assert engine_options(shared, on_gpu=True).transfer_backend == "ipc"
     assert engine_options(shared, on_gpu=False).transfer_backend == "gloo"
+    by_ray = replace(shared, vllm=replace(shared.vllm, sync_with_ray=True))
+    assert {engine_options(by_ray, on_gpu=on_gpu).transfer_backend for on_gpu in (True, False)} == {"ray"}
     assert not engine_options(config, on_gpu=True).load_weights
     assert engine_options(config, on_gpu=True, from_files=True).load_weights
     assert [engine_options(config, on_gpu=on_gpu).float32_head for on_gpu in (True, False)] == [True, False]
