@@ -34,7 +34,7 @@ def write_atomically(path: Path, parts: Iterable[str], *, shared: bool = False) 
         file.writelines(parts)
 
 
-MODEL_FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin")
+MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*.bin*")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.*")
 """Of a model and of an adapter, as transformers and peft write them."""
 

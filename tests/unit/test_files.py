@@ -11,7 +11,7 @@ def failing_parts():
     raise OSError("disk full")
 
 
-FULL = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+FULL = ["config.json", "generation_config.json", "model-1-of-2.safetensors", "model.safetensors.index.json"]
 ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 
 
