@@ -205,6 +205,7 @@ def test_a_run_joins_a_cluster_that_stays(machine: Machine) -> None:
     code, output = machine.run(run)
     assert code == 0, output
     assert f"joined the Ray cluster at {machine.address}: 1 node, 0 GPUs" in output
+    assert not re.search(r"pid=|Triton|Loading weights|model shards|repeated|WARNING|\x1b", output), output
     assert machine.run(stop)[0] == 0
     code, output = machine.run(f"RAY_ADDRESS={machine.address} ray status")  # it stayed
     assert code == 0, output
