@@ -14,6 +14,7 @@ from openrlhf.cli.errors import short_errors
 from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
+    import numpy as np
     from rich.console import Console
 
     from openrlhf.config.ppo import PPOConfig
@@ -45,12 +46,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> "tuple[PPOConfig, Prompt]":
     """The prompt goes the way of a training's, templates and all."""
-    from openrlhf.cli.rl_checks import check_users_files
-    from openrlhf.cli.rl_data import build_prompt_datasets
     from openrlhf.config.commands import PPO
     from openrlhf.config.parse import parse
     from openrlhf.config.ppo import ACTOR_FLAG
-    from openrlhf.models.loading import check_room, load_config
+    from openrlhf.observe.progress import checking
 
     row = folder / "prompt.jsonl"
     row.write_text(json.dumps({"input": options.prompt, "label": options.label}) + "\n")
@@ -61,25 +60,35 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> 
     ]
     config = parse(PPO, [*flags, *given]).config
     choose_hub(config.use_ms)
-    check_room(load_config(options.model, ACTOR_FLAG), config, "data.max_len", path=options.model)
-    check_users_files(config, lambda flag, check, *arguments: check(*arguments))
-    prompts, *_ = build_prompt_datasets(config)
-    return config, prompts[0]
+    with checking():
+        from openrlhf.cli.rl_checks import check_users_files
+        from openrlhf.cli.rl_data import build_prompt_datasets
+        from openrlhf.models.loading import check_room, load_config
+
+        check_room(load_config(options.model, ACTOR_FLAG), config, "data.max_len", path=options.model)
+        check_users_files(config, lambda flag, check, *arguments: check(*arguments))
+        prompts, *_ = build_prompt_datasets(config)
+        return config, prompts[0]
 
 
 async def play(config: "PPOConfig", prompt: "Prompt") -> "Group":
     """With the engine of a run, in this process."""
-    from openrlhf.cluster.engine_pool import EngineActor, engine_options
-    from openrlhf.device import DEVICE_TYPE
-    from openrlhf.engine.vllm_engine import engine_environment
-    from openrlhf.rewards.user_file import UserFiles
+    from openrlhf.observe.progress import waiting
 
-    options = engine_options(config, DEVICE_TYPE == "cuda", from_files=True)
-    os.environ.update(engine_environment(options))
-    engine = EngineActor(config, options, UserFiles.of(config.train.agent_func_path), private={})
-    await engine.start()
+    with waiting("starting 1 vLLM engine", key=config.actor.model_name_or_path):
+        from openrlhf.cluster.engine_pool import EngineActor, engine_options
+        from openrlhf.device import DEVICE_TYPE
+        from openrlhf.engine.vllm_engine import engine_environment
+        from openrlhf.rewards.user_file import UserFiles
+
+        options = engine_options(config, DEVICE_TYPE == "cuda", from_files=True)
+        os.environ.update(engine_environment(options))
+        engine = EngineActor(config, options, UserFiles.of(config.train.agent_func_path), private={})
+        await engine.start()
+    count = config.rollout.n_samples_per_prompt
     try:
-        return (await engine.run_group(prompt, "train")).group
+        with waiting("playing 1 episode" if count == 1 else f"playing {count} episodes"):
+            return (await engine.run_group(prompt, "train")).group
     finally:
         await engine.close()
 
@@ -111,7 +120,7 @@ def print_episode(console: "Console", tokenizer: Any, index: int, parts: "Sequen
         write(console, ", ".join(f"{name} {number:g}" for name, number in first.extra_logs.items()), "dim")
     for part, trajectory in enumerate(parts):
         if part:
-            write(console, departure(tokenizer, parts[0], trajectory), "yellow")
+            write(console, departure(tokenizer, parts[:part], trajectory), "yellow")
         print_turns(console, tokenizer, trajectory)
     if len(parts) == 1 and first.num_actions:
         write(console, "the token stream holds: one sequence", "green")
@@ -139,17 +148,32 @@ def print_turns(console: "Console", tokenizer: Any, t: "Trajectory") -> None:
         start = end
 
 
-def departure(tokenizer: Any, first: "Trajectory", other: "Trajectory") -> str:
-    """Where a later request stopped going on with the first sequence."""
+def departure(tokenizer: Any, earlier: "Sequence[Trajectory]", other: "Trajectory") -> str:
+    """Why a later request does not go on with the sequence before it that it shares most tokens with."""
     from openrlhf.utils.text import decode
 
-    old, new = first.token_ids.tolist(), other.token_ids.tolist()
-    same = next((i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), len(old))
-    was, now = (decode(tokenizer, ids[same : same + 12], after=ids[:same]) for ids in (old, new))
+    new = other.token_ids
+    same, nearest = max(((_shared(t.token_ids, new), t) for t in earlier), key=lambda pair: pair[0])
+    if same >= other.prompt_length:
+        return (
+            f"a new sequence begins here: another answer to the same {other.prompt_length} tokens. The agent "
+            "asked for several answers with n, or asked the same again"
+        )
+    was, now = (
+        decode(tokenizer, ids[same : same + 12].tolist(), after=ids[:same].tolist())
+        for ids in (nearest.token_ids, new)
+    )
     return (
         f"a new sequence begins here: the history was rewritten. After {same} equal tokens the stream had "
         f"{was!r}, the agent asked with {now!r}"
     )
+
+
+def _shared(first: "np.ndarray", second: "np.ndarray") -> int:
+    """With how many equal tokens the two begin."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
 def write(console: "Console", text: str, style: str) -> None:

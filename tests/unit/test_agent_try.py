@@ -64,3 +64,32 @@ def test_a_rewritten_history_is_shown() -> None:
     assert "the agent asked with ' pears and 5'" in text
     assert "the token stream holds" not in text
     assert "line 3: KeyError" in printed(trajectory(None, error="agent.py: line 3: KeyError: 'x'"))
+
+
+def test_several_answers_to_one_request_are_no_rewritten_history() -> None:
+    """A request with n: 2 leaves two sequences that begin with the same prompt. Their answers begin alike."""
+    prompt = tokens("Tom has 3")
+
+    def part(number: int, answer: str):
+        ids = [*prompt, *tokens(answer)]
+        mask = [i >= len(prompt) for i in range(len(ids))]
+        logs = [-1.0] * (len(ids) - len(prompt))
+        return trajectory(1.0, token_ids=ids, action_mask=mask, rollout_log_probs=logs, part=number)
+
+    text = printed(part(0, " apples and 4"), part(1, " apples and 5"), part(2, " apples and 5"))
+    assert text.count(f"another answer to the same {len(prompt)} tokens") == 2
+    assert "with n" in text and "rewritten" not in text
+
+
+def test_a_rewritten_history_is_compared_with_the_sequence_nearest_to_it() -> None:
+    begin = tokens("Tom has 3")
+
+    def part(number: int, text: str):
+        ids = [*begin, *tokens(text)]
+        return trajectory(
+            1.0, token_ids=ids, action_mask=[i + 1 == len(ids) for i in range(len(ids))], part=number
+        )
+
+    text = printed(part(0, " pears and 5"), part(1, " apples and 4"), part(2, " apples or 4"))
+    shared = len(begin) + len(tokens(" apples"))
+    assert f"After {shared} equal tokens the stream had ' and 4', the agent asked with ' or 4'" in text
