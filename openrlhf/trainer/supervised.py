@@ -1,9 +1,12 @@
 """One loop for everything that learns from a fixed dataset. A task is a dataset and an objective."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, Protocol
+
+from torch import Tensor
 
 from openrlhf.config.sections import is_due
 from openrlhf.config.supervised import SupervisedConfig, TrainConfig
@@ -11,7 +14,7 @@ from openrlhf.engine.interfaces import Objective, RowT, TrainEngine
 from openrlhf.observe.observer import Observer
 from openrlhf.trainer.checkpoints import COPY, CheckpointFolder
 from openrlhf.trainer.origin import Origin
-from openrlhf.types import Metrics
+from openrlhf.types import LossNorm, Metrics
 
 
 class Windows(Protocol[RowT]):
@@ -63,15 +66,18 @@ class SupervisedTrainer(Generic[RowT]):
 
     def evaluate(self) -> Metrics:
         """The objective's metrics over the whole evaluation set, as `eval/...`."""
-        metrics = self.engine.evaluate(self.eval_rows, self._objective_for(self.eval_rows))
+        with self._phase("evaluate", len(self.eval_rows)):
+            objective = self._counted(self._objective_for(self.eval_rows))
+            metrics = self.engine.evaluate(self.eval_rows, objective)
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def save(self, tag: str) -> None:
         """A checkpoint to resume from, or a Hugging Face copy, or both, as `ckpt.*` says."""
-        if not self.config.ckpt.disable_ds:
-            self.engine.save_checkpoint(str(self.checkpoints.path), tag, self.state())
-        if self.config.ckpt.save_hf:
-            self.export(f"{self.config.ckpt.folder}/{tag}{COPY}")
+        with self._phase("save"):
+            if not self.config.ckpt.disable_ds:
+                self.engine.save_checkpoint(str(self.checkpoints.path), tag, self.state())
+            if self.config.ckpt.save_hf:
+                self.export(f"{self.config.ckpt.folder}/{tag}{COPY}")
         if self.observer:
             self.checkpoints.completed(tag)
 
@@ -87,6 +93,20 @@ class SupervisedTrainer(Generic[RowT]):
 
     def _objective_for(self, rows: Sequence[RowT]) -> Objective[RowT]:
         return self.prepare(rows) if self.prepare else self.objective
+
+    def _phase(self, name: str, total: int | None = None) -> AbstractContextManager[object]:
+        """A part of the run that the screen shows by its name, on the rank that speaks."""
+        return self.observer.phase(name, total) if self.observer else nullcontext()
+
+    def _counted(self, objective: Objective[RowT]) -> Objective[RowT]:
+        """`objective`, whose every row advances the phase."""
+
+        def counted(model: Callable, row: RowT, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
+            if self.observer:
+                self.observer.advance(1)
+            return objective(model, row, norm)
+
+        return counted
 
     def _is_eval_due(self) -> bool:
         every = self.config.eval.steps

@@ -45,6 +45,8 @@ class Engine:
 
     def evaluate(self, rows, objective):
         self.evaluations.append(len(self.windows))
+        for row in rows:
+            objective(None, row, None)
         return {"sft/loss": 9.0}
 
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
@@ -162,6 +164,18 @@ def test_when_it_evaluates(tmp_path, every, steps):
     assert trainer.engine.evaluations == steps
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [s for s in metrics if metrics[s].get("eval/sft/loss") == 9.0] == steps
+
+
+def test_an_evaluation_is_a_phase_of_its_own_with_its_rows_counted(tmp_path):
+    rows = [PackedRow.empty()] * 3
+    trainer = trainer_of(tmp_path, {}, eval_rows=rows, save_steps=3)
+    seen = []
+    trainer.objective = lambda model, row, norm: seen.append(trainer.observer.current.line().split()[:2])
+    trainer.fit()
+    assert seen == [["evaluate", f"{n}/3"] for n in (1, 2, 3)] * 3
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [step for step in metrics if "timing/evaluate" in metrics[step]] == [3, 6, 9]
+    assert [step for step in metrics if "timing/save" in metrics[step]] == [4, 7]
 
 
 @pytest.mark.parametrize(
