@@ -4,11 +4,9 @@ python examples/python/agent_gem.py rows.jsonl
 --train.agent_func_path examples/python/agent_gem.py --data.prompt_dataset rows.jsonl --data.label_key label
 """
 
-import json
-import sys
-
 from openrlhf.environments.gym import GymExecutor
 from openrlhf.environments.packages import package
+from openrlhf.environments.rows import write_rows
 
 gem = package("gem")
 
@@ -18,11 +16,9 @@ class AgentExecutor(GymExecutor):
         return gem.make(prompt)
 
 
-def main(path):
-    rows = ({"input": "game:GuessTheNumber-v0-easy", "label": seed} for seed in range(512))
-    with open(path, "w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+def rows():
+    return ({"input": "game:GuessTheNumber-v0-easy", "label": seed} for seed in range(512))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    write_rows(rows)

@@ -6,11 +6,10 @@ python examples/python/agent_guess.py rows.jsonl
 Without --data.apply_chat_template: what the environment says are user messages in the policy's template.
 """
 
-import json
 import random
-import sys
 
 from openrlhf.environments.gym import GymExecutor
+from openrlhf.environments.rows import write_rows
 from openrlhf.utils import extract_boxed_answer
 
 HIGHEST, MAX_TRIES = 8, 4
@@ -47,10 +46,9 @@ class AgentExecutor(GymExecutor):
         return Guess()
 
 
-def main(path):
-    with open(path, "w") as file:
-        file.writelines(json.dumps({"input": "guess", "label": seed}) + "\n" for seed in range(512))
+def rows():
+    return ({"input": "guess", "label": seed} for seed in range(512))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    write_rows(rows)

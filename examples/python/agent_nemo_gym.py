@@ -5,11 +5,10 @@ python examples/python/agent_nemo_gym.py dataset_of_nemo_gym.jsonl rows.jsonl
 --data.prompt_dataset rows.jsonl --data.label_key label
 """
 
-import json
 import os
-import sys
 
 from openrlhf.environments.nemo_gym import NeMoGymExecutor, rows
+from openrlhf.environments.rows import write_rows
 
 AGENTS = {"simple_agent": os.environ.get("NEMO_GYM_AGENT", "http://127.0.0.1:8001")}
 MODEL_PORT = int(os.environ.get("NEMO_GYM_MODEL_PORT", "8100"))
@@ -21,10 +20,10 @@ class AgentExecutor(NeMoGymExecutor):
         super().__init__(AGENTS, MODEL_PORT)
 
 
-def main(dataset, path):
-    with open(dataset) as lines, open(path, "w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows(lines))
+def read(dataset):
+    with open(dataset) as lines:
+        yield from rows(lines)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write_rows(read)

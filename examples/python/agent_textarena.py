@@ -6,11 +6,10 @@ python examples/python/agent_textarena.py rows.jsonl
 --data.prompt_dataset rows.jsonl --data.label_key label
 """
 
-import json
 import random
 import re
-import sys
 
+from openrlhf.environments.rows import write_rows
 from openrlhf.environments.textarena import TextArenaExecutor
 
 
@@ -26,10 +25,9 @@ class AgentExecutor(TextArenaExecutor):
         super().__init__(num_players=2, opponent=any_move, unfinished=-1.0, piles=[1, 2])
 
 
-def main(path):
-    with open(path, "w") as file:
-        file.writelines(json.dumps({"input": "Nim-v0", "label": seed}) + "\n" for seed in range(512))
+def rows():
+    return ({"input": "Nim-v0", "label": seed} for seed in range(512))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    write_rows(rows)

@@ -6,10 +6,9 @@ python examples/python/agent_verifiers.py rows.jsonl
 --data.prompt_dataset rows.jsonl --data.label_key label
 """
 
-import json
 import random
-import sys
 
+from openrlhf.environments.rows import write_rows
 from openrlhf.environments.verifiers import CHAT, VerifiersExecutor, vf
 from openrlhf.utils import extract_boxed_answer
 
@@ -40,10 +39,9 @@ class AgentExecutor(VerifiersExecutor):
         super().__init__({"taskset": {"id": __name__}, "agent": CHAT})
 
 
-def main(path):
-    with open(path, "w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in AgentExecutor().rows(512))
+def rows():
+    return AgentExecutor().rows(512)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    write_rows(rows)

@@ -56,10 +56,15 @@ class NeMoGymExecutor(OpenAIAgentExecutor):
 
 
 def rows(lines: Iterable[str]) -> Iterator[dict[str, str]]:
-    """Of --data.prompt_dataset, from the JSON lines of a dataset of NeMo Gym. `input` is there to be read
-    in reports; the policy reads what the agent asks."""
-    for line in lines:
-        asked = json.loads(line)["responses_create_params"]["input"]
+    """Rows of --data.prompt_dataset, from the JSON lines of a dataset of NeMo Gym. `input` is there to be
+    read in reports; the policy reads what the agent asks. ValueError where a line is none of NeMo Gym's."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            asked = json.loads(line)["responses_create_params"]["input"]
+        except (ValueError, TypeError, LookupError) as error:
+            raise ValueError(
+                f"line {number}: no responses_create_params.input: is this a dataset of NeMo Gym?"
+            ) from error
         text = asked if isinstance(asked, str) else asked[-1]["content"]
         yield {"input": text if isinstance(text, str) else json.dumps(text), "label": line.strip()}
 

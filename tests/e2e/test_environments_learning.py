@@ -37,7 +37,7 @@ def test_hints_are_learned(openrlhf, knowing, tmp_path: Path) -> None:
     example = runpy.run_path(str(EXAMPLE))
     games, rows = tmp_path / "games.jsonl", tmp_path / "rows.jsonl"
     games.write_text("".join(json.dumps(row) + "\n" for row in random_games(300)))
-    example["main"](rows)
+    rows.write_text("".join(json.dumps(row) + "\n" for row in example["rows"]()))
     openrlhf(
         f"sft --model.model_name_or_path {knowing.chat} --data.dataset {games} --data.output_key output "
         f"--data.apply_chat_template --ckpt.output_dir {tmp_path / 'start'} --adam.lr 1e-3 "

@@ -240,6 +240,38 @@ def test_reasoning_gym_over_several_turns() -> None:
     assert (t.reward, t.extra_logs["turns"]) == (pytest.approx(wrong), 3)
 
 
+@pytest.fixture
+def run_example(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def run(*command: object) -> None:
+        monkeypatch.setattr(sys, "argv", [str(word) for word in command])
+        runpy.run_path(str(EXAMPLES / str(command[0])), run_name="__main__")
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["guess", "gem", "textarena", "reasoning_gym"])
+def test_every_example_writes_the_rows_that_it_plays(run_example, tmp_path: Path, name: str) -> None:
+    run_example(f"agent_{name}.py", tmp_path / "rows.jsonl")
+    written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len({row["label"] for row in written}) == 512 and all(row["input"] for row in written)
+
+
+def test_the_example_of_nemo_gym_needs_a_dataset_and_says_so(run_example, tmp_path: Path, capsys) -> None:
+    dataset, out = tmp_path / "dataset.jsonl", tmp_path / "rows.jsonl"
+    dataset.write_text(json.dumps({"responses_create_params": {"input": "1 + 1 = ?"}}) + "\n")
+    run_example("agent_nemo_gym.py", dataset, out)
+    assert json.loads(out.read_text())["input"] == "1 + 1 = ?"
+    for words, said in (
+        ([dataset], "the following arguments are required: ROWS"),
+        ([tmp_path / "absent.jsonl", out], "No such file or directory"),
+        ([out, tmp_path / "more.jsonl"], "line 1: no responses_create_params.input"),
+    ):
+        with pytest.raises(SystemExit):
+            run_example("agent_nemo_gym.py", *words)
+        usage, error = capsys.readouterr().err.splitlines()
+        assert usage == "usage: agent_nemo_gym.py [-h] DATASET ROWS" and said in error
+
+
 def test_a_verifier_that_raises_is_an_error() -> None:
     row = next(gym_rows("reasoning_gym:prime_factorization?size=1&seed=1", "--data.prompt_dataset"))
     (t,) = play(ReasoningGymExecutor(max_tries=2), row["input"], row["label"], "two and three")
@@ -305,14 +337,6 @@ def test_a_package_that_is_missing(name: str, extra: str, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=rf"pip install openrlhf\[{extra}\]"):
         runpy.run_path(str(EXAMPLES / f"agent_{name}.py"), run_name="agent")
-
-
-@pytest.mark.parametrize("path", [GUESS, GEM, ARENA], ids=lambda path: path.stem)
-def test_examples_write_their_rows(path: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    runpy.run_path(str(path), run_name="example")["main"](rows)
-    first, second, *_ = map(json.loads, rows.read_text().splitlines())
-    assert first["input"] == second["input"] and (first["label"], second["label"]) == (0, 1)
 
 
 def test_an_executor_without_an_environment_is_refused(tmp_path: Path) -> None:

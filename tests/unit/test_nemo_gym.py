@@ -131,3 +131,5 @@ def test_rows() -> None:
     first, second = rows(lines)
     assert first["input"] == "1 + 1 = ?" and json.loads(second["label"]) == row(1)
     check_agent_file(str(EXAMPLES / "agent_nemo_gym.py"), "--train.agent_func_path")
+    with pytest.raises(ValueError, match=r"line 2: no responses_create_params.input"):
+        list(rows([lines[0], '{"input": "1 + 1"}']))

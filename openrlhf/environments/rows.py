@@ -1,0 +1,25 @@
+"""Rows of --data.prompt_dataset that the file of an agent writes."""
+
+import argparse
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+def write_rows(make: Callable[..., Iterable[Mapping[str, Any]]]) -> None:
+    """Writes what `make` yields, as JSON lines, to the file that is the last word of the command line. The
+    words before it are the arguments of `make`. Where a word is missing or a file cannot be read, the program
+    ends with its usage."""
+    parser = argparse.ArgumentParser()
+    for name in inspect.signature(make).parameters:
+        parser.add_argument(name, metavar=name.upper())
+    parser.add_argument("rows", metavar="ROWS", help="file to write, for --data.prompt_dataset")
+    arguments = vars(parser.parse_args())
+    path = arguments.pop("rows")
+    try:
+        lines = [json.dumps(row) + "\n" for row in make(**arguments)]
+        with open(path, "w") as file:
+            file.writelines(lines)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
