@@ -1,7 +1,10 @@
 """A server of one tool, by the official package of the Model Context Protocol: `python mcp_shop.py` speaks
 on stdin and stdout."""
 
-from mcp.server.mcpserver import MCPServer
+try:
+    from mcp.server.mcpserver import MCPServer
+except ImportError:  # mcp 1
+    from mcp.server.fastmcp import FastMCP as MCPServer
 
 PRICES = {"apple": 2, "pear": 3}
 server = MCPServer("shop")

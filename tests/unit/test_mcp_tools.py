@@ -1,6 +1,7 @@
 """Tools of real MCP servers, started by the executor and over HTTP."""
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,9 +14,13 @@ from openrlhf.types import Outcome
 from openrlhf.utils.agent import StepTimeout
 from openrlhf.utils.mcp_tools import McpServer
 
+ROOT = Path(__file__).parents[2]
 SERVER = '''
 import asyncio, os, sys
-from mcp.server.mcpserver import MCPServer
+try:
+    from mcp.server.mcpserver import MCPServer
+except ImportError:  # the SDK's generation 1
+    from mcp.server.fastmcp import FastMCP as MCPServer
 
 server = MCPServer("tools")
 number = 0
@@ -72,6 +77,7 @@ def test_mistakes_and_failures(server: McpServer) -> None:
     t, _ = play(call("die") + END, f"2{END}", tools=[server])
     assert t.outcome is Outcome.ENV_ERROR, t.error
     assert "McpServerFailed: MCP server " in t.error and "server.py" in t.error
+    assert "die: Connection closed, exit code 1" in t.error
 
 
 def test_what_ends_an_episode_stays_what_it_is(server: McpServer) -> None:
@@ -102,11 +108,40 @@ def test_a_server_that_says_nothing() -> None:
     assert "the start took longer than --rollout.step_timeout 0.2 s" in t.error
 
 
-@pytest.mark.parametrize("command", [["/nowhere/server"], [sys.executable, "-c", "exit(3)"]])
-def test_servers_that_do_not_start(command: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["/nowhere/server"], [", exit code 127: ", "/nowhere/server: not found"]),
+        ([sys.executable, "-c", "exit(3)"], [", exit code 3"]),
+        ([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], [", exit code 137: ", "Killed"]),
+        ([sys.executable, "-c", 'exit("no key")'], [", exit code 1: no key\nits stderr:"]),
+        (
+            [sys.executable, "-c", "from mcp.server.neither import Server"],
+            ["1: ModuleNotFoundError: No module named 'mcp.server.neither'\nits stderr:\nTrace", "is of 1,"],
+        ),
+    ],
+)
+def test_servers_that_do_not_start(command: list[str], told: list[str], capfd) -> None:
     t, _ = play(f"2{END}", tools=[McpServer(command=command)])
     assert t.outcome is Outcome.ENV_ERROR, t.error
     assert f"McpServerFailed: MCP server '{command[0]}" in t.error
+    assert all(text in t.error for text in told), t.error
+    assert "Exception Group" not in t.error and "mcp/client" not in t.error
+    assert capfd.readouterr().err == ""  # once, in the error
+
+
+def test_what_a_server_writes_to_stderr_is_not_lost(tmp_path: Path, capfd) -> None:
+    (tmp_path / "server.py").write_text(SERVER + "    print('goodbye', file=sys.stderr)")
+    words = [sys.executable, str(tmp_path / "server.py"), str(tmp_path / "pids")]
+    assert said(call("count", by=1) + END, f"2{END}", tools=[McpServer(command=words)]) == ["1 None None"]
+    assert capfd.readouterr().err.endswith("goodbye\n")
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the agent's file is read, before a run starts."""
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(ImportError, match=r'pip install "openrlhf\[mcp\]"'):
+        McpServer(command=["server"])
 
 
 def test_how_a_server_is_named() -> None:
@@ -137,3 +172,20 @@ def test_a_server_over_http(tmp_path: Path) -> None:
             process.kill()
     t, _ = play(f"2{END}", tools=[server])
     assert t.outcome is Outcome.ENV_ERROR and "McpServerFailed: MCP server 'http://127.0.0.1" in t.error
+
+
+@pytest.mark.slow
+def test_the_other_generation_of_the_sdk(tmp_path: Path) -> None:
+    """These tests with a client of generation 1, and its server with the client that is installed. But for
+    one package they need the same others."""
+    older = tmp_path / "older"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(older)]
+    subprocess.run([*install, "mcp<2", "httpx-sse"], check=True)
+    environment = {"PYTHONPATH": f"{older}:{ROOT}:{ROOT / 'tests'}", "PATH": os.environ["PATH"]}
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(tests, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    (tmp_path / "server.py").write_text(SERVER)
+    words = [sys.executable, str(tmp_path / "server.py"), str(tmp_path / "pids")]
+    server = McpServer(command=words, environment={"PYTHONPATH": str(older)})
+    assert said(call("count", by=1) + END, f"2{END}", tools=[server]) == ["1 None None"]
