@@ -1,13 +1,14 @@
 """Seconds of an RL step: GRPO on word problems with a verifier, as in `openrlhf demo`.
 
-ours     openrlhf ppo, its steps as they are in metrics.jsonl
-async    the same, with the next batch sampled while the models train
-partial  the same, where weight syncs pause requests instead of waiting for them
-trl      TRL's GRPOTrainer, which samples with transformers
-floor    what a step cannot go below with these libraries: vLLM's AsyncLLM without anything else, with our
-         engine arguments, prompts and seeds; and a PyTorch loop over packed rows of the answers, with
-         neither DeepSpeed nor Ray. One after the other a step takes their sum; at the same time, on cores
-         of their own, the longer of the two
+ours       openrlhf ppo, its steps as they are in metrics.jsonl
+unchecked  the same, but engines show what they compute with after the first weight sync alone
+async      the same, with the next batch sampled while the models train
+partial    async, where weight syncs pause requests instead of waiting for them
+trl        TRL's GRPOTrainer, which samples with transformers
+floor      what a step cannot go below with these libraries: vLLM's AsyncLLM without anything else, with our
+           engine arguments, prompts and seeds; and a PyTorch loop over packed rows of the answers, with
+           neither DeepSpeed nor Ray. One after the other a step takes their sum; at the same time, on cores
+           of their own, the longer of the two
 
 Every run has processes of its own, one run at a time. A round is one run of every way with every number of
 threads, in an order that turns around, so load on the machine meets all of them; trust the ratios, not the
@@ -214,6 +215,8 @@ AHEAD = {
     "partial": "--train.async_enable --train.async_queue_size 1 --train.partial_rollout_enable",
 }
 """Flags of the ways that sample while they train."""
+UNCHECKED = "--vllm.sync_check_steps 1000000"
+"""Engines show what they compute with after the first weight sync alone."""
 
 
 def ours(setting: Setting, more: str = "") -> Run:
@@ -406,6 +409,7 @@ def timed(work: Callable[[], None]) -> float:
 
 WAYS: dict[str, Callable[[Setting], Run]] = {
     "ours": ours,
+    "unchecked": partial(ours, more=UNCHECKED),
     **{way: partial(ours, more=flags) for way, flags in AHEAD.items()},
     "trl": trl,
     "floor": floor,

@@ -53,4 +53,4 @@ def change_later_syncs(worker) -> None:
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 if FAULT == "unused adapter":
-    VLLMEngine.adapter = property(lambda self: None, lambda self, adapter: None)
+    setattr(VLLMEngine, "adapter", property(lambda self: None, lambda self, adapter: None))  # noqa: B010
