@@ -208,8 +208,8 @@ def cut_image(images: "ImageColumn | None", tokens: Tokens, max_len: int) -> Dro
     """None unless max_len cuts tokens of an image off."""
     if images is None:
         return None
-    token_ids, image = tokens[0], images.tokens.token_id
-    return Drop(CUT_IMAGE, len(token_ids)) if image in token_ids[max_len:] else None
+    token_ids, patch = tokens[0], images.tokens.layout.patch
+    return Drop(CUT_IMAGE, len(token_ids)) if patch in token_ids[max_len:] else None
 
 
 CUT_IMAGE = "image cut at max_len"

@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image as PILImage
 from transformers import AutoProcessor, PreTrainedTokenizerBase
 
 from openrlhf.datasets.bad_rows import BadRow, BadRowAction
@@ -19,6 +17,7 @@ from openrlhf.datasets.sources import Rows
 from openrlhf.datasets.templates import Message, render_messages
 from openrlhf.hub import model_folder
 from openrlhf.types import Image
+from openrlhf.utils.text import image_layout, patch_counts
 
 TAG = "<image>"
 """In a message: here is an image."""
@@ -27,14 +26,20 @@ PART = {"type": "image"}
 
 
 class ImageTokens:
-    """How a model's images are written: one placeholder by the chat template, which the processor repeats."""
+    """How a model's images are written: one placeholder by the chat template, which the processor expands."""
 
     def __init__(self, processor: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        """ValueError where the chat template shows no images, or the processor does not repeat."""
+        """ValueError where the chat template shows no images, or the processor expands them in a way that is
+        not understood."""
         self._processor = processor
-        self.token_id = tokenizer.get_vocab()[processor.image_token]
         _check_template(tokenizer, processor.image_token)
-        self._check_repeats()
+        try:
+            self.layout = image_layout(processor)
+        except ValueError as reason:
+            raise ValueError(
+                f"--data.max_images_per_prompt: {reason}, which is all\nthat is understood; those of Qwen's "
+                "and Gemma's models do."
+            ) from reason
 
     @property
     def settings(self) -> str:
@@ -43,27 +48,13 @@ class ImageTokens:
 
     def counts(self, headers: Sequence[ImageHeader]) -> list[int]:
         """Tokens of each image."""
-        return _counts(self._processor, headers) if headers else []
+        return patch_counts(self._processor, [_size(header) for header in headers]) if headers else []
 
     def expand(self, tokens: Tokens, counts: Sequence[int]) -> Tokens:
-        """With each placeholder as many times as its image has tokens. None of them is learned."""
-        token_ids, learned = np.array(tokens[0], dtype=np.int64), np.array(tokens[1], dtype=np.bool_)
-        is_image = token_ids == self.token_id
-        times = np.ones(len(token_ids), dtype=np.int64)
-        times[is_image] = counts
-        return token_ids.repeat(times).tolist(), (learned & ~is_image).repeat(times).tolist()
-
-    def _check_repeats(self) -> None:
-        processor, header = self._processor, ImageHeader("", height=96, width=160)
-        if hasattr(processor, "_get_num_multimodal_tokens"):
-            picture = PILImage.new("RGB", (header.width, header.height))
-            written = processor(text=[processor.image_token], images=[picture])["input_ids"][0]
-            if [*written] == [self.token_id] * self.counts([header])[0]:
-                return
-        raise ValueError(
-            f"--data.max_images_per_prompt: {type(processor).__name__} does not write an image as one token, "
-            "as often\nas the image has patches, which is all that is understood; those of Qwen's models do."
-        )
+        """With the tokens of its image in place of each placeholder. None of them is learned."""
+        token_ids, learned = tokens
+        whole, places = self.layout.expanded(token_ids, counts)
+        return whole, [place >= 0 and learned[place] for place in places]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +117,7 @@ class ImageColumn:
         except ValueError as refusal:  # of its shape
             raise BadRow(f"column {self.key!r}: the processor refuses an image: {refusal}.") from refusal
         for token_ids, _ in texts:
-            found = token_ids.count(self.tokens.token_id)
+            found = token_ids.count(self.tokens.layout.placeholder)
             if found != len(counts):
                 raise BadRow(
                     f"the text has {found} tokens that stand for images, the row has {len(counts)} images."
@@ -161,11 +152,6 @@ class ImageColumn:
         return ImageSources(root=rows.folder(i) if self.root is None else Path(self.root), hosts=self.hosts)
 
 
-def _counts(processor: Any, headers: Sequence[ImageHeader]) -> list[int]:
-    sizes = [(header.height, header.width) for header in headers]
-    return processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
-
-
 def _load_processor(path: str, flag: str) -> Any:
     try:
         processor = AutoProcessor.from_pretrained(model_folder(path))
@@ -180,18 +166,20 @@ def check_same_images(own: str, other: str, flag: str) -> None:
     """Raise ValueError where the model `other`, which `flag` names, does not read an image at the same tokens
     as the model `own`."""
     first, second = (_load_processor(path, flag) for path in (own, other))
-    if first.image_token != second.image_token or _counts(first, SIZES) != _counts(second, SIZES):
+    counts = [patch_counts(processor, SIZES) for processor in (first, second)]
+    if image_layout(first) != image_layout(second) or counts[0] != counts[1]:
         raise ValueError(
             f"{flag} {other}: it reads an image as other tokens than {own} does.\nChoose a model of the same "
             "family, whose processor has the same patches and limits of an image's size."
         )
 
 
-SIZES = [
-    ImageHeader("", height=height, width=width)
-    for height, width in ((56, 56), (96, 160), (224, 224), (640, 480), (1080, 1920), (4000, 3000))
-]
-"""Of images that tell processors apart."""
+SIZES = ((56, 56), (96, 160), (224, 224), (640, 480), (1080, 1920), (4000, 3000))
+"""Heights and widths of images that tell processors apart."""
+
+
+def _size(header: ImageHeader) -> tuple[int, int]:
+    return header.height, header.width
 
 
 def place_images(messages: Sequence[Message], num_images: int, key: str) -> list[Message]:

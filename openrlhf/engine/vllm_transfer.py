@@ -366,4 +366,7 @@ BACKENDS = {"gloo": CheckedGloo, "ray": CheckedRay, "nccl": CheckedNCCL, "ipc": 
 for _name, _engine in BACKENDS.items():
     WeightTransferEngineFactory.register_engine(f"openrlhf_{_name}", _engine)
 if current_platform.is_cpu():
+    from openrlhf.engine.vllm_image_attention import see_whole_images
+
     _repack_experts_on_reload()
+    see_whole_images()

@@ -418,12 +418,15 @@ def _arguments_of_packed_mask(
     past_key_values: Any,
     position_ids: Tensor | None,
     *more: Any,
+    **named: Any,
 ) -> tuple:
     """Without positions: transformers would wait for the GPU to see in them whether a row has several
     sequences, which `packing` says."""
     if config._attn_implementation == PACKED:
         position_ids = None
-    return _arguments_of_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids, *more)
+    return _arguments_of_mask(
+        config, inputs_embeds, attention_mask, past_key_values, position_ids, *more, **named
+    )
 
 
 # pyrefly: ignore[bad-assignment]  the arguments that are only handed on have no names here

@@ -323,7 +323,9 @@ def _probe(model: PreTrainedModel) -> _Probe:
     facts = config.to_dict()
     named = model.config.to_dict() | facts
     special = {
-        value for name, value in named.items() if name.endswith("_token_id") and isinstance(value, int)
+        value
+        for name, value in named.items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     }
     words = torch.tensor([i for i in range(min(config.vocab_size, 1024)) if i not in special])
     windows = [

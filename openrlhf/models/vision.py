@@ -20,6 +20,7 @@ from transformers import AutoProcessor, PreTrainedModel
 from openrlhf.datasets.pictures import decoded, encoded
 from openrlhf.hub import model_folder
 from openrlhf.types import Image, PackedRow, Sample
+from openrlhf.utils.text import image_layout
 
 KEPT_IMAGES = 64
 """Of which a process keeps the patches."""
@@ -29,11 +30,17 @@ SHAPES = ((64, 64), (96, 160))
 """Height and width of pictures that are read as different numbers of patches."""
 
 
+KINDS = ("token_type_ids", "mm_token_type_ids")
+"""What processors call the argument that says which tokens are patches."""
+
+
 class ImageReader:
     """The processor of a model that reads images."""
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
+        self.patch_id = image_layout(processor).patch
+        self._kinds_name = next(name for name in KINDS if name in processor.model_input_names)
         self.patches = lru_cache(KEPT_IMAGES)(self._patches)
 
     def inputs(self, token_ids: Tensor, images: Sequence[Image]) -> dict[str, Tensor]:
@@ -42,11 +49,11 @@ class ImageReader:
         read = [self.patches(image.data) for image in images]
         patches = {name: torch.cat([of_image[name] for of_image in read]) for name in read[0]}
         on_device = {name: x.to(token_ids.device, non_blocking=True) for name, x in patches.items()}
-        return on_device | {"mm_token_type_ids": self.kinds(token_ids)}
+        return on_device | {self._kinds_name: self.kinds(token_ids)}
 
     def kinds(self, token_ids: Tensor) -> Tensor:
         """(1, N) int32: 1 for patches, 0 for text."""
-        return (token_ids == self.processor.image_token_id).int()[None]
+        return (token_ids == self.patch_id).int()[None]
 
     @cached_property
     def blank(self) -> Sample:
@@ -59,13 +66,14 @@ class ImageReader:
 
     def alone(self, picture: PILImage.Image) -> Sample:
         """As a sequence that has nothing else, and nothing to learn."""
-        read = self.processor(text=[self.processor.image_token], images=[picture])
+        read = self.processor(text=[self.processor.image_token], images=[picture], add_special_tokens=False)
         token_ids = torch.tensor(read["input_ids"][0])
         mask = torch.zeros(len(token_ids), dtype=torch.bool)
         return Sample(token_ids=token_ids, action_mask=mask, images=(encoded(picture),))
 
     def _patches(self, data: bytes) -> dict[str, Tensor]:
-        return dict(self.processor.image_processor(images=[decoded(data)], return_tensors="pt"))
+        made = self.processor.image_processor(images=[decoded(data)], return_tensors="pt")
+        return {name: x for name, x in made.items() if name not in self.processor.unused_input_names}
 
 
 def image_reader(path: str) -> ImageReader:
@@ -99,7 +107,9 @@ def with_blank(row: PackedRow, reader: ImageReader) -> PackedRow:
 def inputs_of_row(backbone: nn.Module, row: PackedRow, reader: ImageReader) -> dict[str, Tensor]:
     """What `backbone` is called with for a row of one or more images, beside its token ids."""
     inputs = reader.inputs(row.token_ids, [image for images in row.images for image in images])
-    return inputs | {"position_ids": _positions(backbone, row, reader)}
+    counts_places = hasattr(backbone, "get_rope_index")
+    positions = _positions(backbone, row, reader) if counts_places else row.position_ids[None]
+    return inputs | {"position_ids": positions}
 
 
 def _positions(backbone: Any, row: PackedRow, reader: ImageReader) -> Tensor:

@@ -82,16 +82,16 @@ class EpisodeRunner:
         retry_on: Collection[str] = (),
         at_a_time: int | None = None,
         reward_is_optional: bool = False,
-        image_token_id: int | None = None,
+        image_token_ids: tuple[int, ...] = (),
     ) -> None:
         """`timeout`: seconds for one episode. `retries`: how often one runs again that ended with an
         Outcome of `retry_on`. `at_a_time`: episodes that run, None: all.
-        `reward_is_optional`: None is a reward too, because others are added to it. `image_token_id`: see
+        `reward_is_optional`: None is a reward too, because others are added to it. `image_token_ids`: see
         RecordingEngine."""
         self.engine, self.tokenizer, self.executor = engine, tokenizer, executor
         self.stop_token_ids, self.timeout = stop_token_ids, timeout
         self.retries, self.retry_on = retries, retry_on
-        self.reward_is_optional, self.image_token_id = reward_is_optional, image_token_id
+        self.reward_is_optional, self.image_token_ids = reward_is_optional, image_token_ids
         self._room = nullcontext() if at_a_time is None else asyncio.Semaphore(at_a_time)
         self.done: Work = no_work()
         """Of all groups together."""
@@ -148,7 +148,7 @@ class EpisodeRunner:
             address,
             self._sampling_params(sampling),
             known,
-            self.image_token_id,
+            self.image_token_ids,
             sampling.max_kept_tokens,
         )
         async with self._room:

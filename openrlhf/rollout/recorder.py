@@ -43,16 +43,17 @@ class RecordingEngine:
         seed_address: tuple[int | str, ...],
         sampling_params: "SamplingParams",
         pictures: Sequence[tuple[Image, "Picture"]] = (),
-        image_token_id: int | None = None,
+        image_token_ids: tuple[int, ...] = (),
         max_kept_tokens: int = 0,
     ) -> None:
         """`seed_address`: of the first turn; the others have their number behind it. `sampling_params`: the
         run's own, which no executor has in its hands. `pictures`: those of the prompt, as an executor is
-        handed them. `image_token_id`: what stands for patches; None where the policy reads no images.
+        handed them. `image_token_ids`: what stands for an image, and for its patches; none where the policy
+        reads no images.
         `max_kept_tokens`: of a kept set that are recorded; 0 for none."""
         self._engine, self._address, self._given = engine, seed_address, sampling_params
         self._known = {id(picture): (image, picture) for image, picture in pictures}
-        self._image_token_id, self._max_kept_tokens = image_token_id, max_kept_tokens
+        self._image_token_ids, self._max_kept_tokens = image_token_ids, max_kept_tokens
         self._answers: list[list[Turn]] = []  # of each request
         self._death: Exception | None = None
 
@@ -117,18 +118,16 @@ class RecordingEngine:
 
     def _check_placeholders(self, token_ids: Sequence[int], num_images: int) -> None:
         """vLLM would leave what has no image as it is, and the trainer would look for one."""
-        if self._image_token_id is None:
+        if not self._image_token_ids:
             return
-        if (found := list(token_ids).count(self._image_token_id)) != num_images:
+        if (found := list(token_ids).count(self._image_token_ids[0])) != num_images:
             raise ValueError(
                 f"llm_engine.generate got {found} tokens that stand for an image, and {num_images} images. "
                 "Each image has one, and multi_modal_data has all of the prompt's and of feedback's."
             )
 
     def _check_answers(self, turns: Sequence[Turn]) -> None:
-        if self._image_token_id is None:
-            return
-        if any(self._image_token_id in turn.action_ids for turn in turns):
+        if any(token_id in turn.action_ids for token_id in self._image_token_ids for turn in turns):
             raise EnvironmentFailed(
                 "the policy answered with the token that stands for an image: whoever reads it looks for one"
             )

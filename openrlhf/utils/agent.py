@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from openrlhf.utils.text import (
     decode,
     image_data,
-    more_tokens,
+    num_tokens_read,
     prompt_token_ids,
     text_tokenizer,
     token_ids_within,
@@ -231,7 +231,7 @@ class History:
     @property
     def length(self) -> int:
         """Tokens that the policy has read."""
-        return len(self.token_ids) + more_tokens(self.processor, self.images)
+        return num_tokens_read(self.processor, self.token_ids, self.images)
 
     def add(self, text: str, images: Sequence["Picture"] = ()) -> None:
         self.images = [*self.images, *images]
@@ -367,7 +367,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
     ) -> dict:
         tokenizer = text_tokenizer(hf_tokenizer)
         prompt_ids = list(self._prompt_ids(tokenizer, prompt))
-        length = len(prompt_ids) + more_tokens(hf_tokenizer, images or ())
+        length = num_tokens_read(hf_tokenizer, prompt_ids, images or ())
         room = max_length - length
         if room < 1:
             raise ValueError(f"a prompt of {length} tokens leaves no room in --data.max_len {max_length}")

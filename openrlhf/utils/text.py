@@ -1,7 +1,8 @@
 """Tokens as the text that they are, and prompts as tokens, also where an image stands for some."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -93,12 +94,79 @@ def text_tokenizer(tokenizer: Any) -> "PreTrainedTokenizerBase":
     return getattr(tokenizer, "tokenizer", tokenizer) if hasattr(tokenizer, "image_processor") else tokenizer
 
 
-def more_tokens(processor: Any, images: Sequence["Picture"]) -> int:
-    """Beside their placeholders: what a model reads of an image is as many tokens as its size makes."""
+class ImageLayout(NamedTuple):
+    """The tokens that a model reads of an image, in place of the one that its chat template writes."""
+
+    placeholder: int
+    patch: int
+    """Stands there as often as the image has patches."""
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    newlines: Mapping[int, int]
+    """Tokens that are newlines -> how many. Such tokens melt into one where they meet."""
+
+    def expanded(self, token_ids: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The tokens with those of each image, and for each of them its place in `token_ids`, -1 where an
+        image brought it. counts: patches of each image."""
+        whole: list[int] = []
+        places: list[int] = []
+        left, follows_image = iter(counts), False
+        for i, token_id in enumerate(token_ids):
+            is_image = token_id == self.placeholder
+            new = [*self.before, *[self.patch] * next(left), *self.after] if is_image else [token_id]
+            if whole and (is_image or follows_image) and (melted := self._melted(whole[-1], new[0])):
+                whole[-1], places[-1], new = melted, -1, new[1:]
+            whole += new
+            places += [-1 if is_image else i] * len(new)
+            follows_image = is_image
+        return whole, places
+
+    def _melted(self, token_id: int, next_id: int) -> int | None:
+        counts = [self.newlines.get(token_id), self.newlines.get(next_id)]
+        if None in counts:
+            return None
+        total = sum(cast(list[int], counts))
+        return next((melted for melted, count in self.newlines.items() if count == total), None)
+
+
+@cache
+def image_layout(processor: Any) -> ImageLayout:
+    """ValueError where the processor writes images in another way."""
+    from PIL import Image
+
+    name = type(processor).__name__
+    if not hasattr(processor, "_get_num_multimodal_tokens"):
+        raise ValueError(f"{name} does not say how many tokens an image has")
+    vocabulary = processor.tokenizer.get_vocab()
+    layouts: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    for height, width in ((96, 160), (320, 320)):
+        picture = Image.new("RGB", (width, height))
+        written = processor(text=[processor.image_token], images=[picture], add_special_tokens=False)
+        ids, (count,) = list(written["input_ids"][0]), patch_counts(processor, [(height, width)])
+        patch = max(ids, key=ids.count)
+        start = ids.index(patch)
+        layouts.add((patch, tuple(ids[:start]), tuple(ids[start + count :])))
+        if ids[start : start + count] != [patch] * count or ids.count(patch) != count or len(layouts) > 1:
+            raise ValueError(
+                f"{name} does not write an image as one token, as often as the image has patches"
+            )
+    ((patch, before, after),) = layouts
+    newlines = {vocabulary["\n" * n]: n for n in range(1, 32) if "\n" * n in vocabulary}
+    return ImageLayout(vocabulary[processor.image_token], patch, before, after, newlines)
+
+
+def patch_counts(processor: Any, sizes: Sequence[tuple[int, int]]) -> list[int]:
+    """Of images with these heights and widths."""
+    return processor._get_num_multimodal_tokens(image_sizes=list(sizes)).num_image_tokens
+
+
+def num_tokens_read(processor: Any, token_ids: Sequence[int], images: Sequence["Picture"]) -> int:
+    """Of tokens with a placeholder for each image: what a model reads of an image is as many tokens as its
+    size makes."""
     if not images:
-        return 0
-    sizes = [(image.height, image.width) for image in images]
-    return sum(processor._get_num_multimodal_tokens(image_sizes=sizes).num_image_tokens) - len(images)
+        return len(token_ids)
+    counts = patch_counts(processor, [(image.height, image.width) for image in images])
+    return len(image_layout(processor).expanded(token_ids, counts)[0])
 
 
 def image_data(images: Sequence["Picture"] | None) -> dict | None:

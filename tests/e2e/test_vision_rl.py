@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_gemma import tiny_gemma3, tiny_gemma4
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from openrlhf.cli.train_ppo_ray import run
@@ -155,3 +156,20 @@ def test_an_environment_shows_pictures_to_a_frozen_tower(
     (tower, language), (same_tower, other_language) = map(parts_of, (seeing[1], tmp_path / "policy"))
     assert tower and all(torch.equal(tower[name], same_tower[name]) for name in tower)
     assert all(not torch.equal(language[name], other_language[name]) for name in language)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiny_model", [tiny_gemma3, tiny_gemma4])
+def test_images_whose_tokens_see_each_other(
+    seeing: tuple[PictureFiles, Path], tmp_path: Path, tiny_model: Callable[[Path], Path]
+) -> None:
+    """In trainer and engine alike, also after updates of the tower, and where the prompt is cached."""
+    metrics = train(
+        (seeing[0], tiny_model(tmp_path / "model")),
+        tmp_path,
+        "--data.max_images_per_prompt 1 --data.max_samples 16 --rollout.batch_size 8 --train.batch_size 64 "
+        "--data.max_len 140 --algo.advantage.estimator group_norm --reward.remote_url "
+        f"{Path(__file__).with_name('digits_reward.py')} --vllm.enable_prefix_caching",
+    )
+    assert len(metrics) == 2
+    assert max(m["mismatch/abs_diff_max"] for m in metrics.values()) < MISMATCH

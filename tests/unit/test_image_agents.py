@@ -67,7 +67,7 @@ def play(processor, executor, max_len: int = 200) -> tuple[Trajectory, Expanding
     answer = processor.tokenizer("red<|end|>")["input_ids"]
     engine = Expanding(processor, answer)
     patch = processor.image_token_id
-    runner = EpisodeRunner(engine, processor, executor, [answer[-1]], image_token_id=patch)
+    runner = EpisodeRunner(engine, processor, executor, [answer[-1]], image_token_ids=(patch,))
     config = PPOConfig(rollout=RolloutConfig(n_samples_per_prompt=1, max_new_tokens=20))
     sampling = replace(Sampling.for_training(config), max_len=max_len)
     prompt = Prompt(prompt_id=0, text=TEXT, images=(RED,))

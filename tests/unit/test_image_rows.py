@@ -424,16 +424,18 @@ def test_a_model_that_reads_no_images_is_refused(tmp_path, folder):
         task.images(AutoTokenizer.from_pretrained(text_only))
 
 
-def test_a_processor_that_writes_more_than_its_tokens_is_refused(processor, tokenizer):
-    class Framed:
+def test_a_processor_that_writes_lines_of_an_image_apart_is_refused(processor, tokenizer):
+    class Lines:
         image_token, image_processor = processor.image_token, processor.image_processor
+        tokenizer = processor.tokenizer
         _get_num_multimodal_tokens = processor._get_num_multimodal_tokens
 
-        def __call__(self, text, images):
-            return processor(text=[PLACEHOLDER], images=images)
+        def __call__(self, **options):
+            ids = processor(**options)["input_ids"][0]
+            return {"input_ids": [[*ids[:2], 0, *ids[2:]]]}
 
-    with pytest.raises(ValueError, match="Framed does not write an image as one token"):
-        ImageTokens(Framed(), tokenizer)
+    with pytest.raises(ValueError, match="Lines does not write an image as one token"):
+        ImageTokens(Lines(), tokenizer)
 
 
 def test_nothing_is_said_of_rows_that_are_fine(folder, tokenizer, column, caplog):

@@ -216,7 +216,7 @@ def test_images_are_recorded_with_all_their_tokens() -> None:
     image = encoded(PILImage.new("RGB", (4, 3), "red"))
     picture, own = decoded(image.data), PILImage.new("L", (2, 2), 7)
     fake = Expanding([5])
-    engine = RecordingEngine(fake, ADDRESS, GIVEN, [(image, picture)], PATCH)
+    engine = RecordingEngine(fake, ADDRESS, GIVEN, [(image, picture)], (PATCH,))
 
     async def ask() -> None:
         await engine.generate([1, PATCH], asked_with(), {"image": picture})
@@ -244,14 +244,14 @@ def test_the_engine_sees_the_pixels_that_are_recorded() -> None:
 @pytest.mark.parametrize("prompt, count", [([1, PATCH], 0), ([1], 1), ([PATCH, PATCH], 1)])
 def test_every_image_has_one_placeholder(prompt: list[int], count: int) -> None:
     fake, pictures = Expanding([5]), [PILImage.new("RGB", (2, 2))] * count
-    engine = RecordingEngine(fake, ADDRESS, GIVEN, image_token_id=PATCH)
+    engine = RecordingEngine(fake, ADDRESS, GIVEN, image_token_ids=(PATCH,))
     with pytest.raises(ValueError, match=f"{prompt.count(PATCH)} tokens that .* and {count} "):
         asyncio.run(engine.generate(prompt, asked_with(), {"image": pictures}))
     assert not fake.asked and not engine.turns
 
 
 def test_an_answer_with_the_token_of_an_image_is_a_failure() -> None:
-    engine = RecordingEngine(Expanding([5, PATCH]), ADDRESS, GIVEN, image_token_id=PATCH)
+    engine = RecordingEngine(Expanding([5, PATCH]), ADDRESS, GIVEN, image_token_ids=(PATCH,))
     with pytest.raises(EnvironmentFailed, match="the token that stands for an image"):
         asyncio.run(engine.generate([1], asked_with()))
     assert [turn.action_ids.tolist() for turn in engine.turns] == [[5, PATCH]]

@@ -1,0 +1,115 @@
+"""Attention among the tokens of an image in both directions (Gemma 3), which vLLM's backend for CPUs leaves
+causal, inside vLLM's workers.
+
+vLLM says in which places of a request images stand, and its kernels for GPUs read that. Its CPU kernel is
+asked a second time, about the tokens of images alone: the queries of an image are the last tokens of a
+sequence that ends with it, in which every query sees every key. Its answer takes the place of the causal one.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backends import cpu_attn
+
+
+class _Images(NamedTuple):
+    """The images of a step, each as a sequence of its own."""
+
+    rows: Tensor  # of the step's tokens, those of images
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    scheduler_metadata: Tensor
+
+
+def see_whole_images() -> None:
+    """From now on, in this process."""
+    builder, backend = cpu_attn.CPUAttentionMetadataBuilder, cpu_attn.CPUAttentionBackendImpl
+    build, forward = builder.build, backend.forward
+
+    def build_with_images(
+        self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
+        metadata: Any = build(self, common_prefix_len, common_attn_metadata, fast_build)
+        metadata.mm_prefix_range = _images(self, common_attn_metadata)  # as backends for GPUs call it
+        return metadata
+
+    def attend(
+        self: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, metadata: Any,
+        output: Tensor, *scales: Any, **more: Any,
+    ) -> Tensor:  # fmt: skip
+        whole = forward(self, layer, query, key, value, cache, metadata, output, *scales, **more)
+        if (images := getattr(metadata, "mm_prefix_range", None)) is not None:
+            output[images.rows] = _seen_whole(self, layer, query[images.rows], cache, images)
+        return whole
+
+    builder.build, backend.forward = build_with_images, attend
+
+
+def _images(builder: Any, common: Any) -> _Images | None:
+    """None where the step reads none."""
+    starts, lengths = common.query_start_loc.tolist(), common.seq_lens.tolist()
+    found = []
+    for request, spans in (common.mm_req_doc_ranges or {}).items():
+        before = lengths[request] - (starts[request + 1] - starts[request])  # read in earlier steps
+        for start, end in spans:
+            first = max(start, before)
+            if first <= end < lengths[request]:
+                found.append((request, starts[request] + first - before, end + 1 - first, end + 1))
+    if not found:
+        return None
+    requests, places, counts, seq_lens = map(torch.tensor, zip(*found, strict=True))
+    query_start_loc = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(common.query_start_loc.dtype)
+    seq_lens = seq_lens.to(common.seq_lens.dtype)
+    return _Images(
+        rows=torch.cat(
+            [torch.arange(p, p + n) for p, n in zip(places.tolist(), counts.tolist(), strict=True)]
+        ),
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=common.block_table_tensor[requests].contiguous(),
+        scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(found),
+            num_heads=builder.num_heads,
+            num_kv_heads=builder.num_kv_heads,
+            head_dim=builder.head_dim,
+            seq_lens=seq_lens,
+            dtype=builder.dtype,
+            query_start_loc=query_start_loc,
+            causal=False,
+            sliding_window_size=builder.window_size,
+            isa=builder.isa,
+            enable_kv_split=False,
+            dynamic_causal=None,
+            kv_cache_dtype=builder.kv_cache_dtype,
+        ),
+    )
+
+
+def _seen_whole(backend: Any, layer: Any, query: Tensor, cache: Tensor, images: _Images) -> Tensor:
+    num_blocks, num_kv_heads, block_size, _ = cache.size()
+    key_cache, value_cache = cache.view(num_blocks, num_kv_heads, block_size * 2, -1).chunk(2, dim=2)
+    output = torch.empty_like(query)
+    ops.cpu_attention_with_kv_cache(
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        output=output,
+        query_start_loc=images.query_start_loc,
+        seq_lens=images.seq_lens,
+        scale=backend.scale,
+        causal=False,
+        alibi_slopes=backend.alibi_slopes,
+        sliding_window=backend.sliding_window,
+        block_table=images.block_table,
+        softcap=backend.logits_soft_cap,
+        scheduler_metadata=images.scheduler_metadata,
+        s_aux=backend.sinks,
+        dynamic_causal=None,
+        k_scale=layer._k_scale_float,
+        v_scale=layer._v_scale_float,
+        kv_cache_dtype=backend.kv_cache_dtype,
+    )
+    return output
