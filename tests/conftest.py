@@ -10,6 +10,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from openrlhf import heap
 
+pytest_plugins = ["leftovers"]
 heap.grow()
 GPU_TESTS = Path(__file__).parent / "gpu"
 

@@ -1,0 +1,57 @@
+"""A plugin of pytest: a run whose processes outlive it fails, names them and ends them.
+
+Ray clusters and servers that tests share live until their fixtures end, which is before this looks. The
+processes are found by a variable of this run that they inherit, also when they left its session.
+"""
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+VARIABLE = "OPENRLHF_TEST_RUN"
+GRACE_S = 30
+"""What was told to end may take this long on a machine with more to do."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the processes of xdist inherit it
+        os.environ[VARIABLE] = secrets.token_hex(16)
+        os.environ["SPT_NOENV"] = "1"  # a process that gives itself a name (setproctitle) keeps its variables
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)  # after xdist has ended its processes, before the summary
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
+    yield
+    if hasattr(session.config, "workerinput"):
+        return
+    deadline = time.monotonic() + GRACE_S
+    while (left := leftovers()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for pid, command in left.items():
+        print(f"\nERROR: process {pid} outlives the tests that started it: {command}", end="", flush=True)
+        os.kill(pid, signal.SIGKILL)
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def leftovers() -> dict[int, str]:
+    """Returns the commands of living processes of this run, but for this one and multiprocessing's helpers,
+    which end with it."""
+    found = {}
+    run = f"{VARIABLE}={os.environ[VARIABLE]}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it ended, or belongs to somebody else
+            continue
+        helper = parent == os.getpid() and "from multiprocessing." in command
+        if run in variables and command and int(folder.name) != os.getpid() and not helper:
+            found[int(folder.name)] = command
+    return found
