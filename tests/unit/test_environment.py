@@ -3,6 +3,7 @@
 import os
 import runpy
 import sys
+import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,6 +121,12 @@ def test_without_any_cpu_build_the_remedy_is_named(tmp_path, installed) -> None:
         f"{(tmp_path / 'pytorch').as_uri()} gave it.",
         "Name a mirror of the latter in PIP_EXTRA_INDEX_URL and run this again.",
     ]
+
+
+def test_the_cpu_build_is_that_of_the_pinned_release() -> None:
+    torch, _ = runpy.run_path(str(ROOT / "tools" / "environment.py"))["cpu_torch"]()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert torch.removesuffix("+cpu") in project["dependencies"]
 
 
 @pytest.mark.parametrize(
