@@ -84,7 +84,7 @@ def test_command_is_understood(
             assert (ROOT / dockerfile).exists()
         case ["kubectl", "logs", *_]:
             pass
-        case ["pip", "install", *_]:
+        case ["pip", "install", *_] | ["uv", "pip", "install", *_]:
             extras = re.findall(r"\[([\w,]+)\]", " ".join(words))
             assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)
         case ["openrlhf", "data", "preview", command, *flags]:
