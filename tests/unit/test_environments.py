@@ -21,6 +21,7 @@ from openrlhf.rollout.agents import check_agent_file
 from openrlhf.tasks.reasoning_gym import entry_of, gym_rows
 from openrlhf.types import Outcome
 
+NEEDS_GEM = pytest.mark.skipif(sys.version_info >= (3, 12), reason="gem-llm has no release for this Python")
 GUESS, GEM, ARENA = (EXAMPLES / f"agent_{name}.py" for name in ("guess", "gem", "textarena"))
 
 
@@ -84,6 +85,7 @@ def test_what_ends_an_episode_early_truncates_it(limits: dict, turns_played: int
     assert len(t.turn_starts) == turns_played == t.extra_logs["turns"]
 
 
+@NEEDS_GEM
 @pytest.mark.parametrize("seed", range(8))
 def test_gem(seed: int) -> None:
     """Ten numbers, four guesses: halving always finds it. The seed decides the number."""
@@ -96,6 +98,7 @@ def test_gem(seed: int) -> None:
     assert first.token_ids.tolist() == again.token_ids.tolist()
 
 
+@NEEDS_GEM
 def test_rewards_of_gem() -> None:
     """No number is its format error; the last of four guesses is worth how near it is."""
     (t,) = play(GEM, "game:GuessTheNumber-v0-easy", 3, "what?")
@@ -179,7 +182,7 @@ class BrokenExecutor(GymExecutor):
     [
         (BrokenExecutor(), "dice", 0, "KeyError: 'pieces'"),
         (DiceExecutor(), "dice", "Tom", "the label 'Tom' is no seed; name a column of whole numbers"),
-        (GEM, "game:Guess", 0, "Environment game:Guess not found"),
+        pytest.param(GEM, "game:Guess", 0, "Environment game:Guess not found", marks=NEEDS_GEM),
         (ARENA, "Nimm-v0", 0, "Nimm-v0 not found"),
     ],
 )
@@ -249,7 +252,9 @@ def run_example(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return run
 
 
-@pytest.mark.parametrize("name", ["guess", "gem", "textarena", "reasoning_gym"])
+@pytest.mark.parametrize(
+    "name", ["guess", pytest.param("gem", marks=NEEDS_GEM), "textarena", "reasoning_gym"]
+)
 def test_every_example_writes_the_rows_that_it_plays(run_example, tmp_path: Path, name: str) -> None:
     run_example(f"agent_{name}.py", tmp_path / "rows.jsonl")
     written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]

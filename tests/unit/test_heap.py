@@ -24,7 +24,8 @@ def test_a_process_imports_with_few_collections_and_works_with_as_many_as_ever(p
 
 def test_a_process_that_did_not_grow_and_one_that_has_settled_stay_as_they_are() -> None:
     code = (
-        "import gc; from openrlhf import heap; heap.settle(); print(gc.get_freeze_count())\n"
+        "import gc; from openrlhf import heap\n"
+        "before = gc.get_freeze_count(); heap.settle(); print(gc.get_freeze_count() - before)\n"
         "heap.grow(); heap.settle(); count = gc.get_freeze_count(); more = [[] for _ in range(1000)]\n"
         "heap.settle(); print(gc.get_freeze_count() == count)"
     )
