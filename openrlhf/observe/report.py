@@ -11,12 +11,12 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, Self, TextIO
 
 from jinja2 import Environment, StrictUndefined, Template
 
@@ -30,7 +30,7 @@ from openrlhf.observe.journal import (
     response_of,
     spread,
 )
-from openrlhf.observe.progress import clean_text, format_duration, format_number, pass_name
+from openrlhf.observe.progress import clean_text, format_duration, format_number
 from openrlhf.observe.run_folder import RunFolder, read_jsonl
 from openrlhf.observe.trackers import read_metrics
 from openrlhf.types import Trajectory
@@ -41,6 +41,7 @@ OWN_CURVES_SHOWN = 12
 TILES_SHOWN = 7
 SAMPLE_CHARACTERS = 800
 FILE_CHARACTERS = 12_000
+SAME_SHOWN = 20
 WARNINGS_SHOWN = 20
 WARNING_CHARACTERS = 500
 SAMPLES_PRINTED = 4
@@ -55,7 +56,7 @@ OWN = "Your own metrics"
 """Heading of what the reward's `extra_logs` report."""
 
 SECTIONS = (
-    ("Results", ("reward", "score", "return", "acc", "margin", "pass_rate")),
+    ("Results", ("reward", "score", "acc", "margin", "pass_rate")),
     (OWN, ()),
     (
         "Answers",
@@ -63,7 +64,19 @@ SECTIONS = (
     ),
     (
         "Training",
-        ("loss", "kl", "entropy", "clip", "ratio", "logprob", "log_prob", "grad_norm", "lr", "values"),
+        (
+            "loss",
+            "kl",
+            "entropy",
+            "clip",
+            "ratio",
+            "logprob",
+            "log_prob",
+            "grad_norm",
+            "lr",
+            "values",
+            "return",
+        ),
     ),
 )
 """Heading, and what names of its metrics contain, in the order of the charts. The first match takes it."""
@@ -100,18 +113,21 @@ def contents_of(folder: RunFolder) -> dict[str, Any]:
     """The variables of the page."""
     curves = _curves(read_metrics(folder.metrics_path))
     files = journal_steps(folder.rollouts_path)
+    own = _own_metrics(files)
+    same = _same(curves, own)
     warnings = list(read_jsonl(folder.health_path)) if folder.health_path.exists() else []
     return {
         "name": folder.path.resolve().name,
         "facts": _facts(curves),
-        "tiles": [_tile(name, curves[name]) for name in _headline_names(curves)],
+        "tiles": [_tile(name, curves[name]) for name in _headline_names(curves, same)],
         "warnings": [
             {"step": _step(row["step"]), "text": shorten(row["text"], WARNING_CHARACTERS)}
             for row in warnings[-WARNINGS_SHOWN:]
         ],
         "num_earlier_warnings": max(0, len(warnings) - WARNINGS_SHOWN),
         "warnings_file": folder.health_path.name,
-        **_metric_sections(curves, _own_metrics(files)),
+        **_metric_sections(curves, own, same),
+        "same": [f"{name[:80]} as {other[:80]}" for name, other in same.items()][:SAME_SHOWN],
         "plot": PLOT,
         "times": _times(curves),
         "steps": [_samples_of_step(step, files[step]) for step in sorted(_ends(files))],
@@ -207,6 +223,7 @@ class Chart:
     label: Label
     num_bad: int
     last: str
+    last_is: str = ""
     y_ticks: Sequence[Tick] = ()
     x_ticks: Sequence[Tick] = ()
     lines: Sequence[Line] = ()
@@ -233,27 +250,63 @@ def _facts(curves: dict[str, Curve]) -> list[str]:
     return facts
 
 
-def _headline_names(curves: dict[str, Curve]) -> list[str]:
+def _headline_names(curves: dict[str, Curve], same: Container[str]) -> list[str]:
     names: list[str] = []
     for pattern, limit in HEADLINES:
-        found = [name for name in curves if re.fullmatch(pattern, name) and not _is_said(name, curves)]
+        found = [name for name in curves if re.fullmatch(pattern, name) and name not in same]
         names += [name for name in found[:limit] if name not in names]
     return names[:TILES_SHOWN]
 
 
-def _is_said(name: str, curves: dict[str, Curve]) -> bool:
-    """Another curve shows the same: a mean of verdicts is pass@1, and many a score is the reward."""
-    other = "rollout/reward_mean" if name == "rollout/score_mean" else pass_name(name)
-    return curves.get(other or "") == curves[name]
+def _same(curves: dict[str, Curve], own: Container[str]) -> dict[str, str]:
+    """Metrics whose every value is that of one before them, and that one: a mean of verdicts is pass@1, many
+    a score is the reward. Users' own metrics and those that never change are no repetition."""
+    before: dict[tuple, list[str]] = {}
+    same: dict[str, str] = {}
+    for name, curve in curves.items():
+        if name in own or len(curve) < 2 or _is_constant(curve):
+            continue
+        others = before.setdefault(tuple(step for step, _ in curve), [])
+        if twin := next((other for other in others if _are_equal(curves[other], curve)), None):
+            same[name] = twin
+        else:
+            others.append(name)
+    return same
+
+
+def _are_equal(first: Curve, second: Curve) -> bool:
+    """At the same steps, but for what float32 rounds."""
+    pairs = zip(first, second, strict=True)
+    return all(
+        math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b)) for (_, a), (_, b) in pairs
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How high a curve is in the end: one step is noise, so the mean of the last tenth of its steps."""
+
+    first: float
+    """The mean of as many at the beginning."""
+    last: float
+    width: int
+    """How many steps."""
+
+    @classmethod
+    def of(cls, curve: Curve) -> Self:
+        finite = [value for _, value in curve if math.isfinite(value)] or [math.nan]
+        width = max(1, len(finite) // 10)
+        return cls(sum(finite[:width]) / width, sum(finite[-width:]) / width, width)
+
+    @property
+    def text(self) -> str:
+        return "last step" if self.width == 1 else f"mean of the last {self.width} steps"
 
 
 def _tile(name: str, curve: Curve) -> Tile:
-    finite = [value for _, value in curve if math.isfinite(value)] or [math.nan]
-    # One step is noise: a tenth of the run at either end says more.
-    width = max(1, len(finite) // 10)
-    first, last = sum(finite[:width]) / width, sum(finite[-width:]) / width
-    change = f"from {_number(first)}" if len(finite) > 1 else "one step"
-    return Tile(label=_label(name), value=_number(last), change=change)
+    level = Level.of(curve)
+    change = f"{level.text}, from {_number(level.first)}" if len(curve) > 1 else "one step"
+    return Tile(label=_label(name), value=_number(level.last), change=change)
 
 
 def _own_metrics(files: dict[int, Path]) -> set[str]:
@@ -265,12 +318,12 @@ def _own_metrics(files: dict[int, Path]) -> set[str]:
     return {f"rollout/{name}" for name in names if not name.startswith("reward_model/")}
 
 
-def _metric_sections(curves: dict[str, Curve], own: set[str]) -> dict[str, Any]:
+def _metric_sections(curves: dict[str, Curve], own: set[str], same: Container[str]) -> dict[str, Any]:
     """Charts by section; the metrics that never changed, and those that there was no room for."""
     headings: dict[str, list[str]] = {}
     constants: list[str] = []
     in_table = ("timing/", "memory/")
-    drawn = [name for name in curves if not name.startswith(in_table) and not _is_said(name, curves)]
+    drawn = [name for name in curves if not name.startswith(in_table) and name not in same]
     for name in sorted(drawn, key=lambda name: _place(name, own)):
         if _is_constant(curves[name]):
             constants.append(f"{name[:80]} {_number(curves[name][0][1])}")
@@ -328,7 +381,8 @@ def _chart(name: str, curve: Curve) -> Chart:
     lines = [Line(kind="raw", points=_points(points, x, y))] if is_noisy else []
     return Chart(
         **common,
-        last=_number(finite[-1][1]),
+        last=_number(Level.of(curve).last),
+        last_is=Level.of(curve).text,
         y_ticks=[Tick(at=y(value), text=_number(value)) for value in y_ticks],
         x_ticks=_step_ticks(low, high, x),
         lines=[*lines, Line(kind="mean", points=_points(smooth, x, y))],

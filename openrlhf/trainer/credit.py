@@ -84,8 +84,8 @@ def assign_credit(
 
     credit = Credit(advantages=advantages.numpy(), returns=returns.numpy())
     metrics = _reward_metrics(rewards, episodes.group_ids) | {
-        "reward/return_mean": float(per_action.sum()) / len(counts),
-        "advantage/mean": float(mean(advantages)),
+        "reward/return_mean": _total(per_action) / len(counts),
+        "advantage/mean": _total(advantages) / max(1, len(advantages)),
         "advantage/std": float(mean((advantages - mean(advantages)) ** 2).sqrt()),
         "kl/coef": kl_coef,
     }
@@ -170,6 +170,13 @@ def _penalised_rewards(episodes: Episodes, reward: RewardConfig, max_new_tokens:
     if reward.stop_properly_penalty_coef is not None:
         rewards = stop_properly_penalty(rewards, episodes.truncated, coef=reward.stop_properly_penalty_coef)
     return rewards
+
+
+def _total(values: Tensor) -> float:
+    """Their sum; 0 where float32 cannot tell it from 0, below a millionth of their sizes added up."""
+    values = values.double()
+    total = float(values.sum())
+    return total if abs(total) > 16 * 2**-24 * float(values.abs().sum()) else 0.0
 
 
 def _difference(

@@ -255,6 +255,18 @@ def test_a_sample_without_actions_makes_no_nan(estimator, sizes):
     assert all(math.isfinite(value) for value in metrics.values())
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 1e-3])
+def test_a_mean_that_is_rounding_is_zero(kl_coef):
+    """Groups of three that are compared with their mean have a return of 0, which float32 misses by some
+    2^-24; the KL of 0.5 on every action is no rounding."""
+    rewards = [0.1, 0.2, 0.7] * 5 + [0.3, 0.3, 0.9]
+    trajectories = [trajectory(r, 1, prompt_id=i // 3) for i, r in enumerate(rewards)]
+    _, metrics = assign(trajectories, estimator="group_norm", kl_coef=kl_coef, log_ratio=0.5)
+    assert metrics["reward/return_mean"] == pytest.approx(-0.5 * kl_coef, rel=1e-3)
+    assert metrics["reward/return_mean"] == 0 or kl_coef
+    assert (metrics["advantage/mean"] == 0) == (kl_coef == 0)
+
+
 def test_equal_rewards_are_counted():
     trajectories = [
         trajectory(r, 1, prompt_id=i) for i, r in [(0, 1.0), (0, 1.0), (1, 0.0), (1, 1.0), (2, 3.0)]

@@ -158,7 +158,7 @@ def test_what_looked_unhealthy_is_shown_newest_last(tmp_path):
 def test_the_figures_of_many_evaluation_sets_leave_room_for_training(tmp_path):
     sources, kinds = ["math", "code"], ["pass1", "pass16", "num_samples", "response_length_mean"]
     names = [f"eval/{source}_{kind}" for kind in kinds for source in sources] + ["rollout/reward_mean"]
-    folder = make_run(tmp_path, metrics=lambda step: dict.fromkeys(names, float(step)))
+    folder = make_run(tmp_path, metrics=lambda step: {name: step + i for i, name in enumerate(names)})
     page = Page(write_report(folder.path).read_text())
     drawn = [svg["aria-label"] for svg in page.named("svg")]
     assert drawn[:5] == [f"eval/{s}_{kind}" for kind in kinds[:2] for s in sources] + ["rollout/reward_mean"]
@@ -197,11 +197,36 @@ def test_the_headline_is_what_people_look_at(tmp_path, metrics, tiles):
 
 
 def test_what_says_the_same_twice_is_shown_once(tmp_path):
-    """The mean of verdicts is pass@1, and a score is the reward where a function returns no other."""
-    names = ("eval/math_pass1", "eval/math_score_mean", "rollout/reward_mean", "rollout/score_mean")
-    folder = make_run(tmp_path, metrics=lambda step: dict.fromkeys(names, float(step)))
-    page = Page(write_report(folder.path).read_text())
-    assert [svg["aria-label"] for svg in page.named("svg")] == ["eval/math_pass1", "rollout/reward_mean"]
+    """The mean of verdicts is pass@1, a score is the reward where a function returns no other, and so is a
+    mean of float32."""
+    scores, verdicts = (
+        ("rollout/reward_mean", "rollout/score_mean"),
+        ("eval/math_pass1", "eval/math_score_mean"),
+    )
+    values = lambda step: (
+        dict.fromkeys(scores, step / 10)
+        | {"reward/mean": float(np.float32(step / 10)), "kl/mean": math.nan if step == 2 else step}
+        | dict.fromkeys(verdicts, step / 20)
+        | {"kl/log_ratio_mean": math.nan if step == 2 else step, "policy/loss": 0.5, "policy/kl_loss": 0.5}
+    )
+    page = Page(write_report(make_run(tmp_path, metrics=values).path).read_text())
+    assert [svg["aria-label"] for svg in page.named("svg")] == [verdicts[0], scores[0], "kl/mean"]
+    assert (
+        "The same figures, shown once: rollout/score_mean as rollout/reward_mean, reward/mean as "
+        "rollout/reward_mean, eval/math_score_mean as eval/math_pass1, kl/log_ratio_mean as kl/mean"
+        in page.text
+    )
+    assert "The same in every step: policy/loss 0.5, policy/kl_loss 0.5" in page.text
+
+
+def test_a_card_and_its_chart_have_one_number_and_say_what_it_is(tmp_path):
+    """40 steps of a reward of 1, 2, ..., 40: the last four have a mean of 38.5, the first four of 2.5."""
+    folder = make_run(tmp_path, num_steps=40, metrics=lambda step: {"rollout/reward_mean": float(step)})
+    html = write_report(folder.path).read_text()
+    (card,) = re.findall(r"<strong>(.*?)</strong><span>(.*?)</span>", html)
+    (chart,) = re.findall(r'<b title="(.*?)">(.*?)</b>', html)
+    assert card == ("38.5", "mean of the last 4 steps, from 2.5")
+    assert chart == ("mean of the last 4 steps", "38.5")
 
 
 def test_metrics_of_ones_own_are_drawn_whatever_else_there_is(tmp_path):
@@ -212,7 +237,8 @@ def test_metrics_of_ones_own_are_drawn_whatever_else_there_is(tmp_path):
         tmp_path,
         num_steps=2,
         metrics=lambda step: {
-            **dict.fromkeys((*others, *(f"rollout/{name}" for name in logs)), step / 10),
+            **{name: step + i for i, name in enumerate(others)},
+            **dict.fromkeys((f"rollout/{name}" for name in logs), step + 0.5),
             "rollout/num_samples": 32.0,
             "timing/step_total": 1.0,
         },
@@ -347,7 +373,7 @@ def test_samples_on_a_terminal(monkeypatch):
 
 def test_metrics_of_any_name_are_drawn_once(tmp_path):
     names = ["a", "a/b/c", "loss", "x/loss", "eval/loss", "eval_x_pass1"]
-    folder = make_run(tmp_path, metrics=lambda step: dict.fromkeys(names, float(step)))
+    folder = make_run(tmp_path, metrics=lambda step: {name: step + i for i, name in enumerate(names)})
     page = Page(write_report(folder.path).read_text())
     assert sorted(svg["aria-label"] for svg in page.named("svg")) == sorted(names)
-    assert json.loads(folder.metrics_path.read_text().splitlines()[0])["a/b/c"] == 1
+    assert json.loads(folder.metrics_path.read_text().splitlines()[0])["a/b/c"] == 2
