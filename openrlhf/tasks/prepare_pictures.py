@@ -1,8 +1,12 @@
-"""Everything that a run on the pictures needs, written into one folder."""
+"""Everything that a run on the pictures needs, written into one folder.
 
+python -m openrlhf.tasks.prepare_pictures pictures
+"""
+
+import argparse
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +89,18 @@ def pair(picture: Picture, rng: random.Random) -> dict[str, Any]:
 
 
 _EVAL_SEED = 1_000_003
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Pictures, questions about their colours, and an untrained model."
+    )
+    parser.add_argument("folder", type=Path, help="where everything goes")
+    parser.add_argument("--seed", type=int, default=0, help="of the pictures and the model (default: 0)")
+    options = parser.parse_args()
+    for name, path in asdict(prepare_pictures(options.folder, seed=options.seed)).items():
+        print(f"{name}: {path}")
+
+
+if __name__ == "__main__":
+    main()

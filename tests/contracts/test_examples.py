@@ -18,6 +18,7 @@ from openrlhf.cli import main
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.fields import values_of
 from openrlhf.config.parse import Invocation, parse
+from openrlhf.tasks.prepare_pictures import prepare_pictures
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(script for script in (EXAMPLES / "scripts").glob("*.sh") if not script.is_symlink())
@@ -79,7 +80,7 @@ class Call:
         if self.words[0] == "openrlhf":
             return self.words[1]
         modules = {f"openrlhf.cli.{module}": name for name, (module, _) in main.COMMANDS.items()}
-        module = next((word for word in self.words if word.startswith("openrlhf.")), None)
+        module = next((word for word in self.words if word.startswith("openrlhf.cli.")), None)
         return None if module is None else modules.get(module, module.rpartition(".")[2])
 
     @property
@@ -154,6 +155,8 @@ def check(calls: Sequence[Call], monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert calls
     known = {command.name: command for command in COMMANDS}
     for call in calls:
+        if "openrlhf.tasks.prepare_pictures" in call.words:
+            prepare_pictures(call.words[-1], num_pictures=2, num_eval=1)
         if call.name is None:
             continue
         monkeypatch.setenv("WORLD_SIZE", str(call.ranks))
