@@ -103,6 +103,7 @@ def tiny_gemma4(folder: str | Path) -> Path:
             "head_dim": 32,
             "patch_size": patches["patch_size"],
             "position_embedding_size": 64,
+            "default_output_length": patches["max_soft_tokens"],  # published ones have it, for vLLM
             "initializer_range": 0.05,
         },
         boi_token_id=ids[tokenizer.boi_token],

@@ -33,7 +33,7 @@ from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.types import Group, Metrics, Prompt, Purpose, Sampled, present
 from openrlhf.utils.agent import SingleTurnAgentExecutor
-from openrlhf.utils.text import image_layout, text_tokenizer
+from openrlhf.utils.text import stand_ins, text_tokenizer
 
 if TYPE_CHECKING:  # an engine's process needs no trainer, whose libraries take seconds to import
     from openrlhf.cluster.group import PolicyGroup, RewardGroup
@@ -88,7 +88,7 @@ class EngineActor(VLLMEngine):
             retry_on=config.rollout.retry_on,
             at_a_time=config.rollout.max_concurrent_episodes,
             reward_is_optional=config.uses_reward_model or config.uses_teacher,
-            image_token_ids=image_layout(processor)[:2] if config.reads_images else (),
+            image_token_ids=stand_ins(processor) if config.reads_images else (),
         )
         train = Sampling.for_training(config)
         train = replace(train, max_kept_tokens=min(train.max_kept_tokens, self.vocabulary))

@@ -48,8 +48,7 @@ class RecordingEngine:
     ) -> None:
         """`seed_address`: of the first turn; the others have their number behind it. `sampling_params`: the
         run's own, which no executor has in its hands. `pictures`: those of the prompt, as an executor is
-        handed them. `image_token_ids`: what stands for an image, and for its patches; none where the policy
-        reads no images.
+        handed them. `image_token_ids`: see `stand_ins`; none where the policy reads no images.
         `max_kept_tokens`: of a kept set that are recorded; 0 for none."""
         self._engine, self._address, self._given = engine, seed_address, sampling_params
         self._known = {id(picture): (image, picture) for image, picture in pictures}
@@ -129,7 +128,8 @@ class RecordingEngine:
     def _check_answers(self, turns: Sequence[Turn]) -> None:
         if any(token_id in turn.action_ids for token_id in self._image_token_ids for turn in turns):
             raise EnvironmentFailed(
-                "the policy answered with the token that stands for an image: whoever reads it looks for one"
+                "the policy answered with a token that stands for an image, a video or sound: whoever reads "
+                "it looks for one"
             )
 
     def _image(self, picture: "Picture") -> Image:

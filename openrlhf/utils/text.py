@@ -155,6 +155,14 @@ def image_layout(processor: Any) -> ImageLayout:
     return ImageLayout(vocabulary[processor.image_token], patch, before, after, newlines)
 
 
+def stand_ins(processor: Any) -> tuple[int, ...]:
+    """Tokens that stand for what is no text, which a policy must not answer with: that of an image, with
+    which an engine is asked, comes first. Gemma 4 reads those of videos and sound as padding."""
+    others = (getattr(processor, f"{kind}_token_id", None) for kind in ("video", "audio"))
+    layout = image_layout(processor)
+    return layout.placeholder, layout.patch, *(token_id for token_id in others if token_id is not None)
+
+
 def patch_counts(processor: Any, sizes: Sequence[tuple[int, int]]) -> list[int]:
     """Of images with these heights and widths."""
     return processor._get_num_multimodal_tokens(image_sizes=list(sizes)).num_image_tokens

@@ -22,7 +22,7 @@ from openrlhf.models.self_check import settle_reading
 from openrlhf.models.vision import freeze_vision
 from openrlhf.objectives.sft import SFTObjective
 from openrlhf.types import LossNorm, PackedRow, Sample
-from openrlhf.utils.text import num_tokens_read
+from openrlhf.utils.text import num_tokens_read, stand_ins
 
 ROWS = [
     {"input": "<image>What?", "output": "red", "images": ["a.png"]},
@@ -94,6 +94,13 @@ def test_prompts_count_what_an_engine_reads(folder, rows, images) -> None:
         pictures = [PILImage.open(folder / name) for name in row["images"]]
         ids = tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
         assert prompt.num_tokens == num_tokens_read(processor, ids, pictures) == num_prompt
+
+
+def test_answers_may_not_hold_what_stands_for_other_inputs(folder) -> None:
+    processor = AutoProcessor.from_pretrained(folder)
+    kinds = ("boi",) if "gemma3" in type(processor).__module__ else ("image", "video", "audio")
+    named = {processor.tokenizer.get_vocab()[getattr(processor, f"{kind}_token")] for kind in kinds}
+    assert {*stand_ins(processor)} == named | {processor.tokenizer.image_token_id}
 
 
 def test_the_loss_and_gradient_of_sft_are_those_of_transformers(folder, rows, images) -> None:

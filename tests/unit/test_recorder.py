@@ -252,6 +252,6 @@ def test_every_image_has_one_placeholder(prompt: list[int], count: int) -> None:
 
 def test_an_answer_with_the_token_of_an_image_is_a_failure() -> None:
     engine = RecordingEngine(Expanding([5, PATCH]), ADDRESS, GIVEN, image_token_ids=(PATCH,))
-    with pytest.raises(EnvironmentFailed, match="the token that stands for an image"):
+    with pytest.raises(EnvironmentFailed, match="a token that stands for an image"):
         asyncio.run(engine.generate([1], asked_with()))
     assert [turn.action_ids.tolist() for turn in engine.turns] == [[5, PATCH]]
