@@ -168,7 +168,8 @@ def test_images_whose_tokens_see_each_other(
         (seeing[0], tiny_model(tmp_path / "model")),
         tmp_path,
         "--data.max_images_per_prompt 1 --data.max_samples 16 --rollout.batch_size 8 --train.batch_size 64 "
-        "--data.max_len 140 --algo.advantage.estimator group_norm --reward.remote_url "
+        "--data.max_len 140 --algo.advantage.estimator group_norm --actor.num_gpus_per_node 1 "
+        "--algo.kl.init_coef 0 --ds.zero_stage 0 --reward.remote_url "
         f"{Path(__file__).with_name('digits_reward.py')} --vllm.enable_prefix_caching",
     )
     assert len(metrics) == 2
