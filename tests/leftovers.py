@@ -7,6 +7,7 @@ processes are found by a variable of this run that they inherit, also when they 
 import os
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -29,6 +30,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
     yield
     if hasattr(session.config, "workerinput"):
         return
+    if "ray" in sys.modules:  # of a test in this process, which ends it only as the process does
+        sys.modules["ray"].shutdown()
     deadline = time.monotonic() + GRACE_S
     while (left := leftovers()) and time.monotonic() < deadline:
         time.sleep(0.2)

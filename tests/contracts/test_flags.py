@@ -188,6 +188,7 @@ OURS = {
     },
     "batch_inference": {
         "data.bad_rows",
+        "ds.load_in_4bit",
         "vllm.enforce_eager",
         "vllm.gpu_memory_utilization",
         "vllm.kv_cache_gb",

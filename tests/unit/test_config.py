@@ -302,8 +302,8 @@ def test_all_problems_are_listed_at_once(capsys):
         "error: --actor.model_name_or_path: is required: Hugging Face name or folder of the policy; the "
         "reference model starts from it too.",
         "error: --data.prompt_dataset: is required: Comma list of `path[@data_dir]`: .json .jsonl .csv "
-        ".parquet .arrow files and folders, here or at URLs (s3://, gs://, hf://, https://), hub names; "
-        "or of `reasoning_gym:NAME?size=N&seed=S`.",
+        ".parquet .arrow files, also packed (.jsonl.gz), and folders of them, here or at URLs (s3://, gs://, "
+        "hf://, https://), hub names; or of `reasoning_gym:NAME?size=N&seed=S`.",
         "error: --reward.remote_url r.txt: is neither a .py file nor a URL that starts with http:// or https://",
     ]
     assert err[-1].startswith("13 problems; nothing was started.")
@@ -980,6 +980,11 @@ def test_a_feature_that_does_not_exist_yet_is_refused_and_marked(command, key, c
 
 
 REMARKS = [
+    (
+        PPO,
+        "--vllm.sync_with_ray --vllm.sync_backend gloo",
+        "--vllm.sync_backend gloo: has no effect: weights travel through Ray's object store",
+    ),
     (SFT, "--packing_samples", "--ds.packing_samples: has no effect: rows are always packed (padding-free)"),
     (PPO, "--packing_samples", "--ds.packing_samples: has no effect: rows are always packed (padding-free)"),
     (SERVE_RM, "--packing_samples", "--ds.packing_samples: has no effect: rows are always packed"),

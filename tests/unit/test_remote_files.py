@@ -265,7 +265,7 @@ def test_names_that_lead_out_of_the_cache_are_refused(monkeypatch, cache):
         ("nonsense://rows.jsonl", "Protocol not known: nonsense"),
         (
             "http://localhost/rows.txt",
-            ".jsonl, .json, .csv, .parquet, .arrow, or one of these and .gz. Folders cannot",
+            "a file must end in .jsonl, .json, .csv, .parquet, .arrow, or one of these and .gz",
         ),
     ],
 )

@@ -44,7 +44,10 @@ def config_of(*flags: str) -> ServeRMConfig:
         (("--api_key", "True"), f"--api_key: the environment variable {KEY_VARIABLE} is not set"),
         (("--api_key", "***"), "--api_key: is a mask, not a key"),
         (("--port", "65536"), "--port 65536: must be at least 0 and at most 65535"),
-        (("--max_queue", "10"), "--max_texts 4096: a request of so many could never wait: max_queue is 10"),
+        (
+            ("--max_queue", "10"),
+            "--max_texts 4096 (default): a request of so many could never wait",
+        ),
         (("--ds.attn_implementation", "paged"), "is not known to keep packed sequences apart"),
     ],
 )

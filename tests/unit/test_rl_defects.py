@@ -333,6 +333,7 @@ def config_of(
             kl=kl or KLConfig(init_coef=0.0),
             dynamic_filtering_enable=filters,
             dynamic_filtering_max_batches=1000,
+            max_mismatch=math.inf,  # what the policy says of a sample is its number
         ),
         critic=CriticConfig(freezing_steps=freezing_steps),
         reward=RewardConfig(max_failed_ratio=1.0),
@@ -464,7 +465,9 @@ def test_every_rank_has_a_row_and_no_row_is_too_long(lengths, num_ranks, dynamic
     answers = policy.forward(batch).result()
     updated = policy.update(replace(batch, log_probs=None), schedule_of(batch, 1, num_ranks), 0.0).result()
 
-    assert present(updated.log_probs).tolist() == batch.token_ids[batch.action_mask].tolist()
+    first = batch.select(updated.first)
+    assert sorted(updated.first) == list(range(len(batch)))
+    assert present(updated.log_probs).tolist() == first.token_ids[first.action_mask].tolist()
     assert answers.tolist() == batch.token_ids[batch.action_mask].tolist()
     scored = [rows for engine in engines_of(policy) for rows in engine.asked]
     learned = [[row.row for row in step] for engine in engines_of(policy) for step in engine.steps]
@@ -529,19 +532,23 @@ def test_a_sample_of_several_epochs_travels_once():
     assert [sorted(learned_in(step)) for step in engine.steps] == [[1, 3], [0], [0, 1], [3]]
 
 
-def test_an_update_tells_log_probs_only_of_the_policy_before_it_and_of_every_sample():
-    """Not those of its second optimizer step, and not of a batch in which a sample is left out."""
+def test_an_update_tells_log_probs_of_the_policy_before_it():
+    """Those that its first optimizer step reads, and no later one; none of a batch that brings them."""
     policy = group_of(PolicyGroup, config_of(), 2)
     batch = batch_of([sample_of(3 + number, number) for number in range(4)])
 
-    def told(schedule: Schedule, batch: Batch = batch) -> np.ndarray | None:
-        return policy.update(batch, schedule, 0.0).result().log_probs
+    def told(schedule: Schedule) -> list[int]:
+        updated = policy.update(batch, schedule, 0.0).result()
+        first = batch.select(updated.first)
+        assert present(updated.log_probs).tolist() == first.token_ids[first.action_mask].tolist()
+        return updated.first
 
-    actions = batch.token_ids[batch.action_mask].tolist()
-    assert present(told([[[3, 1], [0, 2]]])).tolist() == actions
-    assert told([[[3], [0]], [[1], [2]]]) is None
-    assert told([[[3, 1], [0]]]) is None
-    assert told([[[3, 1], [0, 2]]], batch_of([sample_of(3)] * 4, log_probs=0.0)) is None
+    assert told([[[3, 1], [0, 2]]]) == [3, 1, 0, 2]
+    assert told([[[3], [0]], [[1], [2]]]) == [3, 0]
+    assert told([[[3, 1], [0]]]) == [3, 1, 0]
+    assert told([[[3], []], [[1], [2]]]) == [3]
+    known = batch_of([sample_of(3)] * 4, log_probs=0.0)
+    assert policy.update(known, [[[3, 1], [0, 2]]], 0.0).result().log_probs is None
 
 
 # ---- rewards
