@@ -98,7 +98,7 @@ def _sections(command: Command, word: str) -> Iterator[tuple[str, str, list[Fiel
             )  # what is special comes first
             yield (
                 name,
-                (hints[name].__doc__ or "").replace("\n", " ") if _is_section(name, hints) else "",
+                " ".join((hints[name].__doc__ or "").split()) if _is_section(name, hints) else "",
                 fields,
             )
 
