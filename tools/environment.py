@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 11), (3, 14)
+OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 11), (3, 13)
 STAMP = VENV / "openrlhf-installed"
 OLDEST_DRIVER = {"12": "525", "13": "580"}
 """NVIDIA's, by the CUDA release that torch is built for: minor version compatibility of its release notes."""
