@@ -208,7 +208,9 @@ def test_a_model_without_a_head_does_not_score(task: TaskFiles, tmp_path: Path) 
 
 
 def test_what_the_model_cannot_read_is_refused_before_it_is_loaded(task: TaskFiles, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"prompt_max_len \+ --rollout.max_new_tokens 1106: .* at most 512"):
+    with pytest.raises(
+        ValueError, match=r"prompt_max_len 96 \+ --rollout.max_new_tokens 1010 = 1106: .* at most 512"
+    ):
         infer(flags(task, tmp_path / "x.jsonl", "--task generate --rollout.max_new_tokens 1010"))
     with pytest.raises(
         ValueError, match=r"prompts.jsonl:1: the prompt has \d+ tokens; --data.prompt_max_len"

@@ -170,14 +170,14 @@ def test_a_cluster_that_is_too_small_or_busy(machine: Machine) -> None:
     assert machine.run("ray get-auth-token --generate")[0] == 0
     (start, _, _), (named,) = commands("A cluster that stays")
     assert machine.run(start)[0] == 0
-    flags = "--actor.num_gpus_per_node 16 --rollout.batch_size 8 --train.batch_size 16 --actor.adam.lr fast"
+    flags = "--actor.num_gpus_per_node 16 --rollout.batch_size 8 --train.batch_size 16"
     submit = commands("A token")[0][3].replace('"working_dir"', '"setup_commands": ["exit 1"], "working_dir"')
     code, output = submitted(machine, f"RAY_AUTH_MODE=token {submit} {flags}")
     assert code == 1, output  # as `ray job submit` says of every job that failed
     assert "note: --runtime-env-json: Ray ignores setup_commands; it reads " in output
     assert f"joined the Ray cluster at {machine.address}: 1 node, 8 GPUs" in output
     assert "error: the run needs 16 GPUs" in output and "the cluster has 8" in output
-    assert "error: --actor.adam.lr fast" in output and "2 problems; nothing was started." in output
+    assert "one problem; nothing was started." in output
 
     holder = machine.start(f"exec {shlex.quote(sys.executable)} -c {shlex.quote(HOLDER)}")
     assert holder.stdout and holder.stdin
