@@ -18,6 +18,9 @@ where a rank of the ring keeps more than its share.
     python benchmarks/parallel.py
 """
 
+import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+
+# isort: split
 import argparse
 import math
 import os

@@ -21,6 +21,9 @@ the model was built: weights, gradients, optimizer states and activations.
     python benchmarks/supervised.py --model small --tasks sft --vocab 151936 --rows 32
 """
 
+import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+
+# isort: split
 import argparse
 import gc
 import logging

@@ -8,6 +8,9 @@ floor   every engine needs a copy: the bytes, once for each engine, at the speed
     python benchmarks/weight_sync.py --sizes 1 50 500 --dtypes fp32 bf16 --engines 1 2
 """
 
+import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+
+# isort: split
 import argparse
 import os
 import statistics

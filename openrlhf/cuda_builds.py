@@ -21,6 +21,8 @@ def mend() -> None:
     for name in ("torchaudio", "torchcodec"):
         if name not in sys.modules and _needs_cuda(name):
             sys.modules[name] = None  # type: ignore[assignment]  # import and find_spec then find nothing
+            if asked := sys.modules.get("transformers.utils.import_utils"):  # it may have found them before
+                getattr(asked, f"is_{name}_available").cache_clear()
     if _needs_cuda("torchvision") and DeclaresOperators not in sys.meta_path:
         sys.meta_path.insert(0, DeclaresOperators)
 

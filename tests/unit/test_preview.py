@@ -242,7 +242,7 @@ def test_rows_that_max_len_cuts_are_told_also_from_the_cache(tmp_path, model, ca
     for _ in range(2):
         caplog.clear()
         main([*argv.split(), "--data.max_len", "14"])
-        told.append(caplog.text)
+        told.append("\n".join(caplog.messages))
     found = re.search(r"--data.dataset: of 7 rows .*--data.max_len (\d+) would keep every row", told[1], re.S)
     assert told[0] == told[1] and found, told
     assert f"{found[1]} would keep every row whole" in capsys.readouterr().out

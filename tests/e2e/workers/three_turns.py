@@ -1,5 +1,8 @@
 """Episodes of three turns with a real engine, and the same tokens read by plain transformers, one by one."""
 
+import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+
+# isort: split
 import asyncio
 import json
 import sys
