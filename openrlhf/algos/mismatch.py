@@ -91,11 +91,11 @@ def _effective_share(weights: Tensor) -> float:
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())) if len(weights) else 1.0
 
 
+PROBE = "mismatch/probe_mean"
+"""Mean difference of log-probs of a probe, in units of their spread, of the engine where it is largest."""
 IMPOSSIBLE = {"fp32": 0.04, "fp16": 0.04, "bf16": 0.3}
 """Nats, the mean of |log r| by `--ds.param_dtype`: 80 relative roundings of 2^-11 (GPUs may round the factors
 of float32 products to TF32) or 2^-8. A mixture of experts in bfloat16 has about 0.02."""
-TAIL = 10.0
-"""The 99th percentile may be this many times the mean's limit."""
 DOUBTFUL = {"fp32": 0.005, "fp16": 0.01, "bf16": 0.05}
 """Nats, the mean of |log r| that a run is told of whatever its first steps had."""
 NOISE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
@@ -103,19 +103,21 @@ NOISE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 SHAPE = {"mean": 1.0, "p99": 10.0, "max": 100.0}
 """Limits of the statistics, in units of the mean's."""
 FIRST = 3
-"""Steps that later ones are compared with."""
+"""Values of a statistic that later ones are compared with."""
 GROWTH = 5.0
-"""How many times the largest value of the first steps is doubtful."""
+"""How many times the largest of the first values is doubtful."""
 
 
 def check_mismatch(metrics: Metrics, dtype: str, limit: float | None, step: int) -> None:
-    """Raises RuntimeError where fresh samples are further from the trainer than rounding explains.
+    """Raises RuntimeError where the mean or the 99th percentile of fresh samples is further from the trainer
+    than rounding explains. A single action may be: a router near a tie chooses another expert.
 
     `dtype`: fp32, fp16 or bf16. `limit`: nats that the mean of |log r| may reach; None: `IMPOSSIBLE`.
     """
     most = IMPOSSIBLE[dtype] if limit is None else limit
-    for (name, value), allowed in zip(fresh_gap(metrics).items(), (most, TAIL * most), strict=False):
-        if not value <= allowed:  # nor is NaN
+    for name, value in fresh_gap(metrics).items():
+        allowed = most * _shape(name)
+        if not name.endswith("_max") and not value <= allowed:  # nor is NaN
             raise RuntimeError(
                 f"step {step}: {name} is {value:.3g} nats on samples of the current weights, and {dtype} "
                 f"explains at most {allowed:.3g}: what was sampled is not the policy's, so training on it "
@@ -127,41 +129,42 @@ def check_mismatch(metrics: Metrics, dtype: str, limit: float | None, step: int)
 
 @dataclass(kw_only=True)
 class MismatchWatch:
-    """Tells where fresh samples are further from the trainer than in a run's first steps."""
+    """Tells where engines are further from the trainer than in a run's first steps: on fresh samples, and on
+    the probe of a weight sync."""
 
     dtype: str
     """fp32, fp16 or bf16."""
-    largest: dict[str, float] = field(default_factory=dict, init=False)
-    """Each statistic's largest value in the first steps."""
-    seen: int = field(default=0, init=False)
-    """Steps with fresh samples so far."""
+    first: dict[str, list[float]] = field(default_factory=dict, init=False)
+    """The first values of each statistic."""
     told: set[str] = field(default_factory=set, init=False)
-    """Statistics that are above their limits since the last message about them."""
+    """Statistics that have been above their limits since they were told."""
 
     def check(self, metrics: Metrics) -> list[str]:
-        """A message for each statistic that has left its limits with this step."""
-        gap = fresh_gap(metrics) | {n: metrics[n] for n in ("mismatch/probe_mean",) if n in metrics}
-        if not gap:
-            return []
-        limits = {name: self._limit(name) for name in gap}
-        if self.seen < FIRST:
-            self.seen += 1
-            self.largest = {name: max(value, self.largest.get(name, 0.0)) for name, value in gap.items()}
-        above = {name for name, value in gap.items() if not value <= limits[name]}
-        news, self.told = sorted(above - self.told), above
-        return [self._message(name, gap[name], limits[name]) for name in news]
+        """Returns a message for each statistic that has left its limits with this step."""
+        gap = fresh_gap(metrics) | ({PROBE: metrics[PROBE]} if PROBE in metrics else {})
+        above = {name for name, value in gap.items() if not value <= self._limit(name)}
+        messages = [self._message(name, gap[name]) for name in sorted(above - self.told)]
+        self.told = (self.told - gap.keys()) | above
+        for name, value in gap.items():
+            if len(values := self.first.setdefault(name, [])) < FIRST:
+                values.append(value)
+        return messages
 
     def _limit(self, name: str) -> float:
-        shape = SHAPE[name.rpartition("_")[2]]
-        if self.seen < FIRST or name not in self.largest:
-            return DOUBTFUL[self.dtype] * shape
-        usual = max(GROWTH * self.largest[name], NOISE[self.dtype] * shape)
-        return min(usual, DOUBTFUL[self.dtype] * shape)
+        values, most = self.first.get(name, []), DOUBTFUL[self.dtype] * _shape(name)
+        if len(values) < FIRST:
+            return most
+        return min(most, max(GROWTH * max(values), NOISE[self.dtype] * _shape(name)))
 
-    def _message(self, name: str, value: float, limit: float) -> str:
-        usual = f"; at most {self.largest[name]:.3g} in the first steps" if self.seen >= FIRST else ""
+    def _message(self, name: str, value: float) -> str:
+        values = self.first.get(name, [])
+        usual = f"; at most {max(values):.3g} in the first steps" if len(values) == FIRST else ""
         return (
-            f"{name} > {limit:.2g} (now {value:.3g}{usual}): sampler and trainer differ by more than they "
-            "did, or than rounding explains. Look for another precision, kernel or chat template, or a "
-            "weight sync that left something out; with experts --algo.router_replay."
+            f"{name} > {self._limit(name):.2g} (now {value:.3g}{usual}): sampler and trainer differ by more "
+            "than they did, or than rounding explains. Look for another precision, kernel or chat template, "
+            "or a weight sync that left something out; with experts --algo.router_replay."
         )
+
+
+def _shape(name: str) -> float:
+    return SHAPE[name.rpartition("_")[2]]

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 from torch import Tensor
 
+from openrlhf.algos.mismatch import PROBE
 from openrlhf.cluster.deaths import in_words
 from openrlhf.cluster.pending import Handle
 from openrlhf.config.ppo import PPOConfig
@@ -49,9 +50,9 @@ class WeightCheck:
         self.asked: dict[ray.ObjectRef, int] = {}
         """Answers under way, and the numbers of their engines."""
         self.policy: PolicyGroup | None = None
-        """Whose weights those are."""
+        """The trainer of these versions."""
         self.metrics: Metrics = {}
-        """Of the answers since they were last reported."""
+        """`PROBE` of the answers since it was last reported."""
 
     @cached_property
     def probe(self) -> Probe:
@@ -92,7 +93,7 @@ class WeightCheck:
         except DifferentWeightsError as error:
             error.reason = self._reason(engine)
             raise
-        self.metrics[PROBE_METRIC] = max(difference, self.metrics.get(PROBE_METRIC, 0.0))
+        self.metrics[PROBE] = max(difference, self.metrics.get(PROBE, 0.0))
 
     def _reason(self, number: int) -> str:
         """Says which weights an engine lost or stored otherwise, as far as they can be read back."""
@@ -105,7 +106,3 @@ class WeightCheck:
         except RayError as error:
             return f"Its layers could not be read back: {in_words(error)}"
         return reason_of(unwritten, differing_weights(sent, stored, self.limit.relative), len(stored))
-
-
-PROBE_METRIC = "mismatch/probe_mean"
-"""Mean difference of log-probs of the probe, in units of their spread, of the engine where it is largest."""

@@ -118,11 +118,11 @@ def test_a_gap_that_rounding_cannot_explain_stops_the_run(dtype, fits, exceeds):
     with pytest.raises(RuntimeError, match=rf"step 3: mismatch/abs_diff_\w+ is .* nats .* {dtype} explains"):
         check_mismatch(exceeds, dtype, None, 3)
     check_mismatch(exceeds | {"rollout/staleness_max": 1.0}, dtype, None, 3)  # none of the current weights
-    check_mismatch(exceeds, dtype, math.inf, 3) if not math.isnan(exceeds["mismatch/abs_diff_mean"]) else None
 
 
 def test_the_limit_of_a_user():
     check_mismatch(gap(0.9), "fp32", 1.0, 1)
+    check_mismatch(gap(19.0, 20.0), "fp32", math.inf, 1)
     with pytest.raises(RuntimeError, match=r"at most 0\.001"):
         check_mismatch(gap(0.002), "bf16", 0.001, 1)
 
@@ -163,4 +163,25 @@ def test_steps_without_fresh_samples_do_not_count():
     watch = MismatchWatch(dtype="fp32")
     for _ in range(5):
         assert not watch.check(gap(1.0) | {"rollout/staleness_max": 2.0})
-    assert watch.seen == 0
+    assert not watch.first
+
+
+def test_a_statistic_that_appears_late_has_first_values_of_its_own():
+    """Staleness begins after some steps: from then on fresh samples are told apart from the others."""
+    watch = MismatchWatch(dtype="fp32")
+    for _ in range(5):
+        assert not watch.check(gap(1e-6))
+    late = {"rollout/staleness_max": 1.0, "mismatch/fresh_abs_diff_mean": 0.006}
+    (message,) = watch.check(late)
+    assert message.startswith("mismatch/fresh_abs_diff_mean > 0.005 (now 0.006): ")
+    assert not watch.check(late | {"mismatch/fresh_abs_diff_mean": 0.004})
+    assert watch.check(late)
+
+
+def test_a_step_without_the_probe_forgets_nothing():
+    watch = MismatchWatch(dtype="bf16")
+    for _ in range(3):
+        assert not watch.check({"mismatch/probe_mean": 0.003})
+    assert len(watch.check({"mismatch/probe_mean": 0.016})) == 1
+    assert not watch.check(gap(0.0))
+    assert not watch.check({"mismatch/probe_mean": 0.016})  # it has been told
