@@ -1,4 +1,4 @@
-"""What must be set before any library is imported stands here: every process imports this first."""
+"""Sets what libraries read when they are imported. Every process imports this module first."""
 
 import logging
 import os

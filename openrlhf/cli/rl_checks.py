@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def problems_outside(config: PPOConfig) -> list[str]:
-    """What is wrong with the cluster and with files, before anything is loaded or started; of each flag the
-    first problem."""
+    """Lists what is wrong with the cluster and with files, before anything is loaded or started: the first
+    problem of each flag."""
     from openrlhf.observe.progress import checking
 
     choose_hub(config.use_ms)  # the first that looks for a model, before Ray's processes have the environment

@@ -60,7 +60,7 @@ class NotYet:
     what: str
     """The feature."""
     why: str = ""
-    """What keeps it from working."""
+    """The reason why it does not work."""
 
     @property
     def state(self) -> str:
@@ -75,9 +75,9 @@ class Command(Generic[ConfigT]):
     summary: str
     old_flags: Mapping[str, OldFlag]
     problems: Callable[[ConfigT, Explicit], list[Problem]]
-    """What is wrong between flags. What is fatal does not depend on values that `settle` may choose."""
+    """Lists what is wrong between flags. Fatal problems do not depend on values that `settle` may choose."""
     placed: Callable[[ConfigT, Explicit], list[Problem]] = lambda config, explicit: []
-    """What is wrong with where things run, given the values that `settle` chose."""
+    """Lists what is wrong with the placement, given the values that `settle` chose."""
     not_yet: Mapping[str, NotYet] = field(default_factory=dict)
     """By flag. `--help` and docs/flags.md say so too."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -154,7 +154,7 @@ def parse(
 def _problems(
     command: Command[ConfigT], config: ConfigT, explicit: Explicit, bad: Container[str] = ()
 ) -> list[Problem]:
-    """What flags alone tell, without those whose words are `bad`: the others may follow from these."""
+    """Lists what is wrong with flags alone, but for flags whose words are `bad`, which may cause others."""
     missing = list(_not_yet(command, config))
     told = {problem.key for problem in missing}
     others = (problem for problem in command.problems(config, explicit) if problem.key not in told)

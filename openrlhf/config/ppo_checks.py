@@ -87,7 +87,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
 
 
 def ppo_placement_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
-    """Those that depend on how many ranks there are, which may follow from the cluster."""
+    """Lists the problems that depend on the number of ranks, which may follow from the cluster."""
     ranks = _ranks(config)
     return first_of_each(
         [

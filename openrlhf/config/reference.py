@@ -125,7 +125,7 @@ def _old_names(command: Command) -> dict[str, list[str]]:
 
 
 def _refusal(command: Command, field: Field) -> str:
-    """That its feature does not exist; "" where it does."""
+    """Says that the flag's feature does not exist yet; "" where it does."""
     feature = command.not_yet.get(field.key)
     return "" if feature is None else f"N{feature.state[1:]}."
 

@@ -182,8 +182,8 @@ def _load(item: str, split: str, flag: str, bad_rows: BadRows) -> list[Part]:
 
 
 def _files_of(item: str, split: str, flag: str, *, look_up: bool = False) -> list[File] | None:
-    """What is read of an item: files of rows, unpacked, or the folder of one saved dataset. None of a name on
-    Hugging Face's hub; without `look_up` of one on ModelScope too, of which it fetches the files."""
+    """Lists the files that are read of an item, unpacked, or the folder of one saved dataset. None for a name
+    on Hugging Face's hub. Files of a name on ModelScope are fetched with `look_up`; without, None."""
     files = _named_files(item, split, flag, look_up=look_up)
     return None if files is None else [unpacked(file, flag) for file in files]
 

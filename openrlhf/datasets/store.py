@@ -23,7 +23,7 @@ class Drop:
 
 
 class Kept(Protocol):
-    """What rows were made into, and which were cut or gave nothing: see `SampleStore`."""
+    """Samples made of rows, and counts of the rows that were cut or gave none: see `SampleStore`."""
 
     @property
     def dropped(self) -> Counter[str]: ...
