@@ -3,8 +3,10 @@ for itself and settles what it resumes from."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openrlhf.config.fields import values_of
 from openrlhf.config.parse import Command
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
@@ -34,19 +36,30 @@ def origin_of(
 
 
 def check_output(config: Config, *, resumes: bool) -> None:
-    """Raise ValueError where the run would write over a finished model, unless it goes on with the run that
-    wrote it."""
+    """Raises ValueError where the run would write over a finished model, unless it goes on with the run that
+    wrote it. Never may it write over a model that it reads: an adapter would take its base's place."""
     ckpt = config.ckpt
     folders = {"--ckpt.output_dir": ckpt.output_dir}
     if isinstance(config, PPOConfig) and config.uses_critic and config.critic.save_value_network:
         folders["--critic.save_value_network"] = config.critic_output_dir
     for flag, folder in folders.items():
+        for key, path in _models(config):
+            if Path(path).exists() and Path(path).resolve() == Path(folder).resolve():
+                raise ValueError(
+                    f"{flag} {folder}: is the model of --{key}.\nName another --ckpt.output_dir."
+                )
         if not (resumes or ckpt.overwrite) and holds_model(folder):
             raise ValueError(
                 f"{flag} {folder}: holds a model, which this run would write over.\nName another "
                 "--ckpt.output_dir, go on with its run by --ckpt.load_enable, or write over it with "
                 "--ckpt.overwrite."
             )
+
+
+def _models(config: Config) -> list[tuple[str, str]]:
+    """Lists the flags that name models, with each name."""
+    flags = {key: value for key, value in values_of(config).items() if key.endswith("model_name_or_path")}
+    return [(key, path) for key, value in flags.items() if value for path in value.split(",")]
 
 
 def begin(config: Config, checkpoints: "CheckpointFolder", held: ExitStack) -> str | None:

@@ -3,7 +3,7 @@ over Ray actors.
 
 The trainer computes its log-probs of the probe while it sends, and engines answer among the first requests
 after the sync. So the check takes next to no time, and it has passed before any sample of the new weights is
-trained on.
+trained on; in partial rollouts, whose requests an answer may have to wait for, as soon as it comes.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ import pytest
 from openrlhf.cli.start import check_output
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, CriticConfig, PPOConfig
 from openrlhf.config.sections import CkptConfig
-from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.supervised import SFTConfig, SFTModelConfig
 
 
 def test_a_finished_model_is_written_over_by_its_own_run_or_when_asked(tmp_path: Path) -> None:
@@ -34,3 +34,19 @@ def test_a_critic_is_looked_for_where_one_will_be_written(tmp_path: Path, saved:
     text = f"--critic.save_value_network {tmp_path}/policy_critic: holds a"
     with pytest.raises(ValueError, match=text) if saved else nullcontext():
         check_output(config, resumes=False)
+
+
+def test_a_model_that_a_run_reads_is_never_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the folder is called: an adapter would remove the weights that it needs."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "base" / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    model = SFTModelConfig(model_name_or_path="base")
+    config = SFTConfig(model=model, ckpt=CkptConfig(output_dir=f"{tmp_path}/other/../base/", overwrite=True))
+    for resumes in (True, False):
+        with pytest.raises(ValueError, match=r"base/: is the model of --model\.model_name_or_path"):
+            check_output(config, resumes=resumes)
+    check_output(SFTConfig(model=model, ckpt=CkptConfig(output_dir="new")), resumes=False)
