@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.cli.start import check_output
-from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, CriticConfig, PPOConfig
+from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, CriticConfig, PPOCkptConfig, PPOConfig
 from openrlhf.config.sections import CkptConfig
 from openrlhf.config.supervised import SFTConfig, SFTModelConfig
 
@@ -27,7 +27,7 @@ def test_a_critic_is_looked_for_where_one_will_be_written(tmp_path: Path, saved:
     (tmp_path / "policy_critic").mkdir()
     (tmp_path / "policy_critic" / "adapter_config.json").touch()
     config = PPOConfig(
-        ckpt=CkptConfig(output_dir=f"{tmp_path}/policy"),
+        ckpt=PPOCkptConfig(output_dir=f"{tmp_path}/policy"),
         critic=CriticConfig(save_value_network=saved),
         algo=AlgoConfig(advantage=AdvantageConfig(estimator="gae")),
     )
