@@ -3,6 +3,7 @@ names the flag or file, the value and what to do, before any model is loaded."""
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         row |= {"steps": f"{row['question']} {row['answer']}#", "judged": ["+"]}
     made = {
         "model": tiny_chat_model(folder / "model"),
+        "finished": folder / "finished",
         "data": folder / "train.jsonl",
         "reward": folder / "reward.py",
         "no_reward": folder / "no_reward.py",
@@ -91,6 +93,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     made["broken"].write_text('{"question": "1 + 1?"}\n{"question": 1 +\n')
     made["nothing"].write_text("")
     made["empty"].mkdir()
+    shutil.copytree(made["model"], made["finished"])
     return {name: str(path) for name, path in made.items()}
 
 
@@ -147,9 +150,9 @@ def test_a_model_that_is_not_there(refused, files, command):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_folder_with_a_model(refused, files, command):
     """A finished model is not written over without a word."""
-    text = refused(command, "--ckpt.output_dir", files["model"])
+    text = refused(command, "--ckpt.output_dir", files["finished"])
     assert text.startswith(
-        f"error: --ckpt.output_dir {files['model']}: holds a model, which this run would write over.\n"
+        f"error: --ckpt.output_dir {files['finished']}: holds a model, which this run would write over.\n"
         "Name another --ckpt.output_dir, go on with its run by --ckpt.load_enable, or write over it with "
         "--ckpt.overwrite."
     )
