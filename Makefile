@@ -26,7 +26,7 @@ test-kernels: env  ## The numeric tests under the instruction sets of other CPUs
 	    echo "$$kernels"; env $$kernels .venv/bin/pytest $(PARALLEL) -m "not slow" $(NUMERIC); \
 	done
 
-gpu: env  ## The first hour on a GPU: every part checked and measured, stage by stage
+gpu: env  ## Every part checked and measured on a GPU, stage by stage
 	.venv/bin/python benchmarks/gpu.py
 
 fast: env  ## The tests that start nothing: a few minutes

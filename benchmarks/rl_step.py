@@ -45,6 +45,7 @@ from openrlhf.cli import demo
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.device import DEVICE_TYPE
 from openrlhf.tasks.prepare import REWARD_FILE
 from openrlhf.types import present
 
@@ -120,6 +121,8 @@ def main() -> None:
         runs = measure(options, setting)
     check(setting, runs)
     report(options, runs)
+    if options.json:
+        options.json.write_text(json.dumps(figures(runs)))
 
 
 def parse_options() -> argparse.Namespace:
@@ -137,6 +140,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--max_new_tokens", type=int, default=48)
     parser.add_argument("--folder", type=Path, help="where the tiny policy is kept, to be trained only once")
     parser.add_argument("--sft_rows", type=int, default=20_000, help="that the tiny policy learns from")
+    parser.add_argument("--json", type=Path, help="a file for the median seconds of each way")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--setting", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -259,7 +263,7 @@ def trl(setting: Setting) -> Run:
         lr_scheduler_type="constant",
         beta=0.0,
         bf16=False,
-        use_cpu=True,
+        use_cpu=DEVICE_TYPE == "cpu",
         seed=setting.seed,
         gradient_checkpointing=False,
         logging_steps=1,
@@ -350,7 +354,7 @@ async def sampled(setting: Setting, batches: Sequence[list[dict]]) -> tuple[list
     from openrlhf.rollout.seeds import seed_at
 
     config = setting.config
-    options = engine_options(config, on_gpu=False, from_files=True)
+    options = engine_options(config, on_gpu=DEVICE_TYPE == "cuda", from_files=True)
     os.environ.update(engine_environment(options))
     tokenizer: Any = load_tokenizer(setting.model, flag="--model")
     stop = stop_token_ids(setting.model, tokenizer)
@@ -386,15 +390,17 @@ def trained(setting: Setting, batches: Sequence[Answers]) -> list[float]:
     from openrlhf.algos.balance import pack_to_budget
     from openrlhf.types import PackedRow
 
-    model = packed(AutoModelForCausalLM.from_pretrained(setting.model, dtype="float32")).train()
+    model = (
+        packed(AutoModelForCausalLM.from_pretrained(setting.model, dtype="float32")).to(DEVICE_TYPE).train()
+    )
     optimizer, budget = adamw(model), setting.config.train.max_tokens_per_gpu
 
     def step(answers: Answers) -> None:
         samples = [sample_of(*answer) for answer in answers]
         count = sum(sample.num_actions for sample in samples)
         for group in pack_to_budget([sample.length for sample in samples], budget):
-            row = PackedRow.of([samples[i] for i in group])
-            advantages = torch.linspace(-1, 1, len(row.token_ids))
+            row = PackedRow.of([samples[i] for i in group]).to(DEVICE_TYPE)
+            advantages = torch.linspace(-1, 1, len(row.token_ids), device=DEVICE_TYPE)
             (-(token_log_probs(model, row) * advantages).sum() / count).backward()
         update(model, optimizer)
 
@@ -402,8 +408,12 @@ def trained(setting: Setting, batches: Sequence[Answers]) -> list[float]:
 
 
 def timed(work: Callable[[], None]) -> float:
+    import torch
+
     start = time.perf_counter()
     work()
+    if DEVICE_TYPE == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
@@ -460,6 +470,17 @@ def report(options: argparse.Namespace, runs: dict[tuple[str, int], list[Run]]) 
             f"{compared(done, [run.step for run in runs[rival]])}"
             f"{compared(done, [at_least(way, run) for run in runs.get(('floor', threads), [])])}"
         )
+
+
+def figures(runs: dict[tuple[str, int], list[Run]]) -> dict[str, float]:
+    """Median seconds of a step and of its phases, of each way."""
+    found = {}
+    for (way, threads), done in runs.items():
+        name = f"{way}, {threads} threads" if threads else way
+        found[f"{name}: step, s"] = statistics.median(run.step for run in done)
+        for phase in done[0].phases:
+            found[f"{name}: {phase}, s"] = statistics.median(run.phases[phase] for run in done)
+    return found
 
 
 def at_least(way: str, floor: Run) -> float:

@@ -1,11 +1,14 @@
-"""Sampled tokens per second of a rollout, two ways on the same model, prompts and seeds.
+"""Sampled tokens per second of a rollout, in several ways on the same model, prompts and seeds.
 
-ours   EnginePool: from prompts to trajectories with rewards in the controller, through the Ray
-       actor, the agent and the reward process that train_ppo_ray uses
-bare   vLLM's AsyncLLM in a Ray actor, with the same engine arguments and token ids as input: one request
-       for each sample, all at once, log-probs of sampled tokens; it returns the tokens
+ours      EnginePool: from prompts to trajectories with rewards in the controller, through the Ray
+          actor, the agent and the reward process that train_ppo_ray uses
+bare      vLLM's AsyncLLM in a Ray actor, with the same engine arguments and token ids as input: one request
+          for each sample, all at once, log-probs of sampled tokens; it returns the tokens
+defaults  the same with vLLM's own engine arguments
 
-Every repeat runs both ways, and they must sample the same tokens. Trust the ratios, not the absolute figures.
+Every repeat runs every way, and they must sample the same tokens. On a GPU, where results depend on what else
+is in the batch, they must begin alike: a seed or a prompt that was lost shows in the first tokens already.
+With VLLM_BATCH_INVARIANT=1 they must be the same to the end. Trust the ratios, not the absolute figures.
 
     python benchmarks/rollout.py --model tiny --prompts 32 --samples 8
     python benchmarks/rollout.py --model tiny --prompts 32 --samples 8 --top_p 0.95
@@ -20,6 +23,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,10 @@ MODELS = {
 
 REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0] * len(queries)}\n"
 
+BEGINNING = 8
+"""Tokens. In bf16 about one in a hundred falls otherwise where another kernel computes it: with equal seeds
+nine answers in ten then begin alike, with other seeds none."""
+
 Way = Callable[[], list[list[int]]]
 """Samples everything and returns the sampled tokens, prompt by prompt."""
 
@@ -60,13 +68,10 @@ def main() -> None:
         prompts = build_prompts(config, options.prompts)
         layout = check_resources(config)
         on_gpu, bundles = layout.on_gpu, place(config, layout)[ENGINES]
-        ways = {
-            "ours": ours(config, bundles, on_gpu, prompts),
-            "bare": bare(config, bundles, on_gpu, prompts),
-        }
+        ways = {name: WAYS[name](config, bundles, on_gpu, prompts) for name in options.ways}
         answers = {name: way() for name, way in ways.items()}
-        if answers["ours"] != answers["bare"]:
-            sys.exit("the two ways sampled different tokens: they do not do the same work")
+        for name, found in answers.items():
+            check_same(name, answers[options.ways[0]], found, exact=exact(on_gpu))
         describe(options, answers["ours"])
         report(measure(ways, options.repeats), sum(map(len, answers["ours"])))
     ray.shutdown()
@@ -86,6 +91,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--max_kept_tokens", type=int, default=32, help="at most so many of each set")
     parser.add_argument("--threads", type=int, default=1, help="of each engine without a GPU")
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--ways", nargs="+", default=["ours", "bare"], choices=WAYS)
     return parser.parse_args()
 
 
@@ -110,7 +116,7 @@ def build_config(options: argparse.Namespace, folder: Path) -> PPOConfig:
         "rollout.n_samples_per_prompt": options.samples,
         "rollout.top_p": options.top_p,
         "train.batch_size": options.prompts * options.samples,
-        "vllm.gpu_memory_utilization": 0.4,  # both ways' engines share a GPU
+        "vllm.gpu_memory_utilization": 0.9 / (len(options.ways) + 0.3),  # the engines of all ways share a GPU
         "vllm.num_engines": 1,
     }
     argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
@@ -143,11 +149,13 @@ def ours(config: PPOConfig, bundles: Bundles, on_gpu: bool, prompts: list[Prompt
     return sample
 
 
-def bare(config: PPOConfig, bundles: Bundles, on_gpu: bool, prompts: list[Prompt]) -> Way:
+def bare(
+    config: PPOConfig, bundles: Bundles, on_gpu: bool, prompts: list[Prompt], *, defaults: bool = False
+) -> Way:
     options, devices = bundles.engine_options(0, 1)
     as_ours = engine_options(config, on_gpu, from_files=True)
     environment = engine_environment(as_ours) | devices
-    actor: Any = ray.remote(BareEngine)
+    actor: Any = ray.remote(DefaultEngine if defaults else BareEngine)
     engine = actor.options(**options, runtime_env={"env_vars": environment}, max_concurrency=8).remote(
         as_ours
     )
@@ -200,6 +208,55 @@ class BareEngine(VLLMEngine):
         return await asyncio.gather(*(one(*request) for request in requests))
 
 
+class DefaultEngine(BareEngine):
+    """Started as users of vLLM start it."""
+
+    async def start(self, free_share: float | None = None) -> None:
+        from vllm.config.model import ModelDType
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        options = self.options
+        dtypes: dict[str, ModelDType] = {"bf16": "bfloat16", "fp32": "float32"}
+        share: dict[str, Any] = (
+            {"gpu_memory_utilization": options.gpu_memory_utilization} if options.on_gpu else {}
+        )
+        self.llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=options.model,
+                dtype=dtypes[options.dtype],
+                max_model_len=options.max_len,
+                disable_log_stats=True,
+                **share,
+            )
+        )
+
+
+WAYS: dict[str, Callable[[PPOConfig, Bundles, bool, list[Prompt]], Way]] = {
+    "ours": ours,
+    "bare": bare,
+    "defaults": partial(bare, defaults=True),
+}
+
+
+def exact(on_gpu: bool) -> bool:
+    """Whether equal seeds give equal tokens whatever else is in the batch."""
+    return not on_gpu or os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+
+
+def check_same(name: str, expected: list[list[int]], found: list[list[int]], *, exact: bool) -> None:
+    """Ends this process where a way does other work than the first: other tokens, or where kernels depend on
+    the batch, another beginning of more than half of the answers."""
+    pairs = list(zip(expected, found, strict=True))
+    alike = sum(a[:BEGINNING] == b[:BEGINNING] for a, b in pairs) / len(pairs)
+    equal = sum(a == b for a, b in pairs) / len(pairs)
+    if equal < 1 if exact else alike < 0.5:
+        sys.exit(
+            f"{name}: {equal:.0%} of the answers are those of the first way, {alike:.0%} begin with the same "
+            f"{BEGINNING} tokens: the ways do not do the same work"
+        )
+
+
 def measure(ways: dict[str, Way], repeats: int) -> dict[str, list[float]]:
     """Seconds of each repeat. Both ways have run once before."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -228,12 +285,14 @@ def describe(options: argparse.Namespace, answers: list[list[int]]) -> None:
 
 def report(seconds: dict[str, list[float]], tokens: int) -> None:
     for name, times in seconds.items():
-        print(f"{name:6}{tokens / statistics.median(times):10.0f} tokens/s")
-    ratios = [theirs / mine for theirs, mine in zip(seconds["bare"], seconds["ours"], strict=True)]
-    print(
-        f"ours / bare: {min(ratios):.3f} / {statistics.median(ratios):.3f} / {max(ratios):.3f} "
-        "(min / median / max of repeats)"
-    )
+        print(f"{name:9}{tokens / statistics.median(times):10.0f} tokens/s")
+    first, *others = seconds
+    for name in others:
+        ratios = [theirs / mine for theirs, mine in zip(seconds[name], seconds[first], strict=True)]
+        print(
+            f"{first} / {name}: {min(ratios):.3f} / {statistics.median(ratios):.3f} / {max(ratios):.3f} "
+            "(min / median / max of repeats)"
+        )
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ OPTIONS = {
     *("address", "dashboard-host", "node-ip-address", "runtime-env-json"),  # of Ray
     *("cap-add", "device", "network", "security-opt", "ulimit"),  # of docker
     *("master_addr", "module", "no_ssh", "node_rank"),  # of deepspeed
+    *("budget", "out"),  # of benchmarks/gpu.py
 }
 """Beside flags of configurations."""
 TARGETS = {
@@ -44,6 +45,7 @@ data: {prompt_dataset: org/rows}
 reward: {remote_url: "http://127.0.0.1:5000/get_reward"}
 """
 """A run.yaml."""
+SCRIPTS = ("benchmarks/", "examples/", "tools/")
 FILES = re.compile(r"[\w/.-]+\.(?:jsonl|json|parquet|yaml|py)")
 
 
@@ -84,7 +86,7 @@ def test_command_is_understood(
             assert (ROOT / dockerfile).exists()
         case ["kubectl", "logs", *_]:
             pass
-        case ["pip", "install", *_] | ["uv", "pip", "install", *_]:
+        case ["pip", "install", *_] | ["uv", "pip", "install", *_] | [_, "-m", "pip", "install", *_]:
             extras = re.findall(r"\[([\w,]+)\]", " ".join(words))
             assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)
         case ["openrlhf", "data", "preview", command, *flags]:
@@ -95,11 +97,12 @@ def test_command_is_understood(
             word for word in words if word in MODULES
         ]:
             check_flags(MODULES[modules[0]], words[words.index(modules[0]) + 1 :])
-        case _ if scripts := [word for word in words if word.startswith(("benchmarks/", "examples/"))]:
+        case _ if scripts := [word for word in words if word.startswith(SCRIPTS)]:
             text = (ROOT / scripts[0]).read_text()
             if scripts[0].endswith(".py"):
                 check_options(ROOT / scripts[0], words)
-            assert all(f"${{{setting.partition('=')[0]}:-" in text for setting in environment)
+            own = [name for setting in environment if (name := setting.partition("=")[0]) != "PYTHONPATH"]
+            assert all(f"${{{name}:-" in text for name in own)
         case _:
             pytest.fail(f"{name}: nothing checks this command")
 

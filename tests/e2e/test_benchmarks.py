@@ -1,13 +1,11 @@
 """Every benchmark at its smallest size: that it runs, and that its ways do the same work, which it checks."""
 
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from processes import run_ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -16,32 +14,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def test_every_benchmark_is_here() -> None:
     names = {"agents", "balance", "controller", "gpu", "learning", "rl_step", "rollout", "supervised"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == names | {"parallel", "weight_sync"}
-
-
-def test_the_first_hour_on_a_gpu_rehearsed(tmp_path: Path) -> None:
-    """What needs no GPU runs; what does is skipped with the reason; what fails says why, and all fails."""
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--rehearse"]
-    stages = ["facts", "kernels"]
-    done = subprocess.run([*command, *stages], capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    report = json.loads((tmp_path / "gpu_report.json").read_text())
-    outcomes = [stage["outcome"] for stage in report["stages"]]
-    assert outcomes == ["pass", "skip"], report
-    assert report["stages"][1]["reason"] == "cannot be rehearsed on a CPU"
-    assert report["stages"][0]["figures"]["torch"] == torch.__version__
-    late = subprocess.run([*command, "--limit", "0.1", "facts"], capture_output=True, text=True, cwd=tmp_path)
-    assert late.returncode == 1 and "did not end within its time" in late.stdout
-
-
-REHEARSED = ["collectives", "waits", "sft-0.6B", "sft-4B-checkpointing", "hybrid", "separate", "rollout"]
-
-
-@pytest.mark.slow
-def test_the_first_hour_on_a_gpu_rehearsed_with_engines(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--rehearse", *REHEARSED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert done.stdout.count("PASS") == len(REHEARSED), done.stdout
 
 
 SMALLEST = ["--rows", "4", "--batch_size", "2", "--rounds", "1"]

@@ -1,0 +1,48 @@
+"""The inside of a stage's process: imports, work, and the file that holds its result."""
+
+import importlib
+import json
+import traceback
+from pathlib import Path
+from typing import Any
+
+from gpukit.stage import Setting, Stage
+
+
+def perform(stage: Stage, setting: Setting, result: Path) -> None:
+    """Writes outcome, figures and reason. What the process prints afterwards changes none of them."""
+    found = _outcome(stage, setting)
+    part = result.with_suffix(".part")
+    part.write_text(json.dumps(found))
+    part.replace(result)
+
+
+def _outcome(stage: Stage, setting: Setting) -> dict[str, Any]:
+    if setting.rehearsal and not stage.rehearsed:
+        return {"outcome": "skip", "reason": "cannot be rehearsed on a CPU"}
+    try:
+        if reason := _missing(stage, setting):
+            return {"outcome": "skip", "reason": reason}
+        module, _, function = stage.work.partition(":")
+        work = getattr(importlib.import_module(module), function)
+        return {"outcome": "pass", "figures": work(setting, **stage.options)}
+    except Exception as error:  # whatever it is, it is what this stage found
+        traceback.print_exc()
+        first_line = (str(error).strip().splitlines() or [""])[0][:300]
+        return {"outcome": "fail", "reason": f"{type(error).__name__}: {first_line}".rstrip(": ")}
+
+
+def _missing(stage: Stage, setting: Setting) -> str:
+    """Says why the stage cannot run. Packages are imported, so one that is there and broken is an error."""
+    for name in (*(["torch"] if stage.gpus else []), *stage.packages):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            own = error.name == name
+            return f"{name} is not installed" if own else f"{name} needs {error.name}, which is not installed"
+    if setting.rehearsal:
+        return ""
+    import torch
+
+    found = torch.cuda.device_count()
+    return f"needs {stage.gpus} GPUs, {found} there" if found < stage.gpus else ""

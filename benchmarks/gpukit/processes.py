@@ -1,0 +1,160 @@
+"""A stage's processes: started, watched, and ended with all of their descendants. Standard library only."""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+STACKS = Path(__file__).with_name("stacks")
+MARK = "GPUKIT_STAGE"
+"""A variable that descendants inherit, also those that leave the process group, as Ray's and vLLM's do."""
+POLL_S = 0.1
+STACKS_S = 5.0
+"""The time that processes get to write their stacks."""
+LARGEST_LOG = 8 * 2**20
+KEPT_LOG = 2**20
+"""Bytes that stay at the end of a log that grows beyond the largest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What is left of a stage's process."""
+
+    result: dict[str, Any] | None
+    """What it wrote to its file; None where it wrote nothing."""
+    code: int | None
+    """None: it was stopped at its limit."""
+    seconds: float
+    stacks: str
+    """Of its processes, where it was stopped."""
+
+
+def run_stage(name: str, options: list[str], *, folder: Path, log: Path, limit: float) -> Ended:
+    """Runs one stage in processes of its own, which have all ended when this returns or raises.
+
+    folder: an empty one, for the result and the stacks. log: gets what they print, as it comes.
+    """
+    (folder / "stacks").mkdir()
+    result = folder / "result.json"
+    mark = secrets.token_hex(8)
+    entry = str(ROOT / "benchmarks" / "gpu.py")
+    start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, entry, "--inside", name, "--result", str(result), *options],
+        env=environment(folder, mark),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd=folder,
+    )
+    writer = threading.Thread(target=write_log, args=(process.stdout, log), daemon=True)
+    writer.start()
+    try:
+        code = wait(process, start + limit)
+        stacks = "" if code is not None else all_stacks(mark, folder / "stacks")
+    finally:
+        end_all(process, mark)
+        writer.join(STACKS_S)
+    seconds = time.monotonic() - start
+    return Ended(result=read_result(result), code=code, seconds=seconds, stacks=stacks)
+
+
+def environment(folder: Path, mark: str) -> dict[str, str]:
+    """Variables of a stage. PYTHONPATH keeps what it has, such as wheels that were carried along."""
+    carried = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    path = [str(STACKS), str(ROOT), *map(os.path.abspath, carried)]
+    return os.environ | {
+        MARK: mark,
+        "GPUKIT_STACKS": str(folder / "stacks"),
+        "SPT_NOENV": "1",  # a process that gives itself a name (setproctitle) keeps its variables
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OPENRLHF_CACHE": str(folder / "cache"),
+        "RAY_ADDRESS": "local",
+    }
+
+
+def wait(process: subprocess.Popen, deadline: float) -> int | None:
+    """Returns the exit code, or None where the process lives beyond the deadline."""
+    while (code := process.poll()) is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return code
+
+
+def write_log(output: IO[bytes], log: Path) -> None:
+    """Writes what the stage prints as it comes. Of a log that grows too long the middle is cut out."""
+    with log.open("r+b") as file:
+        while printed := os.read(output.fileno(), 2**16):
+            file.write(printed)
+            file.flush()
+            if file.tell() > LARGEST_LOG:
+                content = log.read_bytes()
+                file.seek(0)
+                file.truncate()
+                file.write(content[: KEPT_LOG // 4] + b"\n[cut]\n" + content[-KEPT_LOG:])
+
+
+def all_stacks(mark: str, folder: Path) -> str:
+    """Asks every Python process of the stage for the stacks of its threads."""
+    living = dict(processes_of(mark))
+    for pid in living:
+        if (folder / str(pid)).exists():  # others have no handler, and would end
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR2)
+    time.sleep(min(STACKS_S, 1 + 0.1 * len(living)))
+    texts = [
+        f"process {pid}: {text.read_text(errors='replace')}"
+        for pid in living
+        if (text := folder / str(pid)).exists()
+    ]
+    silent = [
+        f"process {pid} (not Python): {command}"
+        for pid, command in living.items()
+        if not (folder / str(pid)).exists()
+    ]
+    return "\n".join((*texts, *silent))
+
+
+def end_all(process: subprocess.Popen, mark: str) -> None:
+    """Kills the stage's processes until none is left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + STACKS_S
+    while (left := dict(processes_of(mark))) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def processes_of(mark: str) -> Iterator[tuple[int, str]]:
+    """Yields pid and command of each living process that inherited the mark."""
+    wanted = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                yield int(folder.name), command.decode(errors="replace")[:300]
+        except OSError:  # it ended, or belongs to somebody else
+            continue
+
+
+def read_result(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

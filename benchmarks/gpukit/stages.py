@@ -1,0 +1,172 @@
+"""The stages, those of most value first: a budget of time takes them from the top."""
+
+from typing import Any
+
+from gpukit.stage import Stage
+
+ENGINE = ("transformers", "deepspeed")
+STACK = (*ENGINE, "ray", "vllm")
+PYTEST = (*ENGINE, "pytest")
+
+HYBRID = (
+    "--train.colocate_all --actor.num_gpus_per_node 1 --vllm.num_engines 1 --vllm.enable_sleep "
+    "--ds.enable_sleep --vllm.gpu_memory_utilization 0.5 --ds.zero_stage 2"
+)
+AHEAD = (
+    "--train.colocate_all --actor.num_gpus_per_node 1 --vllm.num_engines 1 --vllm.gpu_memory_utilization 0.4 "
+    "--ds.zero_stage 2 --train.async_enable --train.async_queue_size 1"
+)
+PARTIAL = f"{AHEAD} --train.partial_rollout_enable"
+SEPARATE = (
+    "--actor.num_gpus_per_node 1 --vllm.num_engines 1 --vllm.gpu_memory_utilization 0.8 --ds.zero_stage 2"
+)
+ON_TWO = HYBRID.replace("num_gpus_per_node 1", "num_gpus_per_node 2")
+SHARED_ROWS = f"{ON_TWO.replace('num_engines 1', 'num_engines 2')} --ds.ring_attn_size 2"
+
+
+def rl(shows: str, flags: str, *, gpus: int = 1, rehearsed: bool = True, **options: Any) -> Stage:
+    return Stage(
+        shows=shows,
+        work="gpukit.reinforcement:run",
+        options={"flags": flags, **options},
+        packages=STACK,
+        gpus=gpus,
+        seconds=120,
+        rehearsed=rehearsed,
+    )
+
+
+def pytest(shows: str, *selection: str, seconds: float = 60) -> Stage:
+    return Stage(
+        shows=shows,
+        work="gpukit.machine:tests",
+        options={"selection": list(selection)},
+        packages=PYTEST,
+        seconds=seconds,
+        rehearsed=False,
+    )
+
+
+def sft(
+    shows: str, shape: str, *, checkpointing: bool, seconds: float, ways: tuple[str, ...] = ("ours", "bare")
+) -> Stage:
+    options = {"shape": shape, "checkpointing": checkpointing, "ways": ways}
+    packages = (*ENGINE, *(["liger_kernel"] if "liger" in ways else []))
+    return Stage(
+        shows=shows,
+        work="gpukit.training:sft",
+        options=options,
+        packages=packages,
+        seconds=seconds,
+        rehearsed="liger" not in ways,
+    )
+
+
+STAGES = {
+    "facts": Stage(
+        shows="what the machine is, and its rates", work="gpukit.machine:facts", gpus=0, seconds=20
+    ),
+    "kernels": pytest("attention and head against float64", "tests/gpu/test_kernels.py"),
+    "zero": pytest(
+        "gradients at ZeRO 0 to 3, whatever the layout", "tests/gpu/test_training.py", "-k", "gradients"
+    ),
+    "sft-0.6B": sft("packed SFT beside a bare loop", "0.6B", checkpointing=False, seconds=60),
+    "hybrid": rl("two steps of RL, trainer and engine on one GPU", HYBRID),
+    "ipc": Stage(
+        shows="weights from one process to another by CUDA IPC, beside a copy",
+        work="gpukit.transport:stage",
+        packages=("transformers",),
+        seconds=30,
+    ),
+    "sleep": pytest(
+        "optimizer states moved away and back, with equal losses",
+        "tests/gpu/test_training.py",
+        "-k",
+        "sleeping",
+        seconds=30,
+    ),
+    "waits": Stage(
+        shows="host synchronisations of a step", work="gpukit.training:waits", packages=ENGINE, seconds=40
+    ),
+    "sft-4B-checkpointing": sft(
+        "packed SFT with checkpointing, as many layers of a 4B as fit", "4B", checkpointing=True, seconds=90
+    ),
+    "rl-0.6B": Stage(
+        shows="an optimizer step of RL on rows of 16k",
+        work="gpukit.training:policy",
+        options={"shape": "0.6B"},
+        packages=ENGINE,
+        seconds=40,
+    ),
+    "rl-4B-lora": Stage(
+        shows="the same of a 4B with adapters",
+        work="gpukit.training:policy",
+        options={"shape": "4B", "lora": True},
+        packages=(*ENGINE, "peft"),
+        seconds=60,
+    ),
+    "sft-0.6B-checkpointing": sft("packed SFT with checkpointing", "0.6B", checkpointing=True, seconds=60),
+    "optimizer": Stage(
+        shows="fused AdamW on more than 2^31 elements", work="gpukit.machine:large_optimizer_step", seconds=20
+    ),
+    "liger": sft(
+        "SFT with Liger's kernels beside transformers' own",
+        "0.6B",
+        checkpointing=False,
+        seconds=60,
+        ways=("ours", "liger"),
+    ),
+    "step": rl("a full step of RL: 512 samples of 512 tokens", HYBRID, prompts=64, tokens=512, steps=3),
+    "hybrid-zero3": rl("two steps of RL at ZeRO-3", HYBRID.replace("zero_stage 2", "zero_stage 3")),
+    "partial": rl("weight syncs that pause requests", PARTIAL, tokens=256, steps=3),
+    "kept-cache": rl(
+        "the same, going on with the old cache", f"{PARTIAL} --vllm.keep_cache", tokens=256, steps=3
+    ),
+    "async": rl("sampling ahead", AHEAD, steps=3, reaches={"rollout/staleness_max": 1}),
+    "adapters": rl("adapters that engines keep", f"{HYBRID} --ds.lora.rank 8 --vllm.lora_sync adapter"),
+    "kept-sets": rl(
+        "top-p with the sets that it keeps",
+        f"{HYBRID} --rollout.top_p 0.9",
+        reaches={"rollout/kept_set_size_mean": 1.5},
+    ),
+    "routing": rl("experts chosen as they were in sampling", f"{HYBRID} --algo.router_replay", moe=True),
+    "rollout": Stage(
+        shows="rollout beside bare vLLM", work="gpukit.reinforcement:rollout", packages=STACK, seconds=150
+    ),
+    "rollout-invariant": Stage(
+        shows="the same tokens by seeds, with vLLM's batch-invariant kernels",
+        work="gpukit.reinforcement:rollout",
+        options={"invariant": True},
+        packages=STACK,
+        seconds=150,
+        rehearsed=False,
+    ),
+    "trl-sft": Stage(
+        shows="SFT beside TRL's", work="gpukit.training:trl", packages=(*ENGINE, "trl"), seconds=120
+    ),
+    "floor": Stage(
+        shows="a step of RL beside TRL's, and beside vLLM and a PyTorch loop alone",
+        work="gpukit.reinforcement:floor",
+        packages=(*STACK, "trl"),
+        seconds=250,
+    ),
+    "collectives": Stage(
+        shows="a sum over all GPUs, and its bandwidth", work="gpukit.machine:collectives", gpus=2, seconds=40
+    ),
+    "separate": rl("two steps of RL, a GPU each", SEPARATE, gpus=2),
+    "tensor-parallel": rl(
+        "two steps of RL, an engine over two GPUs",
+        f"{ON_TWO} --vllm.tensor_parallel_size 2",
+        gpus=2,
+        rehearsed=False,
+    ),
+    **{
+        f"shared-{mode}": rl(
+            f"two steps of RL, two GPUs share each row ({mode})",
+            f"{SHARED_ROWS} --ds.sequence_parallel_mode {mode}",
+            gpus=2,
+            rehearsed=False,
+        )
+        for mode in ("ulysses", "ring", "allgather")
+    },
+}

@@ -1,0 +1,256 @@
+"""Supervised and policy training beside a bare PyTorch loop: the same first loss, tokens a second, memory."""
+
+import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+
+# isort: split
+import math
+import multiprocessing
+import re
+import statistics
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from gpukit.machine import data_sheet_rate, matrix_rate, seconds
+from gpukit.models import ROW_TOKENS, SHAPES, config_of, language_model, packed_rows, training_flops
+from gpukit.processes import ROOT
+from gpukit.stage import Figures, Setting
+from openrlhf.algos.logprobs import sum_of_log_probs
+from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
+from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
+from openrlhf.engine.distributed import init_distributed, leave_distributed
+from openrlhf.engine.row_memory import ModelShape, row_memory
+from openrlhf.models.attention import PACKED, packing_kwargs
+from openrlhf.models.backbone import reading_of
+from openrlhf.models.liger import apply_liger
+from openrlhf.models.lora import prepare_for_training
+from openrlhf.models.policy import PolicyModel
+from openrlhf.objectives.actor import ActorObjective
+from openrlhf.objectives.sft import SFTObjective
+from openrlhf.types import ExperienceRow, PackedRow
+
+FREE = 0.9
+"""Of a GPU's memory that a model may be planned to fill: an allocator fragments."""
+LOSSES_AGREE = 0.05
+"""Nats. bf16 rounds by up to 2^-8 = 0.4 %; of losses of about 12 nats, their mean by less than that."""
+
+Step = Callable[[list[Any]], float]
+"""One optimizer step; returns the loss before it."""
+
+
+def sft(
+    setting: Setting, shape: str, checkpointing: bool, ways: tuple[str, ...] = ("ours", "bare")
+) -> Figures:
+    """Tokens a second of packed SFT, and what share of a rate its arithmetic takes (MFU), in several ways."""
+    layers = layers_that_fit(setting.size(shape, "tiny"), setting, checkpointing)
+    found = {way: in_new_process(train, way, layers, setting, checkpointing) for way in ways}
+    losses = [figures["loss"] for figures in found.values()]
+    assert max(losses) - min(losses) < LOSSES_AGREE, (
+        f"the first losses differ: {dict(zip(ways, losses, strict=True))}"
+    )
+    figures: Figures = {"layers": layers[1]}
+    figures |= {f"{way} {name}": value for way, figures in found.items() for name, value in figures.items()}
+    return figures | {
+        f"ours / {way}": found["ours"]["tokens/s"] / found[way]["tokens/s"] for way in ways if way != "ours"
+    }
+
+
+def layers_that_fit(shape: str, setting: Setting, checkpointing: bool) -> tuple[str, int]:
+    """Returns the shape and the number of its layers that this GPU has memory for, by `row_memory`."""
+    for layers in range(SHAPES[shape]["num_hidden_layers"], 0, -1):
+        if setting.rehearsal:
+            break
+        config = config_of(shape, setting, num_hidden_layers=layers)
+        with torch.device("meta"):
+            count = AutoModelForCausalLM.from_config(config).num_parameters()
+        model = ModelShape.of(config, weight_bytes=2 * count, trainable=count, normed_heads=True)
+        options = {"tokens": ROW_TOKENS, "checkpointing": checkpointing, "on_gpu": True}
+        needed = row_memory(model, zero_two(), ranks=1, **options).total
+        if needed < FREE * torch.cuda.get_device_properties(0).total_memory:
+            break
+    return shape, layers
+
+
+def zero_two(**changes: Any) -> DeepSpeedConfig:
+    return DeepSpeedConfig(zero_stage=2, param_dtype="bf16", **changes)
+
+
+def train(way: str, layers: tuple[str, int], setting: Setting, checkpointing: bool) -> dict[str, float]:
+    """A few steps of one way."""
+    shape, count = layers
+    config = config_of(shape, setting, num_hidden_layers=count)
+    with distributed():
+        step = TRAINERS[way](config, setting, checkpointing)
+        rows = packed_rows(setting, 2, prompt=0.5 if way.startswith("rl") else 0.0)
+        return measured(step, rows, config, setting, frozen=way == "rl-lora")
+
+
+def measured(
+    step: Step, rows: list[PackedRow], config: Any, setting: Setting, *, frozen: bool
+) -> dict[str, float]:
+    loss = step(rows)
+    took = statistics.median(seconds(lambda: step(rows), setting) for _ in range(4))
+    rate = sum(training_flops(config, row, frozen=frozen) for row in rows) / took
+    figures = {"tokens/s": sum(len(row.token_ids) for row in rows) / took, "loss": loss}
+    figures["MFU, % of a product"] = 100 * rate / matrix_rate(setting)
+    if not setting.rehearsal:
+        if math.isfinite(sheet := data_sheet_rate()):
+            figures["MFU, % of the data sheet"] = 100 * rate / sheet
+        figures["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    return figures
+
+
+def ours(
+    config: Any,
+    setting: Setting,
+    checkpointing: bool,
+    *,
+    liger: bool = False,
+    lora: int = 0,
+    rl: bool = False,
+) -> Step:
+    ds = zero_two(lora=LoraConfig(rank=lora))
+
+    def build() -> PolicyModel:
+        model = language_model(config, setting)
+        if liger:
+            apply_liger(model)
+            reading_of(model).liger = True
+        return PolicyModel(prepare_for_training(model, ds) if lora else model)
+
+    engine = DeepSpeedEngine(
+        build, optim=OptimConfig(), ds=ds, total_steps=10, gradient_checkpointing=checkpointing
+    )
+    assert reading_of(engine.module.model).packed, "rows were read one sequence at a time"
+    if not rl:
+        return lambda rows: engine.train_step(rows, SFTObjective())["sft/loss"]
+    return lambda rows: engine.train_step([experience(row) for row in rows], ActorObjective())["policy/loss"]
+
+
+def experience(row: PackedRow) -> ExperienceRow:
+    """The row with advantages of both signs, as the first update of a step sees it."""
+    zeros = torch.zeros(len(row.actions))
+    return ExperienceRow(
+        row=row,
+        old_log_probs=None,
+        advantages=torch.linspace(-1, 1, len(row.actions)),
+        returns=zeros,
+        rollout_log_probs=zeros,
+    )
+
+
+def bare(config: Any, setting: Setting, checkpointing: bool) -> Step:
+    """AdamW on float32 copies of the bf16 weights, as ZeRO keeps them; the head by our function, so that both
+    ways do the same products."""
+    model = language_model(config, setting).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    weights = list(model.parameters())
+    copies = [weight.detach().float() for weight in weights]
+    optimizer = torch.optim.AdamW(copies, lr=1e-6, weight_decay=0.0, fused=True)
+
+    def step(rows: list[PackedRow]) -> float:
+        count = sum(int(row.action_mask.sum()) for row in rows)
+        losses = []
+        for row in rows:
+            loss = -bare_log_probs(model, row.to(torch.device(setting.device))) / count
+            loss.backward()
+            losses.append(loss.detach())
+        for copy, weight in zip(copies, weights, strict=True):
+            copy.grad, weight.grad = weight.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(copies, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch._foreach_copy_([weight.data for weight in weights], copies)
+        return float(sum(losses))
+
+    return step
+
+
+def bare_log_probs(model: Any, row: PackedRow) -> torch.Tensor:
+    """The sum over the row's actions."""
+    packing = packing_kwargs(PACKED, row.lengths, row.token_ids.device)
+    inputs = {"input_ids": row.token_ids[None], "position_ids": row.position_ids[None], "use_cache": False}
+    hidden = model.model(**inputs, **packing).last_hidden_state[0]
+    return sum_of_log_probs(hidden[row.actions - 1], model.lm_head.weight, row.token_ids[row.actions])
+
+
+TRAINERS: dict[str, Callable[[Any, Setting, bool], Step]] = {
+    "ours": ours,
+    "liger": partial(ours, liger=True),
+    "rl": partial(ours, rl=True),
+    "rl-lora": partial(ours, rl=True, lora=16),
+    "bare": bare,
+}
+
+
+def policy(setting: Setting, shape: str, lora: bool = False) -> Figures:
+    """An optimizer step of RL on rows whose second halves are answers, with checkpointing: prime-rl publishes
+    for one H100 and rows of 16k 11.9k tokens/s and 11.1 % of the data sheet (0.6B), 6.23k and 21.7 % (4B with
+    LoRA); in SFT of 0.6B 25.5k and 23.7 %."""
+    way = "rl-lora" if lora else "rl"
+    name = setting.size(shape, "tiny")
+    # Adapters: the optimizer's states are small, so all layers fit.
+    layers = (name, SHAPES[name]["num_hidden_layers"]) if lora else layers_that_fit(name, setting, True)
+    return {"layers": layers[1], **in_new_process(train, way, layers, setting, True)}
+
+
+def waits(setting: Setting) -> Figures:
+    """How often the CPU waits for the GPU in an optimizer step: as often with ten passes as with two."""
+    few, many = (in_new_process(count_waits, passes, setting) for passes in (2, 10))
+    assert many == few, f"{few} times in a step of 2 passes, {many} times in one of 10: some pass waits"
+    return {"waits of a step": few}
+
+
+def count_waits(passes: int, setting: Setting) -> int:
+    with distributed():
+        step = ours(config_of("tiny", setting), setting, False)
+        rows = packed_rows(setting, passes)
+        step(rows)
+        if not setting.rehearsal:
+            torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            step(rows)
+    return sum("synchroniz" in str(warning.message) for warning in seen)
+
+
+def trl(setting: Setting) -> Figures:
+    """benchmarks/supervised.py: TRL's SFT as it comes and padding-free, with ours and the bare loop."""
+    sizes = setting.size(
+        "--model small --vocab 151936 --rows 256 --batch_size 16 --rounds 3",
+        "--model tiny --rows 4 --batch_size 2 --rounds 1",
+    )
+    ways = setting.size("ours bare trl trl-padding-free", "ours bare")
+    return rates_of("supervised.py", f"{sizes} --tasks sft --modes {ways}")
+
+
+def rates_of(script: str, flags: str) -> Figures:
+    """Runs another benchmark and reads the first figure of each of its ways."""
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *flags.split()]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, f"{script} ended with exit code {done.returncode}"
+    rows = re.findall(r"^([a-z][a-z-]*) +([\d,.]+)\b", done.stdout, re.MULTILINE)
+    return {f"{way} tokens/s": float(figure.replace(",", "")) for way, figure in rows}
+
+
+@contextmanager
+def distributed() -> Iterator[None]:
+    init_distributed()
+    yield
+    leave_distributed()
+
+
+def in_new_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Its memory is free when this returns."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()

@@ -1,0 +1,87 @@
+"""Gather the wheels that `benchmarks/gpu.py` needs on a machine with torch and transformers but no index.
+
+    python3 tools/gpu_wheels.py --python 3.12 DIR
+
+DIR gets about 5 MB of wheels for Linux on x86-64. It goes to that machine beside the project, where
+
+    python3 -m pip install --no-index --no-deps --target DIR/site DIR/*.whl
+    PYTHONPATH=DIR/site python3 benchmarks/gpu.py --budget 540
+
+Standard library and pip only; this side needs an index.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PURE = ("annotated-types", "typing-inspection")
+"""What pydantic needs beside its own compiled half, whose version it pins."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--python", default="3.12", help="of that machine; default: %(default)s")
+    parser.add_argument("--also", nargs="+", default=[], metavar="NAME", help="more packages, such as pytest")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if list(options.folder.glob("*.whl")):
+        parser.error(
+            f"{options.folder} holds wheels already, and two versions of one stop pip: name an empty folder"
+        )
+    gather(options.folder, options.python, options.also)
+    wheels = sorted(options.folder.glob("*.whl"))
+    for wheel in wheels:
+        print(f"{wheel.stat().st_size / 2**20:6.2f} MB  {wheel.name}")
+    print(f"{sum(wheel.stat().st_size for wheel in wheels) / 2**20:6.2f} MB  in {len(wheels)} wheels")
+
+
+def gather(folder: Path, python: str, also: list[str]) -> None:
+    """hjson and DeepSpeed have no wheels. Built here they have no compiled parts: DeepSpeed compiles its own
+    at first use."""
+    for name in ("hjson", requirement("deepspeed")):
+        pip("wheel", "--no-deps", "--wheel-dir", str(folder), name)
+    download(folder, python, "pydantic", *PURE, *also)
+    (pydantic,) = folder.glob("pydantic-*.whl")
+    download(folder, python, pinned_by(pydantic, "pydantic-core"))
+
+
+def requirement(package: str) -> str:
+    """Returns what pyproject.toml asks for of a package."""
+    found = re.search(rf'"({package}[=<>~!][^"]*)"', (ROOT / "pyproject.toml").read_text())
+    assert found, f"pyproject.toml asks for no {package}"
+    return found[1]
+
+
+def pinned_by(wheel: Path, package: str) -> str:
+    """Returns the exact version of a package that a wheel asks for."""
+    with zipfile.ZipFile(wheel) as content:
+        (name,) = [name for name in content.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = content.read(name).decode()
+    found = re.search(rf"^Requires-Dist: ({package}==[^;\s]+)", metadata, re.MULTILINE)
+    assert found, f"{wheel.name} pins no {package}"
+    return found[1]
+
+
+def download(folder: Path, python: str, *names: str) -> None:
+    platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
+    target = ("--only-binary=:all:", "--python-version", python, "--implementation", "cp", *platforms)
+    pip("download", "--no-deps", *target, "--dest", str(folder), *names)
+
+
+def pip(*words: str) -> None:
+    command = [sys.executable, "-m", "pip", words[0], "--quiet", "--disable-pip-version-check", *words[1:]]
+    if subprocess.run(command, env=os.environ | {"DS_BUILD_OPS": "0"}).returncode != 0:
+        sys.exit(f"error: pip {' '.join(words)} failed; the lines above say why")
+
+
+if __name__ == "__main__":
+    main()
