@@ -30,7 +30,9 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--python", default="3.12", help="of that machine; default: %(default)s")
-    parser.add_argument("--also", nargs="+", default=[], metavar="NAME", help="more packages, such as pytest")
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="NAME", help="one more package, such as pytest"
+    )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if list(options.folder.glob("*.whl")):
