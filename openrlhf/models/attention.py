@@ -17,7 +17,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from openrlhf.config.checks import row_attention
 from openrlhf.config.choices import FLASH_PACKAGES
 from openrlhf.models.ring import ring_attention
 from openrlhf.models.sequence_parallel import Packing, RowShare, RowSharing
+from openrlhf.models.varlen import varlen_attention
 from openrlhf.types import present
 
 PACKED = "openrlhf_packed"
@@ -366,24 +367,18 @@ def _varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     size, value_size = q.shape[-1], v.shape[-1]
     q, k, v = (x[0].transpose(0, 1) for x in _of_kernel_size(q, k, v))  # (N, heads, d)
-    output = varlen_attn(
+    output, _ = varlen_attention(
         q,
         k,
         v,
-        queries.cumulative,
-        keys.cumulative,
-        max(queries.lengths),
-        max(keys.lengths),
+        queries,
+        keys,
         scale=size**-0.5 if scaling is None else scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=k.shape[1] != q.shape[1],
     )
-    # A tuple only where the log-sum-exp is asked for too.
-    return cast(Tensor, output)[None, ..., :value_size]
+    return output[None, ..., :value_size]
 
 
 def _of_kernel_size(*qkv: Tensor) -> list[Tensor]:

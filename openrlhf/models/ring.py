@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openrlhf.models.sequence_parallel import Block, RowShare, RowSharing
+from openrlhf.models.varlen import varlen_attention
 from openrlhf.types import present
 
 
@@ -138,21 +139,9 @@ def _sequences(block: Block, of_queries: tuple[Tensor, ...], of_keys: tuple[Tens
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-    out, lse = varlen_attn(
-        _flat(q),
-        _flat(k),
-        _flat(v),
-        block.queries.cumulative,
-        block.keys.cumulative,
-        max(block.queries.lengths),
-        max(block.keys.lengths),
-        return_aux=AuxRequest(lse=True),
-        scale=scale,
-        window_size=_flash_window(block),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    q, k, v = map(_flat, (q, k, v))
+    window = _flash_window(block)
+    out, lse = varlen_attention(q, k, v, block.queries, block.keys, scale=scale, window_size=window)
     return out.transpose(0, 1)[None], lse[None]
 
 

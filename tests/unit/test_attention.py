@@ -4,7 +4,7 @@ No GPU is needed: fake tensors know that they are on one, and the kernel's place
 (pytorch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_varlen_fwd`).
 """
 
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
 
 import pytest
@@ -97,13 +97,14 @@ def test_the_kernel_is_called_as_it_wants(monkeypatch, dtype, size: int, value_s
     """On the meta device: torch's own operator, forward and backward, without its arithmetic."""
     own, called = varlen.varlen_attn, []
 
+    @wraps(own)
     def checked(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *args, **options):
         called.append(options)
         obey_rules(q, k, v, cu_q)
         assert cu_q is cu_k
-        output = own(q, k, v, cu_q, cu_k, *args, **options)
+        output, lse = own(q, k, v, cu_q, cu_k, *args, **options)
         output.register_hook(lambda grad: obey_rules(grad, k, v, cu_q))
-        return output
+        return output, lse
 
     monkeypatch.setattr(varlen, "varlen_attn", checked)
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda *_: True)
@@ -117,9 +118,9 @@ def test_the_kernel_is_called_as_it_wants(monkeypatch, dtype, size: int, value_s
     assert called[0]["scale"] == size**-0.5
 
 
-def by_the_rules(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """What the kernel computes: a token sees the `left` ones before it in its sequence, and itself. Queries
-    are the last tokens of the keys."""
+def of_torch_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, window_size):
+    """What the kernel computes, with the parameters that this release has for it: a token sees the `left`
+    ones before it in its sequence, and itself. Queries are the last tokens of the keys."""
     obey_rules(q, k, v, cu_q)
     bounds, outputs = [list(pairwise(cumulative.tolist())) for cumulative in (cu_q, cu_k)], []
     assert [max_q, max_k] == [max(end - start for start, end in of) for of in bounds]
@@ -131,18 +132,26 @@ def by_the_rules(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enabl
         places = of_queries, of_keys, of_keys
         parts = (x[slice(*at)].transpose(0, 1)[None] for x, at in zip((q, k, v), places, strict=True))
         outputs.append(
-            F.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)[0]
+            F.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale, enable_gqa=True)[0]
         )
-    return torch.cat(outputs, dim=1).transpose(0, 1)
+    return torch.cat(outputs, dim=1).transpose(0, 1), None
+
+
+def by_the_rules(q, k, *more, enable_gqa=False, **options):
+    """The same, with a parameter that torch 2.13 wants for it."""
+    if q.shape[1] != k.shape[1] and not enable_gqa:
+        raise ValueError("Expect query and key/value to have the same number of heads")
+    return of_torch_2_11(q, k, *more, **options)
 
 
 @pytest.mark.parametrize(
     ("size", "value_size", "kv_heads"), [(8, 8, 4), (8, 8, 1), (5, 5, 2), (24, 16, 2), (16, 24, 2)]
 )
 @pytest.mark.parametrize("options", [{}, {"scaling": 0.3}, {"sliding_window": 3}, {"sliding_window": 1}])
-def test_the_whole_row_is_its_sequences(monkeypatch, size, value_size, kv_heads, options) -> None:
+@pytest.mark.parametrize("release", [of_torch_2_11, by_the_rules])
+def test_the_whole_row_is_its_sequences(monkeypatch, size, value_size, kv_heads, options, release) -> None:
     """One call of the kernel against one call of attention for each sequence, with gradients."""
-    monkeypatch.setattr(varlen, "varlen_attn", by_the_rules)
+    monkeypatch.setattr(varlen, "varlen_attn", release)
     found = []
     for kernel in (False, True):
         monkeypatch.setattr(attention, "has_varlen_kernel", lambda *_, kernel=kernel: kernel)

@@ -193,7 +193,6 @@ def flash_backward(
 @pytest.fixture
 def flash() -> Iterator[None]:
     """torch's varlen attention on the CPU."""
-    assert varlen.varlen_attn
     operators = torch.library.Library("aten", "IMPL")
     operators.impl("_flash_attention_forward", flash_forward, "CPU")
     operators.impl("_flash_attention_backward", flash_backward, "CPU")
@@ -201,10 +200,21 @@ def flash() -> Iterator[None]:
     operators._destroy()
 
 
+def of_torch_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, window_size):
+    """torch's varlen attention where it needs not be told that heads are grouped."""
+    causal, (left, right) = window_size == (-1, 0), window_size
+    options = {"scale": scale, "window_size_left": left, "window_size_right": right}
+    return flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, **options)[:2]
+
+
 @pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize("release", [varlen.varlen_attn, of_torch_2_11])
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
-def test_with_the_kernel_of_gpus(threads: Callable, monkeypatch, lengths: tuple[int, ...]) -> None:
+def test_with_the_kernel_of_gpus(
+    threads: Callable, monkeypatch, lengths: tuple[int, ...], release: Callable
+) -> None:
     """A call of it for each block is what the calls for each sequence are."""
+    monkeypatch.setattr(varlen, "varlen_attn", release)
     on_cpu = threads(2, lambda: attended(lengths, torch.float64, sharing()))
     monkeypatch.setattr(ring, "ON_CPU", ring.FLASH)
     with_flash = threads(2, lambda: attended(lengths, torch.float64, sharing()))
