@@ -15,6 +15,7 @@ a chunk may cut a sequence: its queries are the last tokens of its keys.
 
 import importlib.util
 import logging
+import traceback
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -156,6 +157,13 @@ def packed_attention(
         if sharing.mode == "ring" and sharing.rank == 0:
             _say_gathered(reason)
     return _over_gathered_keys(attend, query, key, value, s_aux, packing.share), None
+
+
+def broke_attention(error: Exception) -> bool:
+    """Whether it ended a forward inside `packed_attention`, and is no refusal: of a kernel, or of the call of
+    one."""
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return packed_attention.__code__ in frames and not isinstance(error, CannotPack)
 
 
 def why_no_ring(

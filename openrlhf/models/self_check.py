@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 from openrlhf.datasets.cache import digest
 from openrlhf.device import DEVICE_TYPE, compute_capability
 from openrlhf.files import cache_folder, write_atomically
-from openrlhf.models.attention import PACKED, CannotPack, of_text
+from openrlhf.models.attention import PACKED, CannotPack, broke_attention, of_text
 from openrlhf.models.backbone import Reading, RowModel, alone, in_one_pass, inputs_alone, reading_of
 from openrlhf.models.liger import transformers_kernels
 from openrlhf.models.policy import head_of, head_options
@@ -62,6 +62,11 @@ MAX_PARTS_ERROR = 0.01
 Both compute in float32, which rounds by less, but some architectures round to half precision on their way."""
 STATE_KERNELS = ("causal_conv1d", "fla")
 """Packages that transformers takes its kernels for states from, where they are installed."""
+BROKEN_ATTENTION = (
+    f"This is attention over packed rows with torch {torch.__version__} on {DEVICE_TYPE}, and says nothing "
+    "of the model.\n--ds.attn_implementation sdpa takes transformers' own, with memory that grows with the "
+    "square of a row."
+)
 LENGTHS = (23, 17)
 """Tokens of A and B."""
 LONGEST = 1280
@@ -203,10 +208,16 @@ def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
     rows = [_row(model, *pair) for pair in pairs]
     try:
         row, with_other_a, with_other_b = [run(lambda row=row: in_one_pass(model, row)) for row in rows]
-    except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError):
+    except (torch.OutOfMemoryError, dist.DistError):
         raise  # of the machine: it says nothing about the model
     except (CannotPack, TypeError, AttributeError, RuntimeError) as error:
-        # The architecture's own code was not made for packed rows: it computes with the mask, say.
+        if broke_attention(error):
+            error.add_note(BROKEN_ATTENTION)
+            raise
+        if isinstance(error, torch.AcceleratorError):
+            raise
+        # The architecture's own code was not made for packed rows: it computes with the mask, say. Where a
+        # kernel of other layers is broken, it also fails in `why_not_at_all`.
         return f"it fails with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     effect = _change(row[changed + 1 :], with_other_b[changed + 1 :]) + torch.finfo(model.dtype).eps
     into_next = _change(row[start:], with_other_a[start:]) / effect

@@ -14,6 +14,7 @@ import pytest
 import torch
 from architectures import ALL, VOCABULARY, tiny_config, tiny_model
 from torch import Tensor
+from torch.nn.attention import varlen
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openrlhf import device
@@ -206,6 +207,33 @@ def test_the_note_and_the_refusal_say_what_leaked_and_what_to_do(judged, caplog,
         settle_reading(policy, policy)
     assert "a sequence changes the next one" in str(error.value)
     assert str(error.value).endswith("Use --ds.attn_implementation auto.")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("varlen_attn() got an unexpected keyword argument 'enable_gqa'"),
+        RuntimeError("FlashAttention only supports Ampere GPUs or newer."),
+        torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"),
+    ],
+)
+def test_a_broken_kernel_is_an_error_and_no_property_of_the_model(tmp_path, monkeypatch, error) -> None:
+    """Nothing of it is kept, and the model reads as before."""
+    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
+    tiny_model(tiny_config("qwen3")).save_pretrained(tmp_path / "model")
+    options = {"flag": "--model", "dtype": "fp32", "attention": "auto"}
+    policy = PolicyModel(load_causal_lm(str(tmp_path / "model"), **options))
+
+    def broken(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("openrlhf.models.attention.has_varlen_kernel", lambda *_: True)
+        patch.setattr(varlen, "varlen_attn", broken)
+        with pytest.raises(type(error)) as found:
+            settle_reading(policy, policy)
+    assert "--ds.attn_implementation sdpa takes transformers' own" in found.value.__notes__[0]
+    assert settle_reading(policy, policy).packed
 
 
 def test_what_was_found_out_is_kept(tmp_path, monkeypatch) -> None:
