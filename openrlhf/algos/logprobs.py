@@ -151,11 +151,13 @@ def sum_of_log_probs(
 
 def rows_of_chunk(weight: Tensor, copies: int = 1) -> int:
     """Rows of float32 logits of a head (V, H) that exist at a time, where there are `copies` of each."""
-    available = LOGITS_BYTES
-    if weight.is_cuda:
-        memory = torch.cuda.get_device_properties(weight.device).total_memory
-        available = max(available, int(memory * SHARE_OF_GPU))
-    return max(1, available // (4 * copies * len(weight)))
+    gpu = torch.cuda.get_device_properties(weight.device).total_memory if weight.is_cuda else None
+    return max(1, logits_bytes(gpu) // (4 * copies * len(weight)))
+
+
+def logits_bytes(gpu: int | None) -> int:
+    """Of the float32 logits of one chunk. `gpu`: bytes of its memory; None: on a CPU."""
+    return LOGITS_BYTES if gpu is None else max(LOGITS_BYTES, int(gpu * SHARE_OF_GPU))
 
 
 def _only_hidden_learns(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -228,7 +228,7 @@ class DeepSpeedEngine:
             ranks=self.mesh.size // sharers,
             tokens=-(-num_tokens // self.mesh.sequence),
             checkpointing=self.checkpoints_layers,
-            on_gpu=DEVICE_TYPE == "cuda",
+            gpu=torch.cuda.get_device_properties(self.device).total_memory if DEVICE_TYPE == "cuda" else None,
         )
 
     def weights(

@@ -7,7 +7,7 @@ libraries take of every process (0.5 to 1 GB), nor how an allocator fragments.
 from dataclasses import astuple, dataclass
 from typing import Any, Self
 
-from openrlhf.algos.logprobs import LOGITS_BYTES
+from openrlhf.algos.logprobs import logits_bytes
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.engine.deepspeed_config import ITEM_BYTES, bucket_elements
 
@@ -79,20 +79,20 @@ class RowMemory:
 
 
 def row_memory(
-    shape: ModelShape, ds: DeepSpeedConfig, *, ranks: int, tokens: int, checkpointing: bool, on_gpu: bool
+    shape: ModelShape, ds: DeepSpeedConfig, *, ranks: int, tokens: int, checkpointing: bool, gpu: int | None
 ) -> RowMemory:
     """At the peak of a training step. `ranks`: that share optimizer states, and at stage 3 weights. `tokens`:
-    of the longest row, that this rank computes."""
+    of the longest row, that this rank computes. `gpu`: bytes of its memory; None: on a CPU."""
     size, stage = ITEM_BYTES[ds.param_dtype], ds.zero_stage
     own = shape.trainable // ranks
     whole = min(shape.weight_bytes, LIVE * size)
-    on_host = on_gpu and ds.adam_offload
+    on_gpu = gpu is not None
     return RowMemory(
         weights=shape.weight_bytes // ranks + whole if stage == 3 else shape.weight_bytes,
         gradients=_gradients(shape, ds, own, on_gpu),
-        optimizer=0 if on_host else 12 * (own if stage > 0 else shape.trainable),
+        optimizer=0 if on_gpu and ds.adam_offload else 12 * (own if stage > 0 else shape.trainable),
         activations=max(
-            _activations(shape, tokens, size, checkpointing, on_host=on_gpu and ds.activation_offload),
+            _activations(shape, tokens, size, checkpointing, gpu, on_host=on_gpu and ds.activation_offload),
             4 * own,  # in the optimizer's step: gradients in float32
         ),
     )
@@ -114,7 +114,9 @@ def layer_bytes(shape: ModelShape, size: int) -> int:
     return norms + heads + attention + mlp
 
 
-def _activations(shape: ModelShape, tokens: int, size: int, checkpointing: bool, *, on_host: bool) -> int:
+def _activations(
+    shape: ModelShape, tokens: int, size: int, checkpointing: bool, gpu: int | None, *, on_host: bool
+) -> int:
     """Kept by all layers, and what the last pass adds: a layer that is computed again, or the head."""
     layer = layer_bytes(shape, size)
     again = 3 * shape.intermediate * size  # gradients of an MLP while all else of its layer is kept
@@ -123,10 +125,18 @@ def _activations(shape: ModelShape, tokens: int, size: int, checkpointing: bool,
     else:
         kept = shape.layers * layer
     # The last norm; the states that predict actions, their gradients, and those in the places of their row.
-    head = shape.hidden * (4 + 5 * size)
-    weights = 3 * 4 * shape.vocabulary * shape.hidden  # in float32, their gradient, and that once more
-    logits = min(LOGITS_BYTES, 4 * shape.vocabulary * tokens)
-    return tokens * kept + max(tokens * again, tokens * head + weights + logits)
+    states = shape.hidden * (4 + 5 * size)
+    return tokens * kept + max(tokens * again, tokens * states + _head(shape, tokens, size, gpu))
+
+
+def _head(shape: ModelShape, tokens: int, size: int, gpu: int | None) -> int:
+    """A chunk of logits, and the gradient of the head."""
+    weights = shape.vocabulary * shape.hidden
+    logits = min(logits_bytes(gpu), 4 * shape.vocabulary * tokens)
+    if gpu is None:
+        return 3 * 4 * weights + logits  # weights in float32, their gradient, and that once more
+    rounded = size if size < 4 else 0  # bytes of a number beside its four in float32: of a chunk, then of all
+    return 4 * weights + max(logits * (4 + rounded) // 4, weights * rounded)
 
 
 def _gradients(shape: ModelShape, ds: DeepSpeedConfig, own: int, on_gpu: bool) -> int:

@@ -1,11 +1,15 @@
 """The memory that a row is said to need, against what passes keep."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers as hf
 from architectures import ALL, tiny_config
+from test_logprobs import Work
 from torch import Tensor
 
+from openrlhf.algos.logprobs import linear_log_probs, logits_bytes, sum_of_log_probs
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.config.supervised import TrainConfig
 from openrlhf.engine.row_memory import ModelShape, RowMemory, layer_bytes, most_tokens, row_memory
@@ -94,40 +98,67 @@ SHAPE = ModelShape(
 )
 LAYER = 2 * 100 * 8 + 400 * 2 + 4 * 300 * 2
 HEAD = 10**6 * 14 * 100 + 3 * 4 * 1000 * 100 + 2**28
+H100 = 80 * 2**30
+HEAD_ON_GPU = 10**6 * 14 * 100 + 4 * 1000 * 100 + 1.5 * H100 / 64
 AGAIN = 10**6 * 3 * 300 * 2
 
 
 @pytest.mark.parametrize(
-    ("flags", "checkpointing", "on_gpu", "expected"),
+    ("flags", "checkpointing", "gpu", "expected"),
     [
         # (weights, gradients, optimizer, activations) of a rank of 4 with a million tokens
-        ({"zero_stage": 0}, False, False, (2e9, 2e9, 12e9, 1e7 * LAYER + max(AGAIN, HEAD))),
-        ({"zero_stage": 1}, False, False, (2e9, 2e9, 3e9, 1e7 * LAYER + max(AGAIN, HEAD))),
-        ({"zero_stage": 2}, False, False, (2e9, 1e9 + 1e9, 3e9, 1e7 * LAYER + max(AGAIN, HEAD))),
-        ({"zero_stage": 3}, True, False, (0.5e9 + 2e9, 2e9, 3e9, 1e7 * 200 + 1e6 * LAYER + AGAIN)),
+        ({"zero_stage": 0}, False, None, (2e9, 2e9, 12e9, 1e7 * LAYER + max(AGAIN, HEAD))),
+        ({"zero_stage": 1}, False, None, (2e9, 2e9, 3e9, 1e7 * LAYER + max(AGAIN, HEAD))),
+        ({"zero_stage": 2}, False, None, (2e9, 1e9 + 1e9, 3e9, 1e7 * LAYER + max(AGAIN, HEAD))),
+        ({"zero_stage": 3}, True, None, (0.5e9 + 2e9, 2e9, 3e9, 1e7 * 200 + 1e6 * LAYER + AGAIN)),
         (
             {"zero_stage": 3, "bucket_mb": 100, "overlap_comm": True, "activation_offload": True},
             True,
-            True,
+            H100,
             (2.5e9, 1e9 + 2 * 100 * 2**20, 3e9, 1e6 * LAYER + AGAIN),
         ),
+        ({"zero_stage": 1}, False, H100, (2e9, 2e9, 3e9, 1e7 * LAYER + HEAD_ON_GPU)),
         (
             {"zero_stage": 2, "adam_offload": True},
             True,
-            True,
+            H100,
             (2e9, 2e9, 0, 1e7 * 200 + 1e6 * LAYER + AGAIN),
         ),
     ],
 )
-def test_numbers_by_hand(flags: dict, checkpointing: bool, on_gpu: bool, expected: tuple) -> None:
+def test_numbers_by_hand(flags: dict, checkpointing: bool, gpu: int | None, expected: tuple) -> None:
     ds = DeepSpeedConfig(param_dtype="bf16", **flags)
-    found = row_memory(SHAPE, ds, ranks=4, tokens=10**6, checkpointing=checkpointing, on_gpu=on_gpu)
+    found = row_memory(SHAPE, ds, ranks=4, tokens=10**6, checkpointing=checkpointing, gpu=gpu)
     assert (found.weights, found.gradients, found.optimizer, found.activations) == expected
     assert found.total == sum(expected)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("vocabulary", [32_000, 151_936])
+@pytest.mark.parametrize("gpu", [8 * 2**30, H100])
+def test_a_chunk_of_logits_on_a_gpu(gpu: int, vocabulary: int, dtype: str) -> None:
+    """What the head makes is counted on the meta device, by the rules of a GPU: of a model without layers."""
+    tokens, hidden = 16_384, 2048
+    sizes = dict.fromkeys(("weight_bytes", "trainable", "layers", "intermediate", "queries", "keys"), 0)
+    shape = ModelShape(**sizes, vocabulary=vocabulary, hidden=hidden, normed_heads=False)
+    flags = DeepSpeedConfig(param_dtype=dtype)
+    said = row_memory(shape, flags, ranks=1, tokens=tokens, checkpointing=False, gpu=gpu).activations
+    options = {"device": "meta", "dtype": {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]}
+    chunk, size = logits_bytes(gpu) // (4 * vocabulary), options["dtype"].itemsize
+    for compute in (
+        lambda *x: linear_log_probs(*x, chunk=chunk)[0].sum(),
+        partial(sum_of_log_probs, chunk=chunk),
+    ):
+        states, weight = (torch.empty(n, hidden, **options, requires_grad=True) for n in (tokens, vocabulary))
+        with Work() as work:
+            compute(states, weight, torch.empty(tokens, dtype=torch.int64, device="meta")).backward()
+        # Both without what is counted of states: their gradient, and once more of a chunk.
+        made = work.peak - tokens * hidden * size - chunk * hidden * size
+        assert made == pytest.approx(said - tokens * hidden * (4 + 5 * size), rel=0.03)
+
+
 def test_a_step_of_the_optimizer_may_need_more_than_a_short_row() -> None:
-    found = row_memory(SHAPE, DeepSpeedConfig(), ranks=4, tokens=10, checkpointing=True, on_gpu=True)
+    found = row_memory(SHAPE, DeepSpeedConfig(), ranks=4, tokens=10, checkpointing=True, gpu=H100)
     assert found.activations == 4 * 10**9 / 4
     assert str(found) == "7.5 GB (weights 1.9, gradients 1.9, optimizer 2.8, activations 0.9)"
     small = RowMemory(weights=2**20, gradients=0, optimizer=2**19, activations=0)
