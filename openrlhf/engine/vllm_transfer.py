@@ -268,7 +268,9 @@ class CheckedNCCL(CheckedLoading, NCCLWeightTransferEngine):
 
 
 class CheckedIPC(CheckedLoading, IPCWeightTransferEngine):
-    pass
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        self._packed_importer.close()  # also of adapters: the trainer's buffer is not free while it is mapped
 
 
 def metas_of(tensors: list) -> list[TensorMeta]:
