@@ -4,12 +4,14 @@ vLLM is chosen by what the machine has: its CUDA build where an NVIDIA driver an
 second run finds everything in place and does nothing.
 """
 
+import ctypes
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +21,8 @@ OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 11), (3, 13)
 STAMP = VENV / "openrlhf-installed"
 OLDEST_DRIVER = {"12": "525", "13": "580"}
 """NVIDIA's, by the CUDA release that torch is built for: minor version compatibility of its release notes."""
+CUDA = "13"
+"""What PyPI's build of the torch that pyproject.toml pins is built for."""
 
 
 def main() -> None:
@@ -31,6 +35,9 @@ def main() -> None:
     wanted = fingerprint(kind)
     if STAMP.exists() and STAMP.read_text() == wanted:
         return
+    if kind == "gpu":
+        check_driver()
+        tell_what_triton_lacks()
     if not PYTHON.exists():
         say(f"creating {VENV.name}")
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], check=True)
@@ -52,6 +59,49 @@ def has_nvidia_driver() -> bool:
     return program is not None and subprocess.run([program], capture_output=True).returncode == 0
 
 
+def driver_version() -> str:
+    """Of NVIDIA's driver, as 535.104.05."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0].strip()
+
+
+def check_driver() -> None:
+    """Ends before anything is downloaded where the driver is too old for it."""
+    driver, needed = driver_version(), OLDEST_DRIVER[CUDA]
+    release = driver.partition(".")[0]
+    if not release.isdecimal() or int(release) >= int(needed) or cuda_of_driver() >= int(CUDA):
+        return
+    sys.exit(
+        f"error: this machine has NVIDIA driver {driver}, and torch is built for CUDA {CUDA}, which needs "
+        f"{needed} or newer. Nothing was installed.\n"
+        f"Install a newer driver; or, for a datacenter GPU, NVIDIA's package cuda-compat-{CUDA}-0 with its "
+        "folder in LD_LIBRARY_PATH, and run this again.\n"
+        "In an environment that has a torch of its own `python3 benchmarks/gpu.py` runs the stages that need "
+        "no vLLM."
+    )
+
+
+def cuda_of_driver() -> int:
+    """The CUDA release that the driver's library has; with NVIDIA's forward compatibility package that is
+    newer than the driver. 0: there is no library."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value // 1000
+
+
+def tell_what_triton_lacks() -> None:
+    """It compiles at its first use, which is vLLM's start."""
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    dev = f"python3.{sys.version_info[1]}-dev"
+    if not headers.exists():
+        say(f"there is no {headers}, which Triton compiles against when vLLM starts: install {dev} first")
+    if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
+        say("there is no C compiler, which Triton calls when vLLM starts: install gcc, or name one in CC")
+
+
 def check_gpu() -> None:
     """End with what is missing where torch cannot compute on a GPU that has a driver."""
     ask = "import torch; print(torch.__version__, torch.version.cuda, flush=True); torch.cuda.init()"
@@ -59,12 +109,10 @@ def check_gpu() -> None:
     if asked.returncode == 0:
         return
     version, _, cuda = asked.stdout.strip().partition(" ")
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    ).stdout.split("\n")[0]
     needed = OLDEST_DRIVER.get(cuda.partition(".")[0], "of its release notes")
     sys.exit(
-        f"error: torch {version}, built for CUDA {cuda}, finds no GPU that it can use by driver {driver}:\n"
+        f"error: torch {version}, built for CUDA {cuda}, finds no GPU that it can use by driver "
+        f"{driver_version()}:\n"
         f"{asked.stderr.strip().splitlines()[-1]}\n"
         f"CUDA {cuda} needs driver {needed} or newer. Install it and run this again."
     )

@@ -2,7 +2,9 @@
 
 import os
 import runpy
+import subprocess
 import sys
+import sysconfig
 import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
@@ -42,6 +44,75 @@ def test_a_driver_that_is_too_old_is_named(tmp_path, monkeypatch, cuda: str, nee
     ]
     program(tmp_path / "python", "")
     check()
+
+
+def environment() -> dict:
+    return runpy.run_path(str(ROOT / "tools" / "environment.py"))
+
+
+@pytest.mark.parametrize(
+    ("driver", "library", "refused"),
+    [
+        ("535.104.05", 0, True),
+        ("575.57.08", 12, True),
+        ("580.65.06", 13, False),
+        ("535.104.05", 13, False),  # by forward compatibility
+        ("[N/A]", 0, False),
+    ],
+)
+def test_nothing_is_installed_for_a_driver_that_is_too_old(
+    tmp_path, monkeypatch, driver: str, library: int, refused: bool
+) -> None:
+    (tmp_path / "bin").mkdir()
+    program(tmp_path / "bin" / "nvidia-smi", f"print({driver!r})")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    script, did = environment(), []
+    names = script["main"].__globals__
+    for name in ("VENV", "PYTHON", "STAMP"):
+        monkeypatch.setitem(names, name, tmp_path / "venv" / name)
+    for name in ("install", "check_gpu", "leave_out_foreign_constraints"):
+        monkeypatch.setitem(names, name, lambda *_, name=name: did.append(name))
+    monkeypatch.setitem(names, "cuda_of_driver", lambda: library)
+    run = subprocess.run
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **options: None if "venv" in command else run(command, **options)
+    )
+    (tmp_path / "venv").mkdir()
+    if not refused:
+        script["main"]()
+        assert did == ["leave_out_foreign_constraints", "install", "check_gpu"]
+        return
+    with pytest.raises(SystemExit) as stop:
+        script["main"]()
+    assert did == []
+    first, *remedies = str(stop.value).splitlines()
+    assert f"NVIDIA driver {driver}" in first and "needs 580 or newer" in first
+    assert "newer driver" in remedies[0] and "cuda-compat-13-0" in remedies[0]
+    assert "python3 benchmarks/gpu.py" in remedies[1]
+
+
+def test_a_machine_without_a_driver_is_asked_for_nothing_of_gpus(tmp_path, monkeypatch) -> None:
+    script = environment()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not script["has_nvidia_driver"]() and script["cuda_of_driver"]() == 0
+
+
+@pytest.mark.parametrize("compiler", ["", "gcc", "clang", "CC"])
+@pytest.mark.parametrize("has_headers", [True, False])
+def test_what_triton_compiles_with_is_told(tmp_path, monkeypatch, capsys, has_headers, compiler) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if has_headers:
+        (tmp_path / "Python.h").touch()
+    if compiler == "CC":
+        monkeypatch.setenv("CC", "icx")
+    elif compiler:
+        program(tmp_path / compiler, "")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    environment()["tell_what_triton_lacks"]()
+    told = capsys.readouterr().out
+    assert (f"python3.{sys.version_info[1]}-dev" in told) == (not has_headers)
+    assert ("install gcc" in told) == (not compiler)
 
 
 def wheel(index: Path, name: str, version: str) -> None:
