@@ -504,7 +504,30 @@ def _open_ipc(source: WeightSource, client: EngineClient, meeting: Rendezvous) -
 
     size = shared_buffer_bytes(source.tensors, meeting.bucket_bytes)
     info = IPCTrainerInitInfo(rank=meeting.rank, packed=True, packed_buffer_size_bytes=size)
-    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=_vllm_source(source))
+    return _Shareable(
+        WeightTransferTrainerFactory.trainer_init(info, client=client, source=_vllm_source(source))
+    )
+
+
+class _Shareable:
+    """Sends from memory that another process can open. That of expandable segments it can only where it may
+    trace this one, which containers refuse; torch takes none while they are off."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = transfer
+
+    def send_weights(self) -> None:
+        from vllm.device_allocator import alloc_conf
+
+        asked, flag = alloc_conf.alloc_conf_from_env(), alloc_conf.EXPANDABLE_SEGMENTS
+        if not alloc_conf.conf_flag_enabled(asked, flag):
+            self.transfer.send_weights()
+            return
+        alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(asked, flag, False))
+        try:
+            self.transfer.send_weights()
+        finally:
+            alloc_conf.set_alloc_conf(asked)
 
 
 def shared_buffer_bytes(tensors: list[TensorMeta], most: int) -> int:

@@ -1,15 +1,18 @@
-"""A trainer's buffer on the GPU that it shares with an engine is free once a sync has ended."""
+"""A trainer's buffer on the GPU that it shares with an engine: who can open it, and when it is free again."""
 
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing import reductions
+from vllm.device_allocator import alloc_conf
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
 
 from openrlhf.engine.vllm_transfer import CheckedIPC
+from openrlhf.engine.weight_sync import EnginesFailedError, _Shareable
 
 
 class Model(nn.Module):
@@ -42,3 +45,38 @@ def test_what_was_mapped_is_let_go(monkeypatch, name: str) -> None:
         assert mapped[-1]() is None
     assert len(mapped) == 2
     assert all(kept.tolist() == list(range(64)) for kept in engine.adapter.values())
+
+
+@pytest.mark.parametrize(
+    ("variable", "asked", "inside"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "", None),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512", None),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "expandable_segments:False"),
+        (
+            "PYTORCH_ALLOC_CONF",
+            "max_split_size_mb:512,expandable_segments:True",
+            "max_split_size_mb:512,expandable_segments:False",
+        ),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_buffer_is_not_of_expandable_segments(
+    monkeypatch, variable: str, asked: str, inside: str | None, fails: bool
+) -> None:
+    """Whose handle an engine could open only where it may trace the trainer. They are back afterwards."""
+    for name in alloc_conf.ALLOC_CONF_ENV_VARS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, asked)
+    did: list[str] = []
+
+    class Transfer:
+        def send_weights(self) -> None:
+            did.append("sent")
+            if fails:
+                raise EnginesFailedError(1, {0: "gone"}, 1)
+
+    monkeypatch.setattr(alloc_conf, "set_alloc_conf", did.append)
+    with pytest.raises(EnginesFailedError) if fails else nullcontext():
+        _Shareable(Transfer()).send_weights()
+    assert did == (["sent"] if inside is None else [inside, "sent", asked])
