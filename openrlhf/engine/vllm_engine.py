@@ -407,7 +407,8 @@ class VLLMEngine:
 
     async def sleep(self) -> None:
         """Give the GPU's memory back: weights move to the CPU, the KV cache is dropped. Requests in flight
-        would be aborted."""
+        would be aborted. Not every wake is followed by a sync, and at level 2 vLLM loses what is neither sent
+        nor a registered buffer."""
         await self._note_peak()  # later it is gone
         if self.options.enable_sleep and self.options.on_gpu:
             await self._bounded(self.llm.sleep(level=1))
