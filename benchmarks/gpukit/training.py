@@ -72,9 +72,9 @@ def layers_that_fit(shape: str, setting: Setting, checkpointing: bool) -> tuple[
         with torch.device("meta"):
             count = AutoModelForCausalLM.from_config(config).num_parameters()
         model = ModelShape.of(config, weight_bytes=2 * count, trainable=count, normed_heads=True)
-        options = {"tokens": ROW_TOKENS, "checkpointing": checkpointing, "on_gpu": True}
-        needed = row_memory(model, zero_two(), ranks=1, **options).total
-        if needed < FREE * torch.cuda.get_device_properties(0).total_memory:
+        gpu = torch.cuda.get_device_properties(0).total_memory
+        options = {"tokens": ROW_TOKENS, "checkpointing": checkpointing, "gpu": gpu}
+        if row_memory(model, zero_two(), ranks=1, **options).total < FREE * gpu:
             break
     return shape, layers
 
