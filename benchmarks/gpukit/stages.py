@@ -129,7 +129,11 @@ STAGES = {
         f"{HYBRID} --rollout.top_p 0.9",
         reaches={"rollout/kept_set_size_mean": 1.5},
     ),
-    "routing": rl("experts chosen as they were in sampling", f"{HYBRID} --algo.router_replay --vllm.enable_prefix_caching", moe=True),
+    "routing": rl(
+        "experts chosen as they were in sampling",
+        f"{HYBRID} --algo.router_replay --vllm.enable_prefix_caching",
+        moe=True,
+    ),
     "rollout": Stage(
         shows="rollout beside bare vLLM", work="gpukit.reinforcement:rollout", packages=STACK, seconds=150
     ),
