@@ -2,15 +2,17 @@
 
     python3 tools/gpu_wheels.py --python 3.12 DIR
 
-DIR gets about 5 MB of wheels for Linux on x86-64. It goes to that machine beside the project, where
+DIR gets about 5 MB of wheels for Linux on x86-64, among them, where vLLM is installed here, its one file that
+packs weights. DIR goes to that machine beside the project, where
 
     python3 -m pip install --no-index --no-deps --target DIR/site DIR/*.whl
     PYTHONPATH=DIR/site python3 benchmarks/gpu.py --budget 540
 
-Standard library and pip only; this side needs an index.
+Needs an index and pip.
 """
 
 import argparse
+import importlib.util
 import os
 import re
 import subprocess
@@ -20,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PACKED_TENSOR = "vllm/distributed/weight_transfer/packed_tensor.py"
+"""Needs nothing but torch."""
 PURE = ("annotated-types", "typing-inspection")
 """What pydantic needs beside its own compiled half, whose version it pins."""
 
@@ -40,6 +44,7 @@ def main() -> None:
             f"{options.folder} holds wheels already, and two versions of one stop pip: name an empty folder"
         )
     gather(options.folder, options.python, options.also)
+    carry_packing(options.folder)
     wheels = sorted(options.folder.glob("*.whl"))
     for wheel in wheels:
         print(f"{wheel.stat().st_size / 2**20:6.2f} MB  {wheel.name}")
@@ -54,6 +59,24 @@ def gather(folder: Path, python: str, also: list[str]) -> None:
     download(folder, python, "pydantic", *PURE, *also)
     (pydantic,) = folder.glob("pydantic-*.whl")
     download(folder, python, pinned_by(pydantic, "pydantic-core"))
+
+
+def carry_packing(folder: Path) -> None:
+    """Makes a wheel of one file of the vLLM that is installed here."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        print("vLLM is not installed here: the stage ipc will be skipped there")
+        return
+    name = "vllm_packed_tensor-0"
+    files = {
+        PACKED_TENSOR: Path(vllm.origin).parents[1].joinpath(PACKED_TENSOR).read_text(),
+        f"{name}.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm-packed-tensor\nVersion: 0\n",
+        f"{name}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{name}.dist-info/RECORD": "",
+    }
+    with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
 
 
 def requirement(package: str) -> str:

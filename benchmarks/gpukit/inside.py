@@ -36,10 +36,12 @@ def _missing(stage: Stage, setting: Setting) -> str:
     """Says why the stage cannot run. Packages are imported, so one that is there and broken is an error."""
     for name in (*(["torch"] if stage.gpus else []), *stage.packages):
         try:
-            importlib.import_module(name)
+            found = importlib.import_module(name)
         except ModuleNotFoundError as error:
             own = error.name == name
             return f"{name} is not installed" if own else f"{name} needs {error.name}, which is not installed"
+        if found.__file__ is None:  # a folder of that name, as of vLLM's one file that is carried
+            return f"{name} is not installed"
     if setting.rehearsal:
         return ""
     import torch

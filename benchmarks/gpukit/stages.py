@@ -74,7 +74,7 @@ STAGES = {
     "hybrid": rl("two steps of RL, trainer and engine on one GPU", HYBRID),
     "ipc": Stage(
         shows="weights from one process to another by CUDA IPC, beside a copy",
-        work="gpukit.transport:stage",
+        work="gpukit.transport:ipc",
         packages=("transformers",),
         seconds=30,
     ),

@@ -1,0 +1,194 @@
+"""Weights from one process to another on one GPU, as a weight sync sends them: through vLLM's packed producer
+and consumer, with the checksum of `openrlhf/engine/weight_sync.py` on both sides.
+
+Without vLLM its one file that does this is enough, which tools/gpu_wheels.py carries: it needs nothing but
+torch. On a CPU the buffer is a file that both processes map, whose name is the handle.
+"""
+
+import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+
+# isort: split
+import itertools
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from gpukit.stage import Figures, Setting
+from openrlhf.engine.weight_sync import BUCKET_BYTES, Checksum
+
+ROUNDS = 5
+TIMEOUT = 240.0
+"""Seconds that the other process may take to answer."""
+
+
+def ipc(setting: Setting) -> Figures:
+    """How fast weights reach another process, packed into a buffer that is opened anew each time, copied out
+    and summed up on both sides; beside it, how fast the same bytes are copied. Raises RuntimeError where
+    other bytes arrive."""
+    rehearsal = setting.rehearsal
+    with _device(rehearsal) as device:
+        weights = _weights(device, layers=4 if rehearsal else 16, width=128 if rehearsal else 4096)
+        num_bytes = sum(weight.nbytes for _, weight in weights)
+        context = multiprocessing.get_context("spawn")  # CUDA is lost to a fork
+        ours, theirs = context.Pipe()
+        consumer = context.Process(target=consume, args=(theirs, rehearsal), name="consumer")
+        consumer.start()
+        theirs.close()
+        try:
+            capacity = 200_000 if rehearsal else BUCKET_BYTES["ipc"]
+            produce(ours, weights[:2], capacity)  # the first call of each kernel is slow
+            sent = _fastest(lambda: produce(ours, weights, capacity))
+            ours.send(None)
+            consumer.join(TIMEOUT)
+        finally:
+            consumer.kill()
+            consumer.join()
+        source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        copied = _fastest(lambda: _settled(target.copy_(source)))
+        return {"ipc GB/s": num_bytes / sent / 1e9, "copy GB/s": num_bytes / copied / 1e9}
+
+
+def produce(connection: Connection, weights: list[tuple[str, Tensor]], capacity: int) -> None:
+    """Send all weights through a buffer of so many bytes, and compare what the other side says of them."""
+    from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
+
+    checksum = Checksum()
+
+    def summed_up(item: tuple[str, Tensor]) -> Tensor:
+        checksum.add(*item)
+        return item[1]
+
+    gpu = str(torch.cuda.get_device_properties(0).uuid)
+    for chunk in packed_ipc_producer(iter(weights), gpu, summed_up, capacity):
+        connection.send((chunk.ipc_handle, chunk.names, chunk.shapes, chunk.dtype_names, chunk.tensor_sizes))
+        _answer(connection)  # the buffer is filled again
+    connection.send("sum")
+    arrived = _answer(connection)
+    torch.cuda.ipc_collect()  # the other side has let go of the buffer
+    if arrived != checksum.value:
+        raise RuntimeError(f"sent weights with the checksum {checksum.value:#x}, {arrived:#x} arrived")
+
+
+def consume(connection: Connection, rehearsal: bool) -> None:
+    """Takes chunks until it is sent None, and tells the checksum where it is asked for."""
+    from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter, packed_ipc_consumer
+
+    with _device(rehearsal):
+        importer, checksum = PackedBufferImporter(), Checksum()
+        while (message := connection.recv()) is not None:
+            if message == "sum":
+                importer.close()  # as an update of vLLM's ends
+                connection.send(checksum.value)
+                checksum = Checksum()
+            else:
+                for name, tensor in packed_ipc_consumer(*message, device_index=0, importer=importer):
+                    checksum.add(name, tensor)
+                _settled()
+                connection.send(True)
+
+
+def _weights(device: torch.device, layers: int, width: int) -> list[tuple[str, Tensor]]:
+    """Of a model's shapes, in bfloat16."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = {"norm.weight": (width,), "qkv.weight": (3 * width, width), "down.weight": (width, 4 * width)}
+    return [
+        (f"layers.{i}.{name}", torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16))
+        for i in range(layers)
+        for name, shape in shapes.items()
+    ]
+
+
+def _fastest(call: Callable[[], Any]) -> float:
+    """Seconds, of some rounds."""
+    seconds = []
+    for _ in range(ROUNDS):
+        _settled()
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _settled(_: Any = None) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _answer(connection: Connection) -> Any:
+    if not connection.poll(TIMEOUT):
+        raise RuntimeError(f"the consumer did not answer for {TIMEOUT:.0f} s")
+    try:
+        return connection.recv()
+    except EOFError:
+        raise RuntimeError("the consumer died") from None
+
+
+@contextmanager
+def _device(rehearsal: bool) -> Iterator[torch.device]:
+    """The GPU; in a rehearsal the CPU, with what vLLM asks of CUDA replaced."""
+    if not rehearsal:
+        torch.cuda.set_device(0)
+        yield torch.device("cuda", 0)
+        return
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ipc-"))
+        for owner, name, replaced in _as_files(folder):
+            stack.enter_context(patch.object(owner, name, replaced))
+        yield torch.device("cpu")
+
+
+def _as_files(folder: str) -> list[tuple[Any, str, Any]]:
+    """What replaces CUDA: (owner, name, by what)."""
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    allocate, names = torch.empty, itertools.count()
+
+    def mapped(path: str, num_bytes: int) -> Tensor:
+        storage: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=num_bytes)
+        return allocate(0, dtype=torch.uint8).set_(storage)
+
+    def empty(*size: Any, device: Any = None, **options: Any) -> Tensor:
+        if device != "cuda":
+            return allocate(*size, device=device, **options)
+        return mapped(f"{folder}/{next(names)}", size[0])
+
+    def reduce(tensor: Tensor) -> tuple[Any, tuple]:
+        """In the places of the real one, which end with the handle and the bytes behind it."""
+        storage = tensor.untyped_storage()
+        path = os.fsencode(str(storage.filename))
+        return None, (
+            type(tensor),
+            tensor.size(),
+            tensor.stride(),
+            0,
+            None,
+            tensor.dtype,
+            0,
+            path,
+            len(tensor),
+        )
+
+    def rebuild(*args: Any) -> Tensor:
+        return mapped(os.fsdecode(args[7]), args[8])
+
+    nothing = SimpleNamespace(synchronize=lambda: None)
+    return [
+        (torch, "empty", empty),
+        (packed_tensor, "reduce_tensor", reduce),
+        (reductions, "rebuild_cuda_tensor", rebuild),
+        (torch.cuda, "ipc_collect", nothing.synchronize),
+        (torch.cuda, "current_stream", lambda *_: nothing),
+        (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(uuid="GPU-0")),
+    ]
