@@ -157,6 +157,15 @@ def engine_environment(options: EngineOptions) -> dict[str, str]:
     }
 
 
+def has_second_runner() -> bool:
+    """Whether vLLM runs models by its second model runner, which needs Triton: on GPUs, and on CPUs where
+    there is a Triton for them."""
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    return HAS_TRITON if envs.VLLM_USE_V2_MODEL_RUNNER is None else envs.VLLM_USE_V2_MODEL_RUNNER
+
+
 def memory_share(asked: float, free: float | None) -> float:
     """Of a GPU's memory, what vLLM is told to take: at most `asked`, where others leave `free`."""
     return asked if free is None else min(asked, LEFT_SHARE * free)
@@ -212,6 +221,8 @@ class VLLMEngine:
         """What requests compute with beside the weights, once a weight sync has brought it."""
         self.num_syncs = 0
         """For which it has been paused."""
+        self.records_routing = False
+        """Because vLLM does not return it by itself."""
 
     async def start(self, free_share: float | None = None) -> None:
         """Load the model. `free_share`: of its GPUs' memory, what models that stay there leave; None where
@@ -225,6 +236,7 @@ class VLLMEngine:
         heap.settle()
         dtypes: dict[str, ModelDType] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
         options = self.options
+        self.records_routing = options.returns_routing and not (options.on_gpu or has_second_runner())
         kv_cache_gb = options.kv_cache_gb
         if kv_cache_gb is None and not options.on_gpu:
             kv_cache_gb = CPU_KV_CACHE_GB
@@ -238,7 +250,7 @@ class VLLMEngine:
                 tensor_parallel_size=options.tensor_parallel_size,
                 pipeline_parallel_size=options.pipeline_parallel_size,
                 enable_prefix_caching=options.enable_prefix_caching,
-                enable_return_routed_experts=options.returns_routing and options.on_gpu,
+                enable_return_routed_experts=options.returns_routing and not self.records_routing,
                 max_num_seqs=options.max_num_seqs,
                 limit_mm_per_prompt={"image": options.max_images, "video": 0} if options.max_images else {},
                 # Else the model has mean and deviation of pixels as buffers: no checkpoint holds them, so a
@@ -269,14 +281,9 @@ class VLLMEngine:
         )
         if options.pipeline_parallel_size > 1 and not options.on_gpu:
             await self._bounded(self.llm.collective_rpc("make_stage_buffers"))
-        if self._records_routing:
+        if self.records_routing:
             await self._bounded(self.llm.collective_rpc("record_routing"))
         await self._bounded(self.llm.update_weight_version("0"))  # vLLM's own name for it is no number
-
-    @property
-    def _records_routing(self) -> bool:
-        """Where vLLM does not return it by itself."""
-        return self.options.returns_routing and not self.options.on_gpu
 
     @property
     def vocabulary(self) -> int:
@@ -299,7 +306,7 @@ class VLLMEngine:
             ):
                 output = latest
         finally:  # what is not taken would stay in the workers
-            if self._records_routing:
+            if self.records_routing:
                 routing, *_ = await self._bounded(self.llm.collective_rpc("take_routing", args=(name,)))
         assert output is not None  # vLLM answers or raises
         if self.options.returns_routing:

@@ -1,8 +1,8 @@
 """Which experts read the tokens of each request, recorded inside a worker of vLLM.
 
 vLLM tells it by itself (`enable_return_routed_experts`) where its second model runner is, which needs Triton:
-on GPUs. On a CPU there is the first one. There the experts of each step are found by vLLM's own capturer, and
-this does the rest: it says whose tokens they were.
+on GPUs. On a CPU without a Triton of its own there is the first one. There the experts of each step are found
+by vLLM's own capturer, and this does the rest: it says whose tokens they were.
 """
 
 from typing import Any

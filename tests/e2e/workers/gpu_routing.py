@@ -39,7 +39,9 @@ async def main(spec: dict) -> None:
     trainer = Trainer(spec["model"], "fp32")
     top_k = trainer.policy.model.config.num_experts_per_tok
     options = options_of(spec["model"], enable_prefix_caching=True, returns_routing=True, enforce_eager=True)
-    engine = VLLMEngine(replace(options, on_gpu=True, kv_cache_gb=0.25, max_num_seqs=16, keep_cache=False))
+    engine = VLLMEngine(
+        replace(options, on_gpu=spec["on_gpu"], kv_cache_gb=0.25, max_num_seqs=16, keep_cache=False)
+    )
     await engine.start()
     client = Client(engine)
     meeting = {"backend": "gloo", "address": "127.0.0.1", "port": free_port(), "rank": 0}
