@@ -17,7 +17,7 @@ from torch import Tensor
 from openrlhf.algos.mismatch import PROBE
 from openrlhf.cluster.deaths import in_words
 from openrlhf.cluster.pending import Handle
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.engine.stored_weights import (
     DifferentWeightsError,
     EngineProbe,
@@ -28,7 +28,7 @@ from openrlhf.engine.stored_weights import (
     make_probe,
     reason_of,
 )
-from openrlhf.models.loading import policy_tokenizer
+from openrlhf.models.loading import has_experts, policy_tokenizer
 from openrlhf.models.vision import image_reader
 from openrlhf.types import Metrics, present
 
@@ -43,8 +43,7 @@ class WeightCheck:
     """Asks the engines of a run for log-probs of a probe, and compares them with the trainer's."""
 
     def __init__(self, config: PPOConfig, engines: Sequence[Handle], on_gpu: bool) -> None:
-        self.config, self.engines = config, engines
-        self.limit = Limit(dtype=config.ds.param_dtype, on_gpu=on_gpu)
+        self.config, self.engines, self.on_gpu = config, engines, on_gpu
         self.expected: dict[int, Tensor] = {}
         """The trainer's log-probs, (L - 1,), by the version of its weights."""
         self.asked: dict[ray.ObjectRef, int] = {}
@@ -53,6 +52,11 @@ class WeightCheck:
         """The trainer of these versions."""
         self.metrics: Metrics = {}
         """`PROBE` of the answers since it was last reported."""
+
+    @cached_property
+    def limit(self) -> Limit:
+        experts = has_experts(self.config.actor.model_name_or_path, ACTOR_FLAG)
+        return Limit(dtype=self.config.ds.param_dtype, on_gpu=self.on_gpu, has_experts=experts)
 
     @cached_property
     def probe(self) -> Probe:

@@ -26,6 +26,9 @@ FLOAT32_ON_CPU = 2.0**-17
 for n up to 2^14."""
 ROUNDINGS = 32
 """Errors that may add up. Independent ones grow with the square root: it is 32 with 256 layers, 4 in each."""
+OTHER_EXPERTS = 2.0**-3
+"""The difference of log-probs, in units of their spread, that a mixture of experts may have in any precision:
+a router near a tie sends a token to another expert, and all later tokens attend to it."""
 LEAST_SPREAD = 0.01
 """Nats, the spread that counts for a model that tells tokens apart by less."""
 PROJECTIONS = 16
@@ -89,16 +92,18 @@ class Limit:
     dtype: str
     """fp32, fp16 or bf16."""
     on_gpu: bool
+    has_experts: bool = False
 
     @property
     def relative(self) -> float:
-        """In units of the spread."""
+        """In units of what is computed, without routers."""
         exact = self.dtype == "fp32" and not self.on_gpu
         return ROUNDINGS * (FLOAT32_ON_CPU if exact else ROUNDING[self.dtype])
 
     def allowed(self, trainer: Tensor) -> float:
         """Nats, for the trainer's log-probs (L - 1,) of a probe."""
-        return self.relative * _spread(trainer)
+        relative = max(self.relative, OTHER_EXPERTS) if self.has_experts else self.relative
+        return relative * _spread(trainer)
 
 
 def check_stored(trainer: Tensor, number: int, engine: EngineProbe, limit: Limit) -> float:
@@ -125,10 +130,11 @@ class DifferentWeightsError(RuntimeError):
         theirs = torch.tensor(self.probe.log_probs)
         difference = (theirs - self.trainer).abs()
         worst = int(difference.nan_to_num(math.inf).argmax())
+        kind = self.limit.dtype + " with experts" * self.limit.has_experts
         return (
             f"weight sync {self.probe.version}: inference engine {self.engine} does not compute with the "
             f"weights that the trainer sent: their log-probs of {len(difference)} tokens differ by "
-            f"{difference.mean():.3g} nats on average, {difference.max():.3g} at most; {self.limit.dtype} "
+            f"{difference.mean():.3g} nats on average, {difference.max():.3g} at most; {kind} "
             f"explains {self.limit.allowed(self.trainer):.3g}.\nAt token {worst + 1} the engine says "
             f"{theirs[worst]:.6g}, the trainer {self.trainer[worst]:.6g}. {self.reason}"
         )

@@ -309,5 +309,11 @@ def load_config(path: str, flag: str):
         ) from error
 
 
+def has_experts(path: str, flag: str) -> bool:
+    """Whether it is a mixture of experts, by whatever name its architecture gives their number."""
+    settings = load_config(path, flag).get_text_config().to_dict()
+    return any("expert" in name and isinstance(value, int) and value > 1 for name, value in settings.items())
+
+
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]

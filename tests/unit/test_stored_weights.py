@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import transformers as hf
 
 from openrlhf.engine.stored_weights import (
     LEAST_SPREAD,
@@ -19,6 +20,7 @@ from openrlhf.engine.stored_weights import (
     reason_of,
     sketches,
 )
+from openrlhf.models.loading import has_experts
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 
 OURS = torch.tensor([-1.0, -3.0] * 10)  # 1 nat from their mean
@@ -37,12 +39,13 @@ def check(log_probs: torch.Tensor, limit: Limit = ON_GPU["bf16"], trainer: torch
         (ON_GPU["fp32"], 1 / 64),  # TF32
         (Limit(dtype="bf16", on_gpu=False), 1 / 8),
         (Limit(dtype="fp32", on_gpu=False), 2**-12),
+        (Limit(dtype="fp32", on_gpu=False, has_experts=True), 1 / 8),
     ],
 )
 def test_rounding_is_no_difference(limit: Limit, allowed: float):
     assert check(OURS + 0.99 * allowed, limit) == pytest.approx(0.99 * allowed, rel=1e-2)
     assert check(OURS - 0.99 * allowed, limit) > 0
-    with pytest.raises(DifferentWeightsError, match=f"{limit.dtype} explains {allowed:.3g}"):
+    with pytest.raises(DifferentWeightsError, match=f"{limit.dtype}( with experts)? explains {allowed:.3g}"):
         check(OURS + 1.01 * allowed, limit)
 
 
@@ -130,3 +133,18 @@ def test_reasons():
     )
     assert "the first that differs is up: vLLM stored something else" in reason_of([], ["up"], 3)
     assert "keeps a copy of some weights" in reason_of([], [], 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_mixture"),
+    [
+        (hf.Qwen3Config(), False),
+        (hf.Qwen3MoeConfig(num_experts=8), True),
+        (hf.MixtralConfig(num_local_experts=4), True),
+        (hf.DeepseekV3Config(n_routed_experts=16), True),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_mixtures_of_experts_are_known_by_their_configuration(config, is_mixture: bool, tmp_path) -> None:
+    config.save_pretrained(tmp_path)
+    assert has_experts(str(tmp_path), "--model") == is_mixture
