@@ -132,7 +132,8 @@ def end_all(process: subprocess.Popen, mark: str) -> None:
     """Kills the stage's processes until none is left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # inside a driver that hangs no signal reaches it
+        process.wait(STACKS_S)
     deadline = time.monotonic() + STACKS_S
     while (left := dict(processes_of(mark))) and time.monotonic() < deadline:
         for pid in left:
