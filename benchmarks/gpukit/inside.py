@@ -42,7 +42,7 @@ def _missing(stage: Stage, setting: Setting) -> str:
             return f"{name} is not installed" if own else f"{name} needs {error.name}, which is not installed"
         if found.__file__ is None:  # a folder of that name, as of vLLM's one file that is carried
             return f"{name} is not installed"
-    if setting.rehearsal:
+    if setting.rehearsal or not stage.gpus:
         return ""
     import torch
 

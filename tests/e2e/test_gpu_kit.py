@@ -129,6 +129,18 @@ def test_a_watch_of_memory_ends_with_what_it_watched(tmp_path: Path, faulty: dic
     assert stages["memory"]["seconds"] < 190, "it hung until it was stopped"
 
 
+def test_a_machine_without_torch(tmp_path: Path) -> None:
+    """A Python with its standard library alone: what the machine is, and why the rest is skipped."""
+    base = str(Path(sys.base_prefix, "bin", "python3"))
+    command = [base, KIT, "--out", str(tmp_path / "out"), "facts", "kernels"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}
+    )
+    facts, kernels = json.loads((tmp_path / "out" / "gpu_report.json").read_text())["stages"]
+    assert done.returncode == 0 and facts["figures"]["driver"].startswith("none that answers")
+    assert (kernels["outcome"], kernels["reason"]) == ("skip", "torch is not installed")
+
+
 @pytest.mark.slow
 def test_a_kernel_that_fails_is_no_slow_reading(tmp_path: Path, faulty: dict[str, str]) -> None:
     _, stages = kit(tmp_path / "out", "--rehearse", "broken-kernel", **faulty)
