@@ -1,5 +1,7 @@
 """Programs beside the package: each imports, so that a name that moved is found here."""
 
+import importlib
+import inspect
 import runpy
 from pathlib import Path
 
@@ -7,11 +9,27 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted(
-    path.relative_to(ROOT) for folder in ("benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")
+    path.relative_to(ROOT) for folder in ("benchmarks", "tools") for path in (ROOT / folder).glob("*.py")
 )
+PARTS = sorted(path.stem for path in (ROOT / "benchmarks" / "gpukit").glob("*.py"))
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_it_imports(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / program.parent)  # as Python does for a program
     assert callable(runpy.run_path(str(ROOT / program), run_name="imported")["main"])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_of_the_gpu_kit_import(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    importlib.import_module(f"gpukit.{part}")
+
+
+def test_stages_name_functions_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the options that they are given."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    for name, stage in importlib.import_module("gpukit.stages").STAGES.items():
+        module, _, function = stage.work.partition(":")
+        work = getattr(importlib.import_module(module), function)
+        assert inspect.signature(work).bind(None, **stage.options), name

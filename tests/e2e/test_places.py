@@ -271,7 +271,7 @@ def test_who_shares_a_gpu_takes_turns(tmp_path, monkeypatch) -> None:
     for name, fake in fakes.items():
         monkeypatch.setattr(group, name, fake)
     monkeypatch.setattr(engine_pool, "EngineActor", order.Engine)
-    for name in ("policy_tokenizer", "make_probe"):
+    for name in ("policy_tokenizer", "make_probe", "has_experts"):
         monkeypatch.setattr(weight_check, name, lambda *_: [])
     monkeypatch.setattr(weight_check, "check_stored", lambda *_: 0.0)
     ray.cloudpickle.register_pickle_by_value(order)
