@@ -118,7 +118,9 @@ STAGES = {
     ),
     "step": rl("a full step of RL: 512 samples of 512 tokens", HYBRID, prompts=64, tokens=512, steps=3),
     "hybrid-zero3": rl("two steps of RL at ZeRO-3", HYBRID.replace("zero_stage 2", "zero_stage 3")),
-    "partial": rl("weight syncs that pause requests", PARTIAL, tokens=256, steps=3),
+    "partial": rl(
+        "weight syncs that pause requests", PARTIAL, tokens=256, steps=3, reaches={"rollout/staleness_max": 1}
+    ),
     "kept-cache": rl(
         "the same, going on with the old cache", f"{PARTIAL} --vllm.keep_cache", tokens=256, steps=3
     ),
