@@ -97,10 +97,11 @@ def _stage(work: str, **options) -> Stage:
 
 STAGES = {
     "raises": _stage("raises"),
-    "hangs": _stage("hangs_here", limit=4),
+    "hangs": _stage("hangs_here", limit=8),
+    "hangs-long": _stage("hangs_here", limit=600),
     "prints": _stage("prints_after"),
     "crashes": _stage("crashes_after"),
-    "stays": _stage("never_exits", limit=4),
+    "stays": _stage("never_exits", limit=8),
     "killed": _stage("is_killed"),
     "leaves": _stage("leaves"),
     "floods": _stage("floods"),
