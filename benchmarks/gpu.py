@@ -28,7 +28,7 @@ from gpukit.report import Report
 from gpukit.stage import Setting, Stage, Verdict
 
 RESERVE_S = 10
-"""Of the budget: for the stacks and the report of a stage that is stopped."""
+"""Part of the budget that is kept for the stacks and the report of a stage that is stopped."""
 
 
 def main() -> None:

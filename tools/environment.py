@@ -22,7 +22,7 @@ STAMP = VENV / "openrlhf-installed"
 OLDEST_DRIVER = {"12": "525", "13": "580"}
 """NVIDIA's, by the CUDA release that torch is built for: minor version compatibility of its release notes."""
 CUDA = "13"
-"""What PyPI's build of the torch that pyproject.toml pins is built for."""
+"""CUDA release of PyPI's build of the torch that pyproject.toml pins."""
 
 
 def main() -> None:
@@ -37,7 +37,8 @@ def main() -> None:
         return
     if kind == "gpu":
         check_driver()
-        tell_what_triton_lacks()
+        for lacking in what_triton_lacks():
+            say(f"Triton compiles when vLLM starts, and there is no {lacking}")
     if not PYTHON.exists():
         say(f"creating {VENV.name}")
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], check=True)
@@ -60,7 +61,9 @@ def has_nvidia_driver() -> bool:
 
 
 def driver_version() -> str:
-    """Of NVIDIA's driver, as 535.104.05."""
+    """Returns the release of NVIDIA's driver, as 535.104.05; "" where none answers."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0].strip()
 
@@ -92,14 +95,13 @@ def cuda_of_driver() -> int:
     return version.value // 1000
 
 
-def tell_what_triton_lacks() -> None:
-    """It compiles at its first use, which is vLLM's start."""
+def what_triton_lacks() -> list[str]:
+    """Lists what Triton needs at its first use, which is vLLM's start, and does not find here."""
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
-    dev = f"python3.{sys.version_info[1]}-dev"
-    if not headers.exists():
-        say(f"there is no {headers}, which Triton compiles against when vLLM starts: install {dev} first")
+    lacking = [] if headers.exists() else [f"{headers} (install python3.{sys.version_info[1]}-dev)"]
     if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
-        say("there is no C compiler, which Triton calls when vLLM starts: install gcc, or name one in CC")
+        lacking.append("a C compiler (install gcc, or name one in CC)")
+    return lacking
 
 
 def check_gpu() -> None:

@@ -25,7 +25,7 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x8
 PACKED_TENSOR = "vllm/distributed/weight_transfer/packed_tensor.py"
 """Needs nothing but torch."""
 PURE = ("annotated-types", "typing-inspection")
-"""What pydantic needs beside its own compiled half, whose version it pins."""
+"""Packages that pydantic needs beside its own compiled half, whose version it pins."""
 
 
 def main() -> None:

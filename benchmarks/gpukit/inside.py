@@ -6,15 +6,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from gpukit.report import write_whole
 from gpukit.stage import Setting, Stage
 
 
 def perform(stage: Stage, setting: Setting, result: Path) -> None:
     """Writes outcome, figures and reason. What the process prints afterwards changes none of them."""
-    found = _outcome(stage, setting)
-    part = result.with_suffix(".part")
-    part.write_text(json.dumps(found))
-    part.replace(result)
+    write_whole(result, json.dumps(_outcome(stage, setting)))
 
 
 def _outcome(stage: Stage, setting: Setting) -> dict[str, Any]:

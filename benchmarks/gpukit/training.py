@@ -38,7 +38,7 @@ from openrlhf.objectives.sft import SFTObjective
 from openrlhf.types import ExperienceRow, PackedRow
 
 FREE = 0.9
-"""Of a GPU's memory that a model may be planned to fill: an allocator fragments."""
+"""Share of a GPU's memory that a model may be planned to fill: an allocator fragments."""
 LOSSES_AGREE = 0.05
 """Nats. bf16 rounds by up to 2^-8 = 0.4 %; of losses of about 12 nats, their mean by less than that."""
 
@@ -105,6 +105,7 @@ def measured(
         if math.isfinite(sheet := data_sheet_rate()):
             figures["MFU, % of the data sheet"] = 100 * rate / sheet
         figures["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    print(figures, flush=True)  # in the log also where another way fails
     return figures
 
 

@@ -12,8 +12,7 @@ import itertools
 import multiprocessing
 import os
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from gpukit.machine import fastest, wait_for_device
 from gpukit.stage import Figures, Setting
 from openrlhf.engine.weight_sync import BUCKET_BYTES, Checksum
 
@@ -36,19 +36,18 @@ def ipc(setting: Setting) -> Figures:
     """How fast weights reach another process, packed into a buffer that is opened anew each time, copied out
     and summed up on both sides; beside it, how fast the same bytes are copied. Raises RuntimeError where
     other bytes arrive."""
-    rehearsal = setting.rehearsal
-    with _device(rehearsal) as device:
-        weights = _weights(device, layers=4 if rehearsal else 16, width=128 if rehearsal else 4096)
+    with _device(setting) as device:
+        weights = _weights(device, layers=setting.size(16, 4), width=setting.size(4096, 128))
         num_bytes = sum(weight.nbytes for _, weight in weights)
         context = multiprocessing.get_context("spawn")  # CUDA is lost to a fork
         ours, theirs = context.Pipe()
-        consumer = context.Process(target=consume, args=(theirs, rehearsal), name="consumer")
+        consumer = context.Process(target=consume, args=(theirs, setting), name="consumer")
         consumer.start()
         theirs.close()
         try:
-            capacity = 200_000 if rehearsal else BUCKET_BYTES["ipc"]
+            capacity = setting.size(BUCKET_BYTES["ipc"], 200_000)
             produce(ours, weights[:2], capacity)  # the first call of each kernel is slow
-            sent = _fastest(lambda: produce(ours, weights, capacity))
+            sent = fastest(lambda: produce(ours, weights, capacity), setting, ROUNDS)
             ours.send(None)
             consumer.join(TIMEOUT)
         finally:
@@ -56,7 +55,7 @@ def ipc(setting: Setting) -> Figures:
             consumer.join()
         source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        copied = _fastest(lambda: _settled(target.copy_(source)))
+        copied = fastest(lambda: target.copy_(source), setting, ROUNDS)
         return {"ipc GB/s": num_bytes / sent / 1e9, "copy GB/s": num_bytes / copied / 1e9}
 
 
@@ -81,11 +80,11 @@ def produce(connection: Connection, weights: list[tuple[str, Tensor]], capacity:
         raise RuntimeError(f"sent weights with the checksum {checksum.value:#x}, {arrived:#x} arrived")
 
 
-def consume(connection: Connection, rehearsal: bool) -> None:
+def consume(connection: Connection, setting: Setting) -> None:
     """Takes chunks until it is sent None, and tells the checksum where it is asked for."""
     from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter, packed_ipc_consumer
 
-    with _device(rehearsal):
+    with _device(setting):
         importer, checksum = PackedBufferImporter(), Checksum()
         while (message := connection.recv()) is not None:
             if message == "sum":
@@ -95,12 +94,12 @@ def consume(connection: Connection, rehearsal: bool) -> None:
             else:
                 for name, tensor in packed_ipc_consumer(*message, device_index=0, importer=importer):
                     checksum.add(name, tensor)
-                _settled()
+                wait_for_device(setting)
                 connection.send(True)
 
 
 def _weights(device: torch.device, layers: int, width: int) -> list[tuple[str, Tensor]]:
-    """Of a model's shapes, in bfloat16."""
+    """Makes named random bfloat16 weights with shapes as a model has them."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = {"norm.weight": (width,), "qkv.weight": (3 * width, width), "down.weight": (width, 4 * width)}
     return [
@@ -108,22 +107,6 @@ def _weights(device: torch.device, layers: int, width: int) -> list[tuple[str, T
         for i in range(layers)
         for name, shape in shapes.items()
     ]
-
-
-def _fastest(call: Callable[[], Any]) -> float:
-    """Seconds, of some rounds."""
-    seconds = []
-    for _ in range(ROUNDS):
-        _settled()
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
-def _settled(_: Any = None) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _answer(connection: Connection) -> Any:
@@ -136,9 +119,9 @@ def _answer(connection: Connection) -> Any:
 
 
 @contextmanager
-def _device(rehearsal: bool) -> Iterator[torch.device]:
+def _device(setting: Setting) -> Iterator[torch.device]:
     """The GPU; in a rehearsal the CPU, with what vLLM asks of CUDA replaced."""
-    if not rehearsal:
+    if not setting.rehearsal:
         torch.cuda.set_device(0)
         yield torch.device("cuda", 0)
         return
@@ -150,7 +133,7 @@ def _device(rehearsal: bool) -> Iterator[torch.device]:
 
 
 def _as_files(folder: str) -> list[tuple[Any, str, Any]]:
-    """What replaces CUDA: (owner, name, by what)."""
+    """Lists replacements of CUDA as (owner, name, replacement)."""
     from vllm.distributed.weight_transfer import packed_tensor
 
     allocate, names = torch.empty, itertools.count()

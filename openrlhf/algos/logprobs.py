@@ -156,7 +156,7 @@ def rows_of_chunk(weight: Tensor, copies: int = 1) -> int:
 
 
 def logits_bytes(gpu: int | None) -> int:
-    """Of the float32 logits of one chunk. `gpu`: bytes of its memory; None: on a CPU."""
+    """Returns the bytes that the float32 logits of a chunk may take. `gpu`: its memory; None: on a CPU."""
     return LOGITS_BYTES if gpu is None else max(LOGITS_BYTES, int(gpu * SHARE_OF_GPU))
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine
+from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, sampling_params
+from openrlhf.engine.weight_sync import WeightSender
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
+from openrlhf.models.generation import Decoding
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.types import PackedRow, Sample
@@ -18,6 +20,19 @@ def options_of(model: str, **more: Any) -> EngineOptions:
     """Of an engine that waits for weights."""
     own = {"max_len": 256, "seed": 0, "transfer_backend": "gloo", "on_gpu": False, "load_weights": False}
     return EngineOptions(model=model, dtype="fp32", **own, **more)
+
+
+async def sync_under_way(
+    engine: VLLMEngine, prompt: list[int], trainer: "Trainer", sender: WeightSender
+) -> None:
+    """Streams an answer of 40 tokens, and after 10 of them sends the next weights, as version 2."""
+    params, seen = sampling_params(Decoding(max_new_tokens=40, stop_token_ids=()), 3, stream=True), 0
+    params.ignore_eos = True
+    async for tokens in engine.stream(prompt, params):
+        seen += len(tokens)
+        if seen == 10:
+            trainer.learn()
+            await asyncio.to_thread(sender.send, 2)
 
 
 class Trainer:

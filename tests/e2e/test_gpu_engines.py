@@ -1,4 +1,4 @@
-"""What an engine does on GPUs and nowhere else, on a CPU: vLLM's second model runner, whose Triton kernels
+"""Engines as GPUs run them, on a CPU: vLLM's second model runner, whose Triton kernels
 are interpreted, and asynchronous scheduling. Its environment is a stand-in (tests/standins/gpu_engines)."""
 
 import json

@@ -138,7 +138,7 @@ def test_a_machine_without_torch(tmp_path: Path) -> None:
         command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}
     )
     facts, kernels = json.loads((tmp_path / "out" / "gpu_report.json").read_text())["stages"]
-    assert done.returncode == 0 and facts["figures"]["driver"].startswith("none that answers")
+    assert done.returncode == 0 and facts["figures"]["driver"] == "none that answers"
     assert (kernels["outcome"], kernels["reason"]) == ("skip", "torch is not installed")
 
 

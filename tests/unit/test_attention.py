@@ -119,7 +119,7 @@ def test_the_kernel_is_called_as_it_wants(monkeypatch, dtype, size: int, value_s
 
 
 def of_torch_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, window_size):
-    """What the kernel computes, with the parameters that this release has for it: a token sees the `left`
+    """Stand-in for the kernel with the parameters that this release has for it: a token sees the `left`
     ones before it in its sequence, and itself. Queries are the last tokens of the keys."""
     obey_rules(q, k, v, cu_q)
     bounds, outputs = [list(pairwise(cumulative.tolist())) for cumulative in (cu_q, cu_k)], []

@@ -99,7 +99,7 @@ def test_a_machine_without_a_driver_is_asked_for_nothing_of_gpus(tmp_path, monke
 
 @pytest.mark.parametrize("compiler", ["", "gcc", "clang", "CC"])
 @pytest.mark.parametrize("has_headers", [True, False])
-def test_what_triton_compiles_with_is_told(tmp_path, monkeypatch, capsys, has_headers, compiler) -> None:
+def test_what_triton_compiles_with_is_told(tmp_path, monkeypatch, has_headers, compiler) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     if has_headers:
@@ -109,8 +109,7 @@ def test_what_triton_compiles_with_is_told(tmp_path, monkeypatch, capsys, has_he
     elif compiler:
         program(tmp_path / compiler, "")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    environment()["tell_what_triton_lacks"]()
-    told = capsys.readouterr().out
+    told = " ".join(environment()["what_triton_lacks"]())
     assert (f"python3.{sys.version_info[1]}-dev" in told) == (not has_headers)
     assert ("install gcc" in told) == (not compiler)
 

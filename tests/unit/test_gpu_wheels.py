@@ -21,7 +21,7 @@ Requires-Dist: email-validator>=2.0.0; extra == 'email'
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What pip is called with. Its downloads of pydantic come true."""
+    """Records the calls of pip. Its downloads of pydantic come true."""
     calls = []
 
     def pip(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess:

@@ -137,7 +137,7 @@ def test_numbers_by_hand(flags: dict, checkpointing: bool, gpu: int | None, expe
 @pytest.mark.parametrize("vocabulary", [32_000, 151_936])
 @pytest.mark.parametrize("gpu", [8 * 2**30, H100])
 def test_a_chunk_of_logits_on_a_gpu(gpu: int, vocabulary: int, dtype: str) -> None:
-    """What the head makes is counted on the meta device, by the rules of a GPU: of a model without layers."""
+    """Counts on the meta device what the head of a model without layers makes, by the rules of a GPU."""
     tokens, hidden = 16_384, 2048
     sizes = dict.fromkeys(("weight_bytes", "trainable", "layers", "intermediate", "queries", "keys"), 0)
     shape = ModelShape(**sizes, vocabulary=vocabulary, hidden=hidden, normed_heads=False)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from sending import Client, Trainer, options_of
+from sending import Client, Trainer, options_of, sync_under_way
 from torch import Tensor
 from vllm import SamplingParams
 
@@ -139,15 +139,9 @@ async def main(spec: dict) -> None:
     found["probe"] = float((expected[:-1].gather(1, ids[1:, None])[:, 0] - probed).abs().max())
 
     under_way = asyncio.create_task(ask(engine, "top-k", 40, seed=2))
-    seen, before = 0, copy.copy(trainer)
+    before = copy.copy(trainer)
     before.policy = copy.deepcopy(trainer.policy)
-    streamed = sampling_params(Decoding(max_new_tokens=40, stop_token_ids=()), 3, stream=True)
-    streamed.ignore_eos = True
-    async for tokens in engine.stream(PROMPT, streamed):
-        seen += len(tokens)
-        if seen == 10:
-            trainer.learn()
-            await asyncio.to_thread(sender.send, 2)
+    await sync_under_way(engine, PROMPT, trainer, sender)
     (turn,), params = await under_way
     found["versions"] = turn.weight_versions.tolist()
     count = found["versions"][0][1]

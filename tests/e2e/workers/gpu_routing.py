@@ -1,5 +1,5 @@
-"""Which experts read each token, as vLLM says it by itself, with the options of an engine on a GPU; also of a
-request that a weight sync pauses."""
+"""Compares the experts that vLLM reports for each token, with the options of an engine on a GPU, with the
+model's routers; also for a request that a weight sync pauses."""
 
 import asyncio
 import copy
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from sending import Client, Trainer, differences, options_of
+from sending import Client, Trainer, differences, options_of, sync_under_way
 from vllm.outputs import RequestOutput
 
 from openrlhf.engine.distributed import free_port
@@ -64,14 +64,8 @@ async def main(spec: dict) -> None:
             }
         )
     before = copy.deepcopy(trainer.policy)
-    under_way, seen = asyncio.create_task(engine.generate(PROMPT, asked[2])), 0
-    streamed = sampling_params(Decoding(max_new_tokens=40, stop_token_ids=()), 3, stream=True)
-    streamed.ignore_eos = True
-    async for tokens in engine.stream(PROMPT, streamed):
-        seen += len(tokens)
-        if seen == 10:
-            trainer.learn()
-            await asyncio.to_thread(sender.send, 2)
+    under_way = asyncio.create_task(engine.generate(PROMPT, asked[2]))
+    await sync_under_way(engine, PROMPT, trainer, sender)
     output = await under_way
     answer = output.outputs[0]
     found["versions"] = [

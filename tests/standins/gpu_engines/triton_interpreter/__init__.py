@@ -1,5 +1,4 @@
-"""What an engine needs in order to run on a CPU what it runs on GPUs, in every process that has this folder
-in its PYTHONPATH.
+"""Makes engines run on a CPU what they run on GPUs, in every process that has this folder in its PYTHONPATH.
 
 vLLM's second model runner asks for Triton, and on a CPU for a backend of that name. This one has no compiler,
 and nobody asks for one where TRITON_INTERPRET=1 has kernels interpreted. Asynchronous scheduling vLLM
@@ -11,7 +10,7 @@ from typing import Any
 
 
 class Number(int):
-    """What a loop of a kernel counts with: compiled, it is a tensor."""
+    """Counter of a kernel's loop with the method that the compiled one, a tensor, has."""
 
     def to(self, dtype: Any) -> "Number":
         return self

@@ -1,4 +1,4 @@
-"""What Triton looks for in a backend: never asked."""
+"""Driver that Triton looks for in a backend. Interpreted kernels never ask it."""
 
 from typing import Any
 
