@@ -27,15 +27,15 @@ from typing import Any
 
 import aiohttp
 
+from openrlhf.agents.base import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
+from openrlhf.agents.openai import OpenAIAgentExecutor
+from openrlhf.backends.vllm.engine import EngineOptions, VLLMEngine, engine_environment
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
 from openrlhf.models.loading import load_tokenizer, stop_token_ids
-from openrlhf.rollout.agents import AgentSetting, UserExecutor
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
+from openrlhf.rollout.executors import AgentSetting, UserExecutor
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.types import Prompt, Trajectory
-from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
-from openrlhf.utils.openai_agent import OpenAIAgentExecutor
 
 QUESTION = "Tom has 3 apples. He buys 4 apples. How many apples does Tom have?"
 FEEDBACK = "Wrong. Try again."

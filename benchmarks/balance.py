@@ -1,4 +1,4 @@
-"""How evenly `algos/balance.py` deals sequences to the ranks of a step, and in what time, for lengths as
+"""How evenly `data/packing.py` deals sequences to the ranks of a step, and in what time, for lengths as
 reasoning has them, 16 to 32768 tokens:
 
     log-normal   median 1800 tokens
@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from openrlhf.algos.balance import partition
+from openrlhf.data.packing import partition
 
 SIZES = [(128, 8), (512, 64), (1024, 64), (4096, 128), (4096, 512), (8192, 512)]
 """(sequences, ranks)"""

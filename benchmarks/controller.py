@@ -32,12 +32,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from openrlhf.algos.balance import partition
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
-from openrlhf.observe.journal import Journal, Trained
-from openrlhf.trainer.credit import assign_credit
-from openrlhf.trainer.diagnostics import rollout_metrics
-from openrlhf.trainer.schedule import training_schedule
+from openrlhf.data.packing import partition
+from openrlhf.observability.journal import Journal, Trained
+from openrlhf.training.credit import assign_credit
+from openrlhf.training.diagnostics import rollout_metrics
+from openrlhf.training.schedule import training_schedule
 from openrlhf.types import Batch, Credit, Group, KeptSets, Prompt, Scores, Trajectory, present, runs
 
 PROMPT_TOKENS, SAMPLES_OF_PROMPT, RANKS = 64, 8, 8

@@ -46,7 +46,7 @@ from openrlhf.models.backbone import hidden_states, reading_of
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.sequence_parallel import RowSharing
 from openrlhf.models.tensor_parallel import share_matrices
-from openrlhf.objectives.sft import SFTObjective
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import LossNorm, PackedRow, Sample
 
 MODES: Any = ("allgather", "ring", "ulysses")

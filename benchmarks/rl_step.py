@@ -348,8 +348,8 @@ async def sampled(setting: Setting, batches: Sequence[list[dict]]) -> tuple[list
     """Seconds and answers of each batch."""
     from rollout import BareEngine
 
+    from openrlhf.backends.vllm.engine import engine_environment
     from openrlhf.cluster.engine_pool import engine_options
-    from openrlhf.engine.vllm_engine import engine_environment
     from openrlhf.models.loading import load_tokenizer, stop_token_ids
     from openrlhf.rollout.seeds import seed_at
 
@@ -387,7 +387,7 @@ def trained(setting: Setting, batches: Sequence[Answers]) -> list[float]:
     from supervised import adamw, packed, sample_of, token_log_probs, update
     from transformers import AutoModelForCausalLM
 
-    from openrlhf.algos.balance import pack_to_budget
+    from openrlhf.data.packing import pack_to_budget
     from openrlhf.types import PackedRow
 
     model = (

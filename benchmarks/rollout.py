@@ -29,6 +29,7 @@ from typing import Any
 
 import ray
 
+from openrlhf.backends.vllm.engine import VLLMEngine, engine_environment
 from openrlhf.cluster.engine_pool import EnginePool, engine_options
 from openrlhf.cluster.launch import check_resources, start_ray
 from openrlhf.cluster.layout import ENGINES
@@ -36,7 +37,6 @@ from openrlhf.cluster.placement import Bundles, place
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.engine.vllm_engine import VLLMEngine, engine_environment
 from openrlhf.models.loading import load_tokenizer, stop_token_ids
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.tasks.tiny_model import tiny_chat_model

@@ -51,20 +51,20 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification
 
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, FrozenModel
+from openrlhf.backends.distributed import ProcessMesh, current_device, init_distributed, leave_distributed
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
-from openrlhf.datasets.batches import Windows
+from openrlhf.data.batches import Windows
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
-from openrlhf.engine.distributed import ProcessMesh, current_device, init_distributed, leave_distributed
-from openrlhf.engine.precompute import answers_of
 from openrlhf.models.attention import PACKED, packing_kwargs
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel
-from openrlhf.objectives.dpo import DPOObjective, pair_log_probs
-from openrlhf.objectives.kto import KTOObjective, MismatchedLogRatio, unpaired_log_probs
-from openrlhf.objectives.rm import RewardObjective
-from openrlhf.objectives.sft import SFTObjective
 from openrlhf.tasks.tiny_model import tiny_model
+from openrlhf.training.objectives.dpo import DPOObjective, pair_log_probs
+from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio, unpaired_log_probs
+from openrlhf.training.objectives.rm import RewardObjective
+from openrlhf.training.objectives.sft import SFTObjective
+from openrlhf.training.precompute import answers_of
 from openrlhf.types import PackedRow, Pair, PairRow, Sample, UnpairedExample, UnpairedRow, present
 
 SIZES = {
@@ -87,7 +87,7 @@ PAD, EOS = "<pad>", "<eos>"
 
 
 FORKSERVER = multiprocessing.get_context("forkserver")
-PRELOADED = ["openrlhf.engine.deepspeed_engine"]
+PRELOADED = ["openrlhf.backends.deepspeed.engine"]
 PRELOADED += [f"trl.trainer.{task}_trainer" for task in ("sft", "reward", "dpo", "kto") if find_spec("trl")]
 """What every process imports, so that it takes its time only once and counts for no peak of memory."""
 

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from openrlhf.backends.distributed import free_port
+from openrlhf.backends.vllm.engine import EngineOptions, VLLMEngine, engine_environment
+from openrlhf.backends.vllm.weight_sender import WeightSender
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.launch import start_ray
-from openrlhf.engine.distributed import free_port
-from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
-from openrlhf.engine.weight_sync import WeightSender
 from openrlhf.models.checkpoint_layout import checkpoint_tensors
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 

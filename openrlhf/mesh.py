@@ -1,5 +1,5 @@
 """How the ranks of a model share its work: data, sequence and tensor parallel. Plain numbers; the process
-groups are in engine/distributed.py."""
+groups are in backends/distributed.py."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple

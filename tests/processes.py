@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from openrlhf.engine.distributed import free_port
+from openrlhf.backends.distributed import free_port
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
-    ["openrlhf.cli.task", "openrlhf.engine.precompute", "transformers.optimization", "datasets"]
+    ["openrlhf.training.task", "openrlhf.training.precompute", "transformers.optimization", "datasets"]
 )
 
 

@@ -23,18 +23,18 @@ from gpukit.machine import data_sheet_rate, matrix_rate, seconds
 from gpukit.models import ROW_TOKENS, SHAPES, config_of, language_model, packed_rows, training_flops
 from gpukit.processes import ROOT
 from gpukit.stage import Figures, Setting
-from openrlhf.algos.logprobs import sum_of_log_probs
+from openrlhf.algorithms.logprobs import sum_of_log_probs
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+from openrlhf.backends.distributed import init_distributed, leave_distributed
+from openrlhf.backends.row_memory import ModelShape, row_memory
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
-from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-from openrlhf.engine.distributed import init_distributed, leave_distributed
-from openrlhf.engine.row_memory import ModelShape, row_memory
 from openrlhf.models.attention import PACKED, packing_kwargs
 from openrlhf.models.backbone import reading_of
 from openrlhf.models.liger import apply_liger
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
-from openrlhf.objectives.actor import ActorObjective
-from openrlhf.objectives.sft import SFTObjective
+from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import ExperienceRow, PackedRow
 
 FREE = 0.9

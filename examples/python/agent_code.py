@@ -12,8 +12,8 @@ import asyncio
 import json
 import re
 
-from openrlhf.utils.openai_agent import OpenAIAgentExecutor
-from openrlhf.utils.sandbox import Sandbox
+from openrlhf.agents.openai import OpenAIAgentExecutor
+from openrlhf.agents.sandbox import Sandbox
 
 MAX_TRIES = 3
 SANDBOX = Sandbox(seconds=5)

@@ -9,8 +9,8 @@ Without --data.apply_chat_template: messages are written with the policy's templ
 import sys
 from pathlib import Path
 
-from openrlhf.utils.mcp_tools import McpServer
-from openrlhf.utils.tools import ToolAgentExecutor
+from openrlhf.agents.mcp import McpServer
+from openrlhf.agents.tools import ToolAgentExecutor
 
 SHOP = McpServer(command=[sys.executable, str(Path(__file__).with_name("mcp_shop.py"))])
 

@@ -5,8 +5,8 @@
 Without --data.apply_chat_template: the server writes messages with the policy's template.
 """
 
+from openrlhf.agents.openai import OpenAIAgentExecutor
 from openrlhf.utils import extract_boxed_answer
-from openrlhf.utils.openai_agent import OpenAIAgentExecutor
 
 MAX_TRIES = 3
 

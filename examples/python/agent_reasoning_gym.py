@@ -8,9 +8,9 @@ python examples/python/agent_reasoning_gym.py rows.jsonl
 messages in the policy's template.
 """
 
+from openrlhf.data.reasoning_gym import gym_rows
 from openrlhf.environments.reasoning_gym import ReasoningGymExecutor
 from openrlhf.environments.rows import write_rows
-from openrlhf.tasks.reasoning_gym import gym_rows
 
 PROBLEMS = "reasoning_gym:chain_sum?size=512&seed=1&max_terms=2&max_digits=1&min_digits=1"
 

@@ -6,8 +6,8 @@ the episode.
 FEEDBACK is in the markup of the demo's model; write it in that of yours. Behind it the policy answers.
 """
 
+from openrlhf.agents.base import AgentInstanceBase, MultiTurnAgentExecutor
 from openrlhf.utils import extract_boxed_answer
-from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
 FEEDBACK = "<|user|>Wrong. Try again.<|end|><|assistant|>"
 

@@ -8,8 +8,8 @@ Without --data.apply_chat_template: messages are written with the policy's templ
 import ast
 import operator
 
+from openrlhf.agents.tools import ToolAgentExecutor, ToolError
 from openrlhf.utils import extract_boxed_answer
-from openrlhf.utils.tools import ToolAgentExecutor, ToolError
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 

@@ -3,7 +3,7 @@
 --train.agent_func_path examples/python/agent_two_calls.py --data.label_key answer
 """
 
-from openrlhf.utils.agent import AgentExecutorBase
+from openrlhf.agents.base import AgentExecutorBase
 
 CHECK = "\nCheck this. Answer: "
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.cli.errors import short_errors
+from openrlhf.errors import short_errors
 from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> 
     from openrlhf.config.commands import PPO
     from openrlhf.config.parse import parse
     from openrlhf.config.ppo import ACTOR_FLAG
-    from openrlhf.observe.progress import checking
+    from openrlhf.observability.progress import checking
 
     row = folder / "prompt.jsonl"
     row.write_text(json.dumps({"input": options.prompt, "label": options.label}) + "\n")
@@ -62,8 +62,8 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> 
     choose_hub(config.use_ms)
     with checking():
         from openrlhf.cli.rl_checks import check_users_files
-        from openrlhf.cli.rl_data import build_prompt_datasets
         from openrlhf.models.loading import check_room, load_config
+        from openrlhf.training.rl_data import build_prompt_datasets
 
         check_room(load_config(options.model, ACTOR_FLAG), config, "data.max_len", path=options.model)
         check_users_files(config, lambda flag, check, *arguments: check(*arguments))
@@ -73,17 +73,17 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> 
 
 async def play(config: "PPOConfig", prompt: "Prompt") -> "Group":
     """With the engine of a run, in this process."""
-    from openrlhf.observe.progress import waiting
+    from openrlhf.observability.progress import waiting
 
     with waiting("starting 1 vLLM engine", key=config.actor.model_name_or_path):
-        from openrlhf.cluster.engine_pool import EngineActor, engine_options
+        from openrlhf.backends.vllm.engine import engine_environment
         from openrlhf.device import DEVICE_TYPE
-        from openrlhf.engine.vllm_engine import engine_environment
-        from openrlhf.rewards.user_file import UserFiles
+        from openrlhf.rollout.worker import RolloutWorker, engine_options
+        from openrlhf.user_file import UserFiles
 
         options = engine_options(config, DEVICE_TYPE == "cuda", from_files=True)
         os.environ.update(engine_environment(options))
-        engine = EngineActor(config, options, UserFiles.of(config.train.agent_func_path), private={})
+        engine = RolloutWorker(config, options, UserFiles.of(config.train.agent_func_path))
         await engine.start()
     count = config.rollout.n_samples_per_prompt
     try:
@@ -128,8 +128,8 @@ def print_episode(console: "Console", tokenizer: Any, index: int, parts: "Sequen
 
 def print_turns(console: "Console", tokenizer: Any, t: "Trajectory") -> None:
     """What was read and what was sampled, one after the other."""
+    from openrlhf.text import decode
     from openrlhf.types import runs
-    from openrlhf.utils.text import decode
 
     ids, start, turn = t.token_ids.tolist(), 0, 0
     for sampled, count in runs(t.action_mask).tolist():
@@ -150,7 +150,7 @@ def print_turns(console: "Console", tokenizer: Any, t: "Trajectory") -> None:
 
 def departure(tokenizer: Any, earlier: "Sequence[Trajectory]", other: "Trajectory") -> str:
     """Why a later request does not go on with the sequence before it that it shares most tokens with."""
-    from openrlhf.utils.text import decode
+    from openrlhf.text import decode
 
     new = other.token_ids
     same, nearest = max(((_shared(t.token_ids, new), t) for t in earlier), key=lambda pair: pair[0])
@@ -179,7 +179,7 @@ def _shared(first: "np.ndarray", second: "np.ndarray") -> int:
 def write(console: "Console", text: str, style: str) -> None:
     from rich.text import Text
 
-    from openrlhf.observe.progress import clean_text
+    from openrlhf.observability.progress import clean_text
 
     console.print(Text(clean_text(text), style=style), soft_wrap=True, highlight=False)
 

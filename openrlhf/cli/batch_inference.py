@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from openrlhf.models.generation import Decoding
-    from openrlhf.observe.progress import Progress
+    from openrlhf.observability.progress import Progress
     from openrlhf.rollout.batch_inference import Recorder
 
 Work = Callable[[Sequence[Any], "Recorder"], None]
@@ -34,12 +34,12 @@ ONLY_SPEED = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(BATCH_INFERENCE, sys.argv[1:] if argv is None else argv).config
-    from openrlhf.cli.errors import short_errors
+    from openrlhf.errors import short_errors
 
     with short_errors():
         run(config)
         if config.task != "generate_vllm":
-            from openrlhf.engine.distributed import leave_distributed
+            from openrlhf.backends.distributed import leave_distributed
 
             leave_distributed()
 
@@ -47,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(config: BatchInferenceConfig) -> None:
     """Write `output_path`. On every rank, which stays in its process group."""
     choose_hub(config.use_ms)
-    from openrlhf.observe.progress import Progress, checking, waiting
+    from openrlhf.observability.progress import Progress, checking, waiting
 
     with checking():
         check(config)
-    from openrlhf.datasets.result_file import ResultFile, check_origin, finished, write_origin
+    from openrlhf.data.result_file import ResultFile, check_origin, finished, write_origin
     from openrlhf.models.loading import load_tokenizer
     from openrlhf.rollout.batch_inference import Recorder
 
@@ -93,9 +93,9 @@ def run(config: BatchInferenceConfig) -> None:
 
 def check(config: BatchInferenceConfig) -> None:
     """Everything that can be wrong with files, before anything is loaded."""
-    from openrlhf.datasets.sources import check_columns
+    from openrlhf.backends.vllm.support import check_vllm_runs
+    from openrlhf.data.sources import check_columns
     from openrlhf.device import DEVICE_TYPE
-    from openrlhf.engine.vllm_support import check_vllm_runs
 
     check_columns(
         config.data.dataset,
@@ -125,8 +125,8 @@ def build_work(
     config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[list[Any], dict[str, Any]]:
     """What is to be done, each with its `key`; and what the rows will have been made from."""
-    from openrlhf.datasets.inference import build_answers, build_questions, fingerprint, iteration
-    from openrlhf.datasets.sources import load_rows
+    from openrlhf.data.inference import build_answers, build_questions, fingerprint, iteration
+    from openrlhf.data.sources import load_rows
     from openrlhf.rollout.batch_inference import requests_for
 
     data, rollout = config.data, config.rollout
@@ -180,8 +180,8 @@ def origin(config: BatchInferenceConfig, rows: str) -> dict[str, Any]:
 def _vllm(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Work]:
     import asyncio
 
+    from openrlhf.backends.vllm.engine import EngineOptions, VLLMEngine, engine_environment
     from openrlhf.device import DEVICE_TYPE
-    from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, engine_environment
     from openrlhf.rollout.batch_inference import answer_with_vllm
 
     options = EngineOptions.of(
@@ -209,7 +209,7 @@ def _vllm(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") ->
 
 @contextmanager
 def _transformers(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Work]:
-    from openrlhf.engine.distributed import current_device
+    from openrlhf.backends.distributed import current_device
     from openrlhf.models.loading import load_generator
     from openrlhf.rollout.batch_inference import answer_with_transformers
 
@@ -234,7 +234,7 @@ def _transformers(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerB
 
 @contextmanager
 def _scorer(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Work]:
-    from openrlhf.engine.distributed import current_device
+    from openrlhf.backends.distributed import current_device
     from openrlhf.models.scorer import load_scorer
     from openrlhf.models.self_check import settle_reading
     from openrlhf.rollout.batch_inference import score
@@ -278,8 +278,8 @@ def _finish(
     config: BatchInferenceConfig, progress: "Progress", num_wanted: int, num_tokens: int, elapsed: float
 ) -> None:
     """Bring the ranks' rows together, post-process, and say what there is."""
-    from openrlhf.datasets.result_file import merge, write_rows
-    from openrlhf.observe.progress import format_duration, format_number
+    from openrlhf.data.result_file import merge, write_rows
+    from openrlhf.observability.progress import format_duration, format_number
 
     rows = merge(config.raw_path)
     if len(rows) != num_wanted:
@@ -301,7 +301,7 @@ def _finish(
 
 def _post_process(config: BatchInferenceConfig, rows: list[dict]) -> tuple[list[dict], str]:
     """Rows, and a remark on them."""
-    from openrlhf.datasets.post_process import best_and_worst, keep_best, write_rewards
+    from openrlhf.data.post_process import best_and_worst, keep_best, write_rewards
 
     if config.post_processor == "rs":
         return keep_best(rows), ""
@@ -348,7 +348,7 @@ def _join_ranks(config: BatchInferenceConfig) -> tuple[int, int]:
         return 0, 1
     import torch.distributed as dist
 
-    from openrlhf.engine.distributed import ProcessMesh, init_distributed, seed_everything
+    from openrlhf.backends.distributed import ProcessMesh, init_distributed, seed_everything
 
     init_distributed(timeout_minutes=7 * 24 * 60)  # ranks with less to do wait at the end
     seed_everything(config.train.seed, config.train.full_determinism_enable)
@@ -364,7 +364,7 @@ def _sum_over_ranks(config: BatchInferenceConfig, number: int) -> int:
     import torch
     import torch.distributed as dist
 
-    from openrlhf.engine.distributed import current_device
+    from openrlhf.backends.distributed import current_device
 
     total = torch.tensor(number, device=current_device())
     dist.all_reduce(total)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from openrlhf.cli.task import Task, build_train_set, check_files, lay_out, load_tokenizer_of
 from openrlhf.config.parse import parse
 from openrlhf.hub import choose_hub
+from openrlhf.training.task import Task, build_train_set, check_files, lay_out, load_tokenizer_of
 
 TASKS = {
     "sft": ("train_sft", "SFTTask"),
@@ -44,7 +44,7 @@ def preview(task_type: type[Task], flags: Sequence[str]) -> None:
     num_samples, no_color, rest = _take_own(flags)
     task = task_type(parse(task_type.command, rest).config)
     choose_hub(task.config.use_ms)
-    from openrlhf.cli.errors import short_errors
+    from openrlhf.errors import short_errors
 
     with short_errors():
         check_files(task)
@@ -53,7 +53,7 @@ def preview(task_type: type[Task], flags: Sequence[str]) -> None:
 
 def show(task: Task, *, num_samples: int, coloured: bool) -> None:
     """The dataset that training would build, through the same cache."""
-    from openrlhf.observe.preview import Preview
+    from openrlhf.observability.preview import Preview
 
     config = task.config
     tokenizer = load_tokenizer_of(config)

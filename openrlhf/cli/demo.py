@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from openrlhf.cli.errors import short_errors
+from openrlhf.errors import short_errors
 
 SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32 --ckpt.overwrite"
 PRETRAIN = (
@@ -116,9 +116,9 @@ def _phase(title: str, seconds: dict[str, float]) -> Iterator[None]:
 
 
 def _sft(flags: str) -> None:
-    from openrlhf.cli.task import run
     from openrlhf.cli.train_sft import SFTTask
     from openrlhf.config.parse import parse
+    from openrlhf.training.task import run
 
     print(f"$ openrlhf sft {flags}", flush=True)
     argv = shlex.split(flags)
@@ -141,10 +141,10 @@ def _show_result(folder: Path, steps: int) -> None:
     from rich.table import Table
 
     from openrlhf.models.loading import load_tokenizer
-    from openrlhf.observe.journal import journal_steps, read_journal, response_of
-    from openrlhf.observe.progress import clean_text
+    from openrlhf.observability.journal import journal_steps, read_journal, response_of
+    from openrlhf.observability.progress import clean_text
+    from openrlhf.text import decode
     from openrlhf.types import Trajectory
-    from openrlhf.utils.text import decode
 
     tokenizer = load_tokenizer(str(folder / "policy"), flag="--folder")
     evals = journal_steps(folder / "run" / "rollouts", "eval")

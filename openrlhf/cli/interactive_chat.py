@@ -13,8 +13,8 @@ from openrlhf.hub import choose_hub
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from openrlhf.datasets.conversation import Conversation
-    from openrlhf.engine.vllm_stream import VLLMStream
+    from openrlhf.backends.vllm.stream import VLLMStream
+    from openrlhf.data.conversation import Conversation
     from openrlhf.models.streaming import TransformersStream
 
 MODEL_FLAG = "--model.model_name_or_path"
@@ -24,7 +24,7 @@ HELP = "clear forgets the conversation, exit or Ctrl-D ends, Ctrl-C stops an ans
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(CHAT, sys.argv[1:] if argv is None else argv).config
-    from openrlhf.cli.errors import short_errors
+    from openrlhf.errors import short_errors
 
     with short_errors():
         run(config)
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(config: ChatConfig) -> None:
     """Until `exit` or the end of the input."""
     choose_hub(config.use_ms)
-    from openrlhf.observe.progress import checking, waiting
+    from openrlhf.observability.progress import checking, waiting
 
     with checking():
         check(config)
@@ -58,8 +58,8 @@ def run(config: ChatConfig) -> None:
 
 
 def check(config: ChatConfig) -> None:
+    from openrlhf.backends.vllm.support import check_vllm_runs
     from openrlhf.device import DEVICE_TYPE
-    from openrlhf.engine.vllm_support import check_vllm_runs
     from openrlhf.models.loading import check_room, load_config
 
     path = config.model.model_name_or_path
@@ -80,7 +80,7 @@ def check(config: ChatConfig) -> None:
 def _conversation(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "Conversation":
     from pathlib import Path
 
-    from openrlhf.datasets.conversation import Conversation
+    from openrlhf.data.conversation import Conversation
 
     return Conversation(
         tokenizer,
@@ -108,8 +108,8 @@ def _load(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "Transfor
             in_4bit=config.ds.load_in_4bit,
         )
         return TransformersStream(model.to(DEVICE_TYPE).eval(), tokenizer.pad_token_id)
-    from openrlhf.engine.vllm_engine import EngineOptions
-    from openrlhf.engine.vllm_stream import VLLMStream
+    from openrlhf.backends.vllm.engine import EngineOptions
+    from openrlhf.backends.vllm.stream import VLLMStream
 
     return VLLMStream(
         EngineOptions.of(
@@ -151,9 +151,9 @@ def _answer(
     from openrlhf.models.generation import Decoding
     from openrlhf.models.loading import stop_token_ids
     from openrlhf.models.streaming import PiecewiseText
-    from openrlhf.observe.progress import clean_text
+    from openrlhf.observability.progress import clean_text
     from openrlhf.rollout.seeds import seed_at
-    from openrlhf.utils.text import prompt_token_ids
+    from openrlhf.text import prompt_token_ids
 
     rollout = config.rollout
     asked = conversation.prompt(message)

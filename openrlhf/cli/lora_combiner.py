@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(LORA_COMBINER, sys.argv[1:] if argv is None else argv).config
-    from openrlhf.cli.errors import short_errors
+    from openrlhf.errors import short_errors
 
     with short_errors():
         run(config)
@@ -27,7 +27,7 @@ def run(config: LoraCombinerConfig) -> None:
     from openrlhf.models.loading import load_config, load_tokenizer
     from openrlhf.models.lora import load_statistics
     from openrlhf.models.scorer import padding_token_id
-    from openrlhf.observe.progress import waiting
+    from openrlhf.observability.progress import waiting
 
     load_config(config.model_path, "--model_path")
     trained_on = _check_adapter(config)

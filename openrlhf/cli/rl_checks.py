@@ -5,10 +5,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.cli.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
-from openrlhf.cli.start import check_output
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.hub import choose_hub
+from openrlhf.training.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
+from openrlhf.training.start import check_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def problems_outside(config: PPOConfig) -> list[str]:
     """Lists what is wrong with the cluster and with files, before anything is loaded or started: the first
     problem of each flag."""
-    from openrlhf.observe.progress import checking
+    from openrlhf.observability.progress import checking
 
     choose_hub(config.use_ms)  # the first that looks for a model, before Ray's processes have the environment
     problems: list[str] = []
@@ -88,7 +88,7 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
 
 
 def _check_columns(config: PPOConfig, ask: Callable[..., None]) -> None:
-    from openrlhf.datasets.sources import check_columns
+    from openrlhf.data.sources import check_columns
 
     data, columns = config.data, prompt_columns(config)
     sets = {
@@ -124,7 +124,7 @@ def _check_statistics(path: str) -> None:
 
 def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
     from openrlhf.rewards.function import check_reward_file
-    from openrlhf.rollout.agents import check_agent_file
+    from openrlhf.rollout.executors import check_agent_file
 
     if path := config.train.agent_func_path:
         limits = {
@@ -157,7 +157,7 @@ def _check_file(check: Callable[[str, str], str], path: str, flag: str) -> None:
 
 def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
     """Raise ValueError where vLLM would refuse the policy."""
-    from openrlhf.engine.vllm_support import check_vllm_adapts, check_vllm_runs
+    from openrlhf.backends.vllm.support import check_vllm_adapts, check_vllm_runs
     from openrlhf.models.loading import load_config
 
     path = config.actor.model_name_or_path
@@ -177,7 +177,7 @@ def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
 
 def check_policy_learns(config: PPOConfig, num_prompts: int) -> None:
     """Raise ValueError where the critic's warm-up is as long as the run."""
-    from openrlhf.trainer.schedule import prompts_of_steps
+    from openrlhf.training.schedule import prompts_of_steps
 
     steps = len(prompts_of_steps(config, num_prompts))
     if steps <= config.frozen_actor_steps:

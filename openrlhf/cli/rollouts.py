@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from openrlhf.cli.errors import short_errors
+from openrlhf.errors import short_errors
 from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
-    from openrlhf.observe.rollout_view import Row
+    from openrlhf.observability.rollout_view import Row
 
 NAMES = ("step", "eval", "filtered")
 ORDERS = ("reward", "score", "length")
@@ -44,8 +44,8 @@ def run(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from openrlhf.cli.data import shows_colours
-    from openrlhf.observe.journal import read_rows
-    from openrlhf.observe.rollout_view import show
+    from openrlhf.observability.journal import read_rows
+    from openrlhf.observability.rollout_view import show
 
     coloured = shows_colours()
     console = Console(file=sys.stdout, force_terminal=coloured, color_system="auto" if coloured else None)
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def steps_of(folder: Path, name: str) -> dict[int, Path]:
-    from openrlhf.observe.journal import journal_steps
+    from openrlhf.observability.journal import journal_steps
 
     rollouts = folder / "rollouts"
     if steps := journal_steps(rollouts, name):
@@ -76,7 +76,7 @@ def steps_of(folder: Path, name: str) -> dict[int, Path]:
 
 def choose(steps: dict[int, Path], step: int, options: argparse.Namespace) -> tuple[list[int], int]:
     """Which rows were asked for, in order; and how many samples the step had."""
-    from openrlhf.observe.journal import num_samples, read_table
+    from openrlhf.observability.journal import num_samples, read_table
 
     values = "rollout_log_probs" if options.sort == "length" else options.sort or "reward"
     table = read_table(steps[step], ["prompt_id", "outcome", values])
@@ -98,7 +98,7 @@ def choose(steps: dict[int, Path], step: int, options: argparse.Namespace) -> tu
 
 
 def no_such_prompt(steps: dict[int, Path], step: int, prompt: int) -> str:
-    from openrlhf.observe.journal import read_table
+    from openrlhf.observability.journal import read_table
 
     prompts_of = {
         n: set(read_table(path, ["prompt_id"])["prompt_id"].to_pylist()) for n, path in steps.items()
@@ -111,8 +111,8 @@ def no_such_prompt(steps: dict[int, Path], step: int, prompt: int) -> str:
 def pieces_of(folder: Path, rows: Sequence["Row"]) -> list[list[str]] | None:
     """Of each row, the text of each token of its answer. None, and said why, where the run's tokenizer does
     not write what is stored."""
-    from openrlhf.observe.rollout_view import prompt_length
-    from openrlhf.utils.text import decode_each
+    from openrlhf.observability.rollout_view import prompt_length
+    from openrlhf.text import decode_each
 
     try:
         tokenizer = tokenizer_of(folder)

@@ -11,14 +11,14 @@ from openrlhf.config.serve_rm import ServeRMConfig
 from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
-    from openrlhf.serve.scoring import TextScorer
+    from openrlhf.serving.scoring import TextScorer
 
 MODEL_FLAG = "--reward.model_name_or_path"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(SERVE_RM, sys.argv[1:] if argv is None else argv).config
-    from openrlhf.cli.errors import short_errors
+    from openrlhf.errors import short_errors
 
     with short_errors():
         run(config)
@@ -27,12 +27,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(config: ServeRMConfig) -> None:
     """Serve until SIGTERM or Ctrl-C."""
     choose_hub(config.use_ms)
-    from openrlhf.observe.progress import checking, waiting
+    from openrlhf.observability.progress import checking, waiting
 
     with checking():
         check(config)
-    from openrlhf.serve.scoring import ScoreQueue
-    from openrlhf.serve.server import bind, build_app, serve
+    from openrlhf.serving.scoring import ScoreQueue
+    from openrlhf.serving.server import bind, build_app, serve
 
     heap.settle()
     bound = bind(config.host, config.port)
@@ -66,7 +66,7 @@ def load(config: ServeRMConfig) -> "TextScorer":
     from openrlhf.models.loading import load_tokenizer
     from openrlhf.models.scorer import load_scorer, score_statistics
     from openrlhf.models.self_check import settle_reading
-    from openrlhf.serve.scoring import TextScorer
+    from openrlhf.serving.scoring import TextScorer
 
     path = config.reward.model_name_or_path or ""
     tokenizer = load_tokenizer(path, flag=MODEL_FLAG, use_fast=not config.data.disable_fast_tokenizer)

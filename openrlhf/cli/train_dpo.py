@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from openrlhf.cli import task
-from openrlhf.cli.reference import check_reference, reference_of, reference_path
 from openrlhf.cli.train_rm import pair_builder, pair_columns
 from openrlhf.config.commands import DPO
 from openrlhf.config.supervised import DPOConfig
+from openrlhf.training import task
+from openrlhf.training.reference import check_reference, reference_of, reference_path
 
 if TYPE_CHECKING:
-    from openrlhf.objectives.dpo import DPOObjective
+    from openrlhf.training.objectives.dpo import DPOObjective
     from openrlhf.types import PairRow
 
 
@@ -38,7 +38,7 @@ class DPOTask(task.Task[DPOConfig]):
         return PairRow.of(items)
 
     def objective(self, run: task.Run[DPOConfig]) -> "DPOObjective":
-        from openrlhf.objectives.dpo import DPOObjective, pair_log_probs
+        from openrlhf.training.objectives.dpo import DPOObjective, pair_log_probs
 
         model = self.config.model
         return DPOObjective(

@@ -3,16 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from openrlhf.cli import task
 from openrlhf.cli.train_sft import ResponsesTask
 from openrlhf.config.commands import KD
 from openrlhf.config.supervised import KDConfig
+from openrlhf.training import task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from openrlhf.models.student import StudentModel
-    from openrlhf.objectives.kd import DistillationObjective
+    from openrlhf.training.objectives.kd import DistillationObjective
 
 TEACHER_FLAG = "--teacher.model_name_or_path"
 
@@ -32,7 +32,7 @@ class DistillationTask(ResponsesTask[KDConfig]):
         own, other = task.load_tokenizer_of(self.config), load_tokenizer(path, flag=TEACHER_FLAG)
         check_same_vocabulary(own, other, TEACHER_FLAG, path)
         if self.config.data.reads_images:
-            from openrlhf.datasets.image_rows import check_same_images
+            from openrlhf.data.image_rows import check_same_images
 
             check_same_images(self.config.model.model_name_or_path, path, TEACHER_FLAG)
 
@@ -42,10 +42,10 @@ class DistillationTask(ResponsesTask[KDConfig]):
         return StudentModel(self.load_causal_lm())
 
     def objective(self, run: task.Run[KDConfig]) -> "DistillationObjective":
-        from openrlhf.engine.deepspeed_engine import FrozenModel
+        from openrlhf.backends.deepspeed.engine import FrozenModel
         from openrlhf.models.student import TeacherModel, linear_head
-        from openrlhf.objectives.kd import DistillationObjective
-        from openrlhf.observe.progress import waiting
+        from openrlhf.observability.progress import waiting
+        from openrlhf.training.objectives.kd import DistillationObjective
 
         model, path = self.config.model, self.config.teacher.model_name_or_path
         with waiting("loading the teacher", key=path):

@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from openrlhf.cli import task
-from openrlhf.cli.reference import check_reference, reference_of, reference_path
 from openrlhf.config.commands import KTO
 from openrlhf.config.supervised import KTOConfig
+from openrlhf.training import task
+from openrlhf.training.reference import check_reference, reference_of, reference_path
 
 if TYPE_CHECKING:
-    from openrlhf.engine.interfaces import Objective
-    from openrlhf.objectives.kto import KTOObjective
+    from openrlhf.backends.base import Objective
+    from openrlhf.training.objectives.kto import KTOObjective
     from openrlhf.types import UnpairedRow
 
 
@@ -35,7 +35,7 @@ class KTOTask(task.Task[KTOConfig]):
         }
 
     def builder(self) -> partial:
-        from openrlhf.datasets.unpaired import build_unpaired
+        from openrlhf.data.unpaired import build_unpaired
 
         data = self.config.data
         return partial(
@@ -56,7 +56,7 @@ class KTOTask(task.Task[KTOConfig]):
         return UnpairedRow.of(items)
 
     def objective(self, run: task.Run[KTOConfig]) -> "KTOObjective":
-        from openrlhf.objectives.kto import KTOObjective, unpaired_log_probs
+        from openrlhf.training.objectives.kto import KTOObjective, unpaired_log_probs
 
         model = self.config.model
         return KTOObjective(
@@ -73,7 +73,7 @@ class KTOTask(task.Task[KTOConfig]):
         and ranks: they do not depend on the micro-batch size."""
         from dataclasses import replace
 
-        from openrlhf.objectives.kto import KTOObjective, MismatchedLogRatio
+        from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio
 
         assert isinstance(objective, KTOObjective)  # its own
         log_ratio = MismatchedLogRatio(reference=objective.reference)

@@ -8,24 +8,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from openrlhf import heap
-from openrlhf.cli.errors import catch_signals, short_errors, telling
-from openrlhf.cli.publish import publish
 from openrlhf.cli.rl_checks import check_policy_learns, problems_outside
-from openrlhf.cli.rl_data import PRETRAIN_FLAG, RLData, build_data
-from openrlhf.cli.start import begin, make_room, origin_of, position
 from openrlhf.config.commands import PPO
 from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.parse import Explicit, parse
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+from openrlhf.errors import catch_signals, short_errors, telling
+from openrlhf.training.publish import publish
+from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data
+from openrlhf.training.start import begin, make_room, origin_of, position
 
 if TYPE_CHECKING:
-    from openrlhf.cluster.group import PolicyGroup
     from openrlhf.cluster.layout import Layout, Nodes
     from openrlhf.cluster.placement import Bundles
+    from openrlhf.cluster.rank_groups import PolicyGroup
     from openrlhf.cluster.roles import Roles
-    from openrlhf.trainer.checkpoints import CheckpointFolder
-    from openrlhf.trainer.origin import Origin
-    from openrlhf.trainer.ppo import PPOTrainer
+    from openrlhf.training.checkpoints import CheckpointFolder
+    from openrlhf.training.origin import Origin
+    from openrlhf.training.ppo import PPOTrainer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,7 +41,7 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     from openrlhf.cluster.disks import check_disks
     from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
     from openrlhf.cluster.placement import place
-    from openrlhf.observe.progress import waiting
+    from openrlhf.observability.progress import waiting
 
     with waiting("starting Ray"):
         start_ray()
@@ -74,7 +74,7 @@ def train(
     from openrlhf.cluster.deaths import naming_the_dead
     from openrlhf.cluster.roles import start_roles
     from openrlhf.cluster.whereabouts import who_runs_where
-    from openrlhf.observe.progress import waiting
+    from openrlhf.observability.progress import waiting
 
     heap.settle()
     engines = "1 vLLM engine" if config.num_engines == 1 else f"{config.num_engines} vLLM engines"
@@ -100,7 +100,7 @@ def train(
 
 
 def _memory_of_rows(config: PPOConfig, roles: "Roles") -> str:
-    from openrlhf.engine.row_memory import most_tokens
+    from openrlhf.backends.row_memory import most_tokens
 
     tokens = most_tokens(config.train, config.data.max_len, config.ds.ring_attn_size)
     groups = {"actor": roles.policy, "critic": roles.critic}
@@ -131,7 +131,7 @@ def settle(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) -
 
 
 def _suitable(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> dict[str, Any]:
-    from openrlhf.observe.progress import checking
+    from openrlhf.observability.progress import checking
 
     with checking():
         from openrlhf.cluster.layout import demands, total
@@ -169,7 +169,7 @@ def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = 
     keys = [f"{role}.num_gpus_per_node" for role in config.own_placements]
     if all(key in explicit for key in keys):
         return {}
-    from openrlhf.observe.progress import checking
+    from openrlhf.observability.progress import checking
 
     with checking():
         most = max(1, min((int(n["GPU"]) for n in _nodes(cluster) if n.get("GPU", 0) >= 1), default=1))
@@ -179,7 +179,7 @@ def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = 
 
 def checkpoints_of(config: PPOConfig, data: RLData) -> "CheckpointFolder":
     """Those of the policy, and of the critic where there is one; with what this run's are of."""
-    from openrlhf.trainer.checkpoints import CheckpointFolder
+    from openrlhf.training.checkpoints import CheckpointFolder
 
     ckpt = config.ckpt
     others = [f"{ckpt.folder}/_critic"] if config.uses_critic else []
@@ -191,8 +191,8 @@ def checkpoints_of(config: PPOConfig, data: RLData) -> "CheckpointFolder":
 def _origin(config: PPOConfig, data: RLData) -> "Origin":
     from pathlib import Path
 
-    from openrlhf.datasets.cache import file_digest
-    from openrlhf.datasets.sources import rows_digest
+    from openrlhf.data.cache import file_digest
+    from openrlhf.data.sources import rows_digest
 
     models: dict[str, Sequence[str]] = {ACTOR_FLAG: [config.actor.model_name_or_path]}
     if config.uses_critic:
@@ -219,16 +219,16 @@ def build_trainer(
     tag: str | None,
 ) -> "PPOTrainer[PolicyGroup]":
     """The controller with everything it speaks to, at the step it resumes from."""
-    from openrlhf.algos.kl import KLController
-    from openrlhf.algos.mismatch import MismatchWatch
+    from openrlhf.algorithms.kl import KLController
+    from openrlhf.algorithms.mismatch import MismatchWatch
     from openrlhf.config.parse import to_yaml
-    from openrlhf.datasets.sampler import PromptSampler
-    from openrlhf.observe.observer import Observer
-    from openrlhf.observe.progress import waiting
-    from openrlhf.observe.run_folder import RunFolder
-    from openrlhf.trainer.ppo import PPOTrainer, restore
-    from openrlhf.trainer.schedule import prompts_of_steps
-    from openrlhf.utils.text import decode
+    from openrlhf.data.prompt_sampler import PromptSampler
+    from openrlhf.observability.observer import Observer
+    from openrlhf.observability.progress import waiting
+    from openrlhf.observability.run_folder import RunFolder
+    from openrlhf.text import decode
+    from openrlhf.training.ppo import PPOTrainer, restore
+    from openrlhf.training.schedule import prompts_of_steps
 
     make_room(config, checkpoints, tag)
     folder = RunFolder.create(

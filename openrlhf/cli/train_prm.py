@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from openrlhf.cli import task
 from openrlhf.config.commands import PRM
 from openrlhf.config.supervised import PRMConfig
+from openrlhf.training import task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from openrlhf.models.process_reward import ProcessRewardModel
-    from openrlhf.objectives.prm import ProcessObjective
+    from openrlhf.training.objectives.prm import ProcessObjective
     from openrlhf.types import StepsRow
 
 
@@ -29,12 +29,12 @@ class ProcessRewardTask(task.Task[PRMConfig]):
     def check_models(self) -> None:
         super().check_models()
         if tokens := self.config.data.reward_tokens:
-            from openrlhf.datasets.steps import reward_token_ids
+            from openrlhf.data.steps import reward_token_ids
 
             reward_token_ids(task.load_tokenizer_of(self.config), tokens)
 
     def builder(self) -> partial:
-        from openrlhf.datasets.steps import build_steps
+        from openrlhf.data.steps import build_steps
 
         data = self.config.data
         return partial(
@@ -58,8 +58,8 @@ class ProcessRewardTask(task.Task[PRMConfig]):
         return ProcessRewardModel(self.load_causal_lm())
 
     def objective(self, run: task.Run[PRMConfig]) -> "ProcessObjective":
-        from openrlhf.datasets.steps import reward_token_ids
-        from openrlhf.objectives.prm import ProcessObjective
+        from openrlhf.data.steps import reward_token_ids
+        from openrlhf.training.objectives.prm import ProcessObjective
 
         tokens = self.config.data.reward_tokens
         ids = None if tokens is None else reward_token_ids(run.tokenizer, tokens)

@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from openrlhf.cli import task
 from openrlhf.config.commands import RM
 from openrlhf.config.supervised import DPOConfig, RMConfig
+from openrlhf.training import task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from openrlhf.models.scorer import ScoreModel
-    from openrlhf.objectives.rm import RewardObjective
+    from openrlhf.training.objectives.rm import RewardObjective
     from openrlhf.types import PairRow
 
 STATISTICS_SHARE = 0.01
@@ -56,14 +56,14 @@ class RewardModelTask(task.Task[RMConfig]):
         )
 
     def objective(self, run: task.Run[RMConfig]) -> "RewardObjective":
-        from openrlhf.objectives.rm import RewardObjective
+        from openrlhf.training.objectives.rm import RewardObjective
 
         return RewardObjective()
 
     def finish(self, run: task.Run[RMConfig]) -> None:
         """Write mean and deviation of the scores into the model's configuration: RL normalises by them."""
-        from openrlhf.datasets.batches import FirstItems
-        from openrlhf.objectives.rm import ScoreMoments
+        from openrlhf.data.batches import FirstItems
+        from openrlhf.training.objectives.rm import ScoreMoments
 
         share = math.ceil(STATISTICS_SHARE * len(run.train_set))
         pairs = run.eval_set or FirstItems(run.train_set, share)
@@ -86,7 +86,7 @@ def pair_columns(config: RMConfig | DPOConfig) -> dict[str, str | None]:
 def pair_builder(
     config: RMConfig | DPOConfig, *, score_last_token: bool, margin_key: str | None = None
 ) -> partial:
-    from openrlhf.datasets.preference import build_pairs
+    from openrlhf.data.preference import build_pairs
 
     data = config.data
     return partial(

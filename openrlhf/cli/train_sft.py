@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from openrlhf.cli import task
 from openrlhf.config.commands import SFT
 from openrlhf.config.supervised import KDConfig, SFTConfig
+from openrlhf.training import task
 
 if TYPE_CHECKING:
-    from openrlhf.objectives.sft import SFTObjective
+    from openrlhf.training.objectives.sft import SFTObjective
     from openrlhf.types import PackedRow
 
 ConfigT = TypeVar("ConfigT", SFTConfig, KDConfig)
@@ -28,7 +28,7 @@ class ResponsesTask(task.Task[ConfigT]):
         }
 
     def builder(self) -> partial:
-        from openrlhf.datasets.sft import build_sft_samples
+        from openrlhf.data.sft import build_sft_samples
 
         data = self.config.data
         return partial(
@@ -54,7 +54,7 @@ class SFTTask(ResponsesTask[SFTConfig]):
     module = "openrlhf.cli.train_sft"
 
     def objective(self, run: task.Run[SFTConfig]) -> "SFTObjective":
-        from openrlhf.objectives.sft import SFTObjective
+        from openrlhf.training.objectives.sft import SFTObjective
 
         return SFTObjective()
 

@@ -9,7 +9,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from openrlhf.engine.weight_sync import EnginesFailedError
+from openrlhf.backends.vllm.weight_sender import EnginesFailedError
 
 PATIENCE = 5.0
 """Seconds in which the processes of a run answer whether they live."""

@@ -1,42 +1,30 @@
-"""All the samplers together: engine/interfaces.py's Rollout over vLLM engines in Ray actors."""
+"""All the samplers together: backends/base.py's Rollout over vLLM engines in Ray actors."""
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
 from torch import Tensor
 
+from openrlhf.backends.stored_weights import check_adapter
+from openrlhf.backends.vllm.engine import EngineOptions, engine_environment
 from openrlhf.cluster import environment, folder
 from openrlhf.cluster.engine_client import RayEngineClient
+from openrlhf.cluster.engine_queue import EngineSampler, Groups, Request
 from openrlhf.cluster.pending import Gathered, Handle, first
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.residency import Residency
-from openrlhf.cluster.sampler import EngineSampler, Groups, Request
 from openrlhf.cluster.weight_check import WeightCheck
-from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
-from openrlhf.config.sections import LoraConfig
-from openrlhf.config.serve_rm import KEY_VARIABLE
-from openrlhf.datasets.pictures import decoded
-from openrlhf.engine.stored_weights import EngineProbe, Probe, check_adapter
-from openrlhf.engine.vllm_engine import MAX_LOGPROBS, EngineOptions, VLLMEngine, engine_environment
-from openrlhf.models.loading import policy_processor, stop_token_ids
-from openrlhf.models.lora import adapted_layers
-from openrlhf.rewards.function import NoReward, RewardFunction
-from openrlhf.rewards.remote import RemoteReward
-from openrlhf.rewards.user_file import UserFiles
-from openrlhf.rollout.agents import AgentSetting, UserExecutor
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.rollout.dispatch import Dispatcher
-from openrlhf.rollout.episodes import EpisodeRunner, Sampling
+from openrlhf.rollout.worker import RolloutWorker, engine_options, retries_elsewhere
 from openrlhf.types import Group, Metrics, Prompt, Purpose, Sampled, present
-from openrlhf.utils.agent import SingleTurnAgentExecutor
-from openrlhf.utils.text import stand_ins, text_tokenizer
+from openrlhf.user_file import UserFiles
 
 if TYPE_CHECKING:  # an engine's process needs no trainer, whose libraries take seconds to import
-    from openrlhf.cluster.group import PolicyGroup, RewardGroup
+    from openrlhf.cluster.rank_groups import PolicyGroup, RewardGroup
 
 MAX_CALLS = 4096
 """Calls that an engine actor runs at a time."""
@@ -48,8 +36,8 @@ CLOSE_TIMEOUT = 10.0
 """Seconds that an engine may take to end by itself."""
 
 
-class EngineActor(VLLMEngine):
-    """An engine, and the episodes that run on it, in one process."""
+class EngineActor(RolloutWorker):
+    """An engine, and the episodes that run on it, in an actor."""
 
     def __init__(
         self, config: PPOConfig, options: EngineOptions, files: UserFiles, private: Mapping[str, str]
@@ -57,128 +45,14 @@ class EngineActor(VLLMEngine):
         """`private`: see environment.py."""
         folder.enter()
         environment.take(private)
-        super().__init__(options)
-        self.config, self.files = config, files
+        super().__init__(config, options, files)
         self.groups = Groups(self.run_group)
-
-    async def start(self, free_share: float | None = None) -> None:
-        await super().start(free_share)
-        config, path = self.config, self.config.actor.model_name_or_path
-        processor = policy_processor(config)
-        tokenizer = text_tokenizer(processor)
-        self.reward = self._build_reward()
-        executor = SingleTurnAgentExecutor(self.reward, is_chat=config.data.apply_chat_template)
-        if agent := config.train.agent_func_path:
-            executor = await UserExecutor.load(
-                self.files.here(agent),
-                AgentSetting(
-                    tokenizer=processor,
-                    max_length=config.data.max_len,
-                    max_turns=config.train.max_turns,
-                    step_timeout=config.rollout.step_timeout,
-                ),
-            )
-        self.runner = EpisodeRunner(
-            self,
-            processor,
-            executor,
-            stop_token_ids(path, tokenizer),
-            timeout=config.rollout.episode_timeout,
-            retries=config.rollout.retries - int(retries_elsewhere(config)),
-            retry_on=config.rollout.retry_on,
-            at_a_time=config.rollout.max_concurrent_episodes,
-            reward_is_optional=config.uses_reward_model or config.uses_teacher,
-            image_token_ids=stand_ins(processor) if config.reads_images else (),
-        )
-        train = Sampling.for_training(config)
-        train = replace(train, max_kept_tokens=min(train.max_kept_tokens, self.vocabulary))
-        self.samplings = {s.purpose: s for s in (train, Sampling.for_evaluation(config))}
-
-    def _build_reward(self) -> RewardFunction | RemoteReward | NoReward:
-        reward = self.config.reward
-        if self.config.train.agent_func_path:
-            return NoReward()
-        if path := self.config.reward_function_path:
-            return RewardFunction(
-                self.files.here(path),
-                timeout=reward.timeout,
-                num_workers=reward.num_workers,
-                batch_size=reward.batch,
-            )
-        if reward.servers:
-            return RemoteReward(
-                reward.servers,
-                timeout=reward.remote_timeout,
-                batch_size=reward.remote_batch_size,
-                concurrency=reward.remote_concurrency,
-                key=os.environ.get(KEY_VARIABLE),
-            )
-        return NoReward()  # with a teacher, the checks of config/ saw to it
-
-    async def run_group(
-        self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
-    ) -> Sampled:
-        """See `EpisodeRunner`."""
-        group = await self.runner.run_group(prompt, self.samplings[purpose], samples)
-        return Sampled(group=group, done=self.runner.done.copy())
 
     async def submit_groups(self, requests: dict[int, Request]) -> None:
         self.groups.submit(requests)
 
     async def finished_groups(self) -> dict[int, Sampled]:
         return await self.groups.finished()
-
-    async def answer(self, probe: Probe) -> EngineProbe:
-        return await self.probe(probe.asked, [decoded(image.data) for image in probe.images])
-
-    async def close(self) -> None:
-        self.reward.close()
-        self.shutdown()
-
-
-def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False) -> EngineOptions:
-    """Without weights `from_files` an engine holds random ones until the first sync: none that it could
-    keep."""
-    return EngineOptions.of(
-        config,
-        model=config.actor.model_name_or_path,
-        max_len=config.data.max_len,
-        on_gpu=on_gpu,
-        transfer_backend=transfer_backend(config, on_gpu),
-        pipeline_parallel_size=config.vllm.pipeline_parallel_size,
-        enable_prefix_caching=config.vllm.enable_prefix_caching,
-        enable_sleep=config.engines_sleep,
-        load_weights=from_files,
-        max_images=config.data.max_images_per_prompt,
-        max_logprobs=max(MAX_LOGPROBS, config.rollout.max_kept_tokens),
-        lora=adapters_apart(config),
-        returns_routing=config.algo.router_replay,
-        keep_cache=config.vllm.keep_cache,
-        float32_head=on_gpu,  # on a CPU vLLM casts the whole head at every step, which takes 7 times as long
-    )
-
-
-def adapters_apart(config: PPOConfig) -> LoraConfig | None:
-    """Those that engines keep apart, with the names of their layers."""
-    lora = config.ds.lora
-    if lora.rank == 0 or config.vllm.lora_sync == "merged":
-        return None
-    return replace(lora, target_modules=adapted_layers(config.actor.model_name_or_path, ACTOR_FLAG, lora))
-
-
-def retries_elsewhere(config: PPOConfig) -> bool:
-    """The last try of an episode is on another engine: it may be its node that is not well."""
-    return config.rollout.retries > 0 and config.num_engines > 1
-
-
-def transfer_backend(config: PPOConfig, on_gpu: bool) -> str:
-    """Shared memory where trainer and engines share GPUs, else the network; without GPUs NCCL cannot run.
-    Ray's object store goes everywhere."""
-    if config.vllm.sync_with_ray:
-        return "ray"
-    if not on_gpu:
-        return "gloo"
-    return "ipc" if config.engines_share and config.vllm.sync_backend == "nccl" else config.vllm.sync_backend
 
 
 class EnginePool:

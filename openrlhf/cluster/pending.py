@@ -1,4 +1,4 @@
-"""Work that runs in the cluster, as engine/interfaces.py wants it: something with a `result()`."""
+"""Work that runs in the cluster, as backends/base.py wants it: something with a `result()`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar

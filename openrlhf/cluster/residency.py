@@ -10,15 +10,16 @@ Models on the same GPUs compute one after the other, whatever the phase.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple, Protocol, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import ray
-import torch
 from ray.actor import ActorHandle
 
-from openrlhf.engine.vllm_engine import LEFT_SHARE
+from openrlhf.backends.vllm.engine import LEFT_SHARE
+
+if TYPE_CHECKING:  # loads deepspeed, which engines are without
+    from openrlhf.backends.offload import DeviceMemory
 
 EVERYTHING = ("weights", "kv_cache")
 
@@ -50,48 +51,7 @@ class Residency:
             self.awake |= set(missing)
 
 
-class Offloadable(Protocol):
-    def offload(self) -> None:
-        """Optimizer state, master weights and gradients to the CPU."""
-        ...
-
-    def reload(self) -> None: ...
-
-
-@contextmanager
-def optimizer_present(model: Offloadable, sleeps: bool) -> Iterator[None]:
-    """Inside, the optimizer's state is on the GPU; with `sleeps` only inside."""
-    if sleeps:
-        model.reload()
-    yield
-    rest_optimizer(model, sleeps)
-
-
-def rest_optimizer(model: Offloadable, sleeps: bool) -> None:
-    """Until it is needed, engines have the memory of its state."""
-    # Loads deepspeed, which engines are without.
-    from openrlhf.engine.distributed import release_cached_memory
-
-    if sleeps:
-        model.offload()
-    release_cached_memory()  # engines take what was free when they started
-
-
-class DeviceMemory(NamedTuple):
-    """Bytes of a GPU."""
-
-    held: int
-    """By this process's tensors."""
-    free: int
-    total: int
-
-    @classmethod
-    def now(cls) -> Self:
-        """Of this process's GPU."""
-        return cls(torch.cuda.memory_reserved(), *torch.cuda.mem_get_info())
-
-
-def free_share(models: Mapping[str, Sequence[DeviceMemory]], weights: int) -> float:
+def free_share(models: Mapping[str, "Sequence[DeviceMemory]"], weights: int) -> float:
     """What `models` of these names leave of the fullest GPU to an engine, `weights` bytes of whose weights
     are on each. ValueError where those do not fit."""
     fullest = min((gpu for gpus in models.values() for gpu in gpus), key=lambda gpu: gpu.free / gpu.total)

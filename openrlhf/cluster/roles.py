@@ -6,8 +6,12 @@ from dataclasses import dataclass
 import ray
 from ray.actor import ActorHandle
 
+from openrlhf.backends.peak_memory import memory_metrics
 from openrlhf.cluster.engine_pool import EnginePool
-from openrlhf.cluster.group import (
+from openrlhf.cluster.layout import ENGINES
+from openrlhf.cluster.pending import Gathered
+from openrlhf.cluster.placement import Bundles
+from openrlhf.cluster.rank_groups import (
     CriticGroup,
     FrozenGroup,
     ModelRanks,
@@ -15,14 +19,10 @@ from openrlhf.cluster.group import (
     RewardGroup,
     Unadapted,
 )
-from openrlhf.cluster.layout import ENGINES
-from openrlhf.cluster.pending import Gathered
-from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.residency import free_share
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
-from openrlhf.datasets.store import SampleStore
-from openrlhf.engine.peak_memory import memory_metrics
-from openrlhf.trainer.schedule import num_updates
+from openrlhf.data.store import SampleStore
+from openrlhf.training.schedule import num_updates
 from openrlhf.types import Metrics
 
 

@@ -1,4 +1,4 @@
-"""Engines show after each weight sync that they compute with what they were sent: engine/stored_weights.py
+"""Engines show after each weight sync that they compute with what they were sent: backends/stored_weights.py
 over Ray actors.
 
 The trainer computes its log-probs of the probe while it sends, and engines answer among the first requests
@@ -14,11 +14,8 @@ import ray
 from ray.exceptions import RayError
 from torch import Tensor
 
-from openrlhf.algos.mismatch import PROBE
-from openrlhf.cluster.deaths import in_words
-from openrlhf.cluster.pending import Handle
-from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
-from openrlhf.engine.stored_weights import (
+from openrlhf.algorithms.mismatch import PROBE
+from openrlhf.backends.stored_weights import (
     DifferentWeightsError,
     EngineProbe,
     Limit,
@@ -28,12 +25,15 @@ from openrlhf.engine.stored_weights import (
     make_probe,
     reason_of,
 )
+from openrlhf.cluster.deaths import in_words
+from openrlhf.cluster.pending import Handle
+from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.models.loading import has_experts, policy_tokenizer
 from openrlhf.models.vision import image_reader
 from openrlhf.types import Metrics, present
 
 if TYPE_CHECKING:  # an engine's process needs no trainer, whose libraries take seconds to import
-    from openrlhf.cluster.group import PolicyGroup
+    from openrlhf.cluster.rank_groups import PolicyGroup
 
 REMEMBERED = 8
 """Versions that an engine may answer with, which requests in flight have kept from answering earlier."""

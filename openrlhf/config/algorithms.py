@@ -4,7 +4,7 @@ docs/algorithms.md: `python -m openrlhf.config.algorithms`."""
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from openrlhf.algos.traits import POLICY_LOSSES
+from openrlhf.algorithms.traits import POLICY_LOSSES
 from openrlhf.config.choices import (
     EstimatorName,
     ISCorrectionType,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from openrlhf.algos import traits
+from openrlhf.algorithms import traits
 
 
 @dataclass(frozen=True, slots=True, eq=False)

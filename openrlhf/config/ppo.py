@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
-from openrlhf.algos.traits import ESTIMATORS, PROXIMAL_POLICIES, Estimator, ProximalPolicy
+from openrlhf.algorithms.traits import ESTIMATORS, PROXIMAL_POLICIES, Estimator, ProximalPolicy
 from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import (
     BadRows,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import product
 from urllib.parse import urlsplit
 
-from openrlhf.algos.traits import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+from openrlhf.algorithms.traits import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from openrlhf.config.checks import (
     COMMON_UNREAD,
     DEEPCOMPILE,

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from openrlhf.utils.agent import Engine
-from openrlhf.utils.openai_agent import BadRequest, Message, Session
+from openrlhf.agents.base import Engine
+from openrlhf.agents.openai import BadRequest, Message, Session
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,9 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from openrlhf.agents.base import AgentExecutorBase, Engine, call_in_time
 from openrlhf.environments.conversation import Conversation
 from openrlhf.environments.randomness import GlobalRandom
-from openrlhf.utils.agent import AgentExecutorBase, Engine, call_in_time
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

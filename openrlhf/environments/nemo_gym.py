@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from openrlhf.utils.openai_agent import OpenAIAgentExecutor, Session
+from openrlhf.agents.openai import OpenAIAgentExecutor, Session
 
 SESSION = "openrlhf_session"
 """Of a request's body: where its episode's own server is, and the key."""

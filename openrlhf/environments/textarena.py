@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from openrlhf.agents.base import AgentExecutorBase, Engine, call_in_time
 from openrlhf.environments.conversation import Conversation
 from openrlhf.environments.gym import seed_of
 from openrlhf.environments.packages import package
 from openrlhf.environments.randomness import GlobalRandom
-from openrlhf.utils.agent import AgentExecutorBase, Engine, call_in_time
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from itertools import islice
 from typing import Any
 
+from openrlhf.agents.openai import OpenAIAgentExecutor, Session
 from openrlhf.environments.packages import package
-from openrlhf.utils.openai_agent import OpenAIAgentExecutor, Session
 
 package("verifiers")
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from openrlhf.config.fields import flag_of, values_of
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
-from openrlhf.datasets.cache import digest, file_digest, sampled_digest
+from openrlhf.data.cache import digest, file_digest, sampled_digest
 from openrlhf.hub import model_folder
 from openrlhf.models.attention import PACKED, lacks_its_kernel, of_text, resolve_attention
 from openrlhf.models.backbone import reading_of

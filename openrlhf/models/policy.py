@@ -6,7 +6,7 @@ from typing import NamedTuple, overload
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from openrlhf.algos.logprobs import WHOLE, Vocabulary, linear_log_probs, sum_of_log_probs
+from openrlhf.algorithms.logprobs import WHOLE, Vocabulary, linear_log_probs, sum_of_log_probs
 from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.types import PackedRow
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from openrlhf.algos.logprobs import linear_logits
+from openrlhf.algorithms.logprobs import linear_logits
 from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.models.policy import head_of, head_options
 from openrlhf.types import PackedRow

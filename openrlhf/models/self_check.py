@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from openrlhf.datasets.cache import digest
+from openrlhf.data.cache import digest
 from openrlhf.device import DEVICE_TYPE, compute_capability
 from openrlhf.files import cache_folder, write_atomically
 from openrlhf.models.attention import PACKED, CannotPack, broke_attention, of_text

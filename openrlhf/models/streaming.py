@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.models.generation import Decoding, generate
-from openrlhf.utils.text import decode
+from openrlhf.text import decode
 
 
 class TransformersStream:

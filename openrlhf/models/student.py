@@ -6,8 +6,8 @@ from typing import NamedTuple, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from openrlhf.algos.distillation import Divergence, LinearHead, linear_divergence
-from openrlhf.algos.logprobs import linear_log_probs
+from openrlhf.algorithms.distillation import Divergence, LinearHead, linear_divergence
+from openrlhf.algorithms.logprobs import linear_log_probs
 from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.models.policy import head_of, head_options
 from openrlhf.types import PackedRow

@@ -6,7 +6,7 @@ are says transformers' own plan of the architecture. All else is the same on eve
 but for those of weights that see some of the heads alone, which are summed too.
 
 The vocabulary is shared where the head is one of log-probs, or there is none: each rank has some tokens'
-rows of the embedding and of the head, which exchanges numbers of each action (algos/logprobs.py).
+rows of the embedding and of the head, which exchanges numbers of each action (algorithms/logprobs.py).
 
 DeepSpeed finds what is shared by `tensor_model_parallel`, the mark of Megatron. Its own AutoTP is not used:
 the gradient of its column-parallel layer is not summed where it is not contiguous, and it has layers for
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from openrlhf.algos.logprobs import SharedVocabulary
+from openrlhf.algorithms.logprobs import SharedVocabulary
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.models.loading import load_config
 from openrlhf.models.policy import LogProbHead

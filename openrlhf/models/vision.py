@@ -17,10 +17,10 @@ from PIL import Image as PILImage
 from torch import Tensor, nn
 from transformers import AutoProcessor, PreTrainedModel
 
-from openrlhf.datasets.pictures import decoded, encoded
+from openrlhf.data.pictures import decoded, encoded
 from openrlhf.hub import model_folder
+from openrlhf.text import image_layout
 from openrlhf.types import Image, PackedRow, Sample
-from openrlhf.utils.text import image_layout
 
 KEPT_IMAGES = 64
 """Of which a process keeps the patches."""

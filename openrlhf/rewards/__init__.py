@@ -1,0 +1,1 @@
+"""Where rewards come from: functions, servers, models."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.utils.agent import Reward, RewardError
+from openrlhf.agents.base import Reward, RewardError
 
 WINDOW = 0.005
 """Seconds that the first sample of a batch waits for others."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from openrlhf.agents.base import Reward, RewardError
 from openrlhf.rewards.calls import BatchedReward, Call
 from openrlhf.rewards.process import RewardProcess, load_reward_func
-from openrlhf.utils.agent import Reward, RewardError
 
 IMPORT_LIMIT = 60.0
 """Seconds that the check waits for a file. An engine waits longer: user_file.IMPORT_DEADLINE."""

@@ -8,13 +8,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.ppo import REWARD_FLAG
-from openrlhf.datasets.answers import scored_answer
-from openrlhf.datasets.bad_rows import BadRow
-from openrlhf.datasets.encode import Encoder, Text, with_end
-from openrlhf.datasets.inference import score_last
+from openrlhf.data.answers import scored_answer
+from openrlhf.data.bad_rows import BadRow
+from openrlhf.data.encode import Encoder, Text, with_end
+from openrlhf.data.inference import score_last
 from openrlhf.models.loading import reads_the_tokens_of
+from openrlhf.text import decode
 from openrlhf.types import Outcome, Prompt, Sample, Trajectory, present
-from openrlhf.utils.text import decode
 
 
 class RewardReader:

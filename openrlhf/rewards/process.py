@@ -12,8 +12,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from openrlhf.agents.base import Reward, RewardError
 from openrlhf.rewards.calls import BatchFailed
-from openrlhf.rewards.user_file import (
+from openrlhf.rewards.values import NotFinite, read_rewards
+from openrlhf.user_file import (
     IMPORT_DEADLINE,
     ImportTimeout,
     UnusableFile,
@@ -21,8 +23,6 @@ from openrlhf.rewards.user_file import (
     import_file,
     import_problem,
 )
-from openrlhf.rewards.values import NotFinite, read_rewards
-from openrlhf.utils.agent import Reward, RewardError
 
 FORM = "Define `def reward_func(queries, prompts, labels)` that returns {'rewards': [...]}."
 ALONE = (

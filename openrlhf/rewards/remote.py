@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import aiohttp
 
+from openrlhf.agents.base import Reward, RewardError
 from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.rewards.calls import BatchedReward, BatchFailed, Call
 from openrlhf.rewards.values import read_rewards
-from openrlhf.utils.agent import Reward, RewardError
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from openrlhf.utils.agent import Reward, RewardError
+from openrlhf.agents.base import Reward, RewardError
 
 
 class NotFinite(RewardError):

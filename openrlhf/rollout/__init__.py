@@ -1,0 +1,1 @@
+"""Sampling: prompts go to engines, trajectories with rewards come back."""

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.datasets.inference import Answer, Question
-from openrlhf.datasets.result_file import ResultFile
-from openrlhf.engine.vllm_engine import sampling_params
+from openrlhf.backends.vllm.engine import sampling_params
+from openrlhf.data.inference import Answer, Question
+from openrlhf.data.result_file import ResultFile
 from openrlhf.models.generation import Decoding, Generated, generate
 from openrlhf.models.scorer import ScoreModel
-from openrlhf.observe.progress import Phase, format_duration
+from openrlhf.observability.progress import Phase, format_duration
 from openrlhf.rollout.seeds import seed_at
+from openrlhf.text import decode
 from openrlhf.types import PackedRow
-from openrlhf.utils.text import decode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +119,7 @@ def requests_for(questions: Sequence[Question], *, num_samples: int, run_seed: i
 async def answer_with_vllm(
     engine: Any, requests: Sequence[Request], decoding: Decoding, on_answers: OnAnswers, *, concurrency: int
 ) -> None:
-    """`engine.generate` as in engine/vllm_engine.py; `concurrency` requests are with it at a time. The first
+    """`engine.generate` as VLLMEngine's; `concurrency` requests are with it at a time. The first
     error stops all."""
     waiting = iter(requests)
 

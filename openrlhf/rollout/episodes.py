@@ -7,15 +7,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from openrlhf.agents.base import AgentExecutorBase, Engine, RewardError, StepTimeout
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.pictures import decoded
-from openrlhf.rollout.agents import EnvironmentFailed, UserExecutor
+from openrlhf.data.pictures import decoded
+from openrlhf.rollout.executors import EnvironmentFailed, UserExecutor
 from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.rollout.results import read_result
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.rollout.trajectories import trajectories
 from openrlhf.types import Episode, Group, Outcome, Prompt, Purpose, Work, no_work, work_of
-from openrlhf.utils.agent import AgentExecutorBase, Engine, RewardError, StepTimeout
 
 if TYPE_CHECKING:  # both take seconds, and vLLM reads its environment
     from PIL.Image import Image as Picture

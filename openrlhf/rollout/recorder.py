@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from openrlhf.datasets.pictures import encoded
-from openrlhf.rollout.agents import EnvironmentFailed
+from openrlhf.agents.base import Engine
+from openrlhf.data.pictures import encoded
+from openrlhf.rollout.executors import EnvironmentFailed
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.types import Image, KeptSets, Turn, present, unrouted
-from openrlhf.utils.agent import Engine
 
 if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
     from PIL.Image import Image as Picture

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from openrlhf.agents.base import RewardError
 from openrlhf.rewards.values import read_floats
-from openrlhf.rollout.agents import EnvironmentFailed
+from openrlhf.rollout.executors import EnvironmentFailed
 from openrlhf.rollout.trajectories import NeverSampled, chosen_turns
 from openrlhf.types import Turn
-from openrlhf.utils.agent import RewardError
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def read_result(
     result: Any, turns: Sequence[Turn], *, source: str, reward_is_optional: bool
 ) -> dict[str, Any]:
-    """The fields of the Episode that `result` decides; see utils/agent.py for what it may be. `turns`: what
+    """The fields of the Episode that `result` decides; see agents/base.py for what it may be. `turns`: what
     was recorded.
 
     EnvironmentFailed, which names the `source`, where it does not say what to train on; RewardError where it

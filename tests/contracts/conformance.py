@@ -7,21 +7,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from openrlhf.cluster import engine_pool, residency
-from openrlhf.cluster.engine_client import RayEngineClient
-from openrlhf.cluster.engine_pool import EngineActor, EnginePool
-from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
-from openrlhf.cluster.pending import Gathered
-from openrlhf.datasets import batches
-from openrlhf.datasets.batches import FirstItems, TokenisedDataset, Windows
-from openrlhf.datasets.cache import Cacheable
-from openrlhf.datasets.preference import PairDataset
-from openrlhf.datasets.steps import StepsDataset
-from openrlhf.datasets.store import SampleStore
-from openrlhf.datasets.unpaired import UnpairedDataset
-from openrlhf.engine import precompute, weight_sync
-from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
-from openrlhf.engine.interfaces import (
+from openrlhf.agents.base import AgentExecutorBase, Engine, Reward, SingleTurnAgentExecutor
+from openrlhf.agents.mcp import McpServer
+from openrlhf.agents.tools import ToolServer
+from openrlhf.backends import offload
+from openrlhf.backends.base import (
     ModelGroup,
     Objective,
     Pending,
@@ -30,25 +20,39 @@ from openrlhf.engine.interfaces import (
     TrainableGroup,
     TrainEngine,
 )
-from openrlhf.engine.vllm_engine import VLLMEngine
-from openrlhf.objectives.actor import ActorObjective
-from openrlhf.objectives.balanced import BalancedObjective
-from openrlhf.objectives.critic import CriticObjective
-from openrlhf.objectives.dpo import DPOObjective
-from openrlhf.objectives.kd import DistillationObjective
-from openrlhf.objectives.kto import KTOObjective, MismatchedLogRatio
-from openrlhf.objectives.prm import ProcessObjective
-from openrlhf.objectives.ptx import PTXObjective
-from openrlhf.objectives.reference import Reference
-from openrlhf.objectives.rm import RewardObjective, ScoreMoments
-from openrlhf.objectives.sft import SFTObjective
-from openrlhf.observe.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, FrozenModel
+from openrlhf.backends.vllm import weight_sender
+from openrlhf.backends.vllm.engine import VLLMEngine
+from openrlhf.cluster import engine_pool, residency
+from openrlhf.cluster.engine_client import RayEngineClient
+from openrlhf.cluster.engine_pool import EngineActor, EnginePool
+from openrlhf.cluster.pending import Gathered
+from openrlhf.cluster.rank_groups import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
+from openrlhf.data import batches
+from openrlhf.data.batches import FirstItems, TokenisedDataset, Windows
+from openrlhf.data.cache import Cacheable
+from openrlhf.data.preference import PairDataset
+from openrlhf.data.steps import StepsDataset
+from openrlhf.data.store import SampleStore
+from openrlhf.data.unpaired import UnpairedDataset
+from openrlhf.observability.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
 from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout import dispatch
-from openrlhf.rollout.agents import UserExecutor
+from openrlhf.rollout.executors import UserExecutor
 from openrlhf.rollout.recorder import RecordingEngine
-from openrlhf.trainer import supervised
+from openrlhf.training import precompute, supervised
+from openrlhf.training.objectives.balanced import BalancedObjective
+from openrlhf.training.objectives.critic import CriticObjective
+from openrlhf.training.objectives.dpo import DPOObjective
+from openrlhf.training.objectives.kd import DistillationObjective
+from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio
+from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.prm import ProcessObjective
+from openrlhf.training.objectives.ptx import PTXObjective
+from openrlhf.training.objectives.reference import Reference
+from openrlhf.training.objectives.rm import RewardObjective, ScoreMoments
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import (
     ExperienceRow,
     Group,
@@ -58,9 +62,6 @@ from openrlhf.types import (
     StepsRow,
     UnpairedRow,
 )
-from openrlhf.utils.agent import AgentExecutorBase, Engine, Reward, SingleTurnAgentExecutor
-from openrlhf.utils.mcp_tools import McpServer
-from openrlhf.utils.tools import ToolServer
 
 ResultT = TypeVar("ResultT")
 RowT = TypeVar("RowT", bound=Row)
@@ -134,19 +135,19 @@ def answers(model: DeepSpeedEngine | FrozenModel) -> precompute.Answers:
     return model
 
 
-def offloadable(engine: DeepSpeedEngine) -> residency.Offloadable:
+def offloadable(engine: DeepSpeedEngine) -> offload.Offloadable:
     return engine
 
 
-def sendable(engine: DeepSpeedEngine) -> weight_sync.Sendable:
+def sendable(engine: DeepSpeedEngine) -> weight_sender.Sendable:
     return engine
 
 
-def transfer(by_gloo: weight_sync.GlooTransfer) -> weight_sync.Transfer:
+def transfer(by_gloo: weight_sender.GlooTransfer) -> weight_sender.Transfer:
     return by_gloo
 
 
-def engine_client(client: RayEngineClient) -> weight_sync.EngineClient:
+def engine_client(client: RayEngineClient) -> weight_sender.EngineClient:
     return client
 
 

@@ -24,10 +24,10 @@ from openrlhf.cli import (
     train_rm,
     train_sft,
 )
-from openrlhf.cli.task import check_lengths
 from openrlhf.config.parse import parse
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.training.task import check_lengths
 
 WAITING = re.compile(r"\d\d:\d\d:\d\d ")
 """How a line begins that says, on a slow machine, what a command waits for."""
@@ -208,7 +208,7 @@ def test_columns_are_looked_at_before_models(refused, files, command):
 
 def test_columns_are_looked_at_without_transformers():
     """Its import takes longer than all other checks together."""
-    code = "import sys, openrlhf.datasets.sources; sys.exit('transformers' in sys.modules)"
+    code = "import sys, openrlhf.data.sources; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

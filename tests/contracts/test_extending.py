@@ -26,8 +26,8 @@ def apply(diff: str, folder: Path) -> None:
 
 def test_an_estimator_and_a_loss_are_a_row_and_a_function() -> None:
     changed = [[name for name in files_of(diff) if name.startswith("openrlhf/")] for diff in DIFFS]
-    functions = "openrlhf/algos/advantages.py", "openrlhf/algos/policy_loss.py"
-    assert changed == [*([name, "openrlhf/algos/traits.py"] for name in functions), [], []]
+    functions = "openrlhf/algorithms/advantages.py", "openrlhf/algorithms/policy_loss.py"
+    assert changed == [*([name, "openrlhf/algorithms/traits.py"] for name in functions), [], []]
 
 
 def test_what_they_add_works(tmp_path: Path) -> None:

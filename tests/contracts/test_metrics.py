@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 from records import trajectory
 
-from openrlhf.cluster.worker import PHASES
+from openrlhf.backends.peak_memory import memory_metrics
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, RewardConfig
-from openrlhf.engine.peak_memory import memory_metrics
-from openrlhf.trainer.collect import Verdict
-from openrlhf.trainer.credit import assign_credit
-from openrlhf.trainer.diagnostics import rollout_metrics
-from openrlhf.trainer.evaluate import evaluation_metrics
+from openrlhf.training.collect import Verdict
+from openrlhf.training.credit import assign_credit
+from openrlhf.training.diagnostics import rollout_metrics
+from openrlhf.training.evaluate import evaluation_metrics
+from openrlhf.training.worker import PHASES
 from openrlhf.types import Batch, Outcome, Scores, Trajectory, runs
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import sys
 
 import cloudpickle
 
-from openrlhf.engine.vllm_engine import VLLMEngine
-from openrlhf.utils.agent import AgentExecutorBase
+from openrlhf.agents.base import AgentExecutorBase
+from openrlhf.backends.vllm.engine import VLLMEngine
 
 FAULT = "FAULT"
 PARTS = {"roll": "layers.1.self_attn.o_proj", "stale": "layers.0.mlp"}

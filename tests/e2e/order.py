@@ -82,7 +82,7 @@ class Reference(Rank):
 
 class Engine:
     def __init__(self, *_: Any) -> None:
-        from openrlhf.cluster.sampler import Groups
+        from openrlhf.cluster.engine_queue import Groups
 
         self.groups = Groups(self.run_group)
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, sampling_params
-from openrlhf.engine.weight_sync import WeightSender
+from openrlhf.backends.vllm.engine import EngineOptions, VLLMEngine, sampling_params
+from openrlhf.backends.vllm.weight_sender import WeightSender
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
 from openrlhf.models.generation import Decoding
 from openrlhf.models.loading import load_causal_lm

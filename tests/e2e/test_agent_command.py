@@ -10,9 +10,9 @@ import nemo_gym_server
 import pytest
 from processes import run_ranks
 
-from openrlhf.engine.distributed import free_port
+from openrlhf.backends.distributed import free_port
+from openrlhf.data.reasoning_gym import gym_rows
 from openrlhf.tasks.prepare import TaskFiles
-from openrlhf.tasks.reasoning_gym import gym_rows
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 

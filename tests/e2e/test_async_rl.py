@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from test_rl import COMMON, check_samplers_hold_the_trained_weights, tokens_of, train
 from transformers import AutoModelForCausalLM
 
-from openrlhf.observe.journal import read_journal
+from openrlhf.observability.journal import read_journal
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.types import Trajectory
 

@@ -13,10 +13,10 @@ import torch
 from processes import run_ranks
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from openrlhf.backends.distributed import leave_distributed
 from openrlhf.cli import batch_inference
 from openrlhf.config.commands import BATCH_INFERENCE
 from openrlhf.config.parse import parse
-from openrlhf.engine.distributed import leave_distributed
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.tasks.prepare import TaskFiles
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf.backends.vllm.stream import VLLMStream
 from openrlhf.cli import interactive_chat
 from openrlhf.config.commands import CHAT
 from openrlhf.config.parse import parse
-from openrlhf.engine.vllm_stream import VLLMStream
 from openrlhf.models.generation import Decoding
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.tasks.prepare import TaskFiles

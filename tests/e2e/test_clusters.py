@@ -19,7 +19,7 @@ import pytest
 import yaml
 from namespaces import needs_namespaces
 
-from openrlhf.engine.distributed import free_port
+from openrlhf.backends.distributed import free_port
 from openrlhf.tasks.prepare import TaskFiles
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from families import tiny_family
 
-from openrlhf.engine.vllm_engine import EngineOptions, engine_environment
+from openrlhf.backends.vllm.engine import EngineOptions, engine_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cpu_engines")]
 STANDIN = Path(__file__).parents[1] / "standins" / "gpu_engines"
@@ -75,7 +75,7 @@ def test_a_paused_request_goes_on_with_its_cache(run: Callable[..., dict]) -> No
 
 def test_vllm_tells_which_experts_read_each_token(run: Callable[..., dict]) -> None:
     """Also those that a request finds in the cache; and across a sync those that first read it, as
-    engine/vllm_routing.py does where vLLM cannot."""
+    backends/vllm/routing.py does where vLLM cannot."""
     found = run("gpu_routing", "Qwen3Moe", on_gpu=True)
     for answer, length, cached in zip(found["answers"], (148, 148, 152), (0, 128, 128), strict=True):
         assert answer == {"cached": cached, "shape": [length - 1, 2, 2], "type": "uint8", "differ": 0}

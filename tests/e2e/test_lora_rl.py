@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from test_async_rl import AHEAD, PLACES, check_log_probs, steps_of
 from test_rl import COMMON, check_samplers_hold_the_trained_weights, tokens_of, train
 
-from openrlhf.observe.journal import read_journal
+from openrlhf.observability.journal import read_journal
 from openrlhf.tasks.prepare import TaskFiles
 
 pytestmark = pytest.mark.usefixtures("running_ray")

@@ -12,8 +12,8 @@ import torch
 from processes import run_ranks
 from safetensors.torch import load_file
 
-from openrlhf.engine.resharding import MASTER, Checkpoint
-from openrlhf.observe.trackers import read_metrics
+from openrlhf.backends.deepspeed.resharding import MASTER, Checkpoint
+from openrlhf.observability.trackers import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.types import Metrics
 

@@ -20,7 +20,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from records import trajectory
 
-from openrlhf.cluster import engine_pool, environment, group, placement, weight_check
+from openrlhf.cluster import engine_pool, environment, placement, rank_groups, weight_check
 from openrlhf.cluster.launch import available_nodes, check_resources, start_ray
 from openrlhf.cluster.layout import ENGINES, layout_of
 from openrlhf.cluster.placement import Bundles, in_order, place
@@ -195,7 +195,7 @@ def held_by_others(*counts: int) -> Iterator[None]:
         placement_group([{"GPU": count}], "STRICT_PACK", f"run {i}", _soft_target_node_id=node)
         for i, (node, count) in enumerate(zip(ids, counts, strict=True))
     ]
-    ray.get([group.ready() for group in groups])
+    ray.get([rank_groups.ready() for group in groups])
     assert [placement_group_table(group)["bundles_to_node_id"][0] for group in groups] == ids
     try:
         yield
@@ -269,7 +269,7 @@ def test_who_shares_a_gpu_takes_turns(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(order, "LOG", tmp_path / "log")
     fakes = {"PolicyWorker": order.Policy, "CriticWorker": order.Critic, "FrozenWorker": order.Reference}
     for name, fake in fakes.items():
-        monkeypatch.setattr(group, name, fake)
+        monkeypatch.setattr(rank_groups, name, fake)
     monkeypatch.setattr(engine_pool, "EngineActor", order.Engine)
     for name in ("policy_tokenizer", "make_probe", "has_experts"):
         monkeypatch.setattr(weight_check, name, lambda *_: [])

@@ -2,8 +2,8 @@
 
 import pytest
 
+from openrlhf.backends.lr_schedule import lr_schedule
 from openrlhf.config.sections import OptimConfig
-from openrlhf.engine.lr_schedule import lr_schedule
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from test_rl import COMMON, train
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from openrlhf.observe.journal import read_journal
+from openrlhf.observability.journal import read_journal
 from openrlhf.tasks.prepare import TaskFiles
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("running_ray")]

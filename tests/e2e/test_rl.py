@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf.cli.train_ppo_ray import run
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
-from openrlhf.datasets.order import epoch_order
-from openrlhf.observe.journal import read_journal
-from openrlhf.observe.trackers import read_metrics
+from openrlhf.data.order import epoch_order
+from openrlhf.observability.journal import read_journal
+from openrlhf.observability.trackers import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.types import Trajectory, present
 

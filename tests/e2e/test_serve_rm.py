@@ -20,15 +20,15 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from openrlhf.agents.base import Reward, RewardError
+from openrlhf.backends.distributed import free_port
 from openrlhf.config.serve_rm import KEY_VARIABLE
-from openrlhf.engine.distributed import free_port
 from openrlhf.models.scorer import load_scorer
 from openrlhf.rewards import remote as remote_reward
 from openrlhf.rewards.remote import RemoteReward
-from openrlhf.serve.server import bind
+from openrlhf.serving.server import bind
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.types import PackedRow, Sample
-from openrlhf.utils.agent import Reward, RewardError
 
 KEY = "a-key-of-the-tests"
 MEAN, STD = 0.25, 0.5

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from namespaces import needs_namespaces
 
-from openrlhf.engine.distributed import free_port
-from openrlhf.observe.trackers import read_metrics
+from openrlhf.backends.distributed import free_port
+from openrlhf.observability.trackers import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
 
 ROOT = Path(__file__).parents[2]

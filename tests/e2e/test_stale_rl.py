@@ -7,7 +7,7 @@ import pytest
 from test_async_rl import AHEAD, FLAGS, PLACES, steps_of
 from test_rl import COMMON, train
 
-from openrlhf.observe.journal import journal_steps, read_table
+from openrlhf.observability.journal import journal_steps, read_table
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.types import Trajectory
 

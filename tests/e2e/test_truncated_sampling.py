@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_rl import COMMON, train
 
-from openrlhf.observe.journal import read_journal
+from openrlhf.observability.journal import read_journal
 from openrlhf.tasks.prepare import TaskFiles
 
 pytestmark = [pytest.mark.usefixtures("running_ray"), pytest.mark.slow]

@@ -14,8 +14,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from openrlhf.cli.train_ppo_ray import run
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
-from openrlhf.observe.journal import read_journal
-from openrlhf.observe.trackers import read_metrics
+from openrlhf.observability.journal import read_journal
+from openrlhf.observability.trackers import read_metrics
 from openrlhf.tasks.prepare_pictures import PictureFiles, prepare_pictures
 
 IMAGES = "--data.apply_chat_template --data.max_len 96"
@@ -103,7 +103,7 @@ SHOWS_MORE = '''
 from PIL import Image
 
 from openrlhf.tasks.picture import COLOURS, share_right
-from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+from openrlhf.agents.base import AgentInstanceBase, MultiTurnAgentExecutor
 
 
 class Shows(AgentInstanceBase):

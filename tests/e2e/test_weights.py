@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from families import FAMILIES, tiny_family
 
-from openrlhf.engine.distributed import free_port
-from openrlhf.engine.vllm_engine import EngineOptions, engine_environment
+from openrlhf.backends.distributed import free_port
+from openrlhf.backends.vllm.engine import EngineOptions, engine_environment
 
 
 def test_ranks_send_what_the_checkpoint_held(tmp_path: Path, run_worker: Callable) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from openrlhf.algos.logprobs import linear_log_probs, rows_of_chunk, sum_of_log_probs
+from openrlhf.algorithms.logprobs import linear_log_probs, rows_of_chunk, sum_of_log_probs
 from openrlhf.models.attention import PACKED, Packing, _attend, packed_attention, packing_kwargs
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel

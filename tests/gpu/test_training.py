@@ -11,13 +11,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+from openrlhf.backends.distributed import current_device, init_distributed, leave_distributed
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
-from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-from openrlhf.engine.distributed import current_device, init_distributed, leave_distributed
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.objectives.sft import SFTObjective
 from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import LossNorm, PackedRow, Sample
 
 pytestmark = [

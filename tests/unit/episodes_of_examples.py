@@ -8,12 +8,12 @@ from typing import Any
 
 from fake_engine import Engine
 
+from openrlhf.agents.base import AgentExecutorBase
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
-from openrlhf.rollout.agents import AgentSetting, UserExecutor
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
+from openrlhf.rollout.executors import AgentSetting, UserExecutor
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Prompt, Trajectory
-from openrlhf.utils.agent import AgentExecutorBase
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 TOKENIZER = tiny_tokenizer()

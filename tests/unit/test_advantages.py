@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.algos.advantages import (
+from openrlhf.algorithms.advantages import (
     COMPARISONS,
     center,
     discounted_returns,

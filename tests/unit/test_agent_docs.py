@@ -9,8 +9,8 @@ from fake_engine import Engine
 from namespaces import CAN_ISOLATE
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.rollout.agents import AgentSetting, UserExecutor
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
+from openrlhf.rollout.executors import AgentSetting, UserExecutor
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Prompt
 

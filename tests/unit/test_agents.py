@@ -9,14 +9,14 @@ from fake_engine import Engine
 
 from openrlhf.cli.rl_checks import check_files
 from openrlhf.config.ppo import PPOConfig, RolloutConfig, TrainConfig
-from openrlhf.rewards.user_file import ImportTimeout
-from openrlhf.rollout.agents import UserExecutor, check_agent_file
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
+from openrlhf.rollout.executors import UserExecutor, check_agent_file
 from openrlhf.rollout.results import _warn_of_another_context
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Outcome, Prompt, Trajectory
+from openrlhf.user_file import ImportTimeout
 
-HEAD = "import asyncio\nfrom openrlhf.utils.agent import AgentExecutorBase, RewardError\n"
+HEAD = "import asyncio\nfrom openrlhf.agents.base import AgentExecutorBase, RewardError\n"
 EXECUTE = (
     "    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):\n"
 )
@@ -241,7 +241,7 @@ CLASS = f"{HEAD}class AgentExecutor(AgentExecutorBase):\n"
         ("AgentExecutor = 3", "the file has no class AgentExecutor (its classes: none)"),
         (
             "class AgentExecutor: pass",
-            "AgentExecutor is no subclass of openrlhf.utils.agent.AgentExecutorBase",
+            "AgentExecutor is no subclass of openrlhf.agents.base.AgentExecutorBase",
         ),
         (f"{CLASS}    pass", "AgentExecutor does not define execute"),
         (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.algos.balance import estimated_cost, pack_to_budget, partition
+from openrlhf.data.packing import estimated_cost, pack_to_budget, partition
 
 lengths_lists = st.lists(st.integers(1, 30), max_size=30)
 

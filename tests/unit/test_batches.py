@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.datasets.batches import Windows
-from openrlhf.datasets.store import SampleStore
+from openrlhf.data.batches import Windows
+from openrlhf.data.store import SampleStore
 from openrlhf.types import PackedRow
 
 

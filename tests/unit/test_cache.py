@@ -10,19 +10,19 @@ import torch
 from processes import FORKSERVER
 from transformers import PreTrainedTokenizer
 
-from openrlhf.cli.task import build_train_set, load_tokenizer_of
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.commands import SFT
 from openrlhf.config.parse import parse
-from openrlhf.datasets.cache import (
+from openrlhf.data.cache import (
     cached,
     digest,
     file_digest,
     sampled_digest,
     tokenizer_digest,
 )
-from openrlhf.datasets.store import SampleStore
+from openrlhf.data.store import SampleStore
 from openrlhf.tasks.tiny_model import CHAT_TEMPLATE, tiny_chat_model, tiny_tokenizer
+from openrlhf.training.task import build_train_set, load_tokenizer_of
 
 KEY = {"rows": "abc", "options": {"max_len": 8}}
 
@@ -105,7 +105,7 @@ def test_another_kind_of_dataset_and_other_code_make_another_entry(tmp_path, mon
     builder = Builder([2])
     cached(Other, KEY, builder, cache_dir=str(tmp_path))
     assert builder.calls == 1
-    monkeypatch.setattr("openrlhf.datasets.cache._versions", lambda: {"code": "of tomorrow"})
+    monkeypatch.setattr("openrlhf.data.cache._versions", lambda: {"code": "of tomorrow"})
     build(tmp_path, builder)
     assert builder.calls == 2
 
@@ -278,7 +278,7 @@ def test_a_template_that_writes_the_date_is_another_one_tomorrow(monkeypatch):
         ]
 
     dated, plain = both()
-    monkeypatch.setattr("openrlhf.datasets.cache.date", Tomorrow)
+    monkeypatch.setattr("openrlhf.data.cache.date", Tomorrow)
     dated_tomorrow, plain_tomorrow = both()
     assert dated != dated_tomorrow
     assert plain == plain_tomorrow

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from test_chat_templates import ALL, MODELS, tokenizer_of
 
-from openrlhf.rewards.user_file import UnusableFile
-from openrlhf.rollout.agents import AgentSetting, UserExecutor, check_agent_file, load_agent
+from openrlhf.agents.chat_stream import CALL, ChatStream, TemplateProblem, probe
+from openrlhf.rollout.executors import AgentSetting, UserExecutor, check_agent_file, load_agent
 from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.utils.chat_stream import CALL, ChatStream, TemplateProblem, probe
+from openrlhf.user_file import UnusableFile
 
 ENDS = {name: model.eos for name, model in MODELS.items()} | dict.fromkeys(
     ("gemma2", "gemma3"), "<end_of_turn>"
 )
 AGENT = """
-from openrlhf.utils.openai_agent import OpenAIAgentExecutor
+from openrlhf.agents.openai import OpenAIAgentExecutor
 class AgentExecutor(OpenAIAgentExecutor):
     async def run_agent(self, prompt, label, session):
         return 0.0

@@ -12,10 +12,10 @@ from marked import marked
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from openrlhf.datasets.preference import build_pairs
-from openrlhf.datasets.sft import build_sft_samples
-from openrlhf.datasets.sources import Rows
-from openrlhf.datasets.unpaired import build_unpaired
+from openrlhf.data.preference import build_pairs
+from openrlhf.data.sft import build_sft_samples
+from openrlhf.data.sources import Rows
+from openrlhf.data.unpaired import build_unpaired
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

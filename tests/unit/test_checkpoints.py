@@ -5,8 +5,8 @@ import pytest
 
 from openrlhf.config.sections import CkptConfig
 from openrlhf.config.supervised import SFTConfig, TrainConfig
-from openrlhf.trainer.checkpoints import CheckpointFolder
-from openrlhf.trainer.origin import Origin
+from openrlhf.training.checkpoints import CheckpointFolder
+from openrlhf.training.origin import Origin
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from records import group_of, plain
 
 from openrlhf.config.ppo import AlgoConfig, PPOConfig, RewardConfig, RolloutConfig
-from openrlhf.datasets.sampler import PromptDataset, PromptSampler
+from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.rollout.dispatch import Dispatcher
-from openrlhf.trainer.collect import Admission, Collected, Collector, check_failures
+from openrlhf.training.collect import Admission, Collected, Collector, check_failures
 from openrlhf.types import Group, Prompt, Purpose, Sampled, Trajectory, no_work
 
 Score = float | None

@@ -44,7 +44,7 @@ from openrlhf.config.supervised_checks import (
     SUPERVISED_UNREAD,
 )
 from openrlhf.mesh import Mesh
-from openrlhf.trainer.origin import Origin, compare
+from openrlhf.training.origin import Origin, compare
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.algos.correction import CORRECTIONS, PROXIMAL_POLICIES, staleness_weights
-from openrlhf.algos.policy_loss import token_log_ratio
+from openrlhf.algorithms.corrections import CORRECTIONS, PROXIMAL_POLICIES, staleness_weights
+from openrlhf.algorithms.policy_loss import token_log_ratio
 
 COUNTS = torch.tensor([2, 3])
 RATIO = torch.tensor([0.25, 1.0, 4.0, 8.0, 2.0])  # geometric means 0.5 and 4

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.algos.traits import ESTIMATORS
+from openrlhf.algorithms.traits import ESTIMATORS
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
-from openrlhf.trainer.credit import assign_credit
+from openrlhf.training.credit import assign_credit
 from openrlhf.types import Batch, Credit, Metrics, Scores, Trajectory
 
 INDICES = count()

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import trajectory
 
-from openrlhf.algos.advantages import explained_variance
+from openrlhf.algorithms.advantages import explained_variance
 from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.models.self_check import transformers_attention
-from openrlhf.objectives.critic import CriticObjective
 from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.types import Batch, ExperienceRow, LossNorm
 
 

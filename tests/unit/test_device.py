@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from openrlhf import device
+from openrlhf.backends import distributed
+from openrlhf.backends.vllm.engine import EngineOptions, engine_environment
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.device import gpu_bytes, visible_index
-from openrlhf.engine import distributed
-from openrlhf.engine.vllm_engine import EngineOptions, engine_environment
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import records
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.observe.health import RULES
+from openrlhf.observability.health import RULES
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.tasks.word_problem import make_problems, worked_problem
-from openrlhf.trainer.diagnostics import rollout_metrics
+from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.types import Outcome, Trajectory
 
 

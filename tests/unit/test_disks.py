@@ -7,12 +7,12 @@ import pytest
 import torch.distributed as dist
 
 from openrlhf import files
+from openrlhf.backends import distributed
+from openrlhf.backends.distributed import machines_without
 from openrlhf.cluster import disks
 from openrlhf.cluster.disks import check_disks
 from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig, PPOTeacherConfig
 from openrlhf.config.sections import CkptConfig
-from openrlhf.engine import distributed
-from openrlhf.engine.distributed import machines_without
 
 PLACES = {
     "actor": ["b", "b", "c", "c"],

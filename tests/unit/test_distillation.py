@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from openrlhf.algos import logprobs
-from openrlhf.algos.distillation import Divergence, LinearHead, linear_divergence
+from openrlhf.algorithms import logprobs
+from openrlhf.algorithms.distillation import Divergence, LinearHead, linear_divergence
 
 A, H, TEACHER_H, V = 7, 4, 5, 9
 KINDS = get_args(Divergence)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from vllm.config.lora import MaxLoRARanks
 
-from openrlhf.cluster.engine_pool import engine_options
+from openrlhf.backends.vllm.engine import EngineOptions, VLLMEngine, _lora_arguments, engine_environment
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, ChatVllmConfig, InferenceVllmConfig
 from openrlhf.config.ppo import ActorConfig, PPOConfig, VllmConfig
 from openrlhf.config.sections import LoraConfig
-from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine, _lora_arguments, engine_environment
+from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
 
 FLAGS = {"enforce_eager": True, "gpu_memory_utilization": 0.5, "kv_cache_gb": 2.0}

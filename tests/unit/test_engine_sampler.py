@@ -1,4 +1,4 @@
-"""cluster/sampler.py between a dispatcher and an engine that answers when the test says so."""
+"""cluster/engine_queue.py between a dispatcher and an engine that answers when the test says so."""
 
 import asyncio
 from concurrent.futures import Future
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from openrlhf.cluster.sampler import EngineSampler, Groups
+from openrlhf.cluster.engine_queue import EngineSampler, Groups
 from openrlhf.types import Group, Prompt, Sampled, no_work
 
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from episodes_of_examples import END, EXAMPLES, play, told, turns
 
+from openrlhf.data.reasoning_gym import entry_of, gym_rows
 from openrlhf.environments.gym import GymExecutor
 from openrlhf.environments.packages import EXTRAS
 from openrlhf.environments.reasoning_gym import ReasoningGymExecutor
 from openrlhf.environments.textarena import TextArenaExecutor
-from openrlhf.rollout.agents import check_agent_file
-from openrlhf.tasks.reasoning_gym import entry_of, gym_rows
+from openrlhf.rollout.executors import check_agent_file
 from openrlhf.types import Outcome
 
 NEEDS_GEM = pytest.mark.skipif(sys.version_info >= (3, 12), reason="gem-llm has no release for this Python")

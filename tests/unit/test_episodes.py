@@ -8,12 +8,12 @@ from fake_engine import Engine
 from vllm.outputs import WeightVersionSpan
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from openrlhf.agents.base import AgentExecutorBase, Reward, RewardError, SingleTurnAgentExecutor
 from openrlhf.config.ppo import EvalConfig, PPOConfig, PromptDataConfig, RolloutConfig, TrainConfig
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Outcome, Prompt, Trajectory
-from openrlhf.utils.agent import AgentExecutorBase, Reward, RewardError, SingleTurnAgentExecutor
 
 PROMPT = Prompt(prompt_id=5, text="1 + 1 =", label="2", episode=3)
 TOKENIZER = tiny_tokenizer()

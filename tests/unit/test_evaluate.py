@@ -7,7 +7,7 @@ import records
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.trainer.evaluate import as_scores, evaluation_metrics, expected_best, ks_of
+from openrlhf.training.evaluate import as_scores, evaluation_metrics, expected_best, ks_of
 from openrlhf.types import Prompt, Trajectory
 
 

@@ -1,9 +1,9 @@
 from records import trajectory
 
 from openrlhf.config.sections import LoggerConfig
-from openrlhf.observe.failures import commonest_failure, headline
-from openrlhf.observe.observer import Observer
-from openrlhf.observe.run_folder import RunFolder
+from openrlhf.observability.failures import commonest_failure, headline
+from openrlhf.observability.observer import Observer
+from openrlhf.observability.run_folder import RunFolder
 from openrlhf.types import Outcome, Trajectory
 
 

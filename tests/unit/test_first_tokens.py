@@ -13,24 +13,24 @@ from records import trajectory
 from tokenizers import processors
 from tokenizers_of_users import llama_2_style
 
+from openrlhf.agents.base import Reward, SingleTurnAgentExecutor
 from openrlhf.cli import data, interactive_chat
 from openrlhf.config.commands import CHAT
 from openrlhf.config.parse import parse
-from openrlhf.datasets.cache import tokenizer_digest
-from openrlhf.datasets.inference import build_answers, build_questions
-from openrlhf.datasets.preference import build_pairs
-from openrlhf.datasets.prompts import build_prompts
-from openrlhf.datasets.sft import build_sft_samples
-from openrlhf.datasets.sources import Rows
-from openrlhf.datasets.steps import build_steps
-from openrlhf.datasets.unpaired import build_unpaired
+from openrlhf.data.cache import tokenizer_digest
+from openrlhf.data.inference import build_answers, build_questions
+from openrlhf.data.preference import build_pairs
+from openrlhf.data.prompts import build_prompts
+from openrlhf.data.sft import build_sft_samples
+from openrlhf.data.sources import Rows
+from openrlhf.data.steps import build_steps
+from openrlhf.data.unpaired import build_unpaired
 from openrlhf.rewards.models import RewardReader
-from openrlhf.serve.scoring import TextScorer
-from openrlhf.serve.server import text_of
+from openrlhf.serving.scoring import TextScorer
+from openrlhf.serving.server import text_of
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
+from openrlhf.text import first_token_ids
 from openrlhf.utils import prompt_token_ids
-from openrlhf.utils.agent import Reward, SingleTurnAgentExecutor
-from openrlhf.utils.text import first_token_ids
 
 WRITES_FIRST = "{{ bos_token }}{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
 WRITES_NONE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"

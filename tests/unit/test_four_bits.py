@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from openrlhf.cli.serve_rm import load
 from openrlhf.config.commands import BATCH_INFERENCE, CHAT, SERVE_RM
 from openrlhf.config.parse import parse
-from openrlhf.datasets.encode import Text
+from openrlhf.data.encode import Text
 from openrlhf.models.loading import load_generator
 from openrlhf.models.scorer import load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer

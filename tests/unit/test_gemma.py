@@ -11,18 +11,18 @@ from tiny_gemma import tiny_gemma3, tiny_gemma4
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from openrlhf.datasets.image_rows import ImageColumn, ImageTokens
-from openrlhf.datasets.prompts import build_prompts
-from openrlhf.datasets.sft import build_sft_samples
-from openrlhf.datasets.sources import Rows, load_rows
+from openrlhf.data.image_rows import ImageColumn, ImageTokens
+from openrlhf.data.prompts import build_prompts
+from openrlhf.data.sft import build_sft_samples
+from openrlhf.data.sources import Rows, load_rows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.models.self_check import settle_reading
 from openrlhf.models.vision import freeze_vision
-from openrlhf.objectives.sft import SFTObjective
+from openrlhf.text import num_tokens_read, stand_ins
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import LossNorm, PackedRow, Sample
-from openrlhf.utils.text import num_tokens_read, stand_ins
 
 ROWS = [
     {"input": "<image>What?", "output": "red", "images": ["a.png"]},

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from openrlhf.datasets import growing
-from openrlhf.datasets.growing import GrowingArray
-from openrlhf.datasets.store import SampleStore
+from openrlhf.data import growing
+from openrlhf.data.growing import GrowingArray
+from openrlhf.data.store import SampleStore
 
 
 @pytest.fixture(autouse=True)

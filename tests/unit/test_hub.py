@@ -9,10 +9,10 @@ import torch
 
 from openrlhf import hub
 from openrlhf.cluster import environment
-from openrlhf.datasets.sources import check_columns, load_rows, rows_digest
+from openrlhf.data.sources import check_columns, load_rows, rows_digest
 from openrlhf.hub import choose_hub, model_folder
 from openrlhf.models import loading
-from openrlhf.observe.model_card import _is_on_hub
+from openrlhf.observability.model_card import _is_on_hub
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
 NAME, FLAG = "nobody/tiny", "--model.model_name_or_path"

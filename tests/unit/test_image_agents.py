@@ -10,14 +10,14 @@ from fake_engine import Engine
 from PIL import Image as PILImage
 from transformers import AutoProcessor
 
+from openrlhf.agents.base import Reward, SingleTurnAgentExecutor
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
-from openrlhf.datasets.pictures import decoded, encoded
-from openrlhf.rollout.agents import AgentSetting, UserExecutor, check_agent_file
+from openrlhf.data.pictures import decoded, encoded
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
+from openrlhf.rollout.executors import AgentSetting, UserExecutor, check_agent_file
 from openrlhf.tasks.tiny_vision_model import IMAGE_TOKEN, PLACEHOLDER, tiny_vision_model
+from openrlhf.text import placeholder, with_placeholders
 from openrlhf.types import Image, Outcome, Prompt, Trajectory
-from openrlhf.utils.agent import Reward, SingleTurnAgentExecutor
-from openrlhf.utils.text import placeholder, with_placeholders
 
 FLAG = "--train.agent_func_path"
 TEXT = f"<|user|>{PLACEHOLDER}Where?<|end|><|assistant|>"
@@ -28,7 +28,7 @@ WIDE = PILImage.new("RGB", (112, 56), "blue")
 STEP = """
 import io
 from PIL import Image
-from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+from openrlhf.agents.base import AgentInstanceBase, MultiTurnAgentExecutor
 
 class Instance(AgentInstanceBase):
     async def step(self, states, **kwargs):
@@ -168,7 +168,7 @@ def test_pictures_that_cannot_be_shown(tmp_path: Path, processor, step: str, tex
 
 
 TOLD = """
-from openrlhf.utils.agent import AgentExecutorBase
+from openrlhf.agents.base import AgentExecutorBase
 
 class AgentExecutor(AgentExecutorBase):
     async def execute(self, prompt, label, sampling_params, hf_tokenizer, llm_engine, images):
@@ -196,7 +196,7 @@ def test_an_executor_that_takes_no_images_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="execute has no parameter images"):
         check_agent_file(str(path), FLAG, limits=("images",))
     path.write_text(
-        "from openrlhf.utils.agent import AgentExecutorBase\n\nclass AgentExecutor(AgentExecutorBase):\n"
+        "from openrlhf.agents.base import AgentExecutorBase\n\nclass AgentExecutor(AgentExecutorBase):\n"
         "    def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):\n"
         "        super().__init__(None, max_steps, max_length, llm_engine, hf_tokenizer, result_queue)\n"
     )

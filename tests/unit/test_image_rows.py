@@ -11,23 +11,23 @@ import torch
 from PIL import Image as PILImage
 from transformers import AutoProcessor, AutoTokenizer
 
-from openrlhf.cli.rl_data import build_prompt_datasets
-from openrlhf.cli.task import tokenise
 from openrlhf.cli.train_dpo import DPOTask
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.commands import DPO, SFT
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig
-from openrlhf.datasets import image_rows
-from openrlhf.datasets.bad_rows import BadRow
-from openrlhf.datasets.image_rows import ImageColumn, ImageTokens, place_images
-from openrlhf.datasets.preference import build_pairs
-from openrlhf.datasets.prompts import build_prompts
-from openrlhf.datasets.sampler import PromptDataset, PromptSampler
-from openrlhf.datasets.sft import build_sft_samples
-from openrlhf.datasets.sources import load_rows
+from openrlhf.data import image_rows
+from openrlhf.data.bad_rows import BadRow
+from openrlhf.data.image_rows import ImageColumn, ImageTokens, place_images
+from openrlhf.data.preference import build_pairs
+from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
+from openrlhf.data.prompts import build_prompts
+from openrlhf.data.sft import build_sft_samples
+from openrlhf.data.sources import load_rows
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
+from openrlhf.training.rl_data import build_prompt_datasets
+from openrlhf.training.task import tokenise
 
 SIZES = {
     "square.png": (56, 56),

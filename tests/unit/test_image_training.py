@@ -9,19 +9,19 @@ from PIL import Image as PILImage
 from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from openrlhf.datasets.image_rows import ImageColumn, ImageTokens, check_same_images
-from openrlhf.datasets.preference import build_pairs
-from openrlhf.datasets.sft import build_sft_samples
-from openrlhf.datasets.sources import load_rows
+from openrlhf.data.image_rows import ImageColumn, ImageTokens, check_same_images
+from openrlhf.data.preference import build_pairs
+from openrlhf.data.sft import build_sft_samples
+from openrlhf.data.sources import load_rows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
-from openrlhf.objectives.dpo import DPOObjective, pair_log_probs
-from openrlhf.objectives.kd import DistillationObjective
-from openrlhf.objectives.rm import RewardObjective
-from openrlhf.objectives.sft import SFTObjective
 from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
+from openrlhf.training.objectives.dpo import DPOObjective, pair_log_probs
+from openrlhf.training.objectives.kd import DistillationObjective
+from openrlhf.training.objectives.rm import RewardObjective
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import LossNorm, PackedRow, PairRow
 
 ROWS = [

@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image as PILImage
 
-from openrlhf.datasets import image_urls, images
-from openrlhf.datasets.files import Part
-from openrlhf.datasets.image_urls import fetch, public_addresses
-from openrlhf.datasets.images import ImageSources, image_header, image_identity, load_image
-from openrlhf.datasets.sources import load_rows
+from openrlhf.data import image_urls, images
+from openrlhf.data.files import Part
+from openrlhf.data.image_urls import fetch, public_addresses
+from openrlhf.data.images import ImageSources, image_header, image_identity, load_image
+from openrlhf.data.sources import load_rows
 
 HOST = "pictures.test"
 

@@ -1,16 +1,16 @@
 import pytest
 import torch
 
-from openrlhf.datasets.conversation import Conversation
-from openrlhf.datasets.inference import (
+from openrlhf.data.conversation import Conversation
+from openrlhf.data.inference import (
     build_answers,
     build_questions,
     fingerprint,
     iteration,
     with_suffix,
 )
-from openrlhf.datasets.preference import build_pairs
-from openrlhf.datasets.sources import Rows
+from openrlhf.data.preference import build_pairs
+from openrlhf.data.sources import Rows
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

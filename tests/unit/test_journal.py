@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from processes import FORKSERVER
 
 from openrlhf.config.sections import LoggerConfig
-from openrlhf.observe import journal as journal_module
-from openrlhf.observe.journal import (
+from openrlhf.observability import journal as journal_module
+from openrlhf.observability.journal import (
     Journal,
     Trained,
     journal_steps,
@@ -28,9 +28,9 @@ from openrlhf.observe.journal import (
     read_rows,
     read_table,
 )
-from openrlhf.observe.observer import Observer
-from openrlhf.observe.rollout_table import to_table, to_trajectories
-from openrlhf.observe.run_folder import RunFolder
+from openrlhf.observability.observer import Observer
+from openrlhf.observability.rollout_table import to_table, to_trajectories
+from openrlhf.observability.run_folder import RunFolder
 from openrlhf.types import Batch, Image, Outcome, Prompt, Trajectory, runs
 
 TWO_TURNS = Trajectory(

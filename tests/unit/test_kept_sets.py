@@ -17,7 +17,7 @@ from vllm.logprobs import append_logprobs_for_next_position, create_sample_logpr
 from vllm.outputs import CompletionOutput
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only, apply_top_k_top_p_pytorch
 
-from openrlhf.algos.logprobs import linear_log_probs
+from openrlhf.algorithms.logprobs import linear_log_probs
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.rollout.recorder import RecordingEngine

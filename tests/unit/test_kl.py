@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from openrlhf.algos.kl import KL_ESTIMATORS, KLController, approx_kl
+from openrlhf.algorithms.kl import KL_ESTIMATORS, KLController, approx_kl
 
 
 def test_estimators_by_hand():

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrlhf.backends.offload import DeviceMemory, optimizer_present
+from openrlhf.backends.vllm.engine import memory_share
 from openrlhf.cli.train_ppo_ray import plan, settle
 from openrlhf.cluster import residency, roles
 from openrlhf.cluster.layout import (
@@ -22,13 +24,7 @@ from openrlhf.cluster.layout import (
     layout_of,
     resource_problems,
 )
-from openrlhf.cluster.residency import (
-    DeviceMemory,
-    ExclusiveDevices,
-    Residency,
-    free_share,
-    optimizer_present,
-)
+from openrlhf.cluster.residency import ExclusiveDevices, Residency, free_share
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import (
@@ -44,7 +40,6 @@ from openrlhf.config.ppo import (
     TrainConfig,
     VllmConfig,
 )
-from openrlhf.engine.vllm_engine import memory_share
 from openrlhf.mesh import Mesh
 
 COUNTS = st.integers(1, 4)

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from openrlhf.observe.lock import locked
+from openrlhf.observability.lock import locked
 
 HOLD = """
 import sys, time
-from openrlhf.observe.lock import locked
+from openrlhf.observability.lock import locked
 with locked(sys.argv[1], flag="--x"):
     print("held", flush=True)
     time.sleep(60)

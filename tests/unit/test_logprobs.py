@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from openrlhf.algos import logprobs
-from openrlhf.algos.logprobs import linear_log_probs, linear_logits, rows_of_chunk, sum_of_log_probs
+from openrlhf.algorithms import logprobs
+from openrlhf.algorithms.logprobs import linear_log_probs, linear_logits, rows_of_chunk, sum_of_log_probs
 
 A, H, V = 11, 5, 17
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from openrlhf.backends.lr_schedule import lr_schedule
 from openrlhf.config.choices import LR_SCHEDULERS
 from openrlhf.config.sections import OptimConfig
-from openrlhf.engine.lr_schedule import lr_schedule
 
 
 def rates(name: str, total: int, warmup: float, **flags) -> list[float]:

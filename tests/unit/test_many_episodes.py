@@ -14,8 +14,8 @@ import pytest
 from fake_engine import Engine
 
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
-from openrlhf.rollout.agents import AgentSetting, UserExecutor
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
+from openrlhf.rollout.executors import AgentSetting, UserExecutor
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Outcome, Prompt, Trajectory
 
@@ -41,7 +41,7 @@ STEP_TIMEOUT, EPISODE_TIMEOUT = 3.0, 4.0
 ENVIRONMENT = f"""
 import asyncio
 import weakref
-from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor, RewardError
+from openrlhf.agents.base import AgentInstanceBase, MultiTurnAgentExecutor, RewardError
 
 ALIVE = weakref.WeakSet()
 
@@ -76,8 +76,8 @@ class AgentExecutor(MultiTurnAgentExecutor):
 WITH_A_CLIENT = f"""
 import asyncio
 import weakref
-from openrlhf.utils.agent import RewardError
-from openrlhf.utils.openai_agent import OpenAIAgentExecutor
+from openrlhf.agents.base import RewardError
+from openrlhf.agents.openai import OpenAIAgentExecutor
 
 ALIVE = weakref.WeakSet()
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tool_episodes import END, call, play, said
 
+from openrlhf.agents.base import StepTimeout
+from openrlhf.agents.mcp import McpServer
 from openrlhf.types import Outcome
-from openrlhf.utils.agent import StepTimeout
-from openrlhf.utils.mcp_tools import McpServer
 
 ROOT = Path(__file__).parents[2]
 SERVER = '''

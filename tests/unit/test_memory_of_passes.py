@@ -9,7 +9,7 @@ import pytest
 
 FAULTS = """
 import resource, torch
-from openrlhf.engine.distributed import init_distributed
+from openrlhf.backends.distributed import init_distributed
 init_distributed()
 def a_pass():
     return torch.full((10_000_000,), 1.0).sum()  # 40 MB, above the most that glibc keeps by itself

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from openrlhf.datasets.batches import Windows
-from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-from openrlhf.engine.distributed import ModelParallelUnit, ProcessMesh
-from openrlhf.engine.optimizer_state import OptimizerState
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
+from openrlhf.backends.distributed import ModelParallelUnit, ProcessMesh
+from openrlhf.data.batches import Windows
 from openrlhf.mesh import Coordinates, Mesh
 from openrlhf.types import LossNorm, PackedRow, Sample
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.algos.mismatch import MismatchWatch, check_mismatch, fresh_gap, mismatch_metrics
+from openrlhf.algorithms.mismatch import MismatchWatch, check_mismatch, fresh_gap, mismatch_metrics
 
 NOW, SAMPLER = torch.full((5,), -1.0), torch.tensor([-1.0, -1, -2, -3, -3])
 

@@ -3,9 +3,9 @@
 import pytest
 from huggingface_hub import ModelCard
 
-from openrlhf.observe import model_card
-from openrlhf.observe.model_card import push_to_hub, write_model_card
-from openrlhf.observe.run_folder import RunFolder
+from openrlhf.observability import model_card
+from openrlhf.observability.model_card import push_to_hub, write_model_card
+from openrlhf.observability.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.models.self_check import read_one_by_one
-from openrlhf.objectives.actor import ActorObjective
-from openrlhf.objectives.balanced import BalancedObjective
-from openrlhf.objectives.critic import CriticObjective
-from openrlhf.objectives.rm import RewardObjective
-from openrlhf.objectives.sft import SFTObjective
+from openrlhf.training.objectives.balanced import BalancedObjective
+from openrlhf.training.objectives.critic import CriticObjective
+from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.rm import RewardObjective
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import ExperienceRow, LossNorm, PackedRow, Pair, PairRow, Sample
 
 SHAPE = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from openrlhf.engine.distributed import ProcessMesh
-from openrlhf.engine.moving_average import MovingAverage
+from openrlhf.backends.deepspeed.moving_average import MovingAverage
+from openrlhf.backends.distributed import ProcessMesh
 
 
 def averaged(*weights: Tensor, beta: float, num_parts: int = 1) -> tuple[MovingAverage, list[nn.Parameter]]:

@@ -10,8 +10,8 @@ import pytest
 from fake_engine import Engine
 
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
-from openrlhf.rollout.agents import AgentSetting, UserExecutor, check_agent_file
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
+from openrlhf.rollout.executors import AgentSetting, UserExecutor, check_agent_file
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Outcome, Prompt, Trajectory
 
@@ -45,7 +45,7 @@ def play(
 
 
 NAMES = "AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor"
-IMPORTS = f"import torch\nfrom openrlhf.utils.agent import {NAMES}\n"
+IMPORTS = f"import torch\nfrom openrlhf.agents.base import {NAMES}\n"
 STEP = """
     async def reset(self, states, **kwargs):
         assert states == {"observation": "1 + 1 =", "label": "2"}

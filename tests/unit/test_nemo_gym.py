@@ -11,11 +11,11 @@ from episodes_of_examples import END, EXAMPLES, TOKENIZER, as_tokens, tokens, to
 from fake_engine import Engine, log_prob
 from nemo_gym_server import NemoGym, row
 
+from openrlhf.backends.distributed import free_port
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
-from openrlhf.engine.distributed import free_port
 from openrlhf.environments.nemo_gym import SESSION, NeMoGymExecutor, rows
-from openrlhf.rollout.agents import AgentSetting, UserExecutor, check_agent_file
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
+from openrlhf.rollout.executors import AgentSetting, UserExecutor, check_agent_file
 from openrlhf.types import Outcome, Prompt, Trajectory
 
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from records import batch_of, trajectory
 from torch import Tensor, nn
 
-from openrlhf.algos.logprobs import linear_log_probs
-from openrlhf.algos.traits import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, PROXIMAL_POLICIES
+from openrlhf.algorithms.logprobs import linear_log_probs
+from openrlhf.algorithms.traits import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, PROXIMAL_POLICIES
 from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, RolloutConfig
-from openrlhf.objectives.actor import ActorObjective
-from openrlhf.objectives.sft import SFTObjective
+from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import Batch, ExperienceRow, LossNorm, PackedRow, Sample, present
 
 VOCAB = 7

@@ -10,12 +10,12 @@ import openai
 import pytest
 from fake_engine import Engine
 
+from openrlhf.agents.openai import OpenAIAgentExecutor, Session
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
-from openrlhf.rollout.agents import AgentSetting, UserExecutor, check_agent_file
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
+from openrlhf.rollout.executors import AgentSetting, UserExecutor, check_agent_file
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Outcome, Prompt, Trajectory
-from openrlhf.utils.openai_agent import OpenAIAgentExecutor, Session
 
 TOKENIZER = tiny_tokenizer()
 END = "<|end|>"
@@ -332,7 +332,7 @@ def test_a_limit_of_turns() -> None:
 def test_an_executor_without_an_agent_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
     path.write_text(
-        "from openrlhf.utils.openai_agent import OpenAIAgentExecutor\n"
+        "from openrlhf.agents.openai import OpenAIAgentExecutor\n"
         "class AgentExecutor(OpenAIAgentExecutor):\n    pass\n"
     )
     with pytest.raises(ValueError, match="AgentExecutor does not define run_agent"):

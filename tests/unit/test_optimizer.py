@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers as hf
 
-from openrlhf.cluster import worker
+from openrlhf.backends import distributed
+from openrlhf.backends.deepspeed.engine import _optimizer
+from openrlhf.cluster import actors
 from openrlhf.config.sections import AdamConfig, OptimConfig
-from openrlhf.engine import distributed
-from openrlhf.engine.deepspeed_engine import _optimizer
 from openrlhf.models.backbone import RowModel
 
 SIZE = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -75,6 +75,6 @@ def test_ranks_of_a_node_are_as_many_as_its_gpus(monkeypatch: pytest.MonkeyPatch
     """Ray lets each see its own alone."""
     nodes = [{"NodeID": "a", "Resources": {"CPU": 8.0}}, {"NodeID": "b", "Resources": {"GPU": 4.0}}]
     context = SimpleNamespace(get_node_id=lambda: "b")
-    monkeypatch.setattr(worker.ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(worker.ray, "get_runtime_context", lambda: context)
-    assert worker.gpus_of_node() == 4
+    monkeypatch.setattr(actors.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(actors.ray, "get_runtime_context", lambda: context)
+    assert actors.gpus_of_node() == 4

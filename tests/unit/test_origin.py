@@ -11,7 +11,7 @@ from openrlhf.config.fields import fields_of, values_of, with_values
 from openrlhf.config.parse import SECRETS
 from openrlhf.config.resume import CONTENT, FREE, FREE_SECTIONS, Change, change_of, remarks_of
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.trainer.origin import Origin, compare
+from openrlhf.training.origin import Origin, compare
 
 TYPES = {c.name: c.config_type for c in COMMANDS if "ckpt.load_enable" in fields_of(c.config_type)}
 FLAGS = [(name, key) for name, type_ in TYPES.items() for key in fields_of(type_) if key not in SECRETS]

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from openrlhf.engine import peak_memory
-from openrlhf.engine.peak_memory import PeakMemory, memory_metrics
+from openrlhf.backends import peak_memory
+from openrlhf.backends.peak_memory import PeakMemory, memory_metrics
 
 MIB = 2**20
 

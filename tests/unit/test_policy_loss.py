@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from openrlhf.algos.policy_loss import cispo_loss, clipped_loss, sequence_log_ratio, token_log_ratio
+from openrlhf.algorithms.policy_loss import cispo_loss, clipped_loss, sequence_log_ratio, token_log_ratio
 
 COUNTS = torch.tensor([2, 0, 1])
 

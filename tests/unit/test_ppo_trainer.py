@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from records import trajectory
 
-from openrlhf.algos.kl import KLController
+from openrlhf.algorithms.kl import KLController
 from openrlhf.config.choices import Failure
 from openrlhf.config.ppo import (
     AdvantageConfig,
@@ -27,14 +27,14 @@ from openrlhf.config.ppo import (
     TrainConfig,
 )
 from openrlhf.config.sections import LoggerConfig
-from openrlhf.datasets.sampler import PromptDataset, PromptSampler
-from openrlhf.observe.journal import journal_steps, read_journal, read_table
-from openrlhf.observe.observer import Observer
-from openrlhf.observe.progress import Progress
-from openrlhf.observe.run_folder import RunFolder
-from openrlhf.observe.trackers import read_metrics
-from openrlhf.trainer.checkpoints import CheckpointFolder
-from openrlhf.trainer.ppo import PPOTrainer, restore
+from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
+from openrlhf.observability.journal import journal_steps, read_journal, read_table
+from openrlhf.observability.observer import Observer
+from openrlhf.observability.progress import Progress
+from openrlhf.observability.run_folder import RunFolder
+from openrlhf.observability.trackers import read_metrics
+from openrlhf.training.checkpoints import CheckpointFolder
+from openrlhf.training.ppo import PPOTrainer, restore
 from openrlhf.types import Batch, Group, Outcome, Prompt, Purpose, Schedule, Trajectory, Updated, runs
 
 PROMPTS = [Prompt(prompt_id=i, text=f"prompt {i}") for i in range(8)]

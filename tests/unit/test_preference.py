@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marked import marked
 
-from openrlhf.datasets.cache import cached
-from openrlhf.datasets.preference import PairDataset, build_pairs
-from openrlhf.datasets.sft import build_sft_samples
-from openrlhf.datasets.sources import Rows
+from openrlhf.data.cache import cached
+from openrlhf.data.preference import PairDataset, build_pairs
+from openrlhf.data.sft import build_sft_samples
+from openrlhf.data.sources import Rows
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import PairRow
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openrlhf.algos.preference_loss import dpo_loss, ipo_loss, kto_loss, pairwise_loss
+from openrlhf.algorithms.preference_loss import dpo_loss, ipo_loss, kto_loss, pairwise_loss
 
 finite = st.floats(-50, 50)
 FAR = [-1e4, -50.0, 0.0, 50.0, 1e4]

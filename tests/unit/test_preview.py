@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from openrlhf.cli.data import USAGE, main
-from openrlhf.observe.preview import Preview, coloured_text, histogram, plain_text, sides_of, stretches_of
+from openrlhf.observability.preview import (
+    Preview,
+    coloured_text,
+    histogram,
+    plain_text,
+    sides_of,
+    stretches_of,
+)
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tasks.tiny_vision_model import IMAGE_TOKEN, tiny_vision_tokenizer
 from openrlhf.types import Pair, Sample, Steps, UnpairedExample

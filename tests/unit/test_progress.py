@@ -12,8 +12,8 @@ import tty
 
 import pytest
 
-from openrlhf.observe import progress as progress_module
-from openrlhf.observe.progress import (
+from openrlhf.observability import progress as progress_module
+from openrlhf.observability.progress import (
     Progress,
     StepClock,
     clean_text,

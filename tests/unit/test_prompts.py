@@ -5,12 +5,12 @@ from itertools import chain
 
 import pytest
 
-from openrlhf.cli.rl_data import build_prompt_datasets
 from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig
-from openrlhf.datasets.prompts import LONG_PROMPT, build_prompts, source_names
-from openrlhf.datasets.sampler import PromptDataset, PromptSampler
-from openrlhf.datasets.sources import Rows, load_rows
+from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
+from openrlhf.data.prompts import LONG_PROMPT, build_prompts, source_names
+from openrlhf.data.sources import Rows, load_rows
 from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.training.rl_data import build_prompt_datasets
 from openrlhf.types import Prompt
 
 OPTIONS = {
@@ -265,7 +265,7 @@ def test_resuming_with_changed_texts_is_refused():
 
 @pytest.mark.parametrize("in_memory", [0, 100, 10**6])
 def test_many_prompts_are_made_of_their_rows_again(tokenizer, monkeypatch, in_memory):
-    monkeypatch.setattr("openrlhf.datasets.prompts.IN_MEMORY", in_memory)
+    monkeypatch.setattr("openrlhf.data.prompts.IN_MEMORY", in_memory)
     rows = [{"input": f"prompt {i}", "answer": i} for i in range(20)]
     prompts = build(rows, tokenizer, label_key="answer", first_id=5, apply_chat_template=False)
     expected = [

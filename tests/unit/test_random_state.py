@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from openrlhf.engine.random_state import load_random_state, save_random_state, saved_ranks
+from openrlhf.backends.random_state import load_random_state, save_random_state, saved_ranks
 
 
 def draw() -> list[float]:

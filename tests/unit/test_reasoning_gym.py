@@ -11,10 +11,10 @@ from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import EvalConfig, PPOConfig, PromptDataConfig, RewardConfig
 from openrlhf.config.reasoning_gym import GYM_VERIFIER, parse_gym
-from openrlhf.datasets.prompts import build_prompts
-from openrlhf.datasets.sources import check_columns, load_rows, rows_digest
+from openrlhf.data.prompts import build_prompts
+from openrlhf.data.reasoning_gym import NOT_REPEATABLE, entry_of, gym_dataset, gym_rows
+from openrlhf.data.sources import check_columns, load_rows, rows_digest
 from openrlhf.rewards.function import RewardFunction, check_reward_file
-from openrlhf.tasks.reasoning_gym import NOT_REPEATABLE, entry_of, gym_dataset, gym_rows
 from openrlhf.tasks.reasoning_gym_reward import extract_answer, reward_func
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 
@@ -131,7 +131,7 @@ def test_a_label_of_another_problem_is_an_error():
 
 LABELS = """
 import json, sys
-from openrlhf.tasks import reasoning_gym
+from openrlhf.data import reasoning_gym
 reasoning_gym.NOT_REPEATABLE = ()
 names = json.loads(sys.argv[1])
 rows = {n: list(reasoning_gym.gym_rows(f"reasoning_gym:{n}?size=4&seed=5", "--flag")) for n in names}

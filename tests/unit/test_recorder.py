@@ -13,8 +13,8 @@ from vllm.outputs import WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from openrlhf.datasets.pictures import decoded, encoded
-from openrlhf.rollout.agents import EnvironmentFailed
+from openrlhf.data.pictures import decoded, encoded
+from openrlhf.rollout.executors import EnvironmentFailed
 from openrlhf.rollout.recorder import FREE, RecordingEngine
 from openrlhf.rollout.seeds import seed_at
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.algos.reduce import (
+from openrlhf.algorithms.reductions import (
     constant_length_mean,
     mean,
     sample_mean,

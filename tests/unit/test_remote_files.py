@@ -10,8 +10,8 @@ import datasets
 import fsspec
 import pytest
 
-from openrlhf.datasets import remote
-from openrlhf.datasets.sources import check_columns, load_rows, rows_digest
+from openrlhf.data import remote
+from openrlhf.data.sources import check_columns, load_rows, rows_digest
 
 FLAG = "--data.dataset"
 ROWS = [{"input": "a"}, {"input": "b"}]

@@ -13,13 +13,13 @@ import pytest
 from aiohttp import web
 from fake_engine import Engine
 
+from openrlhf.agents.base import AgentExecutorBase, Reward, RewardError
 from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.rewards import remote as remote_reward
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
-from openrlhf.trainer.collect import check_failures
+from openrlhf.training.collect import check_failures
 from openrlhf.types import Outcome, Prompt, Trajectory
-from openrlhf.utils.agent import AgentExecutorBase, Reward, RewardError
 
 Answer = Callable[[dict, int], Awaitable[web.Response]]
 """(what is asked, which request this is) -> what is answered."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from openrlhf.observe.journal import Journal
-from openrlhf.observe.report import (
+from openrlhf.observability.journal import Journal
+from openrlhf.observability.report import (
     _is_noisy,
     _running_mean,
     _thin,
@@ -20,8 +20,8 @@ from openrlhf.observe.report import (
     print_samples,
     write_report,
 )
-from openrlhf.observe.run_folder import RunFolder, to_json
-from openrlhf.observe.trackers import JsonlTracker
+from openrlhf.observability.run_folder import RunFolder, to_json
+from openrlhf.observability.trackers import JsonlTracker
 from openrlhf.types import Outcome, Prompt, Trajectory, runs
 
 HOSTILE = "\x1b[2J\x9b<script>alert(1)</script><img src=x onerror=alert(2)>\"'&[bold]\ud800"
@@ -90,7 +90,7 @@ def test_an_installed_package_has_the_template():
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     others = {path for path in (root / "openrlhf").rglob("*.*") if path.suffix not in (".py", ".pyc")}
     assert {path for pattern in listed["openrlhf"] for path in (root / "openrlhf").glob(pattern)} == others
-    assert resources.files("openrlhf.observe").joinpath("report.html.j2").is_file()
+    assert resources.files("openrlhf.observability").joinpath("report.html.j2").is_file()
 
 
 def test_a_report_shows_the_run(tmp_path):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from openrlhf.engine.distributed import ProcessMesh
-from openrlhf.engine.moving_average import MovingAverage
-from openrlhf.engine.resharding import MASTER, Checkpoint, SavedStates, check_same_model, slice_of
+from openrlhf.backends.deepspeed.moving_average import MovingAverage
+from openrlhf.backends.deepspeed.resharding import MASTER, Checkpoint, SavedStates, check_same_model, slice_of
+from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.mesh import Mesh
 
 SIZES = (1, 2, 3, 5, 8)

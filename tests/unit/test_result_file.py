@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.datasets.result_file import (
+from openrlhf.data.result_file import (
     ResultFile,
     check_origin,
     finished,

@@ -11,12 +11,12 @@ import pytest
 import torch
 from records import trajectory
 
+from openrlhf.agents.base import Reward, RewardError
 from openrlhf.rewards import process
 from openrlhf.rewards.function import RewardFunction, check_reward_file
-from openrlhf.rewards.user_file import ImportTimeout, UserFiles
 from openrlhf.rewards.values import read_rewards
-from openrlhf.trainer.diagnostics import rollout_metrics
-from openrlhf.utils.agent import Reward, RewardError
+from openrlhf.training.diagnostics import rollout_metrics
+from openrlhf.user_file import ImportTimeout, UserFiles
 
 
 def reward(value, score=None, **logs):
@@ -112,7 +112,7 @@ def test_what_may_not(answer, text):
 
 USER_FILE = """
 import os, sys, time
-from openrlhf.utils.agent import RewardError
+from openrlhf.agents.base import RewardError
 
 class Unpicklable(Exception):
     def __init__(self, one, two):

@@ -13,8 +13,8 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers_of_users import llama_2_style
 from transformers import PreTrainedTokenizerFast
 
-from openrlhf.datasets.prompts import build_prompts
-from openrlhf.datasets.sources import Rows
+from openrlhf.data.prompts import build_prompts
+from openrlhf.data.sources import Rows
 from openrlhf.models.scorer import check_reward_model, load_scorer
 from openrlhf.rewards.models import (
     RewardReader,
@@ -24,9 +24,9 @@ from openrlhf.rewards.models import (
     short_names,
 )
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
-from openrlhf.trainer.credit import Episodes
-from openrlhf.trainer.diagnostics import rollout_metrics
-from openrlhf.trainer.evaluate import evaluation_metrics
+from openrlhf.training.credit import Episodes
+from openrlhf.training.diagnostics import rollout_metrics
+from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.types import Image, Outcome, Prompt, Trajectory
 from openrlhf.utils import decode
 

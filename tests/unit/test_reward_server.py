@@ -14,10 +14,10 @@ from openrlhf.cli.serve_rm import check, load
 from openrlhf.config.commands import SERVE_RM
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.serve_rm import KEY_VARIABLE, ServeRMConfig
-from openrlhf.datasets.encode import Text
+from openrlhf.data.encode import Text
 from openrlhf.models.scorer import ScoreModel, load_scorer
-from openrlhf.serve.scoring import ROUND, QueueFull, Scored, ScoreQueue, TextScorer
-from openrlhf.serve.server import occurs, text_of
+from openrlhf.serving.scoring import ROUND, QueueFull, Scored, ScoreQueue, TextScorer
+from openrlhf.serving.server import occurs, text_of
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.types import PackedRow
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from openrlhf.algos.rewards import clip, overlong_penalty, stop_properly_penalty
+from openrlhf.algorithms.rewards import clip, overlong_penalty, stop_properly_penalty
 
 
 def test_overlong():

@@ -27,18 +27,19 @@ from records import batch_of, by_sequence, trajectory
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from openrlhf.algos.correction import CORRECTIONS
-from openrlhf.algos.kl import KLController
-from openrlhf.algos.traits import AGGREGATIONS, ESTIMATORS, POLICY_LOSSES
-from openrlhf.cli.rl_data import RLData, build_prompt_datasets
+from openrlhf.algorithms.corrections import CORRECTIONS
+from openrlhf.algorithms.kl import KLController
+from openrlhf.algorithms.traits import AGGREGATIONS, ESTIMATORS, POLICY_LOSSES
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
+from openrlhf.backends.distributed import ProcessMesh
+from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.cli.train_ppo_ray import build_trainer
-from openrlhf.cluster import group, worker
-from openrlhf.cluster.engine_pool import engine_options
-from openrlhf.cluster.group import CriticGroup, FrozenGroup, ModelRanks, PolicyGroup
+from openrlhf.cluster import rank_groups
 from openrlhf.cluster.layout import ENGINES, layout_of
 from openrlhf.cluster.placement import Bundles, place
+from openrlhf.cluster.rank_groups import CriticGroup, FrozenGroup, ModelRanks, PolicyGroup
 from openrlhf.cluster.residency import ExclusiveDevices
-from openrlhf.cluster.worker import CriticWorker, FrozenWorker, PolicyWorker, row_groups
 from openrlhf.config import choices
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
@@ -57,25 +58,25 @@ from openrlhf.config.ppo import (
     TrainConfig,
 )
 from openrlhf.config.sections import ScorerDeepSpeedConfig
-from openrlhf.datasets.sampler import PromptDataset, PromptSampler
-from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-from openrlhf.engine.distributed import ProcessMesh
-from openrlhf.engine.optimizer_state import OptimizerState
-from openrlhf.engine.vllm_engine import VLLMEngine
+from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.mesh import Mesh
 from openrlhf.models.loading import DTYPES, policy_tokenizer
 from openrlhf.models.policy import PolicyModel
-from openrlhf.objectives.actor import ActorObjective
-from openrlhf.objectives.balanced import BalancedObjective
-from openrlhf.objectives.critic import CriticObjective
 from openrlhf.rewards.remote import RemoteReward
+from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.trainer.checkpoints import CheckpointFolder
-from openrlhf.trainer.credit import assign_credit
-from openrlhf.trainer.evaluate import evaluation_metrics
-from openrlhf.trainer.origin import Origin
-from openrlhf.trainer.ppo import PPOTrainer, restore
-from openrlhf.trainer.schedule import prompts_of_steps, training_schedule
+from openrlhf.training import worker
+from openrlhf.training.checkpoints import CheckpointFolder
+from openrlhf.training.credit import assign_credit
+from openrlhf.training.evaluate import evaluation_metrics
+from openrlhf.training.objectives.balanced import BalancedObjective
+from openrlhf.training.objectives.critic import CriticObjective
+from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.origin import Origin
+from openrlhf.training.ppo import PPOTrainer, restore
+from openrlhf.training.rl_data import RLData, build_prompt_datasets
+from openrlhf.training.schedule import prompts_of_steps, training_schedule
+from openrlhf.training.worker import CriticWorker, FrozenWorker, PolicyWorker, row_groups
 from openrlhf.types import (
     Batch,
     ExperienceRow,
@@ -153,8 +154,8 @@ def everything_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         actor = SimpleNamespace(remote=lambda *args: Handle(worker_class(*args)))
         return SimpleNamespace(options=lambda **options: actor)
 
-    monkeypatch.setattr(group.ray, "remote", remote)
-    monkeypatch.setattr(group.ray, "get", lambda refs: refs)
+    monkeypatch.setattr(rank_groups.ray, "remote", remote)
+    monkeypatch.setattr(rank_groups.ray, "get", lambda refs: refs)
 
 
 def group_of(group_class: type, config: PPOConfig, ranks: int | Mesh, slope: float = 0.0, **options) -> Any:
@@ -827,7 +828,7 @@ def test_a_resumed_run_goes_on_as_one_that_was_not_stopped(tmp_path):
 
 
 def test_the_moving_average_is_in_the_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr("openrlhf.engine.deepspeed_engine.dist.barrier", lambda: None)
+    monkeypatch.setattr("openrlhf.backends.deepspeed.engine.dist.barrier", lambda: None)
     calls: list[str] = []
     engine = engine_without_deepspeed(found=True)
     engine.average = SimpleNamespace(
@@ -841,7 +842,7 @@ def test_the_moving_average_is_in_the_checkpoint(tmp_path, monkeypatch):
 
 def test_a_checkpoint_has_no_files_of_an_earlier_attempt(tmp_path, monkeypatch):
     """Of more ranks, or of another ZeRO stage."""
-    monkeypatch.setattr("openrlhf.engine.deepspeed_engine.dist.barrier", lambda: None)
+    monkeypatch.setattr("openrlhf.backends.deepspeed.engine.dist.barrier", lambda: None)
     stale = tmp_path / "one" / "zero_pp_rank_7_mp_rank_00_optim_states.pt"
     stale.parent.mkdir()
     stale.touch()

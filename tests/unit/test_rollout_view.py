@@ -15,11 +15,11 @@ from rich.console import Console
 from tokenizers_of_users import llama_2_style
 
 from openrlhf.cli import data, rollouts
-from openrlhf.observe.journal import Journal, Trained
-from openrlhf.observe.rollout_view import BAD, GOOD, NOT_CHOSEN, coloured, legend, style_of
+from openrlhf.observability.journal import Journal, Trained
+from openrlhf.observability.rollout_view import BAD, GOOD, NOT_CHOSEN, coloured, legend, style_of
 from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.text import decode, decode_each
 from openrlhf.types import Batch, Outcome, Prompt, Trajectory, runs
-from openrlhf.utils.text import decode, decode_each
 
 BYTES, LLAMA = tiny_tokenizer(), llama_2_style()
 ANSI = re.compile(r"\x1b\[[0-9;]*m")

@@ -21,10 +21,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from vllm import SamplingParams
 
-from openrlhf.cluster.group import CriticGroup, FrozenGroup, PolicyGroup
-from openrlhf.engine import vllm_routing
-from openrlhf.engine.vllm_engine import _set_routing
-from openrlhf.engine.vllm_routing import RoutingRecorder
+from openrlhf.backends.vllm import routing as vllm_routing
+from openrlhf.backends.vllm.engine import _set_routing
+from openrlhf.backends.vllm.routing import RoutingRecorder
+from openrlhf.cluster.rank_groups import CriticGroup, FrozenGroup, PolicyGroup
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import backbone_of, reading_of
 from openrlhf.models.dropout import enable_checkpointing

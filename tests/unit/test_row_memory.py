@@ -9,10 +9,10 @@ from architectures import ALL, tiny_config
 from test_logprobs import Work
 from torch import Tensor
 
-from openrlhf.algos.logprobs import linear_log_probs, logits_bytes, sum_of_log_probs
+from openrlhf.algorithms.logprobs import linear_log_probs, logits_bytes, sum_of_log_probs
+from openrlhf.backends.row_memory import ModelShape, RowMemory, layer_bytes, most_tokens, row_memory
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.config.supervised import TrainConfig
-from openrlhf.engine.row_memory import ModelShape, RowMemory, layer_bytes, most_tokens, row_memory
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import hidden_states
 from openrlhf.types import PackedRow, Sample

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from openrlhf.observe.run_folder import (
+from openrlhf.observability.run_folder import (
     REDACTED,
     RunFolder,
     find_secrets,
@@ -15,7 +15,7 @@ from openrlhf.observe.run_folder import (
     redact,
     to_json,
 )
-from openrlhf.observe.trackers import JsonlTracker, read_metrics
+from openrlhf.observability.trackers import JsonlTracker, read_metrics
 
 SECRET = "0123456789abcdefMARKER"
 CONFIG = "actor:\n  adam:\n    lr: 1.0e-06\n"
@@ -44,7 +44,7 @@ def test_what_a_new_folder_holds(tmp_path):
 
 def test_versions_are_read_without_importing_the_packages(tmp_path):
     code = (
-        "import sys; from openrlhf.observe.run_folder import RunFolder\n"
+        "import sys; from openrlhf.observability.run_folder import RunFolder\n"
         f"RunFolder.create({str(tmp_path)!r}, config_yaml='a: 1', argv=['x'], resume=False)\n"
         "assert not {'torch', 'ray', 'vllm', 'deepspeed', 'transformers'} & set(sys.modules)"
     )

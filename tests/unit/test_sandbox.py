@@ -17,9 +17,9 @@ from textwrap import dedent
 import pytest
 from namespaces import needs_namespaces
 
-from openrlhf.rollout.agents import check_agent_file
-from openrlhf.utils import isolation
-from openrlhf.utils.sandbox import ENVIRONMENT, SYSTEM, Sandbox, SandboxResult, SandboxUnavailable
+from openrlhf.agents import isolation
+from openrlhf.agents.sandbox import ENVIRONMENT, SYSTEM, Sandbox, SandboxResult, SandboxUnavailable
+from openrlhf.rollout.executors import check_agent_file
 
 pytestmark = needs_namespaces
 DENIED = "Operation not permitted"
@@ -298,7 +298,7 @@ def test_it_ends_with_whoever_started_it(nothing_is_left: Callable[[], set[str]]
     """By kill -9."""
     code = f"""
         from openrlhf.utils import isolation
-        from openrlhf.utils.sandbox import ENVIRONMENT, Sandbox
+        from openrlhf.agents.sandbox import ENVIRONMENT, Sandbox
         ENVIRONMENT["OF_TEST"] = isolation.__file__ = {isolation.__file__!r}
         sandbox = Sandbox(seconds=60)
         print("made", flush=True)
@@ -330,7 +330,7 @@ def test_who_ends_what_isolates_it_is_killed() -> None:
 
 
 def test_on_another_system_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openrlhf.utils.sandbox.sys.platform", "darwin")
+    monkeypatch.setattr("openrlhf.agents.sandbox.sys.platform", "darwin")
     with pytest.raises(SandboxUnavailable, match="this is darwin on"):
         Sandbox(seconds=9)
 
@@ -340,8 +340,8 @@ def test_where_the_kernel_says_no_nothing_runs(tmp_path: Path) -> None:
     """As in a container without CAP_SYS_ADMIN: an agent with a sandbox is refused before its run starts."""
     code = """
         from openrlhf.utils import isolation
-        from openrlhf.utils.agent import AgentExecutorBase
-        from openrlhf.utils.sandbox import Sandbox
+        from openrlhf.agents.base import AgentExecutorBase
+        from openrlhf.agents.sandbox import Sandbox
         drop_from_bounding_set, sys_admin = 24, 21
         isolation._call("prctl", drop_from_bounding_set, sys_admin)
         SANDBOX = Sandbox()

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from records import group_of
 
 from openrlhf.config.ppo import AlgoConfig, CriticConfig, PPOConfig, RolloutConfig, TrainConfig
-from openrlhf.datasets.sampler import PromptDataset, PromptSampler
-from openrlhf.trainer.collect import Collector
-from openrlhf.trainer.schedule import (
+from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
+from openrlhf.training.collect import Collector
+from openrlhf.training.schedule import (
     mean_metrics,
     num_batches,
     num_updates,

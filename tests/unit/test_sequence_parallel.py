@@ -18,9 +18,9 @@ from architectures import tiny_config
 from test_policy import CAPPED, SHAPE
 from torch import Tensor
 
-from openrlhf.algos.distillation import LinearHead
+from openrlhf.algorithms.distillation import LinearHead
+from openrlhf.backends.base import Objective
 from openrlhf.config.choices import SequenceParallelMode
-from openrlhf.engine.interfaces import Objective
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import RowModel, hidden_states, reading_of
 from openrlhf.models.dropout import enable_checkpointing
@@ -30,15 +30,15 @@ from openrlhf.models.scorer import CLASSIFIER_HEAD, ScoreModel, ValueModel
 from openrlhf.models.self_check import settle_reading
 from openrlhf.models.sequence_parallel import Cut, RowSharing, cut
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
-from openrlhf.objectives.actor import ActorObjective
-from openrlhf.objectives.balanced import BalancedObjective
-from openrlhf.objectives.critic import CriticObjective
-from openrlhf.objectives.dpo import DPOObjective
-from openrlhf.objectives.kd import DistillationObjective
-from openrlhf.objectives.kto import KTOObjective
-from openrlhf.objectives.prm import ProcessObjective
-from openrlhf.objectives.rm import RewardObjective
-from openrlhf.objectives.sft import SFTObjective
+from openrlhf.training.objectives.balanced import BalancedObjective
+from openrlhf.training.objectives.critic import CriticObjective
+from openrlhf.training.objectives.dpo import DPOObjective
+from openrlhf.training.objectives.kd import DistillationObjective
+from openrlhf.training.objectives.kto import KTOObjective
+from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.prm import ProcessObjective
+from openrlhf.training.objectives.rm import RewardObjective
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import (
     ExperienceRow,
     LossNorm,

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import PreTrainedTokenizer
 
-from openrlhf.datasets.sft import build_sft_samples
-from openrlhf.datasets.sources import Rows, load_rows
+from openrlhf.data.sft import build_sft_samples
+from openrlhf.data.sources import Rows, load_rows
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 
 CHATML = (

@@ -11,8 +11,8 @@ from torch.multiprocessing import reductions
 from vllm.device_allocator import alloc_conf
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
 
-from openrlhf.engine.vllm_transfer import CheckedIPC
-from openrlhf.engine.weight_sync import EnginesFailedError, _Shareable
+from openrlhf.backends.vllm.weight_receiver import CheckedIPC
+from openrlhf.backends.vllm.weight_sender import EnginesFailedError, _Shareable
 
 
 class Model(nn.Module):

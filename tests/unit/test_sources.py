@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from openrlhf.config.checks import split_spec
-from openrlhf.datasets.bad_rows import read_each
-from openrlhf.datasets.sources import check_columns, load_rows, rows_digest
+from openrlhf.data.bad_rows import read_each
+from openrlhf.data.sources import check_columns, load_rows, rows_digest
 
 FLAG = "--data.dataset"
 ROWS = [{"input": "a", "label": "1"}, {"input": "b", "label": "2"}, {"input": "c", "label": "3"}]
@@ -425,7 +425,7 @@ def decoded_on_disk(tmp_path, monkeypatch):
     """The folder that large parquet files are decoded to, and a limit that makes every file large."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("OPENRLHF_CACHE", str(folder))
-    monkeypatch.setattr("openrlhf.datasets.files.PARQUET_IN_MEMORY", 0)
+    monkeypatch.setattr("openrlhf.data.files.PARQUET_IN_MEMORY", 0)
     return folder
 
 

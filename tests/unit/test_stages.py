@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.models.utils import AutoWeightsLoader, PPMissingLayer
 
-from openrlhf.engine.vllm_transfer import CheckedLoading
-from openrlhf.engine.weight_sync import Checksum
+from openrlhf.backends.vllm.weight_receiver import CheckedLoading
+from openrlhf.backends.vllm.weight_sender import Checksum
 
 
 class Stage(nn.Module):

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.cli.start import check_output
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, CriticConfig, PPOCkptConfig, PPOConfig
 from openrlhf.config.sections import CkptConfig
 from openrlhf.config.supervised import SFTConfig, SFTModelConfig
+from openrlhf.training.start import check_output
 
 
 def test_a_finished_model_is_written_over_by_its_own_run_or_when_asked(tmp_path: Path) -> None:

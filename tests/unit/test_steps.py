@@ -11,9 +11,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from tokenizers_of_users import llama_2_style
 from transformers import PreTrainedTokenizerFast
 
-from openrlhf.datasets.cache import cached
-from openrlhf.datasets.sources import Rows
-from openrlhf.datasets.steps import StepsDataset, build_steps, reward_token_ids
+from openrlhf.data.cache import cached
+from openrlhf.data.sources import Rows
+from openrlhf.data.steps import StepsDataset, build_steps, reward_token_ids
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import StepsRow
 

@@ -19,13 +19,13 @@ from openrlhf.models.policy import PolicyModel, TokenScores
 from openrlhf.models.process_reward import ProcessRewardModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
-from openrlhf.objectives.dpo import DPOObjective, pair_log_probs
-from openrlhf.objectives.kd import DistillationObjective
-from openrlhf.objectives.kto import KTOObjective, MismatchedLogRatio, unpaired_log_probs
-from openrlhf.objectives.prm import ProcessObjective
-from openrlhf.objectives.rm import RewardObjective, ScoreMoments
-from openrlhf.objectives.sft import SFTObjective
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
+from openrlhf.training.objectives.dpo import DPOObjective, pair_log_probs
+from openrlhf.training.objectives.kd import DistillationObjective
+from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio, unpaired_log_probs
+from openrlhf.training.objectives.prm import ProcessObjective
+from openrlhf.training.objectives.rm import RewardObjective, ScoreMoments
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import (
     LossNorm,
     PackedRow,

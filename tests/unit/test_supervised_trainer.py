@@ -7,14 +7,14 @@ import torch
 
 from openrlhf.config.sections import CkptConfig, LoggerConfig
 from openrlhf.config.supervised import EvalConfig, SupervisedConfig, TrainConfig
-from openrlhf.datasets.batches import Windows
-from openrlhf.observe.observer import Observer
-from openrlhf.observe.progress import Progress
-from openrlhf.observe.run_folder import RunFolder
-from openrlhf.observe.trackers import read_metrics
-from openrlhf.trainer.checkpoints import CheckpointFolder
-from openrlhf.trainer.origin import Origin
-from openrlhf.trainer.supervised import SupervisedTrainer
+from openrlhf.data.batches import Windows
+from openrlhf.observability.observer import Observer
+from openrlhf.observability.progress import Progress
+from openrlhf.observability.run_folder import RunFolder
+from openrlhf.observability.trackers import read_metrics
+from openrlhf.training.checkpoints import CheckpointFolder
+from openrlhf.training.origin import Origin
+from openrlhf.training.supervised import SupervisedTrainer
 from openrlhf.types import PackedRow, Sample
 
 

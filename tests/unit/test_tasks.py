@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf.datasets.prompts import build_prompts
-from openrlhf.datasets.sft import build_sft_samples
-from openrlhf.datasets.sources import load_rows
+from openrlhf.data.prompts import build_prompts
+from openrlhf.data.sft import build_sft_samples
+from openrlhf.data.sources import load_rows
 from openrlhf.tasks.prepare import REWARD_FILE, prepare
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tasks.word_problem import (

@@ -26,7 +26,13 @@ from test_sequence_parallel import (
 )
 from torch import Tensor
 
-from openrlhf.algos.logprobs import WHOLE, SharedVocabulary, Vocabulary, linear_log_probs, sum_of_log_probs
+from openrlhf.algorithms.logprobs import (
+    WHOLE,
+    SharedVocabulary,
+    Vocabulary,
+    linear_log_probs,
+    sum_of_log_probs,
+)
 from openrlhf.models import tensor_parallel
 from openrlhf.models.attention import CannotPack
 from openrlhf.models.backbone import RowModel

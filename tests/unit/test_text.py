@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from records import trajectory
 from tokenizers_of_users import llama_2_style, word_pieces
 
-from openrlhf.datasets.inference import Question
+from openrlhf.agents.base import Reward, SingleTurnAgentExecutor
+from openrlhf.data.inference import Question
 from openrlhf.models.generation import Generated
 from openrlhf.models.streaming import PiecewiseText
-from openrlhf.observe.journal import response_of
+from openrlhf.observability.journal import response_of
 from openrlhf.rollout.batch_inference import Recorder, requests_for
 from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.text import token_ids_within
 from openrlhf.utils import decode
-from openrlhf.utils.agent import Reward, SingleTurnAgentExecutor
-from openrlhf.utils.text import token_ids_within
 
 PROMPT, RESPONSE = "Question: 2 + 2 = ? Answer:", " the answer is 4"
 LLAMA, BYTES = llama_2_style(), tiny_tokenizer()

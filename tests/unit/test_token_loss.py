@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openrlhf.algos.token_loss import label_cross_entropy, negative_log_likelihood
+from openrlhf.algorithms.token_loss import label_cross_entropy, negative_log_likelihood
 
 
 def logits_of(*rows: list[float]) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 from namespaces import needs_namespaces
 from tool_episodes import END, call, run_episode
 
-from openrlhf.rollout.agents import AgentSetting, check_agent_file, load_agent
+from openrlhf.rollout.executors import AgentSetting, check_agent_file, load_agent
 from openrlhf.types import Outcome, Trajectory
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"

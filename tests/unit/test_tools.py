@@ -10,11 +10,11 @@ import tool_episodes
 from tool_episodes import END, TOKENIZER, call, tokens
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.rewards.user_file import UnusableFile
-from openrlhf.rollout.agents import AgentSetting, UserExecutor, check_agent_file, load_agent
+from openrlhf.agents.tools import Tool, ToolError, _shortened, function_tool
+from openrlhf.rollout.executors import AgentSetting, UserExecutor, check_agent_file, load_agent
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Outcome
-from openrlhf.utils.tools import Tool, ToolError, _shortened, function_tool
+from openrlhf.user_file import UnusableFile
 
 
 def add(a: int, b: int = 1) -> int:
@@ -228,7 +228,7 @@ def test_tools_that_cannot_be_used() -> None:
 def test_an_executor_without_a_reward_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
     path.write_text(
-        "from openrlhf.utils.tools import ToolAgentExecutor\n"
+        "from openrlhf.agents.tools import ToolAgentExecutor\n"
         "class AgentExecutor(ToolAgentExecutor):\n    pass\n"
     )
     with pytest.raises(ValueError, match="AgentExecutor does not define reward"):
@@ -236,7 +236,7 @@ def test_an_executor_without_a_reward_is_refused(tmp_path: Path) -> None:
 
 
 AGENT = """
-from openrlhf.utils.tools import ToolAgentExecutor
+from openrlhf.agents.tools import ToolAgentExecutor
 
 def add(a: int) -> int:
     '''

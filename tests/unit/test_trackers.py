@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from openrlhf.observe import trackers as trackers_module
-from openrlhf.observe.run_folder import RunFolder
-from openrlhf.observe.trackers import (
+from openrlhf.observability import trackers as trackers_module
+from openrlhf.observability.run_folder import RunFolder
+from openrlhf.observability.trackers import (
     JsonlTracker,
     TensorBoardTracker,
     Trackers,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.algos import advantages, correction, kl, policy_loss, reduce, traits
+from openrlhf.algorithms import advantages, corrections, kl, policy_loss, reductions, traits
 from openrlhf.config.fields import convert, fields_of
 from openrlhf.config.ppo import PPOConfig
 
@@ -21,10 +21,10 @@ HELP = {key: field.help for key, field in fields_of(PPOConfig).items()}
         ([name for name, row in traits.ESTIMATORS.items() if row.needs_group], advantages.COMPARISONS),
         (traits.POLICY_LOSSES, policy_loss.SURROGATES),
         ({row.ratio for row in traits.POLICY_LOSSES.values()}, policy_loss.LOG_RATIOS),
-        (traits.AGGREGATIONS, reduce.AGGREGATIONS),
+        (traits.AGGREGATIONS, reductions.AGGREGATIONS),
         (traits.KL_ESTIMATORS, kl.KL_ESTIMATORS),
-        (traits.CORRECTIONS, correction.CORRECTIONS),
-        (traits.PROXIMAL_POLICIES, correction.PROXIMAL_POLICIES),
+        (traits.CORRECTIONS, corrections.CORRECTIONS),
+        (traits.PROXIMAL_POLICIES, corrections.PROXIMAL_POLICIES),
     ],
 )
 def test_each_row_has_a_function(rows, functions):
@@ -71,7 +71,7 @@ def test_an_estimate_with_a_gradient_pulls_towards_the_reference(name):
 
 @pytest.mark.parametrize("name", traits.CORRECTIONS)
 def test_the_bounds_of_sequences_are_read_where_it_says_so(name):
-    correct, log_ratio = correction.CORRECTIONS[name], torch.tensor([1.2, 1.2]).log()
+    correct, log_ratio = corrections.CORRECTIONS[name], torch.tensor([1.2, 1.2]).log()
     weights = [
         correct(log_ratio, torch.tensor([2]), 0.5, 2.0, bounds).tolist() for bounds in (None, (0.9, 1.1))
     ]
@@ -81,7 +81,7 @@ def test_the_bounds_of_sequences_are_read_where_it_says_so(name):
 @pytest.mark.parametrize("name", traits.PROXIMAL_POLICIES)
 def test_the_proximal_policy_is_what_it_says(name):
     now, old, sampler = torch.tensor([[-1.0], [-2.0], [-3.0]])
-    proximal, row = correction.PROXIMAL_POLICIES[name], traits.PROXIMAL_POLICIES[name]
+    proximal, row = corrections.PROXIMAL_POLICIES[name], traits.PROXIMAL_POLICIES[name]
     of = [proximal(now, before, sampler, torch.tensor([2])).item() for before in (old, None)]
     assert (of[0] != of[1]) == row.needs_forward
     assert (of == [sampler.item()] * 2) == row.is_sampler

@@ -29,12 +29,12 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
-from openrlhf.objectives.dpo import DPOObjective
-from openrlhf.objectives.kd import DistillationObjective
-from openrlhf.objectives.kto import KTOObjective, MismatchedLogRatio
-from openrlhf.objectives.rm import RewardObjective
-from openrlhf.objectives.sft import SFTObjective
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
+from openrlhf.training.objectives.dpo import DPOObjective
+from openrlhf.training.objectives.kd import DistillationObjective
+from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio
+from openrlhf.training.objectives.rm import RewardObjective
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import LossNorm, PackedRow, Pair, PairRow, Sample, UnpairedExample, UnpairedRow
 
 TOKENIZER = tiny_tokenizer()

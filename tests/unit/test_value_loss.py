@@ -1,6 +1,6 @@
 import torch
 
-from openrlhf.algos.value_loss import clipped_value_loss
+from openrlhf.algorithms.value_loss import clipped_value_loss
 
 
 def test_by_hand():

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from episodes_of_examples import END, EXAMPLES, play, told, turns
 
+from openrlhf.agents.base import AgentExecutorBase
 from openrlhf.types import Outcome
-from openrlhf.utils.agent import AgentExecutorBase
 
 pytestmark = pytest.mark.slow
 EXAMPLE = EXAMPLES / "agent_verifiers.py"

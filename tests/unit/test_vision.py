@@ -16,7 +16,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from openrlhf.datasets.pictures import decoded, encoded
+from openrlhf.data.pictures import decoded, encoded
 from openrlhf.models import self_check, vision
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.loading import load_causal_lm

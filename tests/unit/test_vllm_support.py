@@ -14,15 +14,15 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from openrlhf.cli.rl_checks import check_engines
-from openrlhf.config.ppo import ActorConfig, PPOConfig, VllmConfig
-from openrlhf.config.sections import LoraConfig
-from openrlhf.engine.vllm_support import (
+from openrlhf.backends.vllm.support import (
     check_vllm_adapts,
     check_vllm_runs,
     cpu_head_sizes,
     registered_architectures,
 )
+from openrlhf.cli.rl_checks import check_engines
+from openrlhf.config.ppo import ActorConfig, PPOConfig, VllmConfig
+from openrlhf.config.sections import LoraConfig
 
 
 def llama(**changes):

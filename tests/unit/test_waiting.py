@@ -13,23 +13,23 @@ from records import batch_of, trajectory
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from openrlhf.algos.traits import AGGREGATIONS, CORRECTIONS, PROXIMAL_POLICIES
+from openrlhf.algorithms.traits import AGGREGATIONS, CORRECTIONS, PROXIMAL_POLICIES
 from openrlhf.models.backbone import RowModel
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.process_reward import ProcessRewardModel
 from openrlhf.models.scorer import ScoreModel, ValueModel, load_scorer
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
-from openrlhf.objectives.actor import ActorObjective
-from openrlhf.objectives.critic import CriticObjective
-from openrlhf.objectives.dpo import DPOObjective
-from openrlhf.objectives.kd import DistillationObjective
-from openrlhf.objectives.kto import KTOObjective, MismatchedLogRatio
-from openrlhf.objectives.prm import ProcessObjective
-from openrlhf.objectives.ptx import PTXObjective
-from openrlhf.objectives.rm import RewardObjective, ScoreMoments
-from openrlhf.objectives.sft import SFTObjective
 from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.training.objectives.critic import CriticObjective
+from openrlhf.training.objectives.dpo import DPOObjective
+from openrlhf.training.objectives.kd import DistillationObjective
+from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio
+from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.prm import ProcessObjective
+from openrlhf.training.objectives.ptx import PTXObjective
+from openrlhf.training.objectives.rm import RewardObjective, ScoreMoments
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import (
     ExperienceRow,
     LossNorm,

@@ -8,13 +8,13 @@ from typing import Any
 
 from fake_engine import Engine
 
+from openrlhf.agents.base import AgentExecutorBase
+from openrlhf.agents.tools import ToolAgentExecutor
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
-from openrlhf.rollout.agents import AgentSetting, UserExecutor
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
+from openrlhf.rollout.executors import AgentSetting, UserExecutor
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Outcome, Prompt, Trajectory
-from openrlhf.utils.agent import AgentExecutorBase
-from openrlhf.utils.tools import ToolAgentExecutor
 
 TOKENIZER = tiny_tokenizer()
 TOKENIZER.chat_template = (

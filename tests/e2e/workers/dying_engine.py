@@ -15,12 +15,12 @@ from sending import Trainer, differences, options_of
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from openrlhf.backends.distributed import free_port
+from openrlhf.backends.stored_weights import probe_of
+from openrlhf.backends.vllm.engine import VLLMEngine, engine_environment
+from openrlhf.backends.vllm.weight_sender import EnginesFailedError, WeightSender
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.launch import start_ray
-from openrlhf.engine.distributed import free_port
-from openrlhf.engine.stored_weights import probe_of
-from openrlhf.engine.vllm_engine import VLLMEngine, engine_environment
-from openrlhf.engine.weight_sync import EnginesFailedError, WeightSender
 
 
 class EngineActor(VLLMEngine):

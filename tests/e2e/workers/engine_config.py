@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from openrlhf.engine.vllm_engine import EngineOptions, VLLMEngine
+from openrlhf.backends.vllm.engine import EngineOptions, VLLMEngine
 
 defaults = AsyncEngineArgs.get_batch_defaults
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from openrlhf.cli.reference import without_adapters
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, FrozenModel
+from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
-from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
-from openrlhf.engine.distributed import init_distributed, leave_distributed
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
-from openrlhf.objectives.actor import ActorObjective
-from openrlhf.objectives.dpo import DPOObjective
+from openrlhf.training.objectives.dpo import DPOObjective
+from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.reference import without_adapters
 from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Pair, PairRow, Sample
 
 

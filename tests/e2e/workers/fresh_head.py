@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+from openrlhf.backends.distributed import init_distributed, leave_distributed, seed_everything
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
-from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-from openrlhf.engine.distributed import init_distributed, leave_distributed, seed_everything
 from openrlhf.models.scorer import load_scorer
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
-from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-from openrlhf.engine.distributed import init_distributed, leave_distributed
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel

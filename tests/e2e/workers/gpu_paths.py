@@ -13,11 +13,11 @@ from sending import Client, Trainer, options_of, sync_under_way
 from torch import Tensor
 from vllm import SamplingParams
 
+from openrlhf.backends.distributed import free_port
+from openrlhf.backends.stored_weights import random_input
+from openrlhf.backends.vllm.engine import VLLMEngine, sampling_params
+from openrlhf.backends.vllm.weight_sender import WeightSender
 from openrlhf.config.sections import LoraConfig
-from openrlhf.engine.distributed import free_port
-from openrlhf.engine.stored_weights import random_input
-from openrlhf.engine.vllm_engine import VLLMEngine, sampling_params
-from openrlhf.engine.weight_sync import WeightSender
 from openrlhf.models.generation import Decoding
 from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.types import Turn

@@ -13,9 +13,9 @@ import torch
 from sending import Client, Trainer, differences, options_of, sync_under_way
 from vllm.outputs import RequestOutput
 
-from openrlhf.engine.distributed import free_port
-from openrlhf.engine.vllm_engine import VLLMEngine, sampling_params
-from openrlhf.engine.weight_sync import WeightSender
+from openrlhf.backends.distributed import free_port
+from openrlhf.backends.vllm.engine import VLLMEngine, sampling_params
+from openrlhf.backends.vllm.weight_sender import WeightSender
 from openrlhf.models.generation import Decoding
 from openrlhf.models.policy import PolicyModel
 from openrlhf.types import present

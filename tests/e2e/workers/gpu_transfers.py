@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from openrlhf.backends.distributed import init_distributed, leave_distributed
+from openrlhf.backends.vllm.weight_receiver import CheckedIPC, CheckedNCCL
+from openrlhf.backends.vllm.weight_sender import BUCKET_BYTES, TensorMeta, WeightSender, shared_buffer_bytes
 from openrlhf.cluster.engine_client import RayEngineClient
-from openrlhf.engine.distributed import init_distributed, leave_distributed
-from openrlhf.engine.vllm_transfer import CheckedIPC, CheckedNCCL
-from openrlhf.engine.weight_sync import BUCKET_BYTES, TensorMeta, WeightSender, shared_buffer_bytes
 
 
 class Trainer:

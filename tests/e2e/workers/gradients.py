@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed, seed_everything
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
-from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-from openrlhf.engine.distributed import ProcessMesh, init_distributed, leave_distributed, seed_everything
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.models.tensor_parallel import whole
-from openrlhf.objectives.actor import ActorObjective
-from openrlhf.objectives.critic import CriticObjective
-from openrlhf.objectives.ptx import PTXObjective
-from openrlhf.objectives.sft import SFTObjective
+from openrlhf.training.objectives.critic import CriticObjective
+from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.ptx import PTXObjective
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import Batch, ExperienceRow, PackedRow
 
 LENGTHS = (5, 9, 17, 30, 8, 12, 3, 22, 11, 2)

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
+from openrlhf.backends.peak_memory import peak, restart
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
-from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-from openrlhf.engine.distributed import ProcessMesh, init_distributed, leave_distributed
-from openrlhf.engine.peak_memory import peak, restart
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.objectives.sft import SFTObjective
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import PackedRow, Sample
 
 M_MMAP_THRESHOLD = -3

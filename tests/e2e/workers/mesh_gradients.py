@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from workers import gradients, supervised_gradients
 
-from openrlhf.engine.distributed import ProcessMesh, init_distributed, leave_distributed
+from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
 
 CHOSEN = {"all": slice(None), "last": slice(-1, None)}
 """Of the layouts, whose last one is that with all samples in a row."""

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+from openrlhf.backends.distributed import init_distributed, leave_distributed, seed_everything
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
-from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-from openrlhf.engine.distributed import init_distributed, leave_distributed, seed_everything
 from openrlhf.models.checkpoint_layout import checkpoint_tensors
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
-from openrlhf.objectives.sft import SFTObjective
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import PackedRow, Sample
 
 TAG = "halfway"

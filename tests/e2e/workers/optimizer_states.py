@@ -16,14 +16,14 @@ from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from openrlhf.backends.deepspeed import optimizer_state
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+from openrlhf.backends.distributed import init_distributed, leave_distributed, seed_everything
 from openrlhf.config.choices import OptimizerName
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, MuonConfig, OptimConfig
-from openrlhf.engine import optimizer_state
-from openrlhf.engine.deepspeed_engine import DeepSpeedEngine
-from openrlhf.engine.distributed import init_distributed, leave_distributed, seed_everything
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.objectives.sft import SFTObjective
+from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import PackedRow, Sample
 
 MUON_LR = 0.5

@@ -12,9 +12,9 @@ from sending import Client, Trainer, differences, options_of
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 
-from openrlhf.engine.distributed import free_port
-from openrlhf.engine.vllm_engine import VLLMEngine, sampling_params
-from openrlhf.engine.weight_sync import WeightSender
+from openrlhf.backends.distributed import free_port
+from openrlhf.backends.vllm.engine import VLLMEngine, sampling_params
+from openrlhf.backends.vllm.weight_sender import WeightSender
 from openrlhf.models.generation import Decoding
 
 PROMPT = [3 + i % 200 for i in range(140)]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from openrlhf.cli.task import run
+from openrlhf.backends.distributed import leave_distributed
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
-from openrlhf.engine.distributed import leave_distributed
-from openrlhf.observe.trackers import read_metrics
+from openrlhf.observability.trackers import read_metrics
+from openrlhf.training.task import run
 
 
 def sft(flags: str) -> None:

@@ -10,10 +10,10 @@ import torch
 from sending import Client, Trainer, differences, options_of
 from transformers import AutoTokenizer
 
-from openrlhf.engine.distributed import free_port
-from openrlhf.engine.stored_weights import probe_of
-from openrlhf.engine.vllm_engine import VLLMEngine
-from openrlhf.engine.weight_sync import WeightSender
+from openrlhf.backends.distributed import free_port
+from openrlhf.backends.stored_weights import probe_of
+from openrlhf.backends.vllm.engine import VLLMEngine
+from openrlhf.backends.vllm.weight_sender import WeightSender
 
 
 async def main(spec: dict) -> None:

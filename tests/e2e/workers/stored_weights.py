@@ -14,8 +14,8 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-from openrlhf.engine.distributed import free_port
-from openrlhf.engine.stored_weights import (
+from openrlhf.backends.distributed import free_port
+from openrlhf.backends.stored_weights import (
     ROUNDING,
     DifferentWeightsError,
     EngineProbe,
@@ -27,12 +27,12 @@ from openrlhf.engine.stored_weights import (
     reason_of,
     sketches,
 )
-from openrlhf.engine.vllm_transfer import GlooReceiver
-from openrlhf.engine.weight_sync import WeightSender
+from openrlhf.backends.vllm.weight_receiver import GlooReceiver
+from openrlhf.backends.vllm.weight_sender import WeightSender
 from openrlhf.types import PackedRow, Sample
 
 FIRST_SETUP = UnquantizedFusedMoEMethod._setup_kernel.__closure__[0].cell_contents
-"""vLLM's own, which engine/vllm_transfer.py wraps."""
+"""vLLM's own, which backends/vllm/weight_receiver.py wraps."""
 
 
 class InProcess:
@@ -123,7 +123,7 @@ def main(spec: dict) -> None:
         max_num_batched_tokens=4096,
         kv_cache_memory_bytes=2**26,
         logprobs_mode="processed_logprobs",
-        worker_extension_cls="openrlhf.engine.vllm_transfer.WorkerExtension",
+        worker_extension_cls="openrlhf.backends.vllm.weight_receiver.WorkerExtension",
         weight_transfer_config={"backend": "openrlhf_gloo"},
     )
     (model_class,) = llm.apply_model(type) if any(spec["faults"]) else (None,)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from workers.gradients import full_gradient
 
-from openrlhf.cli.task import Run
+from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.cli.train_dpo import DPOTask
 from openrlhf.cli.train_kd import DistillationTask
 from openrlhf.cli.train_kto import KTOTask
@@ -24,7 +24,7 @@ from openrlhf.cli.train_prm import ProcessRewardTask
 from openrlhf.cli.train_rm import RewardModelTask
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
-from openrlhf.engine.distributed import init_distributed, leave_distributed
+from openrlhf.training.task import Run
 
 TASKS = {
     "sft": SFTTask,

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from workers.gradients import OBJECTIVES, experiences, full_gradient
 
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, FrozenModel
+from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
-from openrlhf.engine.deepspeed_engine import DeepSpeedEngine, FrozenModel
-from openrlhf.engine.distributed import ProcessMesh, init_distributed, leave_distributed
 
 TAG = "first"
 

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf.cli.agent import play, prepare
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.objectives.actor import ActorObjective
+from openrlhf.training.objectives.policy import ActorObjective
 from openrlhf.types import Batch, Credit, ExperienceRow, LossNorm, Scores, Trajectory
 
 TEMPERATURE = 0.7
 FEEDBACK = " No.\n Again, number {}: "
 AGENT = f"""
-from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+from openrlhf.agents.base import AgentInstanceBase, MultiTurnAgentExecutor
 
 class Environment(AgentInstanceBase):
     def __init__(self):

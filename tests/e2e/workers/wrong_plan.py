@@ -10,11 +10,11 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from openrlhf.cli.task import Run
+from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
-from openrlhf.engine.distributed import init_distributed, leave_distributed
 from openrlhf.models import tensor_parallel
+from openrlhf.training.task import Run
 
 
 class NoSum(nn.Linear):

@@ -1,0 +1,416 @@
+"""Agents that are written against the `openai` client: the policy answers them over HTTP, in one stream of
+tokens for each conversation.
+
+    class AgentExecutor(OpenAIAgentExecutor):
+        async def run_agent(self, prompt, label, session):
+            answer = await session.client.chat.completions.create(
+                model=session.model, messages=[{"role": "user", "content": prompt}]
+            )
+            return {"reward": float(label in answer.choices[0].message.content)}
+"""
+
+import asyncio
+import copy
+import json
+import logging
+import resource
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from openrlhf.agents.base import AgentExecutorBase, Engine
+from openrlhf.agents.chat_stream import ChatStream, Message, TemplateProblem, probe
+from openrlhf.text import decode, token_ids_within
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+    from transformers import PreTrainedTokenizerBase
+    from vllm.outputs import CompletionOutput
+    from vllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MODEL = "policy"
+MANY = 4096
+"""Episodes that may knock at a time."""
+OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty")
+"""Of a request, what the run decides: log-probs are trained under the distribution that is sampled from."""
+
+
+class OpenAIAgentExecutor(AgentExecutorBase, ABC):
+    """Runs an agent for each episode, and answers it as an OpenAI-compatible server on 127.0.0.1, one for
+    each engine process. Every call is recorded. A conversation that goes on keeps the tokens that were
+    sampled; one that was rewritten begins a new sequence, which shares the reward."""
+
+    writes_messages = True
+
+    def __init__(self, tool_parser: str | None = None) -> None:
+        """`tool_parser`: the name of one of vLLM's, such as hermes, which finds calls of tools in an answer.
+        None: requests with tools are refused."""
+        import openai  # noqa: F401  takes a second, for which no episode should wait
+
+        super().__init__()
+        self.tool_parser = tool_parser
+        self._server = Server()
+
+    def check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """A warning where its chat template would write an answer otherwise than it was sampled."""
+        for remark in probe(tokenizer, with_tools=self.tool_parser is not None):
+            logger.warning("%s What was sampled stays as it is.", remark)
+
+    @abstractmethod
+    async def run_agent(self, prompt: str, label: Any, session: "Session") -> Any:
+        """One episode. Returns its reward, or a dictionary with `reward`, and perhaps `scores` and
+        `extra_logs`, see AgentExecutorBase."""
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: "SamplingParams",
+        max_length: int,
+        hf_tokenizer: "PreTrainedTokenizerBase",
+        llm_engine: Engine,
+        *,
+        max_turns: int | None = None,
+    ) -> dict:
+        limits = max_length, self.tool_parser, max_turns
+        session = Session(llm_engine, hf_tokenizer, sampling_params, *limits)
+        async with self._server.serving(session):
+            result = await self.run_agent(prompt, label, session)
+        return result if isinstance(result, dict) else {"reward": result}
+
+
+class BadRequest(Exception):
+    """What a client asked for cannot be done: status 400."""
+
+    def __init__(self, message: str, code: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Session:
+    """One episode's view of the server. `base_url` and `api_key` are all that a client needs, in any process
+    and any language: the key says which episode a request is part of."""
+
+    model = MODEL
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: "PreTrainedTokenizerBase",
+        sampling_params: "SamplingParams",
+        max_length: int,
+        tool_parser: str | None = None,
+        max_turns: int | None = None,
+    ) -> None:
+        self.api_key = f"sk-{secrets.token_urlsafe(24)}"
+        self.base_url = ""
+        self.engine, self.tokenizer, self.sampling_params = engine, tokenizer, sampling_params
+        self.max_length, self.tool_parser, self.max_turns = max_length, tool_parser, max_turns
+        self.stream = ChatStream(tokenizer)
+        self.num_turns = 0
+        self.branches: list[Branch] = []
+
+    @cached_property
+    def client(self) -> "AsyncOpenAI":
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+        plain = DefaultAsyncHttpxClient(verify=False)  # no TLS here, and certificates take 20 ms to read
+        options: Any = {"http_client": plain, "max_retries": 0, "timeout": None}  # episodes have limits
+        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
+
+    async def complete(self, request: Mapping[str, Any]) -> dict:
+        """The answer to /v1/chat/completions, as OpenAI has it, with the token ids of prompt and answers."""
+        messages, tools = _messages(request), request.get("tools") or None
+        if tools and self.tool_parser is None:
+            raise BadRequest("tools: OpenAIAgentExecutor(tool_parser=...) names no parser of their calls")
+        prompt_ids = self.prompt_of(messages, tools)
+        params = self._params(request, len(prompt_ids))
+        self._count_turn()
+        answers = (await self.engine.generate(prompt_ids, params)).outputs
+        choices = [self._choice(messages, tools, prompt_ids, params, answer) for answer in answers]
+        if request.get("logprobs"):
+            for choice, answer in zip(choices, answers, strict=True):
+                choice["logprobs"] = {"content": self._log_probs(answer, request.get("top_logprobs") or 0)}
+        sampled = sum(len(choice["token_ids"]) for choice in choices)
+        return {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": MODEL,
+            "choices": choices,
+            "prompt_token_ids": prompt_ids,
+            "usage": {
+                "prompt_tokens": len(prompt_ids),
+                "completion_tokens": sampled,
+                "total_tokens": len(prompt_ids) + sampled,
+            },
+        }
+
+    def prompt_of(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
+        """Tokens of a conversation: those of the longest one that it goes on with, as they were sampled, and
+        what the template writes behind that one's answer."""
+        known = [b for b in self.branches if b.tools == tools and b.begins(messages)]
+        if not known:
+            return self._tokens(self.stream.render(messages, tools))
+        branch = max(known, key=lambda b: len(b.messages))
+        behind = self.stream.behind(messages, len(branch.messages) - 1, tools, branch.end)
+        return branch.token_ids + self._tokens(behind)
+
+    def _tokens(self, text: str) -> list[int]:
+        return token_ids_within(self.tokenizer, text, self.max_length)
+
+    @property
+    def turns_left(self) -> int | None:
+        """None: no limit."""
+        return None if self.max_turns is None else self.max_turns - self.num_turns
+
+    def _count_turn(self) -> None:
+        if self.turns_left == 0:
+            text = f"the episode has had --train.max_turns {self.max_turns}; session.turns_left counts them"
+            raise BadRequest(text, "max_turns_reached")
+        self.num_turns += 1
+
+    def _params(self, request: Mapping[str, Any], prompt_length: int) -> "SamplingParams":
+        """The episode's, with what a request may decide."""
+        room = self.max_length - prompt_length
+        if room < 1:
+            text = f"a prompt of {prompt_length} tokens leaves no room in --data.max_len {self.max_length}"
+            raise BadRequest(text, "context_length_exceeded")
+        params = copy.copy(self.sampling_params)
+        if other := [k for k in OF_THE_RUN if request.get(k) not in (None, getattr(params, k))]:
+            _warn_once(", ".join(other))
+        asked = request.get("max_completion_tokens") or request.get("max_tokens") or params.max_tokens
+        params.max_tokens = min(room, asked or room)
+        params.n = request.get("n") or 1
+        if stop := request.get("stop"):
+            params.stop = [stop] if isinstance(stop, str) else list(stop)
+            params.detokenize = True
+        if request.get("logprobs"):
+            params.logprobs = request.get("top_logprobs") or 0
+        return params
+
+    def _choice(
+        self,
+        messages: Sequence[Message],
+        tools: Any,
+        prompt_ids: list[int],
+        params: "SamplingParams",
+        answer: "CompletionOutput",
+    ) -> dict:
+        token_ids = list(answer.token_ids)
+        end = self._end_of(token_ids, params)
+        text = decode(self.tokenizer, token_ids, after=prompt_ids).removesuffix(end)
+        calls = self._tool_calls(text, tools) if tools else None
+        for stop in params.stop or ():
+            text = text.partition(stop)[0]
+        message = calls or {"role": "assistant", "content": text}
+        self.branches.append(Branch([*messages, message], tools, [*prompt_ids, *token_ids], end))
+        reason = "tool_calls" if calls else answer.finish_reason
+        return {"index": answer.index, "message": message, "finish_reason": reason, "token_ids": token_ids}
+
+    def _end_of(self, token_ids: Sequence[int], params: "SamplingParams") -> str:
+        """The end-of-turn token of an answer, as text; "" where it was cut off."""
+        stops = {*(params.stop_token_ids or ()), *self.tokenizer.all_special_ids}
+        return str(self.tokenizer.decode(list(token_ids[-1:]))) if stops.intersection(token_ids[-1:]) else ""
+
+    def _tool_calls(self, text: str, tools: Any) -> Message | None:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+
+        asked = ChatCompletionRequest(messages=[], model=MODEL, tools=tools)
+        make_parser: Any = ToolParserManager.get_tool_parser(str(self.tool_parser))
+        parser = make_parser(self.tokenizer, asked.tools)
+        found = parser.extract_tool_calls(text, asked)
+        if not found.tools_called:
+            return None
+        calls = [call.model_dump() for call in found.tool_calls]
+        return {"role": "assistant", "content": found.content, "tool_calls": calls}
+
+    def _log_probs(self, answer: "CompletionOutput", count: int) -> list[dict]:
+        def entry(token_id: int, log_prob: float) -> dict:
+            text = self.tokenizer.convert_ids_to_tokens([token_id])[0]
+            return {"token": text, "token_id": token_id, "logprob": log_prob, "bytes": None}
+
+        rows = []
+        sampled: Any = answer.logprobs
+        for token_id, likely in zip(answer.token_ids, sampled, strict=True):
+            best = sorted(likely.items(), key=lambda found: -found[1].logprob)[:count]
+            top = [entry(other, found.logprob) for other, found in best]
+            rows.append(entry(token_id, likely[token_id].logprob) | {"top_logprobs": top})
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A conversation that ends with an answer of the policy."""
+
+    messages: list[Message]
+    tools: Any
+    token_ids: list[int]
+    """As the policy read and sampled them."""
+    end: str
+    """What was sampled of the template's text behind an answer: its end-of-turn token, or nothing where it
+    was cut off."""
+
+    def begins(self, messages: Sequence[Message]) -> bool:
+        mine = self.messages
+        return len(messages) > len(mine) and all(map(_same, mine, messages))
+
+
+def _same(known: Message, given: Message) -> bool:
+    """As agents hand messages back: clients add fields that are None."""
+    plain = lambda message: {k: v for k, v in message.items() if v not in (None, "", [])}
+    return json.dumps(plain(known), sort_keys=True) == json.dumps(plain(given), sort_keys=True)
+
+
+NOT_OFFERED = ("response_format", "logit_bias", "functions", "audio", "prediction")
+
+
+def _messages(request: Mapping[str, Any]) -> list[Message]:
+    messages = request.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages: a list with at least one message is needed")
+    if others := [name for name in NOT_OFFERED if request.get(name)]:
+        raise BadRequest(f"{', '.join(others)}: not offered, the policy answers freely")
+    return messages
+
+
+@cache
+def _warn_once(names: str) -> None:
+    logger.warning("an agent's requests set %s; what samples are drawn with are the run's own flags", names)
+
+
+class Server:
+    """HTTP on a random port of 127.0.0.1, in the event loop of the engine, from the first session on."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        self._starting: asyncio.Task[str] | None = None
+
+    @asynccontextmanager
+    async def serving(self, session: Session) -> AsyncIterator[None]:
+        """Inside, requests with the session's key are answered."""
+        self._starting = self._starting or asyncio.create_task(self._start())
+        session.base_url = f"{await asyncio.shield(self._starting)}/v1"
+        self.sessions[session.api_key] = session
+        try:
+            yield
+        finally:
+            del self.sessions[session.api_key]
+            if "client" in vars(session):
+                await session.client.close()
+
+    async def _start(self) -> str:
+        """Its address."""
+        app = web.Application(client_max_size=64 << 20, middlewares=[_errors])
+        app.router.add_get("/health", _health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        _allow_many_files()
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=MANY)
+        await site.start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    def _session(self, request: web.Request, body: Mapping[str, Any] | None = None) -> Session:
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = (body or {}).get("session_key", bearer)  # of a client that several episodes share
+        if (session := self.sessions.get(key)) is None:
+            raise web.HTTPUnauthorized(text="no episode has this key; session.api_key is that of run_agent")
+        return session
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        session = self._session(request, body)
+        tokens = session.prompt_of(_messages(body), body.get("tools") or None)
+        found = {"tokens": tokens, "count": len(tokens), "max_model_len": session.max_length}
+        return web.json_response(found)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await _body(request)
+        session = self._session(request, body)
+        answer = await session.complete(body)
+        if not body.get("stream"):
+            return web.json_response(answer)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        for chunk in _chunks(answer, with_usage):
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def _allow_many_files() -> None:
+    """Each episode has a connection, with both of its ends in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def _health(request: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
+
+
+async def _body(request: web.Request) -> dict:
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise BadRequest(f"the request is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest("the request is no JSON object")
+    return body
+
+
+def _chunks(answer: dict, with_usage: bool) -> Iterator[dict]:
+    """An answer as a stream has it: the engine hands it over whole."""
+    common = {k: answer[k] for k in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+
+    def chunk(choice: dict, delta: dict, reason: str | None = None) -> dict:
+        of_choice = {"index": choice["index"], "delta": delta, "finish_reason": reason}
+        return common | {"choices": [of_choice | {"logprobs": choice.get("logprobs")}]}
+
+    for choice in answer["choices"]:
+        message = dict(choice["message"])
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [call | {"index": i} for i, call in enumerate(calls)]
+        yield chunk(choice, message)
+        yield chunk(choice, {}, choice["finish_reason"])
+    if with_usage:
+        yield common | {"choices": [], "usage": answer["usage"]}
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
+    """As OpenAI's errors look, which its client raises."""
+    try:
+        return await handler(request)
+    except BadRequest as error:
+        return _error(400, str(error), error.code)
+    except TemplateProblem as error:
+        return _error(400, str(error), "invalid_request_error")
+    except web.HTTPException as error:
+        return _error(error.status, error.text or error.reason, "invalid_request_error")
+    except Exception as error:
+        logger.exception("a request of an agent failed")
+        return _error(500, f"{type(error).__name__}: {error}", "server_error")
+
+
+def _error(status: int, message: str, code: str) -> web.Response:
+    error = {"message": message, "type": code, "code": code, "param": None}
+    return web.json_response({"error": error}, status=status)

@@ -1,0 +1,221 @@
+"""Python code that nobody trusts: a process of its own without network, secrets or the machine's files.
+
+What it printed, and how it ended, is its result:
+
+    result = Sandbox(seconds=5).run("print(int(input()) ** 2)", stdin="7")
+    result.status, result.stdout  # "ok", "49\\n"
+"""
+
+import asyncio
+import json
+import os
+import platform
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from openrlhf.agents import isolation
+
+Stopped = Literal["timeout", "output"]
+Status = Literal["ok", "error", "killed"] | Stopped
+
+
+class SandboxUnavailable(RuntimeError):
+    """Code cannot be isolated on this machine, and is not run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SandboxResult:
+    status: Status
+    """ok: the code ended with 0. error: with another exit code, as an exception makes it. killed: by a
+    signal. timeout, output: it was stopped at that limit."""
+    exit_code: int | None
+    """Negative: the signal. None: it was stopped."""
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        """What a policy is told: both outputs, and why it was stopped."""
+        ending = {
+            "killed": f"[killed by signal {-(self.exit_code or 0)}]",
+            "timeout": "[stopped: out of time]",
+            "output": "[stopped: too much output]",
+        }.get(self.status, "")
+        parts = (part.rstrip("\n") for part in (self.stdout, self.stderr, ending))
+        return "\n".join(filter(None, parts)) or "[no output]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sandbox:
+    """Runs code on Linux in namespaces of its own: no network, no other process, no file but Python's
+    own packages and the system's libraries, as a user without rights, with an empty environment.
+    Everything that the code started ends with it, and nothing is left. SandboxUnavailable, where one is made,
+    if the machine does not allow that.
+
+    In each process as many run at a time as it has cores; others wait.
+    """
+
+    seconds: float = 10.0
+    """From its start, whatever it does with them."""
+    memory: int = 512 << 20
+    """Bytes of each of its processes. All together have at most `processes` times that, and `disk`."""
+    processes: int = 8
+    """And threads."""
+    disk: int = 64 << 20
+    """Bytes in its folder, which is the only one that it may write to, in memory, and gone with it."""
+    output: int = 1 << 20
+    """Bytes that it may print."""
+    import_from: tuple[str, ...] = ()
+    """Folders of packages that it may read and import from. Where root starts it, all users may read
+    them."""
+
+    def __post_init__(self) -> None:
+        if missing := [folder for folder in self.import_from if not os.path.isdir(folder)]:
+            raise ValueError(f"import_from: no folder {', '.join(missing)}")
+        _check(self)
+
+    def run(self, code: str, stdin: str = "") -> SandboxResult:
+        """Waits for the end."""
+        return self._start(code, stdin).result()
+
+    async def run_async(self, code: str, stdin: str = "") -> SandboxResult:
+        return await asyncio.wrap_future(self._start(code, stdin))
+
+    async def python(self, code: str) -> str:
+        """
+        Runs a Python program and returns what it prints.
+
+        Args:
+            code: The program. It has the standard library, no network, and no files but its own.
+        """
+        return (await self.run_async(code)).text
+
+    def _start(self, code: str, stdin: str) -> Future[SandboxResult]:
+        return _threads().submit(_run, self._task(code, stdin), self.seconds, self.output)
+
+    def _task(self, code: str, stdin: str) -> isolation.Task:
+        folders = [os.path.abspath(folder) for folder in self.import_from]
+        python = os.path.realpath(sys.executable)
+        needed = (*SYSTEM, python, f"{sys.base_prefix}/lib", *folders)
+        limits = {
+            "RLIMIT_AS": self.memory,
+            "RLIMIT_CPU": int(self.seconds) + 1,
+            "RLIMIT_FSIZE": self.disk,
+            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MEMLOCK": 0,
+            "RLIMIT_MSGQUEUE": 0,
+        }
+        return {
+            "python": python,
+            "code": code,
+            "stdin": stdin,
+            "environment": ENVIRONMENT | {"PYTHONPATH": ":".join(folders)},
+            "visible": {path: os.path.realpath(path) for path in needed if os.path.exists(path)},
+            "disk": self.disk,
+            "limits": limits,
+        }
+
+
+SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+"""What programs are linked with."""
+ENVIRONMENT = {"HOME": isolation.HOME, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="sandbox")
+
+
+@cache
+def _check(sandbox: Sandbox) -> None:
+    """One program that does nothing, for each set of limits."""
+    if sys.platform != "linux" or platform.machine() not in isolation.MACHINES:
+        raise SandboxUnavailable(f"this is {sys.platform} on {platform.machine()}. {REMEDY}")
+    result = sandbox.run("")
+    if result.status not in ("ok", "timeout"):
+        raise SandboxUnavailable(f"Python does not start within {sandbox}: {result.text}")
+
+
+REMEDY = (
+    "Code is run where it can be isolated: on Linux 5.12 or newer (x86_64, aarch64), by a user who may make "
+    "namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), "
+    "or by root (docker run --cap-add SYS_ADMIN --security-opt apparmor=unconfined)."
+)
+
+
+def _run(task: isolation.Task, seconds: float, output: int) -> SandboxResult:
+    began = time.monotonic()
+    reader, report = os.pipe()
+    with open(reader) as reports, tempfile.TemporaryFile("w+") as stdin:
+        json.dump(task, stdin)
+        stdin.seek(0)
+        command = [task["python"], "-I", "-S", "-B", isolation.__file__, str(report)]
+        with subprocess.Popen(
+            command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[report], env={}
+        ) as process:
+            os.close(report)
+            streams = [stream.fileno() for stream in (reports, process.stdout, process.stderr) if stream]
+            try:
+                stopped, (told, stdout, stderr) = _read(streams, seconds, output)
+            finally:
+                process.send_signal(signal.SIGTERM)  # after an end of its own it has none to receive
+    exit_code = _exit_code(told.splitlines(), stderr)
+    return SandboxResult(
+        status=stopped or _status(exit_code),
+        exit_code=None if stopped else exit_code,
+        stdout=stdout,
+        stderr=stderr,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _read(streams: Sequence[int], seconds: float, limit: int) -> tuple[Stopped | None, list[str]]:
+    """What is said in them, and why they were not read to their ends. In the first it is said that the code
+    has started."""
+    said, stopped, deadline = dict.fromkeys(streams, b""), None, time.monotonic() + START_LIMIT
+    with selectors.DefaultSelector() as selector:
+        for stream in streams:
+            selector.register(stream, selectors.EVENT_READ)
+        while selector.get_map() and not stopped:
+            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                if key.fd == streams[0] and not said[key.fd]:
+                    deadline = time.monotonic() + seconds
+                part = os.read(key.fd, 1 << 16)
+                said[key.fd] += part
+                if not part:
+                    selector.unregister(key.fd)
+            if sum(map(len, said.values())) > limit:
+                stopped = "output"
+            elif time.monotonic() > deadline:
+                stopped = "timeout"
+    return stopped, [text[:limit].decode(errors="replace") for text in said.values()]
+
+
+START_LIMIT = 60.0
+"""Seconds until the code has started, on a machine that is busy."""
+
+
+def _exit_code(told: Sequence[str], stderr: str) -> int:
+    """Of code that has started. Where nothing is told but that, it has ended what tells it."""
+    nothing = [] if told else [f"the program that isolates said nothing but {stderr[-500:]!r}"]
+    for problem in nothing + [line.removeprefix("refused ") for line in told if line.startswith("refused ")]:
+        raise SandboxUnavailable(f"{problem}. {REMEDY}")
+    return int(told[1]) if len(told) > 1 else -signal.SIGKILL
+
+
+def _status(exit_code: int) -> Status:
+    if exit_code == 0:
+        return "ok"
+    return "error" if exit_code > 0 else "killed"

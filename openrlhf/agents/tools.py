@@ -1,0 +1,256 @@
+"""Agents that call tools: Python functions, and those of MCP servers (openrlhf.agents.mcp).
+
+With a function `add`:
+
+    class AgentExecutor(ToolAgentExecutor):
+        def __init__(self):
+            super().__init__([add])
+
+        async def reward(self, prompt, label, messages):
+            return float(label in (messages[-1]["content"] or ""))
+"""
+
+import asyncio
+import inspect
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from openrlhf.agents.base import AgentExecutorBase, Engine, called, within
+from openrlhf.agents.chat_stream import TOOL, ChatStream, Message, probe
+from openrlhf.agents.openai import BadRequest, Session
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class ToolError(Exception):
+    """A call that cannot be answered, in words for the policy, whose mistake it is. It reads them and goes
+    on. Any other exception of a tool is the tool's own failure, and ends the episode as one that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    description: dict[str, Any]
+    """As OpenAI has it: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
+    call: Callable[[str], Awaitable[Any]]
+    """Its result, of arguments as a JSON object. ToolError where they are none, or others than it has."""
+
+
+class ToolServer(Protocol):
+    """Tools that are there while an episode runs."""
+
+    def tools(self) -> AbstractAsyncContextManager[Sequence[Tool]]: ...
+
+
+def function_tool(function: Callable) -> Tool:
+    """A tool of a function with type hints and Google's form of docstring, as transformers reads them. It may
+    be `async`, else it runs in a thread."""
+    from transformers.utils import get_json_schema
+
+    description = get_json_schema(function)
+    signature, hints = inspect.signature(function), get_type_hints(function, include_extras=True)
+    types = {name: TypeAdapter(hints[name]) for name in signature.parameters}
+
+    async def call(text: str) -> Any:
+        given = json_object(text)
+        try:
+            signature.bind(**given)
+        except TypeError as error:  # there are too many, or too few
+            raise ToolError(str(error)) from error
+        arguments = {name: _read(types[name], name, value) for name, value in given.items()}
+        return await called(partial(function, **arguments))
+
+    return Tool(description["function"]["name"], description, call)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Arguments of a call. ToolError where they are none."""
+    try:
+        arguments = json.loads(text)
+    except ValueError as error:
+        raise ToolError(f"the arguments are no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ToolError("the arguments are no JSON object")
+    return arguments
+
+
+def _read(hint: TypeAdapter, name: str, value: Any) -> Any:
+    """As the hint has it: pydantic reads "3" as the integer 3, and a list as a tuple."""
+    try:
+        return hint.validate_python(value)
+    except ValidationError as error:
+        places = ((".".join(map(str, (name, *found["loc"]))), found["msg"]) for found in error.errors())
+        raise ToolError("; ".join(f"{place}: {problem}" for place, problem in places)) from error
+
+
+class ToolAgentExecutor(AgentExecutorBase, ABC):
+    """The policy answers, its calls of tools are run, it reads their results behind what it has sampled, and
+    goes on until an answer calls nothing. All of it is one stream of tokens."""
+
+    writes_messages = calls_tools = True
+
+    def __init__(
+        self,
+        tools: Sequence[Callable | Tool | ToolServer],
+        *,
+        tool_parser: str = "hermes",
+        call_mark: str = "<tool_call>",
+        mistakes: Sequence[type[Exception]] = (),
+        max_result_length: int = 8000,
+    ) -> None:
+        """`tool_parser`: the name of one of vLLM's. `call_mark`: what stands in an answer that calls: where
+        the parser finds no call in such an answer, the policy is told so. `mistakes`: what tools raise that
+        is the policy's mistake, beside ToolError. `max_result_length`: characters of a result; of a longer
+        one the middle is left out."""
+        super().__init__()
+        self.tools = [_source(tool) for tool in tools]
+        self.tool_parser, self.call_mark = tool_parser, call_mark
+        self.mistakes: tuple[type[Exception], ...] = (ToolError, *mistakes)
+        self.max_result_length = max_result_length
+
+    def check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Warnings where its chat template does not write what was sampled, or says nothing of tools."""
+        for remark in probe(tokenizer, with_tools=True):
+            logger.warning("%s What was sampled stays as it is.", remark)
+        stream, asked = ChatStream(tokenizer), self.messages("?", None)
+        if stream.render(asked) == stream.render(asked, [TOOL]):
+            logger.warning("the chat template does not tell the policy of its tools; let messages() do it")
+
+    @abstractmethod
+    async def reward(self, prompt: str, label: Any, messages: Sequence[Message]) -> Any:
+        """What the episode is worth: a number, or a dictionary with `reward`, and perhaps `scores` and
+        `extra_logs`, see AgentExecutorBase. `messages`: all of it, as OpenAI has them. The last one is an
+        answer without calls, unless a limit ended the episode before."""
+
+    def messages(self, prompt: str, label: Any) -> list[Message]:
+        """What the policy reads first."""
+        return [{"role": "user", "content": prompt}]
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: "SamplingParams",
+        max_length: int,
+        hf_tokenizer: "PreTrainedTokenizerBase",
+        llm_engine: Engine,
+        *,
+        max_turns: int | None = None,
+        step_timeout: float | None = None,
+    ) -> dict:
+        limits = max_length, self.tool_parser, max_turns
+        session = Session(llm_engine, hf_tokenizer, sampling_params, *limits)
+        async with AsyncExitStack() as servers:
+            toolbox = Toolbox(await self._open(servers, step_timeout), self, step_timeout)
+            messages = self.messages(prompt, label)
+            ending = await self._converse(session, toolbox, messages)
+            if ending == "abort":
+                return {"reward": None}
+            result = await self.reward(prompt, label, messages)
+        result = result if isinstance(result, dict) else {"reward": result}
+        logs = {"tool_calls": toolbox.num_calls, "tool_errors": toolbox.num_errors}
+        logs |= result.get("extra_logs") or {}
+        return {"truncated": ending != "stop"} | result | {"extra_logs": logs}
+
+    async def _open(self, servers: AsyncExitStack, seconds: float | None) -> list[Tool]:
+        """The tools of one episode."""
+        found: list[Tool] = []
+        for source in self.tools:
+            if isinstance(source, Tool):
+                found.append(source)
+            else:
+                opening = servers.enter_async_context(source.tools())
+                found += await within(seconds, opening, f"{source}: the start")
+        return found
+
+    async def _converse(self, session: Session, toolbox: "Toolbox", messages: list[Message]) -> str:
+        """Adds to `messages` until an answer calls nothing, or for as long as there is room. Why it ended."""
+        while session.turns_left != 0:
+            try:
+                answer = await session.complete({"messages": messages, "tools": toolbox.descriptions})
+            except BadRequest as error:
+                if error.code == "context_length_exceeded" and session.num_turns:
+                    return "length"
+                raise
+            choice = answer["choices"][0]
+            messages.append(choice["message"])
+            if choice["finish_reason"] in ("abort", "length"):
+                return choice["finish_reason"]
+            if not (results := await toolbox.answer(choice["message"])):
+                return "stop"
+            messages += results
+        return "turns"
+
+
+def _source(tool: Any) -> Tool | ToolServer:
+    if isinstance(tool, Tool) or callable(getattr(tool, "tools", None)):
+        return tool
+    if inspect.isroutine(tool):
+        return function_tool(tool)
+    raise TypeError(f"{tool!r} is neither a function nor a Tool nor a server of tools")
+
+
+class Toolbox:
+    """The tools of one episode, and how often they were called."""
+
+    def __init__(self, tools: Sequence[Tool], executor: ToolAgentExecutor, timeout: float | None) -> None:
+        self.executor, self.timeout = executor, timeout
+        self.num_calls = self.num_errors = 0
+        self.descriptions = [tool.description for tool in tools]
+        self.calls = {tool.name: tool.call for tool in tools}
+        if len(self.calls) != len(tools):
+            names = sorted(tool.name for tool in tools)
+            raise ValueError(f"tools with the same name cannot be told apart: {', '.join(names)}")
+
+    async def answer(self, message: Message) -> list[Message]:
+        """What tools say to an answer, all of its calls at a time; none where it calls nothing."""
+        calls = message.get("tool_calls") or []
+        if not calls and self.executor.call_mark in message["content"]:
+            self.num_errors += 1
+            return [{"role": "user", "content": UNREADABLE}]
+        tasks = [asyncio.create_task(self._result(call)) for call in calls]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _result(self, call: dict[str, Any]) -> Message:
+        name = call["function"]["name"]
+        try:
+            result = await self._call(name, call["function"]["arguments"])
+        except self.executor.mistakes as error:
+            self.num_errors += 1
+            result = f"Error: {error}"
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        content = _shortened(text, self.executor.max_result_length)
+        return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+
+    async def _call(self, name: str, arguments: str) -> Any:
+        self.num_calls += 1
+        if name not in self.calls:
+            raise ToolError(f"there is no tool {name}; there are {', '.join(self.calls)}")
+        return await within(self.timeout, self.calls[name](arguments), name)
+
+
+UNREADABLE = "Error: this call of a tool cannot be read. Write its name and arguments as JSON."
+
+
+def _shortened(text: str, length: int) -> str:
+    """Its beginning and its end."""
+    if len(text) <= length:
+        return text
+    start, end = length - length // 2, len(text) - length // 2
+    return f"{text[:start]}\n[{end - start} characters left out]\n{text[end:]}"

@@ -1,0 +1,105 @@
+"""How far a student is from its teacher, straight from hidden states, without the logits of a whole batch."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from openrlhf.algorithms.logprobs import HeadGradients, HeadLogits, chunks, rows_of_chunk
+
+Divergence = Literal["forward_kl", "reverse_kl"]
+
+
+class LinearHead(NamedTuple):
+    """logits = scale * cap(hidden @ weight.T + bias), as in `linear_log_probs`."""
+
+    weight: Tensor  # (V, H)
+    bias: Tensor | None = None  # (V,)
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def linear_divergence(
+    hidden: Tensor,
+    head: LinearHead,
+    teacher_hidden: Tensor,
+    teacher_head: LinearHead,
+    *,
+    kind: Divergence,
+    chunk: int | None = None,
+) -> Tensor:
+    """Student's hidden (A, H) and teacher's (A, H') -> (A,) float32, of the distributions s and t over the
+    first V tokens that both heads have.
+
+    forward_kl: KL(t || s) = sum_v t_v (log t_v - log s_v),   d/dz = s - t
+    reverse_kl: KL(s || t) = sum_v s_v (log s_v - log t_v),   d/dz = s * (log s - log t - KL(s || t))
+
+    Differentiable in hidden, head.weight and head.bias. At most `chunk` rows of logits of each exist at a
+    time, in float32; the backward pass computes them again. A temperature goes into the scale of both heads.
+    """
+    size = min(len(head.weight), len(teacher_head.weight))
+    chunk = chunk or rows_of_chunk(head.weight[:size], copies=2)
+    return _LinearDivergence.apply(
+        hidden,
+        head.weight,
+        head.bias,
+        head.scale,
+        head.softcap,
+        teacher_hidden,
+        teacher_head,
+        kind,
+        size,
+        chunk,
+    )
+
+
+class _LinearDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, scale, softcap, teacher_hidden, teacher_head, kind, size, chunk):
+        student = _first(LinearHead(weight, bias, scale, softcap), size)
+        teacher = _first(teacher_head, size)
+        divergence = hidden.new_empty(len(hidden), dtype=student.dtype)
+        for rows in chunks(len(hidden), chunk):
+            s, t = student(hidden[rows]).log_softmax(-1), teacher(teacher_hidden[rows]).log_softmax(-1)
+            divergence[rows] = _divergence(s, t, kind)
+        ctx.save_for_backward(hidden, teacher_hidden)
+        # Not saved tensors: ZeRO-3 empties a parameter between the passes and fills it with a new tensor.
+        ctx.weight, ctx.bias, ctx.teacher_head = weight, bias, teacher_head
+        ctx.scale, ctx.softcap, ctx.kind, ctx.size, ctx.chunk = scale, softcap, kind, size, chunk
+        return divergence
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]  torch does not type this decorator
+    def backward(ctx, grad_divergence):
+        hidden, teacher_hidden = ctx.saved_tensors
+        weight, bias, size = ctx.weight, ctx.bias, ctx.size
+        student = _first(LinearHead(weight, bias, ctx.scale, ctx.softcap), size)
+        teacher = _first(ctx.teacher_head, size)
+        grads = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        grad_divergence = grad_divergence * ctx.scale
+
+        def add(rows: slice) -> None:  # a chunk's logits are gone before those of the next are made
+            logits = student(hidden[rows])
+            slope = student.slope(logits)
+            s, t = logits.log_softmax(-1), teacher(teacher_hidden[rows]).log_softmax(-1)
+            if ctx.kind == "forward_kl":
+                grad = s.exp_().sub_(t.exp_())
+            else:
+                grad = s.exp() * (s - t - _divergence(s, t, ctx.kind)[:, None])
+            grads.add(rows, hidden, weight, grad.mul_(grad_divergence[rows, None]), slope)
+
+        for rows in chunks(len(hidden), ctx.chunk):
+            add(rows)
+        return *grads.result(), *[None] * 7
+
+
+def _first(head: LinearHead, size: int) -> HeadLogits:
+    bias = None if head.bias is None else head.bias[:size]
+    return HeadLogits(head.weight[:size], bias, head.scale, head.softcap)
+
+
+def _divergence(s: Tensor, t: Tensor, kind: Divergence) -> Tensor:
+    """Log-probs of student and teacher (C, V) -> (C,)"""
+    return (t.exp() * (t - s)).sum(-1) if kind == "forward_kl" else (s.exp() * (s - t)).sum(-1)

@@ -1,0 +1,170 @@
+"""How far samplers are from the trainer: metrics of a step, and the limits that rounding sets them.
+
+Both sides compute the log-probs of the same actions. With the same weights they differ by rounding alone. `r`
+is the ratio policy / sampler of an action.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.reductions import mean, segment_mean, spread
+from openrlhf.types import Metrics
+
+
+def mismatch_metrics(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    staleness: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Metrics:
+    """How far the sampler is from the policy before the update, both (A,): of the same weights, these are
+    numerical noise.
+
+    `mismatch/kl` estimates KL(sampler || policy): the mean of r - 1 - log r, r the ratio policy / sampler.
+    `mismatch/ess` is the effective sample size of the weights r, (sum r)^2 / (A sum r^2): 1 where all weigh
+    the same, near 0 where few actions carry the update. `abs_diff_*` are of |log r|; p99 is exceeded by at
+    most 1 % of the actions.
+
+    With `staleness` (A,) and `counts` (B,), the actions of each sequence, `kl`, `abs_diff_mean` and `ess` are
+    also reported for each age, and `fresh_abs_diff_*` for sequences that the current weights sampled as a
+    whole.
+    """
+    log_ratio = (log_probs - rollout_log_probs).clamp(-20, 20)
+    metrics = {f"mismatch/{name}": value for name, value in _mismatch(log_ratio).items()}
+    metrics |= {f"mismatch/{name}": value for name, value in _gap(log_ratio).items()}
+    if staleness is None:
+        return metrics
+    ages = staleness.clamp(max=OLD)
+    present = ages.unique().tolist()
+    for age in present if len(present) > 1 else ():
+        suffix = f"{age}_or_more" if age == OLD else str(age)
+        of_age = _mismatch(log_ratio[ages == age])
+        metrics |= {f"mismatch/{name}_staleness_{suffix}": value for name, value in of_age.items()}
+    counts = torch.ones_like(staleness) if counts is None else counts
+    is_fresh = spread(segment_mean(staleness.double(), counts) == 0, counts, len(log_ratio))
+    if is_fresh.any():
+        metrics |= {f"mismatch/fresh_{name}": value for name, value in _gap(log_ratio[is_fresh]).items()}
+    return metrics
+
+
+GAPS = ("abs_diff_mean", "abs_diff_p99", "abs_diff_max")
+"""Statistics of |log r|, nats."""
+
+
+def fresh_gap(metrics: Metrics) -> dict[str, float]:
+    """The statistics `GAPS` of the samples of the current weights, by the names of their metrics. Empty where
+    a step has none, or their log-probs are not known."""
+    names = [f"mismatch/fresh_{name}" for name in GAPS]
+    if names[0] not in metrics and metrics.get("rollout/staleness_max") == 0:
+        names = [f"mismatch/{name}" for name in GAPS]
+    return {name: metrics[name] for name in names if name in metrics}
+
+
+OLD = 3
+"""From this staleness on, actions are counted together."""
+
+
+def _mismatch(log_ratio: Tensor) -> Metrics:
+    return {
+        "kl": float(mean(log_ratio.exp() - 1 - log_ratio)),
+        "abs_diff_mean": float(mean(log_ratio.abs())),
+        "ess": _effective_share(log_ratio.double().exp()),
+    }
+
+
+def _gap(log_ratio: Tensor) -> dict[str, float]:
+    distance = log_ratio.abs()
+    largest = float(distance.max()) if len(distance) else 0.0
+    return dict(zip(GAPS, (float(mean(distance)), _percentile(distance, 99), largest), strict=True))
+
+
+def _percentile(x: Tensor, percent: int) -> float:
+    """The smallest value that `percent` % of the values do not exceed, 0 of nothing."""
+    # torch.quantile takes no more than 2^24 values
+    return float(x.kthvalue(-(-len(x) * percent // 100)).values) if len(x) else 0.0
+
+
+def _effective_share(weights: Tensor) -> float:
+    """Effective sample size as a share of the samples, 1 of nothing."""
+    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())) if len(weights) else 1.0
+
+
+PROBE = "mismatch/probe_mean"
+"""Mean difference of log-probs of a probe, in units of their spread, of the engine where it is largest."""
+IMPOSSIBLE = {"fp32": 0.04, "fp16": 0.04, "bf16": 0.3}
+"""Nats, the mean of |log r| by `--ds.param_dtype`: 80 relative roundings of 2^-11 (GPUs may round the factors
+of float32 products to TF32) or 2^-8. A mixture of experts in bfloat16 has about 0.02."""
+DOUBTFUL = {"fp32": 0.005, "fp16": 0.01, "bf16": 0.05}
+"""Nats, the mean of |log r| that a run is told of whatever its first steps had."""
+NOISE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
+"""Nats, the mean of |log r| below which nothing is said."""
+SHAPE = {"mean": 1.0, "p99": 10.0, "max": 100.0}
+"""Limits of the statistics, in units of the mean's."""
+FIRST = 3
+"""Values of a statistic that later ones are compared with."""
+GROWTH = 5.0
+"""How many times the largest of the first values is doubtful."""
+
+
+def check_mismatch(metrics: Metrics, dtype: str, limit: float | None, step: int) -> None:
+    """Raises RuntimeError where the mean or the 99th percentile of fresh samples is further from the trainer
+    than rounding explains. A single action may be: a router near a tie chooses another expert.
+
+    `dtype`: fp32, fp16 or bf16. `limit`: nats that the mean of |log r| may reach; None: `IMPOSSIBLE`.
+    """
+    most = IMPOSSIBLE[dtype] if limit is None else limit
+    for name, value in fresh_gap(metrics).items():
+        allowed = most * _shape(name)
+        if not name.endswith("_max") and not value <= allowed:  # nor is NaN
+            raise RuntimeError(
+                f"step {step}: {name} is {value:.3g} nats on samples of the current weights, and {dtype} "
+                f"explains at most {allowed:.3g}: what was sampled is not the policy's, so training on it "
+                "would go wrong.\nLook for a sampler whose weights, chat template, precision or sampling "
+                "parameters are not the trainer's; the step's samples are in the run folder's rollouts.\n"
+                "--algo.max_mismatch sets another limit on the mean, inf none."
+            )
+
+
+@dataclass(kw_only=True)
+class MismatchWatch:
+    """Tells where engines are further from the trainer than in a run's first steps: on fresh samples, and on
+    the probe of a weight sync."""
+
+    dtype: str
+    """fp32, fp16 or bf16."""
+    first: dict[str, list[float]] = field(default_factory=dict, init=False)
+    """The first values of each statistic."""
+    told: set[str] = field(default_factory=set, init=False)
+    """Statistics that have been above their limits since they were told."""
+
+    def check(self, metrics: Metrics) -> list[str]:
+        """Returns a message for each statistic that has left its limits with this step."""
+        gap = fresh_gap(metrics) | ({PROBE: metrics[PROBE]} if PROBE in metrics else {})
+        above = {name for name, value in gap.items() if not value <= self._limit(name)}
+        messages = [self._message(name, gap[name]) for name in sorted(above - self.told)]
+        self.told = (self.told - gap.keys()) | above
+        for name, value in gap.items():
+            if len(values := self.first.setdefault(name, [])) < FIRST:
+                values.append(value)
+        return messages
+
+    def _limit(self, name: str) -> float:
+        values, most = self.first.get(name, []), DOUBTFUL[self.dtype] * _shape(name)
+        if len(values) < FIRST:
+            return most
+        return min(most, max(GROWTH * max(values), NOISE[self.dtype] * _shape(name)))
+
+    def _message(self, name: str, value: float) -> str:
+        values = self.first.get(name, [])
+        usual = f"; at most {max(values):.3g} in the first steps" if len(values) == FIRST else ""
+        return (
+            f"{name} > {self._limit(name):.2g} (now {value:.3g}{usual}): sampler and trainer differ by more "
+            "than they did, or than rounding explains. Look for another precision, kernel or chat template, "
+            "or a weight sync that left something out; with experts --algo.router_replay."
+        )
+
+
+def _shape(name: str) -> float:
+    return SHAPE[name.rpartition("_")[2]]

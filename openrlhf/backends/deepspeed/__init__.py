@@ -1,0 +1,1 @@
+"""DeepSpeed behind `TrainEngine`. Nothing else imports it."""

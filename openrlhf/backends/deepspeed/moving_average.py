@@ -1,0 +1,136 @@
+"""An exponential moving average of a model's weights over the optimizer steps of a run.
+
+It often does better than the last weights, because it averages out the noise of single steps
+(https://arxiv.org/abs/1803.05407, https://arxiv.org/abs/1909.13719).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from openrlhf.backends.deepspeed.resharding import slice_of
+from openrlhf.backends.distributed import ProcessMesh, current_device
+from openrlhf.device import DEVICE_TYPE
+from openrlhf.models.tensor_parallel import put_together
+
+
+class MovingAverage:
+    """One rank's part of the average: p_mean <- beta * p_mean + (1 - beta) * p for each trained parameter p.
+
+    It is float32 on the CPU, whatever the weights are and wherever they are at the moment. Each rank averages
+    a part of every parameter, at ZeRO stage 3 the one that it keeps anyway: a step needs no communication.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], *, beta: float, mesh: ProcessMesh
+    ) -> None:
+        """It starts from the weights of this moment."""
+        self.beta, self.mesh = beta, mesh
+        self.parameters = {name: param for name, param in parameters if param.requires_grad}
+        on_gpu = DEVICE_TYPE == "cuda"
+        parts = {name: self._own_part(param) for name, param in self.parameters.items()}
+        self._copies = {
+            name: torch.empty_like(part, device="cpu", pin_memory=on_gpu) for name, part in parts.items()
+        }
+        self.parts = {name: copy.to(torch.float32, copy=True) for name, copy in self._copied()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """The weights have made a step."""
+        for name, copy in self._copied():
+            self.parts[name].lerp_(copy.float(), 1 - self.beta)
+
+    def in_full(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, average in the shape and dtype of the parameter) on rank 0, and nothing elsewhere. All ranks
+        must iterate together: each parameter is a collective."""
+        for name, part in self.parts.items():
+            param = self.parameters[name]
+            whole = self._joined(part.to(current_device(), param.dtype), param)
+            if whole is not None:
+                yield name, whole
+
+    def save(self, folder: str | Path) -> None:
+        """Write this rank's part into a checkpoint's folder."""
+        save_file(self.parts, _file(folder, self.mesh.rank), {"num_parts": str(self.mesh.size)})
+
+    def load(self, folder: str | Path) -> None:
+        """Continue with exactly what any number of ranks saved, as many of which shared matrices.
+        ValueError, on every rank, where the folder has no average."""
+        with ExitStack() as opened:
+            saved = _saved_files(Path(folder))[self.mesh.rank % self.mesh.tensor :: self.mesh.tensor]
+            files = [opened.enter_context(safe_open(file, "pt")) for file in saved]
+            for name, own in self.parts.items():
+                self._read(
+                    own, [file.get_slice(name) for file in files], _shape(self.parameters[name]).numel()
+                )
+
+    def _read(self, own: Tensor, parts: Sequence[Any], numel: int) -> None:
+        """This rank's part of a parameter, from the parts of those that saved it."""
+        mine = self._slice(numel)
+        for rank, part in enumerate(parts):
+            theirs = slice_of(numel, rank, len(parts))
+            start, stop = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
+            if start < stop:
+                own[start - mine.start : stop - mine.start] = part[start - theirs.start : stop - theirs.start]
+
+    def _copied(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of the weights on the CPU. The device is waited for once."""
+        for name, copy in self._copies.items():
+            copy.copy_(self._own_part(self.parameters[name]), non_blocking=True)
+        if DEVICE_TYPE == "cuda":
+            torch.cuda.current_stream().synchronize()
+        yield from self._copies.items()
+
+    def _own_part(self, param: nn.Parameter) -> Tensor:
+        """The shard of a parameter at ZeRO stage 3, else as many of its elements, in order: of those that are
+        here, where ranks share the parameter."""
+        if hasattr(param, "ds_tensor"):
+            return getattr(param, "ds_tensor").detach()  # noqa: B009  DeepSpeed puts it there
+        mine = self._slice(param.numel())
+        return param.detach().flatten()[mine.start : mine.stop]
+
+    def _slice(self, numel: int) -> range:
+        """Of the elements of a parameter that are here, those of this rank."""
+        return slice_of(numel, self.mesh.copy, self.mesh.copies)
+
+    def _joined(self, part: Tensor, param: nn.Parameter) -> Tensor | None:
+        """All parts of a parameter as one tensor on rank 0."""
+        shape, mesh = _shape(param), self.mesh
+        if mesh.size == 1:
+            return part.view(shape)
+        part = F.pad(part, (0, -(-shape.numel() // mesh.copies) - len(part)))  # DeepSpeed has padded its own
+        parts = [torch.empty_like(part) for _ in range(mesh.size)] if mesh.is_first else None
+        dist.gather(part, parts)
+        if parts is None:
+            return None
+        shards = (torch.cat(parts[i :: mesh.tensor]) for i in range(mesh.tensor))
+        return put_together([shard[: shape.numel()].view(shape) for shard in shards], param)
+
+
+def _file(folder: str | Path, part: int) -> Path:
+    return Path(folder) / f"moving_average_{part}.safetensors"
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """One of each rank that saved. Every rank reads the first, so that all of them raise together."""
+    if not _file(folder, 0).exists():
+        raise ValueError(
+            f"--train.enable_ema: the checkpoint {folder} was saved without a moving average,\n"
+            "and the steps before it cannot be made up for. Resume without the flag, or start over with it."
+        )
+    with safe_open(_file(folder, 0), "pt") as file:
+        num_parts = int(file.metadata()["num_parts"])
+    return [_file(folder, part) for part in range(num_parts)]
+
+
+def _shape(param: Tensor) -> torch.Size:
+    """Of the whole parameter, of which ZeRO-3 keeps only a shard here."""
+    return getattr(param, "ds_shape", param.shape)

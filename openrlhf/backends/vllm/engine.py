@@ -1,0 +1,450 @@
+"""vLLM behind token in, token out. The only file that talks to a vLLM engine.
+
+`VLLMEngine` lives in a process of its own (a Ray actor) whose environment is `engine_environment`.
+"""
+
+import asyncio
+import gc
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+
+from openrlhf import heap
+from openrlhf.backends.peak_memory import Peaks
+from openrlhf.backends.stored_weights import EngineProbe, Sketch
+from openrlhf.config.choices import VLLM_LORA_RANKS
+from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.sections import LoraConfig
+from openrlhf.hub import model_folder
+from openrlhf.models.generation import Decoding
+from openrlhf.text import image_data
+from openrlhf.types import present
+
+if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
+    from PIL.Image import Image as Picture
+    from vllm.inputs import TokensInput, TokensPrompt
+    from vllm.lora.request import LoRARequest
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+CPU_KV_CACHE_GB = 0.25
+"""KV cache of an engine without a GPU, unless `--vllm.kv_cache_gb` says otherwise. vLLM's own unit is a whole
+GiB."""
+
+CPU_BATCHED_TOKENS = 4096
+"""Tokens of one step of an engine without a GPU."""
+
+LEFT_SHARE = 0.95
+"""Of the memory that models on its GPUs leave, what an engine may take. The rest is for a weight sync."""
+
+TAGS = frozenset({"weights", "kv_cache"})
+"""What of an engine sleeps, in vLLM's words."""
+
+MAX_LOGPROBS = 20
+"""Likely tokens that OpenAI's clients may ask for."""
+
+ADAPTER = 1
+"""vLLM's number of the only adapter of an engine."""
+
+CONTROL_TIMEOUT = 300.0
+"""Seconds that a pause, update or resume may take. An engine process that died never answers one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    model: str
+    dtype: str
+    """bf16, fp16 or fp32."""
+    max_len: int
+    """Prompt and response together."""
+    seed: int
+    transfer_backend: str
+    """gloo, nccl or ipc."""
+    on_gpu: bool
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    enable_prefix_caching: bool = False
+    enforce_eager: bool = False
+    enable_sleep: bool = False
+    """Without a GPU a sleeping engine keeps its memory, and refuses the same calls."""
+    gpu_memory_utilization: float = 0.95
+    kv_cache_gb: float | None = None
+    load_weights: bool = True
+    """Off: the weights are random until a weight sync."""
+    float32_head: bool = False
+    """Logits in float32 whatever the dtype, as a trainer has them."""
+    max_images: int = 0
+    """In one prompt. 0: text only."""
+    max_logprobs: int = MAX_LOGPROBS
+    """Likely tokens of each position that a request may ask for, beside the sampled one."""
+    max_num_seqs: int | None = None
+    """Sequences in one step of the engine. None: as vLLM chooses for offline batches, at least 256."""
+    lora: LoraConfig | None = None
+    """Adapters that weight syncs bring beside the weights, on layers whose last names are its
+    `target_modules`. None: weights are all that comes."""
+    returns_routing: bool = False
+    """Answers say which experts read each token. Needs `enable_prefix_caching`."""
+    keep_cache: bool = False
+    """Requests that a weight sync pauses go on with what their tokens were to the old weights."""
+
+    @property
+    def num_workers(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @classmethod
+    def of(
+        cls,
+        config: PPOConfig | BatchInferenceConfig | ChatConfig,
+        *,
+        model: str,
+        max_len: int,
+        on_gpu: bool,
+        transfer_backend: str | None = None,
+        **own: Any,
+    ) -> Self:
+        """From the flags that all commands with an engine have. `own`: fields that one command decides."""
+        vllm = config.vllm
+        return cls(
+            model=model,
+            dtype=config.ds.param_dtype,
+            max_len=max_len,
+            seed=config.train.seed,
+            transfer_backend=transfer_backend or ("nccl" if on_gpu else "gloo"),
+            on_gpu=on_gpu,
+            tensor_parallel_size=vllm.tensor_parallel_size or (torch.cuda.device_count() if on_gpu else 1),
+            enforce_eager=vllm.enforce_eager,
+            gpu_memory_utilization=vllm.gpu_memory_utilization,
+            kv_cache_gb=vllm.kv_cache_gb,
+            **own,
+        )
+
+
+def engine_environment(options: EngineOptions) -> dict[str, str]:
+    """Variables that must be set before vLLM is imported."""
+    quiet = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+    }
+    common = {name: os.environ.get(name, value) for name, value in quiet.items()}
+    if options.transfer_backend == "ipc":
+        # A handle of GPU memory names classes and dtypes, which only pickle carries from the frontend to the
+        # engine's core. Their socket is a file of this machine, and nobody else's bytes come through it.
+        common["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if options.on_gpu:
+        # vLLM forks unless it sees that CUDA is initialised, which it does not see of a mere question
+        # whether there is a GPU; CUDA is then lost to the fork.
+        return common | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    cores = os.cpu_count() or 1
+    bind = "|".join(str(i % cores) for i in range(options.num_workers))
+    return common | {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # One process less for each engine; with several workers vLLM needs them apart.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if options.num_workers == 1 else "1",
+        # The default pins every engine to the first cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind" if options.num_workers == 1 else bind,
+        "TORCH_COMPILE_DISABLE": "1",
+        # In pages of 2 MiB new memory takes a third of the time, and a weight sync is mostly new memory.
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
+    }
+
+
+def has_second_runner() -> bool:
+    """Whether vLLM runs models by its second model runner, which needs Triton: on GPUs, and on CPUs where
+    there is a Triton for them."""
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    return HAS_TRITON if envs.VLLM_USE_V2_MODEL_RUNNER is None else envs.VLLM_USE_V2_MODEL_RUNNER
+
+
+def memory_share(asked: float, free: float | None) -> float:
+    """Of a GPU's memory, what vLLM is told to take: at most `asked`, where others leave `free`."""
+    return asked if free is None else min(asked, LEFT_SHARE * free)
+
+
+def _lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
+    """Of an engine. vLLM makes room for one of its own ranks, and leaves what is over at zero."""
+    if lora is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": min(rank for rank in VLLM_LORA_RANKS if rank >= lora.rank),
+        "lora_target_modules": list(lora.target_modules),
+    }
+
+
+def _set_routing(output: "RequestOutput", recorded: dict[int, tuple], num_experts: int) -> None:
+    """In a type that has room for `types.own_choice`, which is no expert. `recorded`: by the answer's index,
+    where vLLM does not return it by itself."""
+    dtype = np.uint8 if num_experts < 256 else np.int16
+    for answer in output.outputs:
+        if answer.index in recorded:
+            data, name, shape = recorded[answer.index]
+            answer.routed_experts = np.frombuffer(data, name).reshape(shape)
+        if answer.routed_experts is not None:
+            answer.routed_experts = answer.routed_experts.astype(dtype, copy=False)
+
+
+def sampling_params(decoding: Decoding, seed: int, *, stream: bool = False) -> "SamplingParams":
+    """vLLM's words for it. stream: tokens come as they are sampled."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=0.0 if decoding.greedy else decoding.temperature,
+        top_p=1.0 if decoding.greedy else decoding.top_p,
+        repetition_penalty=decoding.repetition_penalty,
+        max_tokens=decoding.max_new_tokens,
+        seed=seed,
+        stop_token_ids=list(decoding.stop_token_ids),
+        detokenize=False,
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+class VLLMEngine:
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.asleep: frozenset[str] = frozenset()
+        self.peak = 0
+        """Bytes that generation needed before the engine fell asleep. 0: it has not."""
+        self.adapter: LoRARequest | None = None
+        """What requests compute with beside the weights, once a weight sync has brought it."""
+        self.num_syncs = 0
+        """For which it has been paused."""
+        self.records_routing = False
+        """Because vLLM does not return it by itself."""
+
+    async def start(self, free_share: float | None = None) -> None:
+        """Load the model. `free_share`: of its GPUs' memory, what models that stay there leave; None where
+        there are none."""
+        from vllm.config import WeightTransferConfig
+        from vllm.config.model import ModelDType
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        heap.settle()
+        dtypes: dict[str, ModelDType] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+        options = self.options
+        self.records_routing = options.returns_routing and not (options.on_gpu or has_second_runner())
+        kv_cache_gb = options.kv_cache_gb
+        if kv_cache_gb is None and not options.on_gpu:
+            kv_cache_gb = CPU_KV_CACHE_GB
+        self.llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=model_folder(options.model, weights=options.load_weights),
+                load_format="auto" if options.load_weights else "dummy",
+                dtype=dtypes[options.dtype],
+                max_model_len=options.max_len,
+                seed=options.seed,
+                tensor_parallel_size=options.tensor_parallel_size,
+                pipeline_parallel_size=options.pipeline_parallel_size,
+                enable_prefix_caching=options.enable_prefix_caching,
+                enable_return_routed_experts=options.returns_routing and not self.records_routing,
+                max_num_seqs=options.max_num_seqs,
+                limit_mm_per_prompt={"image": options.max_images, "video": 0} if options.max_images else {},
+                # Else the model has mean and deviation of pixels as buffers: no checkpoint holds them, so a
+                # model that waits for a weight sync would keep random ones.
+                mm_device_do_normalize=False,
+                # There are no graphs to capture on a CPU, and compiling there costs more than it gives back.
+                enforce_eager=options.enforce_eager or not options.on_gpu,
+                # A prompt computed in parts would rewind the random state of its request, which CPU
+                # generators cannot.
+                enable_chunked_prefill=None if options.on_gpu else False,
+                max_num_batched_tokens=None if options.on_gpu else max(options.max_len, CPU_BATCHED_TOKENS),
+                enable_sleep_mode=options.enable_sleep and options.on_gpu,
+                gpu_memory_utilization=memory_share(options.gpu_memory_utilization, free_share),
+                kv_cache_memory_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                generation_config="vllm",
+                hf_overrides={"head_dtype": "float32"} if options.float32_head else {},
+                # The distribution that was sampled from: temperature, top-k and top-p applied.
+                logprobs_mode="processed_logprobs",
+                max_logprobs=options.max_logprobs,
+                worker_extension_cls="openrlhf.backends.vllm.weight_receiver.WorkerExtension",
+                weight_transfer_config=WeightTransferConfig(backend=f"openrlhf_{options.transfer_backend}"),
+                **_lora_arguments(options.lora),
+            ),
+            # vLLM's batch sizes for throughput. Its choice for engines that nobody names is 128 sequences.
+            usage_context=UsageContext.LLM_CLASS,
+        )
+        if options.pipeline_parallel_size > 1 and not options.on_gpu:
+            await self._bounded(self.llm.collective_rpc("make_stage_buffers"))
+        if self.records_routing:
+            await self._bounded(self.llm.collective_rpc("record_routing"))
+        await self._bounded(self.llm.update_weight_version("0"))  # vLLM's own name for it is no number
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that have a log-prob."""
+        return self.llm.model_config.get_vocab_size()
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        sampling_params: "SamplingParams",
+        multi_modal_data: dict | None = None,
+    ) -> "RequestOutput":
+        """One request. Raises vLLM's errors."""
+        self._require_awake(TAGS)
+        prompt = self._prompt(prompt_token_ids, multi_modal_data)
+        output, name, routing = None, uuid.uuid4().hex, {}
+        try:
+            async for latest in self.llm.generate(
+                prompt, sampling_params, request_id=name, lora_request=self.adapter
+            ):
+                output = latest
+        finally:  # what is not taken would stay in the workers
+            if self.records_routing:
+                routing, *_ = await self._bounded(self.llm.collective_rpc("take_routing", args=(name,)))
+        assert output is not None  # vLLM answers or raises
+        if self.options.returns_routing:
+            _set_routing(output, routing, self.llm.model_config.get_num_experts())
+        return output
+
+    async def stream(
+        self, prompt_token_ids: list[int], sampling_params: "SamplingParams"
+    ) -> AsyncIterator[list[int]]:
+        """The tokens of one answer as they come; `sampling_params` must ask for that."""
+        prompt = self._prompt(prompt_token_ids)
+        async for latest in self.llm.generate(prompt, sampling_params, request_id=uuid.uuid4().hex):
+            yield list(latest.outputs[0].token_ids)
+
+    def _prompt(
+        self, token_ids: list[int], multi_modal_data: dict | None = None
+    ) -> "TokensInput | TokensPrompt":
+        from vllm.inputs import TokensInput, TokensPrompt
+
+        more: Any = {}
+        if self.options.keep_cache:
+            # Old weights' blocks stay with the requests that hold them, and nobody else finds them.
+            more["cache_salt"] = str(self.num_syncs)
+        if multi_modal_data is not None:
+            more["multi_modal_data"] = multi_modal_data
+            return TokensPrompt(prompt_token_ids=token_ids, **more)
+        # vLLM hands a prompt that it has to read to a thread, which takes a third of the time of a request.
+        return TokensInput(type="token", prompt_token_ids=token_ids, **more)
+
+    async def probe(self, token_ids: list[int], pictures: Sequence["Picture"] = ()) -> EngineProbe:
+        """Computes the log-probs of every token but the first, at temperature 1. `token_ids`: with one
+        placeholder for each of the pictures, which is answered as all of its tokens."""
+        from vllm.sampling_params import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        output = await self.generate(token_ids, params, image_data(pictures))
+        read, of_positions = present(output.prompt_token_ids), present(output.prompt_logprobs)
+        log_probs = [present(of)[token].logprob for token, of in zip(read[1:], of_positions[1:], strict=True)]
+        return EngineProbe(
+            log_probs=log_probs, version=int(present(output.outputs[0].weight_versions)[-1].version)
+        )
+
+    async def init_weight_transfer_engine(self, init_info: dict) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info=init_info)
+        await self._bounded(self.llm.init_weight_transfer_engine(request))
+
+    async def start_weight_update(self) -> None:
+        """Between here and `finish_weight_update` the model has no weights: scheduling anything would kill
+        the engine, so it is paused first. Requests in flight are frozen, and start over from their tokens
+        afterwards, or with `keep_cache` go on."""
+        self._require_awake({"weights"})
+        await self._bounded(self.llm.pause_generation(mode="keep", clear_cache=not self.options.keep_cache))
+        self.num_syncs += 1  # from here on a request computes nothing with the old weights
+        await self._bounded(self.llm.start_weight_update())
+
+    async def update_weights(self, update_info: dict | list[dict]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._bounded(self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+
+    async def finish_weight_update(self, weight_version: str) -> None:
+        await self._bounded(self.llm.finish_weight_update(weight_version=weight_version))
+        if self.options.lora is not None:
+            await self._use_adapter(self.options.lora)
+        if not self.options.keep_cache and not await self._bounded(
+            self.llm.reset_prefix_cache(reset_running_requests=True)
+        ):
+            raise RuntimeError("vLLM kept a prefix cache that belongs to the old weights")
+        if not self.asleep:  # else it resumes when its KV cache wakes
+            await self._bounded(self.llm.resume_generation())
+
+    async def _use_adapter(self, lora: LoraConfig) -> None:
+        from vllm.lora.request import LoRARequest
+
+        config = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.target_modules)}
+        await self._bounded(self.llm.collective_rpc("use_adapter", args=(ADAPTER, config)))
+        # Workers have it: nobody looks for the folder that a request must name.
+        self.adapter = LoRARequest("policy", ADAPTER, "held by the workers")
+
+    async def loaded_checksums(self) -> list[int]:
+        """Of each worker, see weight_sync.Checksum."""
+        return await self._bounded(self.llm.collective_rpc("loaded_checksum"))
+
+    async def unwritten_parameters(self) -> list[str]:
+        """What no weight sync has changed, on any worker."""
+        workers = await self._bounded(self.llm.collective_rpc("unwritten_parameters"))
+        return sorted({name for names in workers for name in names})
+
+    async def layer_sketches(self, lengths: dict[str, int]) -> dict[str, Sketch]:
+        """See `WorkerExtension`; of its last worker that has one."""
+        workers = await self._bounded(self.llm.collective_rpc("layer_sketches", args=(lengths,)))
+        return {name: Sketch(*numbers) for found in workers for name, numbers in found.items()}
+
+    async def peak_memory(self) -> Peaks:
+        """Of generation since it was last asked for, in the worker that needs most."""
+        if not self.asleep:
+            await self._note_peak()
+        taken, self.peak = self.peak, 0
+        return {"generate": taken} if taken else {}
+
+    async def _note_peak(self) -> None:
+        self.peak = max(self.peak, *await self._bounded(self.llm.collective_rpc("peak_memory")))
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory back: weights move to the CPU, the KV cache is dropped. Requests in flight
+        would be aborted. Not every wake is followed by a sync, and at level 2 vLLM loses what is neither sent
+        nor a registered buffer."""
+        await self._note_peak()  # later it is gone
+        if self.options.enable_sleep and self.options.on_gpu:
+            await self._bounded(self.llm.sleep(level=1))
+        self.asleep = TAGS
+
+    async def wake(self, tags: list[str]) -> None:
+        """`tags`: weights, kv_cache. With the last of them the engine goes on."""
+        if self.options.enable_sleep and self.options.on_gpu:
+            await self._bounded(self.llm.wake_up(tags))
+        self.asleep -= set(tags)
+        if not self.asleep:
+            await self._bounded(self.llm.resume_generation())
+
+    def _require_awake(self, tags: Set[str]) -> None:
+        if missing := self.asleep & tags:
+            raise RuntimeError(f"an engine was asked to work while its {' and '.join(sorted(missing))} slept")
+
+    def shutdown(self) -> None:
+        self.llm.shutdown()
+        del self.llm  # its destructor complains when the interpreter has gone before it
+        gc.collect()
+
+    async def _bounded(self, call: Awaitable) -> Any:
+        """The answer of a control call, or an error where the engine died on it: it would never return."""
+        task, deadline = asyncio.ensure_future(call), time.monotonic() + CONTROL_TIMEOUT
+        while not (await asyncio.wait({task}, timeout=0.5))[0]:
+            if self.llm.errored or time.monotonic() > deadline:
+                task.cancel()
+                if self.llm.errored:
+                    raise self.llm.dead_error
+                raise RuntimeError(f"a vLLM engine did not answer a control call for {CONTROL_TIMEOUT:.0f} s")
+        return task.result()

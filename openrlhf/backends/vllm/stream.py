@@ -1,0 +1,119 @@
+"""A vLLM engine in a session of its own. On a terminal Ctrl-C reaches every process of the session, and an
+engine that hears it ends; here it shall end one answer."""
+
+import asyncio
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from openrlhf.backends.vllm.engine import EngineOptions, VLLMEngine, engine_environment, sampling_params
+from openrlhf.models.generation import Decoding
+
+
+class VLLMStream:
+    """One answer at a time."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Returns when the model is loaded. RuntimeError when it cannot be."""
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, options), name="vllm")
+        self._process.start()
+        theirs.close()
+        self._heard: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        # A thread reads, because an interrupted read would lose half a message.
+        threading.Thread(target=self._listen, name="vllm messages", daemon=True).start()
+        try:
+            kind, value = self._heard.get()
+        except KeyboardInterrupt:
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+            raise
+        if kind != "ready":
+            raise RuntimeError(f"the vLLM engine did not start: {value}")
+
+    def stream(self, prompt: list[int], seed: int, decoding: Decoding) -> Generator[int, None, None]:
+        """The tokens of the answer. Closing the generator stops it."""
+        self._connection.send((prompt, seed, decoding))
+        kind, value = self._heard.get()
+        try:
+            while kind == "tokens":
+                yield from value
+                kind, value = self._heard.get()
+        finally:
+            if kind == "tokens":
+                self._connection.send(_STOP)
+                while kind == "tokens":
+                    kind, value = self._heard.get()
+        if kind == "error":
+            raise RuntimeError(f"the vLLM engine failed: {value}")
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self._connection.send(_LEAVE)
+        self._process.join(timeout=CLOSE_TIMEOUT)
+        if self._process.is_alive():
+            os.killpg(self._process.pid or 0, signal.SIGKILL)  # the engine's own processes too
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._heard.put(self._connection.recv())
+        except (EOFError, OSError):
+            self._heard.put(("error", "its process has ended"))
+
+
+_STOP, _LEAVE = "stop", "leave"
+"""Sent in place of a request: end the answer that is under way; end the process."""
+
+CLOSE_TIMEOUT = 30.0
+"""Seconds that an engine may take to shut down."""
+
+
+def _serve(connection: Connection, options: EngineOptions) -> None:
+    os.setsid()
+    os.environ.update(engine_environment(options))
+    try:
+        asyncio.run(_Server(connection, VLLMEngine(options)).run())
+    finally:
+        for process in multiprocessing.active_children():  # this one would wait for them for ever
+            process.kill()
+
+
+class _Server:
+    def __init__(self, connection: Connection, engine: VLLMEngine) -> None:
+        self.connection, self.engine = connection, engine
+
+    async def run(self) -> None:
+        try:
+            await self.engine.start()
+        except Exception as error:
+            self.connection.send(("error", f"{type(error).__name__}: {error}"))
+            raise
+        answer: asyncio.Task | None = None
+        try:
+            self.connection.send(("ready", None))
+            while (request := await asyncio.to_thread(self.connection.recv)) != _LEAVE:
+                if request != _STOP:
+                    answer = asyncio.create_task(self._answer(*request))
+                    answer.add_done_callback(self._ended)
+                elif answer is not None:
+                    answer.cancel()
+        except (EOFError, OSError):  # the other side has left
+            pass
+        finally:
+            self.engine.shutdown()
+
+    async def _answer(self, prompt: list[int], seed: int, decoding: Decoding) -> None:
+        async for token_ids in self.engine.stream(prompt, sampling_params(decoding, seed, stream=True)):
+            self.connection.send(("tokens", token_ids))
+
+    def _ended(self, answer: asyncio.Task) -> None:
+        error = None if answer.cancelled() else answer.exception()
+        with suppress(OSError):  # the other side has left
+            self.connection.send(("end", None) if error is None else ("error", str(error)))

@@ -1,0 +1,374 @@
+"""The inference side of a weight sync: runs inside vLLM's workers, which import it as their extension.
+
+Importing this module registers our transfer backends: `openrlhf_gloo` for machines without a GPU,
+`openrlhf_ray` for any, and vLLM's `nccl` and `ipc` with a checksum of what they load.
+"""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from openrlhf.backends import peak_memory
+from openrlhf.backends.stored_weights import Sketch, random_input
+from openrlhf.backends.vllm.routing import RoutingRecorder
+from openrlhf.backends.vllm.weight_sender import (
+    ADAPTER_MARKS,
+    PLACES,
+    Bucket,
+    Checksum,
+    TensorMeta,
+    broadcast,
+    gloo_group,
+    plan_buckets,
+)
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+
+class WorkerExtension:
+    """Methods that an engine calls on all of its workers."""
+
+    weight_transfer_engine: "CheckedLoading"
+    """Of the worker that this is mixed into, as is `add_lora`."""
+    add_lora: Callable[[LoRARequest], bool]
+    model_runner: Any
+    """Of the same worker."""
+
+    def make_stage_buffers(self) -> None:
+        """For what a stage gets from the one before it. vLLM makes them while it warms up, which it does not
+        on a CPU unless it compiles."""
+        runner = self.model_runner
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+    def record_routing(self) -> None:
+        self.routing = RoutingRecorder(self.model_runner)
+
+    def take_routing(self, name: str) -> dict[int, tuple[bytes, str, tuple[int, ...]]]:
+        """See `RoutingRecorder`."""
+        return self.routing.take(name)
+
+    def loaded_checksum(self) -> int:
+        """Of everything loaded since the last `start_weight_update`."""
+        return self.weight_transfer_engine.checksum.value
+
+    def peak_memory(self) -> int:
+        """Bytes, since it was last asked for."""
+        peak = peak_memory.peak()
+        peak_memory.restart()
+        return peak
+
+    def unwritten_parameters(self) -> list[str]:
+        """Those that hold what they held before the first update. Without those that vLLM has packed away."""
+        engine = self.weight_transfer_engine
+        return [name for name, now in _fingerprints(engine.model).items() if engine.at_start[name] == now]
+
+    def layer_sketches(self, lengths: dict[str, int]) -> dict[str, tuple]:
+        """Sketches the weights of a checkpoint as this worker's layers compute with them, those that can be
+        read back. `lengths`: of the trainer's sketches, by the checkpoint's names."""
+        found = {}
+        for stored, names in _stored_together(self.weight_transfer_engine.model, lengths).items():
+            values = _answer(self.weight_transfer_engine.model, stored)
+            if values is not None and len(values) == sum(lengths[name] for name in names):
+                parts = values.split([lengths[name] for name in names])
+                found |= {name: tuple(Sketch.of(part)) for name, part in zip(names, parts, strict=True)}
+        return found
+
+    def use_adapter(self, number: int, config: dict[str, Any]) -> None:
+        """Put the adapter that came with the last update in the place of the one called `number`. `config`:
+        what peft says of it. vLLM reads the folders that peft writes."""
+        tensors = self.weight_transfer_engine.adapter
+        with TemporaryDirectory(prefix="adapter-") as folder:
+            save_file(tensors, f"{folder}/adapter_model.safetensors")
+            Path(folder, "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+            self.add_lora(LoRARequest("policy", number, folder, load_inplace=True))
+
+
+class CheckedLoading(WeightTransferEngine):
+    """Mixin for transfer engines: sums up what goes into `load_weights` during an update. An adapter's
+    tensors it keeps; weights are replaced where others come."""
+
+    model: Any
+    """One of vLLM's, which have `load_weights`."""
+
+    checksum = Checksum()
+    at_start: dict[str, int]
+    """Fingerprints of the parameters before the first update."""
+    adapter: dict[str, Tensor]
+    """Of the last update, by peft's names."""
+    is_replacing = False
+    """The update has brought weights, which the model is without until it ends."""
+
+    def start_weight_update(self) -> None:
+        if not hasattr(self, "at_start"):
+            self.at_start = _fingerprints(self.model)
+        self.checksum, self.adapter, self.is_replacing = Checksum(), {}, False
+        self.model.load_weights = self._load
+
+    def finish_weight_update(self) -> None:
+        del self.model.load_weights
+        if self.is_replacing:
+            super().finish_weight_update()
+        peak_memory.restart()  # what generation needs comes now
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> Any:
+        weights = []
+        for name, tensor in tensors:
+            self.checksum.add(name, tensor)
+            if any(mark in name for mark in ADAPTER_MARKS):
+                self.adapter[name] = tensor.to("cpu", copy=True)  # the buffer is filled again
+            else:
+                weights.append((name, tensor))
+        if not weights:
+            return None
+        if not self.is_replacing:
+            super().start_weight_update()
+            self.is_replacing = True
+        with _below_adapters(self.model):
+            return type(self.model).load_weights(self.model, weights)
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    """Of the engine's first worker among the workers of all engines: the name of the engine's group."""
+
+
+@dataclass
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    tensors: list = field(default_factory=list)
+    """[name, dtype, shape] of each tensor, in the order of sending."""
+    bucket_bytes: int = 0
+    """The sender's."""
+
+
+@dataclass
+class RayInitInfo(WeightTransferInitInfo):
+    pass
+
+
+@dataclass
+class RayUpdateInfo(WeightTransferUpdateInfo):
+    tensors: list = field(default_factory=list)
+    """[name, dtype, shape] of each tensor of a bucket."""
+    data: bytes = b""
+    """The bucket's."""
+
+
+class Reloading(WeightTransferEngine):
+    """Mixin for transfer engines: vLLM's loader puts new weights in the place of the old ones."""
+
+    model: Any
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if not current_platform.is_cpu():
+            return
+        # On CPU a linear layer keeps a packed copy of its weight. A reload packs again only the layers that
+        # received weights, and a tied head receives none.
+        for head in _tied_heads(self.model):
+            head.quant_method.process_weights_after_loading(head)
+
+
+class RayReceiver(Reloading, WeightTransferEngine[RayInitInfo, RayUpdateInfo]):
+    """Is handed buckets with the calls of the control plane."""
+
+    init_info_cls = RayInitInfo
+    update_info_cls = RayUpdateInfo
+
+    def init_transfer_engine(self, init_info: RayInitInfo) -> None:
+        pass
+
+    def receive_weights(self, update_info: RayUpdateInfo) -> None:
+        bucket = Bucket(tuple(metas_of(update_info.tensors)))
+        buffer = torch.frombuffer(bytearray(update_info.data), dtype=torch.uint8).to(self.device)
+        self.model.load_weights([(meta.name, view) for meta, view in bucket.views(buffer)])
+
+    def shutdown(self) -> None:
+        pass
+
+
+class GlooReceiver(Reloading, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    """Receives buckets over a private gloo group. For CPU workers."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        parallel, name = self.parallel_config, str(init_info.rank_offset)
+        meeting = init_info.master_address, init_info.master_port
+        self.group = gloo_group(*meeting, name, 1 + parallel.rank, 1 + parallel.world_size)
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        tensors = metas_of(update_info.tensors)
+        try:
+            for bucket, buffer in self._received(plan_buckets(tensors, update_info.bucket_bytes)):
+                self.model.load_weights([(meta.name, view) for meta, view in bucket.views(buffer)])
+        except BaseException:
+            self.group = None  # a closed connection: the sender does not wait for this engine
+            raise
+
+    def _received(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, Tensor]]:
+        """Each with its bytes. The next one arrives while one is loaded."""
+        assert self.group is not None  # the trainer opens the transfer first
+        under_way: list[tuple[Bucket, Tensor, dist.Work]] = []
+        for bucket in buckets:
+            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            under_way.append((bucket, buffer, broadcast(self.group, buffer)))
+            if len(under_way) == 2:
+                yield _arrived(*under_way.pop(0))
+        for last in under_way:
+            yield _arrived(*last)
+
+    def shutdown(self) -> None:
+        self.group = None
+
+
+class CheckedGloo(CheckedLoading, GlooReceiver):
+    pass
+
+
+class CheckedRay(CheckedLoading, RayReceiver):
+    pass
+
+
+class CheckedNCCL(CheckedLoading, NCCLWeightTransferEngine):
+    pass
+
+
+class CheckedIPC(CheckedLoading, IPCWeightTransferEngine):
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        self._packed_importer.close()  # also of adapters: the trainer's buffer is not free while it is mapped
+
+
+def metas_of(tensors: list) -> list[TensorMeta]:
+    """[name, dtype, shape] of each."""
+    return [TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in tensors]
+
+
+def _arrived(bucket: Bucket, buffer: Tensor, work: dist.Work) -> tuple[Bucket, Tensor]:
+    work.wait()
+    return bucket, buffer
+
+
+def _tied_heads(model: nn.Module) -> list[ParallelLMHead]:
+    """Heads that compute with the weight of another layer."""
+    layers = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    owners = Counter(id(layer.weight) for layer in layers)
+    return [m for m in layers if isinstance(m, ParallelLMHead) and owners[id(m.weight)] > 1]
+
+
+@contextmanager
+def _below_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as its loader knows it: around a layer that may have an adapter vLLM puts another one."""
+    wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, BaseLayerWithLoRA)]
+    for name, layer in wrapped:
+        model.set_submodule(name, layer.base_layer)
+    try:
+        yield
+    finally:
+        for name, layer in wrapped:
+            model.set_submodule(name, layer)
+
+
+def _stored_together(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
+    """Maps vLLM's name of a weight to the checkpoint's names of what it holds, end to end."""
+    found: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for name in names:
+        stored, shard = (mapper and mapper._map_name_with_shard(name)) or (name, None)
+        if not isinstance(shard, (list, tuple)):  # else vLLM keeps it more than once
+            found[stored].append(("qkv".find(shard) if isinstance(shard, str) else shard or 0, name))
+    return {stored: [name for _, name in sorted(parts)] for stored, parts in found.items()}
+
+
+@torch.no_grad()
+def _answer(model: nn.Module, name: str) -> Tensor | None:
+    """(n,) what a layer without its bias makes of a random input, or a vector itself. None where the weight
+    called `name` cannot be read back: its layer is of another kind, packed away, or shared among workers."""
+    owner, _, kind = name.rpartition(".")
+    layer = dict(model.named_modules()).get(owner)
+    if isinstance(layer, BaseLayerWithLoRA):
+        layer = layer.base_layer
+    weight = getattr(layer, kind, None)
+    if not isinstance(weight, Tensor):
+        return None
+    if isinstance(layer, LinearBase) and kind == "weight":
+        if layer.tp_size > 1:
+            return None
+        given = random_input(layer.input_size).to(layer.params_dtype).to(weight.device)
+        return layer.quant_method.apply(layer, given[None])[0]
+    if isinstance(layer, VocabParallelEmbedding) and kind == "weight" and weight.numel():
+        rows = weight[: layer.org_vocab_size]
+        return rows.float() @ random_input(rows.shape[1]).to(rows.device)
+    return weight if weight.dim() == 1 and weight.numel() else None
+
+
+def _fingerprints(model: nn.Module) -> dict[str, int]:
+    """A checksum of the first elements of each parameter that has any: enough to see whether it was written,
+    and cheap on a large model."""
+    found = {}
+    for name, param in model.named_parameters():
+        if param.numel():
+            checksum = Checksum()
+            checksum.add(name, param.detach().flatten()[:PLACES])
+            found[name] = checksum.value
+    return found
+
+
+def _repack_experts_on_reload() -> None:
+    """vLLM's CPU experts are packed on the first load only; pack them again on every later one."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    first_setup = UnquantizedFusedMoEMethod._setup_kernel
+
+    def setup(self: UnquantizedFusedMoEMethod, layer: "RoutedExperts", w13: Tensor, w2: Tensor) -> None:
+        is_reload = self.moe_kernel is not None
+        first_setup(self, layer, w13, w2)
+        if is_reload:
+            assert self.moe_kernel is not None  # the setup has made one
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = setup
+
+
+BACKENDS = {"gloo": CheckedGloo, "ray": CheckedRay, "nccl": CheckedNCCL, "ipc": CheckedIPC}
+for _name, _engine in BACKENDS.items():
+    WeightTransferEngineFactory.register_engine(f"openrlhf_{_name}", _engine)
+if current_platform.is_cpu():
+    from openrlhf.backends.vllm.image_attention import see_whole_images
+
+    _repack_experts_on_reload()
+    see_whole_images()

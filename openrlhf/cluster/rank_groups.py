@@ -1,0 +1,231 @@
+"""Models of many ranks, as the trainer sees them: backends/base.py over Ray actors."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import ray
+from ray.actor import ActorHandle
+from torch import Tensor
+
+from openrlhf.backends.offload import DeviceMemory
+from openrlhf.backends.row_memory import RowMemory
+from openrlhf.backends.stored_weights import Probe, Sketch
+from openrlhf.cluster import environment
+from openrlhf.cluster.actors import actor_class
+from openrlhf.cluster.engine_client import RayEngineClient
+from openrlhf.cluster.pending import Gathered, Handle, first
+from openrlhf.cluster.placement import Bundles
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.data.packing import partition
+from openrlhf.rewards.models import add_model_rewards, read_by_models, short_names
+from openrlhf.training.schedule import mean_metrics
+from openrlhf.training.worker import (
+    CriticWorker,
+    FrozenWorker,
+    Learned,
+    PolicyWorker,
+    RewardWorker,
+    TrainedWorker,
+    Worker,
+)
+from openrlhf.types import Batch, Group, Schedule, Trajectory, Updated
+
+WorkerT = TypeVar("WorkerT", bound=Worker)
+AnswerT = TypeVar("AnswerT")
+TrainedT = TypeVar("TrainedT", bound=TrainedWorker)
+
+
+class ModelRanks(Generic[WorkerT]):
+    """All ranks of one model."""
+
+    replays_routing = False
+    """What a batch says of the experts of its tokens is sent to them."""
+
+    def __init__(self, worker_class: type[WorkerT], config: PPOConfig, bundles: Bundles) -> None:
+        """Creates the ranks' processes; `start` loads the model."""
+        self.config, self.bundles, self.mesh = config, bundles, bundles.mesh
+        self.workers: list[Handle] = [
+            ray.remote(actor_class(worker_class))
+            .options(**bundles.options(rank))
+            .remote(config, rank, self.mesh, environment.private())
+            for rank in range(self.mesh.size)
+        ]
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.mesh.data
+
+    def forward(self, batch: Batch, method: str = "forward") -> Gathered[np.ndarray]:
+        """(A,) what the model says of every action. `method`: of the workers."""
+        shares = partition(batch.lengths.tolist(), self.data_parallel_size)
+        refs = self.run(method, [(self.share_of(batch, share),) for share in shares])
+        return Gathered(refs, lambda parts: batch.put_together(shares, self.of_leaders(parts)))
+
+    def share_of(self, batch: Batch, share: Sequence[int]) -> Batch:
+        """What a rank reads of it."""
+        return (batch if self.replays_routing else replace(batch, routing=None)).select(share)
+
+    def of_leaders(self, answers: Sequence[AnswerT]) -> list[AnswerT]:
+        """Of every rank's answers one for each data parallel rank."""
+        return [answers[rank] for rank in self.mesh.leaders]
+
+    def run(self, method: str, arguments: Sequence[tuple]) -> list[ray.ObjectRef]:
+        """`method` on every rank with the arguments of its data parallel rank, once what shares its devices
+        is done."""
+        own = [arguments[self.mesh.coordinates(rank).data] for rank in range(self.mesh.size)]
+        return self.bundles.devices.run(
+            lambda after: [
+                worker.call.remote(method, len(args), *args, *after)
+                for worker, args in zip(self.workers, own, strict=True)
+            ]
+        )
+
+    def on_all(self, call: Callable[[ActorHandle], ray.ObjectRef]) -> Gathered:
+        """`call` on every rank; the answer is rank 0's."""
+        return Gathered([call(worker) for worker in self.workers], first)
+
+    def memory(self) -> list[DeviceMemory]:
+        """Of the device of every rank."""
+        return ray.get([worker.memory.remote() for worker in self.workers])
+
+    def meeting_point(self) -> tuple[str, int]:
+        return ray.get(self.workers[0].address.remote())
+
+
+class FrozenGroup(ModelRanks[FrozenWorker]):
+    """The reference model, or a teacher."""
+
+    def __init__(self, config: PPOConfig, bundles: Bundles, *, path: str, flag: str, offload: bool) -> None:
+        super().__init__(FrozenWorker, config, bundles)
+        self.model = (path, flag, offload)
+
+    def start(self) -> Gathered[None]:
+        address, port = self.meeting_point()
+        return self.on_all(lambda worker: worker.start.remote(address, port, *self.model))
+
+
+class RewardGroup(ModelRanks[RewardWorker]):
+    """All reward models of a run, together in the same workers."""
+
+    def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
+        super().__init__(RewardWorker, config, bundles)
+
+    def start(self) -> Gathered[None]:
+        address, port = self.meeting_point()
+        return self.on_all(lambda worker: worker.start.remote(address, port))
+
+    def score(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with what the models say of their episodes in the rewards."""
+        read = [replace(t, routing=None) for group in groups for t in read_by_models(group.trajectories)]
+        shares = partition([len(t.token_ids) for t in read], self.data_parallel_size)
+        refs = self.run("forward", [([read[i] for i in share],) for share in shares])
+        scores: dict[int, np.ndarray] = {}
+        for share, rows in zip(shares, self.of_leaders(ray.get(refs)), strict=True):
+            scores |= dict(zip(share, rows, strict=True))
+        in_order = (scores[i] for i in range(len(read)))
+        return [replace(group, trajectories=self._add(group.trajectories, in_order)) for group in groups]
+
+    def _add(self, trajectories: Sequence[Trajectory], scores: Iterator[np.ndarray]) -> list[Trajectory]:
+        reward = self.config.reward
+        return add_model_rewards(
+            trajectories,
+            [next(scores) for _ in read_by_models(trajectories)],
+            names=short_names(reward.models),
+            weights=reward.model_weights or [1.0] * len(reward.models),
+            has_function=bool(reward.urls),
+        )
+
+
+class TrainedGroup(ModelRanks[TrainedT]):
+    """The policy or the critic."""
+
+    def __init__(self, worker_class: type[TrainedT], config: PPOConfig, bundles: Bundles) -> None:
+        super().__init__(worker_class, config, bundles)
+        self.num_updates = 0
+        """Calls of `update` so far: the address of each call's shuffle."""
+
+    def start(self, total_steps: int, *more: Any) -> Gathered[None]:
+        """`total_steps`: optimizer steps of the whole run; `more`: what else the workers' `start` takes."""
+        address, port = self.meeting_point()
+        return Gathered(self.run("start", [(address, port, total_steps, *more)] * self.mesh.data), first)
+
+    def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Gathered[Updated]:
+        self.num_updates += 1
+        arguments = []
+        for rank in range(self.data_parallel_size):
+            windows = [step[rank] for step in schedule]
+            share = sorted({i for window in windows for i in window})
+            position = {i: k for k, i in enumerate(share)}
+            own = [[position[i] for i in window] for window in windows]
+            arguments.append((self.share_of(batch, share), own, kl_coef))
+
+        def combine(results: list[Learned]) -> Updated:
+            steps, parts = zip(*self.of_leaders(results), strict=True)
+            log_probs = None if parts[0] is None else np.concatenate(parts)
+            return Updated(mean_metrics(steps[0]), [i for window in schedule[0] for i in window], log_probs)
+
+        return Gathered(self.run("update", arguments), combine)
+
+    def save_checkpoint(self, tag: str, state: dict) -> Gathered[None]:
+        state = state | {"num_updates": self.num_updates}
+        self.bundles.devices.vacate()
+        return self.on_all(lambda worker: worker.save_checkpoint.remote(tag, state))
+
+    def load_checkpoint(self, tag: str) -> Gathered[dict]:
+        def remember(results: list[dict]) -> dict:
+            self.num_updates = results[0]["num_updates"]
+            return results[0]
+
+        self.bundles.devices.vacate()
+        return Gathered([w.load_checkpoint.remote(tag) for w in self.workers], remember)
+
+    def export(self, folder: str) -> Gathered[None]:
+        self.bundles.devices.vacate()
+        return self.on_all(lambda worker: worker.export.remote(folder))
+
+    def row_memory(self, num_tokens: int) -> RowMemory:
+        """Of each rank, see `DeepSpeedEngine.row_memory`."""
+        return ray.get(self.workers[0].row_memory.remote(num_tokens))
+
+
+class PolicyGroup(TrainedGroup[PolicyWorker]):
+    replays_routing = True
+
+    def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
+        super().__init__(PolicyWorker, config, bundles)
+
+    def open_weight_sync(self, client: RayEngineClient, backend: str) -> Gathered[None]:
+        address, port = self.meeting_point()
+        return self.on_all(lambda worker: worker.open_weight_sync.remote(client, backend, address, port))
+
+    def weight_bytes(self) -> int:
+        """Of what `send_weights` sends."""
+        return ray.get(self.workers[0].weight_bytes.remote())
+
+    def send_weights(
+        self, version: int, probe: Probe | None = None, adapter_seed: int | None = None
+    ) -> Gathered[Tensor | None]:
+        """Sends the weights to the engines. Returns (L - 1,) log-probs of the probe, of every token but the
+        first at temperature 1; None without a probe. `adapter_seed`: see `DeepSpeedEngine.random_adapter`."""
+        return self.on_all(lambda worker: worker.send_weights.remote(version, probe, adapter_seed))
+
+    def weight_sketches(self) -> Gathered[dict[str, Sketch]]:
+        """Sketches of the weights that engines were sent; of those below adapters that go apart."""
+        return self.on_all(lambda worker: worker.weight_sketches.remote())
+
+
+class Unadapted:
+    """The reference of a policy with adapters: the same model without them."""
+
+    def __init__(self, policy: PolicyGroup) -> None:
+        self.policy = policy
+
+    def forward(self, batch: Batch) -> Gathered[np.ndarray]:
+        return self.policy.forward(replace(batch, routing=None), "forward_unadapted")
+
+
+class CriticGroup(TrainedGroup[CriticWorker]):
+    def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
+        super().__init__(CriticWorker, config, bundles)

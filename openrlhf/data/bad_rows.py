@@ -1,0 +1,76 @@
+"""What happens to a row that cannot be used: it stops the run, or it is skipped and counted; never
+repaired."""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+from openrlhf.data.files import REMEDY, Row, Unreadable, kind
+from openrlhf.data.sources import Rows
+from openrlhf.observability.progress import tracked
+
+ReadT = TypeVar("ReadT")
+BadRowAction = Literal["error", "skip"]
+
+logger = logging.getLogger(__name__)
+
+
+class BadRow(Exception):
+    """Why a row cannot be used. Becomes a ValueError or a count, never seen outside `openrlhf.data`."""
+
+
+def read_each(
+    rows: Rows, read: Callable[[Row], ReadT], policy: BadRowAction, dropped: Counter[str]
+) -> Iterator[tuple[int, ReadT]]:
+    """Row number, and what `read` makes of the row, one after the other.
+
+    "error": the first row for which `read` raises BadRow is a ValueError with its file and line.
+    "skip": such rows are left out and counted in `dropped`, and so are those that no file could give and
+    those with a value of another kind than most have; the first few are logged.
+    """
+    for i in tracked(range(len(rows)), len(rows), "reading rows"):
+        try:
+            row = rows[i]
+            _check_kinds(row, rows.kinds)
+            value = read(row)
+        except (BadRow, Unreadable) as reason:
+            refuse(rows.origin(i), reason, policy, dropped)
+        else:
+            yield i, value
+
+
+def refuse(origin: str, reason: object, policy: BadRowAction, dropped: Counter[str]) -> None:
+    """ValueError; with "skip" one more in `dropped`, of which the first few are logged."""
+    if policy == "error":
+        raise ValueError(f"{origin}: {reason}\n{REMEDY}")
+    dropped[BAD_ROW] += 1
+    if dropped[BAD_ROW] <= NAMED:
+        logger.warning("%s: skipped: %s", origin, reason)
+
+
+NAMED = 3
+"""Skipped rows that are logged one by one."""
+
+BAD_ROW = "bad row"
+"""Why such rows are dropped."""
+
+
+def _check_kinds(row: Row, kinds: Mapping[str, str]) -> None:
+    for column, usual in kinds.items():
+        if row.get(column) is not None and kind(row[column]) != usual:
+            raise BadRow(f"column {column!r} is {kind(row[column])}; in most rows it is {usual}.")
+
+
+def value_of(row: Row, column: str, *types: type) -> Any:
+    """The value of a column, which must be there and be of one of the types."""
+    if row.get(column) is None:
+        raise BadRow(f"column {column!r} is {'null' if column in row else 'missing'}.")
+    value = row[column]
+    if types and not isinstance(value, types):
+        wanted = " or ".join(kind(of()) for of in types)
+        raise BadRow(f"column {column!r} is {kind(value)}, not {wanted}.")
+    if isinstance(value, float) and math.isnan(value):
+        raise BadRow(f"column {column!r} is NaN.")
+    return value

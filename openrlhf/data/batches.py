@@ -1,0 +1,155 @@
+"""From samples to the packed rows of one rank, one optimizer step at a time."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import numpy as np
+
+from openrlhf.data.order import epoch_order
+from openrlhf.data.packing import estimated_cost, pack_to_budget, partition
+from openrlhf.data.store import Kept
+from openrlhf.types import Image
+
+
+class Row(Protocol):
+    def empty(self) -> Self:
+        """A row of the same kind without anything to learn."""
+        ...
+
+
+RowT = TypeVar("RowT", bound=Row)
+
+
+class Dataset(Protocol):
+    """What a supervised run learns from: samples, pairs of them, or samples with labels."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each item."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> Any: ...
+
+
+class TokenisedDataset(Dataset, Kept, Protocol):
+    """As it comes from rows or from the cache."""
+
+    @property
+    def sequence_lengths(self) -> Sequence[int]:
+        """Tokens of each sequence, of which an item may have several."""
+        ...
+
+    @property
+    def images_digest(self) -> str:
+        """Changes when an image does. Empty: there are none."""
+        ...
+
+    def read_images_with(self, read: Callable[[int], tuple[Image, ...]], images_digest: str) -> None:
+        """From now on samples come with the images that `read` reads of their row."""
+        ...
+
+    def arrays(self) -> Mapping[str, np.ndarray]:
+        """All that it holds."""
+        ...
+
+
+class Windows(Generic[RowT]):
+    """The optimizer steps of an epoch, as this rank sees them.
+
+    A step takes the next `batch_size` items in the order of the epoch, the last step what is left. They are
+    dealt to `data_size` ranks so that each has about as much work, and laid by `collate` into packed rows: of
+    `micro_batch_size` items, or of as many as fit into `max_tokens` (a longer item alone). Every rank gets
+    the same number of rows, where needed empty ones, because ranks meet in collectives at each row.
+    Everything follows from the arguments, so ranks agree without talking.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        collate: Callable[[list], RowT],
+        *,
+        batch_size: int,
+        micro_batch_size: int | None = None,
+        max_tokens: int | None = None,
+        data_rank: int,
+        data_size: int,
+        seed: int,
+        shuffle: bool = True,
+    ) -> None:
+        """Give one of `micro_batch_size` and `max_tokens`. `data_rank` of `data_size`: this rank along the
+        data dimension of its mesh; ranks that agree in it get the same rows."""
+        if (micro_batch_size is None) == (max_tokens is None):
+            raise ValueError("Windows: give one of micro_batch_size and max_tokens.")
+        self._dataset = dataset
+        self._collate = collate
+        self._batch_size = batch_size
+        self._micro_batch_size = micro_batch_size
+        self._max_tokens = max_tokens
+        self._data_rank = data_rank
+        self._data_size = data_size
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def __len__(self) -> int:
+        """Steps of an epoch."""
+        return math.ceil(len(self._dataset) / self._batch_size)
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[RowT]]:
+        """This rank's rows of each step from `start_step` on."""
+        for rows in self.items(epoch, start_step):
+            yield [self.pack(items) for items in rows]
+
+    def endless(self, start_step: int = 0) -> Iterator[list[RowT]]:
+        """This rank's rows of each step from `start_step` on, epoch after epoch."""
+        first, start = divmod(start_step, len(self))
+        for epoch in itertools.count(first):
+            yield from self.epoch(epoch, start if epoch == first else 0)
+
+    def items(self, epoch: int, start_step: int = 0) -> Iterator[list[list[int]]]:
+        """The items of each of this rank's rows of each step from `start_step` on."""
+        order = epoch_order(len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        for step in range(start_step, len(self)):
+            yield self.deal(order[step * self._batch_size : (step + 1) * self._batch_size])[self._data_rank]
+
+    def deal(self, batch: Sequence[int]) -> list[list[list[int]]]:
+        """The items of each row of each rank; a row without items is empty."""
+        lengths = [self._dataset.lengths[i] for i in batch]
+        costs = [estimated_cost(length) for length in lengths]
+        of_rank = partition(costs, self._data_size, equal_size=self._micro_batch_size is not None)
+        rows = [[[batch[i] for i in row] for row in self._rows(mine, lengths)] for mine in of_rank]
+        num_rows = max(len(mine) for mine in rows)
+        return [mine + [[]] * (num_rows - len(mine)) for mine in rows]
+
+    def _rows(self, mine: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+        if (size := self._micro_batch_size) is not None:
+            return [list(mine[i : i + size]) for i in range(0, len(mine), size)]
+        assert self._max_tokens is not None
+        packed = pack_to_budget([lengths[i] for i in mine], self._max_tokens)
+        return [[mine[i] for i in row] for row in packed]
+
+    def pack(self, items: Sequence[int]) -> RowT:
+        """A row of these items; without items an empty one."""
+        row = self._collate([self._dataset[i] for i in items or [0]])
+        return row if items else row.empty()
+
+
+class FirstItems:
+    """The first `count` items of a dataset."""
+
+    def __init__(self, dataset: Dataset, count: int) -> None:
+        self._dataset = dataset
+        self._count = min(count, len(dataset))
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self._dataset.lengths[: self._count]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, i: int, /) -> Any:
+        return self._dataset[range(self._count)[i]]

@@ -1,0 +1,271 @@
+"""Tokenised data on disk, found by what it was made of: the same files, tokenizer, options and code give the
+same entry. Every process of a machine maps the same pages.
+
+    <folder>/<key>/meta.json    what it was made of, counts, and the arrays that belong to it
+    <folder>/<key>/*.npy        the arrays
+
+An entry is written beside its place and renamed, so it is there whole or not at all. Whoever takes its lock
+first builds it; the others wait, and read it.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+import numpy as np
+from filelock import BaseFileLock, FileLock, Timeout
+
+from openrlhf.files import cache_folder, replacing
+from openrlhf.observability.progress import tracked
+from openrlhf.text import first_token_ids
+
+if TYPE_CHECKING:  # columns are checked before anything heavy is imported
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+class Cacheable(Protocol):
+    """A dataset that is a few arrays and a few counts."""
+
+    def arrays(self) -> Mapping[str, np.ndarray]: ...
+
+    def meta(self) -> Mapping[str, Any]:
+        """What is no array, as JSON."""
+        ...
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Self:
+        """What `arrays` and `meta` gave. The arrays are read-only maps."""
+        ...
+
+
+DatasetT = TypeVar("DatasetT", bound=Cacheable)
+
+
+def cached(
+    dataset_type: type[DatasetT],
+    key_parts: Mapping[str, object],
+    build: Callable[[], DatasetT],
+    *,
+    cache_dir: str | None = None,
+    source: str = "",
+) -> DatasetT:
+    """The dataset that `build` makes, from the cache where it was kept before.
+
+    key_parts: everything that the result depends on, as JSON: see `rows_digest` and `tokenizer_digest`.
+    cache_dir: None: `datasets` in `cache_folder()`.
+    source: where the rows come from, for people who look at an entry.
+
+    A damaged entry is built again, with a warning. ValueError when `cache_dir` cannot be written; where
+    nobody named a folder, only a warning, and nothing is kept.
+    """
+    folder = cache_folder() / "datasets" if cache_dir is None else Path(cache_dir).expanduser()
+    entry = folder / digest({**key_parts, "kind": dataset_type.__name__, "versions": _versions()})
+    if isinstance(kept := _read(dataset_type, entry), dataset_type):
+        return kept
+    if not _is_first_of_machine():
+        time.sleep(HEAD_START)  # so that the process that shows its progress is the one that builds
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(entry)
+    except (OSError, NotImplementedError) as error:
+        _refuse(folder, cache_dir, error)
+        return build()
+    try:
+        kept = _read(dataset_type, entry)
+        if isinstance(kept, dataset_type):
+            return kept
+        if entry.exists():
+            logger.warning("%s: damaged, so it is built again: %s", entry, kept)
+        return _keep(build(), dataset_type, entry, key_parts, source)
+    finally:
+        lock.release()
+
+
+HEAD_START = 1.0
+"""Seconds."""
+
+
+def digest(value: object) -> str:
+    """Of anything that JSON can write."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
+    """Of names, layouts and contents."""
+    found = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        found.update(json.dumps([name, _layout(array)]).encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Of the content."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        blocks = iter(lambda: file.read(_MEBIBYTE), b"")
+        for block in tracked(blocks, -(-path.stat().st_size // _MEBIBYTE), f"checksum of {path.name}, MiB"):
+            found.update(block)
+    return found.hexdigest()
+
+
+def sampled_digest(path: Path) -> str:
+    """Of the size and of 64 places: a moment's work, and another one where weights were trained."""
+    size = path.stat().st_size
+    found = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for place in range(64):
+            file.seek(place * max(0, size - _PLACE) // 63)
+            found.update(file.read(_PLACE))
+    return found.hexdigest()
+
+
+_MEBIBYTE = 2**20
+_PLACE = 2**14
+"""Bytes."""
+
+
+def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Of everything that turns messages into tokens. A chat template that writes the date is another one
+    every day."""
+    template = tokenizer.chat_template
+    return digest(
+        {
+            "class": type(tokenizer).__name__,
+            "vocabulary": _vocabulary(tokenizer),
+            "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+            "first_tokens": first_token_ids(tokenizer),
+            "chat_template": template,
+            "today": str(date.today()) if "strftime_now" in str(template) else None,
+        }
+    )
+
+
+def _vocabulary(tokenizer: "PreTrainedTokenizerBase") -> object:
+    if tokenizer.is_fast:
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        return state | {"truncation": None, "padding": None}  # of the last call, not of the tokenizer
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            files = tokenizer.save_vocabulary(folder) or ()
+        except NotImplementedError:
+            files = ()
+        return [tokenizer.get_vocab(), [file_digest(Path(file)) for file in files]]
+
+
+@cache
+def _versions() -> Mapping[str, str]:
+    """Of the code that makes tokens of rows."""
+    here = Path(__file__).parent
+    code = [path.read_text() for path in [*sorted(here.glob("*.py")), here.parent / "types.py"]]
+    return {
+        "code": digest(code),
+        "tokenizers": version("tokenizers"),
+        "transformers": version("transformers"),
+    }
+
+
+def _read(dataset_type: type[DatasetT], entry: Path) -> DatasetT | Exception:
+    """The dataset, or why there is none."""
+    try:
+        dataset = _load(dataset_type, entry)
+    except (OSError, EOFError, ValueError, LookupError, TypeError) as damage:
+        return damage
+    _tell(f"tokenised data read from the cache {entry}")
+    return dataset
+
+
+def _load(dataset_type: type[DatasetT], entry: Path) -> DatasetT:
+    about = json.loads((entry / "meta.json").read_text())
+    arrays = {name: _map(entry, name) for name in about["arrays"]}
+    for name, array in arrays.items():
+        if _layout(array) != about["arrays"][name]:
+            raise ValueError(f"{name}.npy holds {_layout(array)}, not {about['arrays'][name]}")
+    return dataset_type.from_arrays(arrays, about["meta"])
+
+
+def _map(entry: Path, name: str) -> np.ndarray:
+    return np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+
+
+def _layout(array: np.ndarray) -> dict[str, Any]:
+    return {"dtype": array.dtype.str, "shape": list(array.shape)}
+
+
+def _keep(
+    dataset: DatasetT,
+    dataset_type: type[DatasetT],
+    entry: Path,
+    key_parts: Mapping[str, object],
+    source: str,
+) -> DatasetT:
+    """The dataset as it reads from disk; where that has no room, as it is."""
+    arrays = dataset.arrays()
+    about = {
+        "source": source,
+        "kind": dataset_type.__name__,
+        "made_of": {**key_parts, "versions": _versions()},
+        "meta": dataset.meta(),
+        "arrays": {name: _layout(array) for name, array in arrays.items()},
+    }
+    try:
+        if entry.exists():
+            shutil.rmtree(entry)
+        with replacing(entry) as beside:
+            beside.mkdir()
+            for name, array in arrays.items():
+                np.save(beside / f"{name}.npy", array)
+            (beside / "meta.json").write_text(json.dumps(about, indent=1))
+    except OSError as error:
+        logger.warning("%s: tokenised data cannot be kept: %s\n%s", entry, error.strerror or error, _REMEDY)
+        return dataset
+    _tell(f"tokenised data kept in {entry}")
+    return _load(dataset_type, entry)
+
+
+def _lock(entry: Path) -> BaseFileLock:
+    """Held by this process; the operating system frees it when the process dies."""
+    lock = FileLock(entry.with_name(f"{entry.name}.lock"))
+    try:
+        lock.acquire(timeout=_PATIENCE)
+    except Timeout:
+        _tell(f"waiting for another process, which tokenises the same rows into {entry}")
+        lock.acquire()
+    return lock
+
+
+_PATIENCE = 5.0
+"""Seconds to wait for the lock in silence."""
+
+_REMEDY = "Name a folder that can be written with --data.cache_dir, or switch it off: --data.no_cache_enable"
+
+
+def _refuse(folder: Path, cache_dir: str | None, error: Exception) -> None:
+    """ValueError when somebody asked for this folder, otherwise a warning."""
+    reason = getattr(error, "strerror", None) or str(error)
+    message = f"{folder}: tokenised data cannot be kept there: {reason}."
+    if cache_dir is not None:
+        raise ValueError(f"--data.cache_dir {message}\n{_REMEDY}") from error
+    logger.warning("%s\n%s", message, _REMEDY)
+
+
+def _is_first_of_machine() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _tell(text: str) -> None:
+    if _is_first_of_machine():
+        print(text, file=sys.stderr, flush=True)

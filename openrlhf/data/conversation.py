@@ -1,0 +1,55 @@
+"""A conversation as the text that a model continues."""
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.data.bad_rows import BadRow
+from openrlhf.data.inference import with_suffix
+from openrlhf.data.templates import Message, check_templates, render_messages, render_prompt
+
+
+class Conversation:
+    """With a chat template a list of messages; without, one text that grows: each message in `input_template`
+    on a line of its own, each answer behind it."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        apply_chat_template: bool,
+        input_template: str | None,
+        start: str = "",
+        suffix: str | None = None,
+    ) -> None:
+        """start: what stands before the first message, the system message with a chat template. suffix:
+        appended to each message, see `with_suffix`."""
+        check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
+        self.tokenizer = tokenizer
+        self.apply_chat_template, self.input_template = apply_chat_template, input_template
+        self.start, self.suffix = start, suffix
+        self.clear()
+
+    def clear(self) -> None:
+        self.messages: list[Message] = [{"role": "system", "content": self.start}] if self.start else []
+        self.text = self.start
+        self.num_turns = 0
+
+    def prompt(self, message: str) -> str:
+        """The conversation so far, and this message. ValueError where the chat template refuses it."""
+        asked = message if self.suffix is None else with_suffix(message, self.suffix)
+        if not self.apply_chat_template:
+            rendered = render_prompt(
+                asked, self.tokenizer, apply_chat_template=False, input_template=self.input_template
+            )
+            return f"{self.text}\n{rendered}" if self.text else rendered
+        try:
+            messages = [*self.messages, {"role": "user", "content": asked}]
+            return render_messages(messages, self.tokenizer, add_generation_prompt=True)
+        except BadRow as reason:
+            raise ValueError(f"--data.apply_chat_template: {reason}") from reason
+
+    def add(self, message: str, answer: str) -> None:
+        """A turn is over."""
+        self.text = self.prompt(message) + answer
+        asked = message if self.suffix is None else with_suffix(message, self.suffix)
+        self.messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        self.num_turns += 1

@@ -1,0 +1,250 @@
+"""Texts as tokens: which tokens a model reads, and which of them it learns."""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse
+from openrlhf.data.files import Row
+from openrlhf.data.sources import Rows
+from openrlhf.data.store import Drop, Kept
+from openrlhf.text import decode, first_token_ids, with_first
+
+if TYPE_CHECKING:
+    from openrlhf.data.image_rows import ImageColumn
+
+ItemT = TypeVar("ItemT")
+LabelT = TypeVar("LabelT")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    text: str
+    spans: tuple[tuple[int, int], ...] = ()
+    """Characters to learn: [start, end) in ascending order. Empty: nothing to learn."""
+    ends: tuple[int, ...] = ()
+    """Characters, in ascending order, before which a step ends: its last token is marked. Not with spans."""
+    is_chat: bool = False
+    """A chat template wrote it, special tokens and all: nothing is put in front of it."""
+
+    @property
+    def borders(self) -> list[int]:
+        """Characters that no token spans."""
+        return [border for span in self.spans for border in span] + [*self.ends]
+
+
+Tokens = tuple[list[int], list[bool]]
+"""(token ids, True where the token is learned), of equal length."""
+
+
+def read_tokens(
+    rows: Rows,
+    read: Callable[[Row], tuple[tuple[Text, ...], LabelT]],
+    tokenizer: PreTrainedTokenizerBase,
+    policy: BadRowAction,
+    dropped: Counter[str],
+    images: "ImageColumn | None" = None,
+) -> Iterator[tuple[int, list[Tokens], LabelT]]:
+    """Row number, the tokens of its texts, and its label, of each row of which `read` makes texts and a
+    label. For rows that it refuses, or whose images cannot be used, see `read_each`."""
+    encode = Encoder(tokenizer)
+    for block in _blocks(read_each(rows, read, policy, dropped)):
+        encoded = iter(encode([text for _, (texts, _) in block for text in texts]))
+        for i, (texts, label) in block:
+            tokens = list(islice(encoded, len(texts)))
+            try:
+                if images is not None:
+                    tokens = images.expand(images.headers(rows, i, policy), tokens)
+            except BadRow as reason:
+                refuse(rows.origin(i), reason, policy, dropped)
+            else:
+                yield i, tokens, label
+
+
+class Encoder:
+    """A tokenizer that knows where in a text each of its tokens stands."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._first = first_token_ids(tokenizer)
+        self._encoder = _whole_token_encoder(tokenizer) if tokenizer.is_fast else None
+
+    def __call__(self, texts: Iterable[Text]) -> Iterator[Tokens]:
+        """The tokens of each text. What comes before its first span has the tokens that it has alone, and no
+        token spans the border of a span. A text that no chat template wrote begins with what the tokenizer
+        puts in front of a text."""
+        for block in _blocks(texts):
+            for text, (token_ids, learned) in zip(block, self._encode(block), strict=True):
+                whole = token_ids if text.is_chat else with_first(token_ids, self._first)
+                yield whole, [False] * (len(whole) - len(token_ids)) + learned
+
+    def _encode(self, texts: Sequence[Text]) -> Iterator[Tokens]:
+        if self._encoder is None:
+            return (_encode_slow(text, self._tokenizer) for text in texts)
+        return _encode_fast(texts, self._tokenizer, self._encoder)
+
+
+def _blocks(items: Iterable[ItemT], size: int = 1000) -> Iterator[list[ItemT]]:
+    """The tokenizer works on the texts of a block in parallel."""
+    left = iter(items)
+    while block := list(islice(left, size)):
+        yield block
+
+
+def _encode_fast(
+    texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase, encoder: Tokenizer
+) -> Iterator[Tokens]:
+    encoded = encoder.encode_batch([text.text for text in texts], add_special_tokens=False)
+    prompts = [text.text[: text.spans[0][0]] if text.spans else "" for text in texts]
+    encoded_prompts = encoder.encode_batch(prompts, add_special_tokens=False)
+    for text, whole, prompt in zip(texts, encoded, encoded_prompts, strict=True):
+        token_ids, prompt_ids = whole.ids, prompt.ids
+        begins, ends = np.array(whole.offsets, dtype=np.int64).reshape(-1, 2).T
+        crossed = any(((begins < border) & (border < ends)).any() for border in text.borders)
+        if crossed or token_ids[: len(prompt_ids)] != prompt_ids:
+            yield _encode_pieces(text, tokenizer)
+            continue
+        learned = np.zeros(len(token_ids), dtype=np.bool_)
+        for start, end in text.spans:
+            learned |= (begins >= start) & (ends <= end)
+        last = np.searchsorted(ends, np.array(text.ends, dtype=np.int64), side="right") - 1
+        learned[last[np.isin(text.ends, ends)]] = True
+        yield token_ids, learned.tolist()
+
+
+def _whole_token_encoder(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """The tokenizer with the full extent of its tokens. Many post-processors leave the space before a word
+    out of its offsets, and give tokens of nothing but spaces no width, so that indentation would not be
+    learned."""
+    encoder = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    encoder.post_processor = processors.ByteLevel(trim_offsets=False)
+    encoder.no_truncation()
+    encoder.no_padding()
+    return encoder
+
+
+def _encode_pieces(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """Prompts and replies, or steps, tokenised apart, as a policy meets them: no token spans the border
+    between them."""
+    token_ids: list[int] = []
+    learned: list[bool] = []
+    for i, (start, end) in enumerate(pairwise([0, *text.borders, len(text.text)])):
+        piece = token_ids_of(text.text[start:end], tokenizer) if start < end else []
+        token_ids += piece
+        learned += [not text.ends and i % 2 == 1] * len(piece)
+        if piece and end in text.ends:
+            learned[-1] = True
+    return token_ids, learned
+
+
+def _encode_slow(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """Without offsets the pieces are all there is to go by; so they must say the same as the whole."""
+    token_ids, learned = _encode_pieces(text, tokenizer)
+    if decode(tokenizer, token_ids) != decode(tokenizer, token_ids_of(text.text, tokenizer)):
+        raise ValueError(
+            "--data.disable_fast_tokenizer: this tokenizer changes a text that is tokenised in pieces,\n"
+            "and has no other way to find the border of prompt and reply. Drop the flag."
+        )
+    return token_ids, learned
+
+
+def encode_prompts(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, is_chat: bool
+) -> Iterator[list[int]]:
+    """`prompt_token_ids` of each text."""
+    first = [] if is_chat else first_token_ids(tokenizer)
+    for block in _blocks(texts):
+        for token_ids in tokenizer(block, add_special_tokens=False)["input_ids"]:
+            yield with_first(token_ids, first)
+
+
+def token_ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def finish(tokens: Tokens, eos: int | None) -> None:
+    """Append the end-of-sequence token (None: none) to an answer that reaches the end of the text without it.
+    Nothing predicts the first token, so it is never learned."""
+    token_ids, learned = tokens
+    if eos is not None and token_ids and learned[-1] and token_ids[-1] != eos:
+        token_ids.append(eos)
+        learned.append(True)
+    if learned:
+        learned[0] = False
+
+
+def with_end(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """With an end-of-sequence token, where they do not end with one."""
+    if token_ids and token_ids[-1] == tokenizer.eos_token_id:
+        return token_ids
+    return [*token_ids, tokenizer.eos_token_id]
+
+
+def cut_before_end(token_ids: list[int], max_len: int) -> list[int]:
+    """At most max_len tokens, of which the last, that a reward model is read at, stays the last."""
+    return token_ids if len(token_ids) <= max_len else [*token_ids[: max_len - 1], token_ids[-1]]
+
+
+def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> Drop | None:
+    """None when the sample stays. max_len: None where a text need not leave room for an answer."""
+    if True not in learned:
+        return Drop(NOTHING_TO_LEARN)
+    if max_len is not None and (prompt := learned.index(True)) >= max_len - 2:
+        return Drop(LONG_PROMPT, max(len(learned), prompt + 3))
+    return None
+
+
+def cut_image(images: "ImageColumn | None", tokens: Tokens, max_len: int) -> Drop | None:
+    """None unless max_len cuts tokens of an image off."""
+    if images is None:
+        return None
+    token_ids, patch = tokens[0], images.tokens.layout.patch
+    return Drop(CUT_IMAGE, len(token_ids)) if patch in token_ids[max_len:] else None
+
+
+CUT_IMAGE = "image cut at max_len"
+NOTHING_TO_LEARN = "nothing to learn"
+LONG_PROMPT = "prompt of max_len - 2 tokens or more"
+
+
+def check_left(kept: Kept, rows: Rows, max_len: int, unit: str = "sample") -> None:
+    """Raise ValueError when no row is left."""
+    if not len(kept):
+        raise ValueError(
+            f"No {unit} is left of {len(rows)} rows: {_reasons(kept)}{_remedy(kept)}.\n"
+            f"The first row is {rows.origin(0)}; --data.max_len is {max_len}."
+        )
+
+
+def tell_losses(kept: Kept, flag: str, room: int | None = None) -> None:
+    """Says in the first process how many rows of `flag` give nothing, and how many are cut. room: the tokens
+    that the models read."""
+    dropped, lost = kept.dropped.total(), []
+    if dropped:
+        lost.append(f"{dropped:,} were dropped ({_reasons(kept)})")
+    if kept.truncated:
+        lost.append(f"{kept.truncated:,} were cut at --data.max_len")
+    if lost and os.environ.get("RANK", "0") == "0":
+        num_rows = f"{len(kept) + dropped:,}"
+        logger.warning("%s: of %s rows %s%s", flag, num_rows, ", ".join(lost), _remedy(kept, room))
+
+
+def _reasons(kept: Kept) -> str:
+    return ", ".join(f"{count:,} × {reason}" for reason, count in kept.dropped.items())
+
+
+def _remedy(kept: Kept, room: int | None = None) -> str:
+    if not kept.needed_len:
+        return ""
+    limit = f", but the model reads at most {room}" if room and room < kept.needed_len else ""
+    return f";\n--data.max_len {kept.needed_len} would keep every row whole{limit}"

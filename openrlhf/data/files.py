@@ -1,0 +1,506 @@
+"""Files of rows: json, jsonl, csv, parquet and arrow.
+
+Rows are parsed when they are asked for, so that a set may be larger than memory: of .jsonl and .csv files
+only the places of the rows are held, and tables are mapped from disk. A .json file that is one list is held
+whole.
+
+A row keeps the types that its file gives it. The JSON reader of `datasets` turns every "1" of a column into a
+number when one row holds a number, and its JSON columns lose digits of floats; so JSON is read with the
+standard library and stays as Python values. CSV has no types: every value is text.
+"""
+
+import codecs
+import csv
+import io
+import json
+import os
+import sys
+import tempfile
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import islice
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar, cast, overload
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from openrlhf.config.choices import BadRows
+from openrlhf.files import cache_folder
+from openrlhf.observability.progress import tracked
+
+Row = dict[str, Any]
+ReadT = TypeVar("ReadT")
+
+REMEDY = "Fix the row, or leave such rows out with --data.bad_rows skip."
+
+
+class Unreadable(Exception):
+    """Why there is no row where one should be. Stands in its place where `--data.bad_rows` says skip."""
+
+    def __init__(self, reason: str, line: int = 1):
+        """line: of the text that is read, from 1."""
+        super().__init__(reason)
+        self.line = line
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file, or the folder of a saved dataset."""
+
+    path: Path
+    """Where its content is."""
+    name: str
+    """What messages call it: the path, or the URL that the content was fetched from."""
+
+    @classmethod
+    def at(cls, path: Path) -> "File":
+        return cls(path, str(path))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """The rows of one file, saved folder or hub name."""
+
+    name: str
+    rows: Sequence[Row | Unreadable] | datasets.Dataset
+    columns: tuple[str, ...]
+    """Every column that some row has."""
+    kinds: "Kinds" = field(default_factory=dict)
+    """Not of tables: see `kinds_of`."""
+    lines: Sequence[int] | np.ndarray | None = None
+    """Line of each row, where the format has lines."""
+
+    @classmethod
+    def of(cls, name: str, rows: Sequence[Row | Unreadable], lines: Sequence[int] | None = None) -> "Part":
+        kinds: Kinds = {}
+        for i, row in enumerate(rows):
+            _note_kinds(kinds, row, i)
+        return cls(name=name, rows=rows, columns=tuple(kinds), kinds=kinds, lines=lines)
+
+    @classmethod
+    def of_table(cls, name: str, rows: datasets.Dataset) -> "Part":
+        return cls(name=name, rows=_with_image_files(rows), columns=tuple(rows.column_names))
+
+    @property
+    def folder(self) -> Path | None:
+        """That the file is in, or that was saved; None of a name on the hub."""
+        place = Path(self.name)
+        if not place.exists():
+            return None
+        return place if place.is_dir() else place.parent
+
+    def origin(self, row: int) -> str:
+        return f"{self.name} row {row + 1}" if self.lines is None else f"{self.name}:{self.lines[row]}"
+
+    def kinds_of(self, column: str) -> Mapping[str, tuple[int, int]]:
+        """Kind of value -> the first row with one, and how many there are, leaving out null. A column of a
+        table has one type."""
+        if not isinstance(self.rows, datasets.Dataset):
+            return {
+                found: where for found, where in self.kinds.get(column, {}).items() if found != kind(None)
+            }
+        column_alone = cast(Iterable[Row], self.rows.select_columns([column]))
+        values = ((i, row[column]) for i, row in enumerate(column_alone) if row[column] is not None)
+        return {kind(value): (i, len(self.rows)) for i, value in islice(values, 1)}
+
+
+def _with_image_files(rows: datasets.Dataset) -> datasets.Dataset:
+    """Images as the table has them, not as PIL decodes them: what may be opened is decided in
+    data/images.py."""
+    features = datasets.Features({name: _undecoded(feature) for name, feature in rows.features.items()})
+    if features == rows.features:
+        return rows
+    return datasets.Dataset(
+        rows.data, info=datasets.DatasetInfo(features=features), fingerprint=rows._fingerprint
+    )
+
+
+def _undecoded(feature: Any) -> Any:
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(mode=feature.mode, decode=False)
+    if isinstance(feature, datasets.List):
+        return datasets.List(_undecoded(feature.feature), length=feature.length)
+    return feature
+
+
+Kinds = dict[str, dict[str, tuple[int, int]]]
+"""Column -> kind of value -> the first row with one, and how many there are, in order of rows."""
+
+
+def _note_kinds(kinds: Kinds, row: Row | Unreadable, i: int) -> None:
+    if isinstance(row, Unreadable):
+        return
+    for column, value in row.items():
+        of_column, found = kinds.setdefault(column, {}), kind(value)
+        first, count = of_column.get(found, (i, 0))
+        of_column[found] = first, count + 1
+
+
+def kind(value: Any) -> str:
+    """What a message calls the type of a value."""
+    return _KINDS.get(type(value), type(value).__name__)
+
+
+_KINDS = {
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+class RowsOnDisk(Sequence[Row]):
+    """The rows of a text file, parsed anew each time. Can be pickled."""
+
+    def __init__(
+        self, file: File, version: "Version", starts: np.ndarray, flag: str, parse: Callable[[bytes], Row]
+    ):
+        """version: of the file in which the rows were found.
+        starts: (rows,) byte at which each begins.
+        parse: reads a row at the beginning of what stands there until the next one begins."""
+        self._file = file
+        self._version = version
+        self._starts = starts
+        self._flag = flag
+        self._parse = parse
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, i: int) -> Row: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Row]: ...
+    def __getitem__(self, i: int | slice) -> Row | list[Row]:
+        if isinstance(i, slice):
+            return [self[row] for row in range(len(self))[i]]
+        start, *more = self._starts[(place := range(len(self))[i]) : place + 2].tolist()
+        end = more[0] if more else self._version.size
+        opened = _opened(self._file, self._version, self._flag)
+        return self._parse(os.pread(opened.fileno(), end - start, start))
+
+
+class Version(NamedTuple):
+    """Differs once the file has been written to or replaced."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+
+def _version(path: Path) -> Version:
+    stat = path.stat()
+    return Version(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)  # a folder may have more files than a process may open
+def _opened(file: File, version: Version, flag: str) -> BinaryIO:
+    """Not mapped: the pages of a large file would count as memory of every process that reads it."""
+    if _version(file.path) != version:
+        raise ValueError(f"{flag} {file}: the file changed while it was being read. Start again.")
+    return file.path.open("rb", buffering=0)
+
+
+Found = tuple[int, int, Row | Unreadable]
+"""The byte at which a row begins, its line, and the row."""
+
+
+def _on_disk(file: File, flag: str, found: Iterable[Found], parse: Callable[[bytes], Row]) -> Part:
+    version, starts, lines = _version(file.path), array("q"), array("q")
+    kinds: Kinds = {}
+    for start, line, row in found:
+        _note_kinds(kinds, row, len(starts))
+        starts.append(start)
+        lines.append(line)
+    return Part(
+        name=file.name,
+        rows=RowsOnDisk(file, version, np.array(starts, dtype=np.int64), flag, parse),
+        columns=tuple(kinds),
+        kinds=kinds,
+        lines=np.array(lines, dtype=np.int64),
+    )
+
+
+def _read_json_lines(file: File, flag: str, bad_rows: BadRows) -> Part:
+    return _on_disk(file, flag, _json_lines(file, flag, bad_rows), _parse_first_line)
+
+
+def _json_lines(file: File, flag: str, bad_rows: BadRows) -> Iterator[Found]:
+    """Each line that is not blank."""
+    start = 0
+    with file.path.open("rb") as opened:
+        for line, raw in enumerate(tracked(opened, None, f"checking the lines of {file.path.name}"), start=1):
+            row = _row_or_reason(partial(_parse_line, raw), f"{flag} {file}:{line}", bad_rows)
+            if row is not None:
+                yield start, line, row
+            start += len(raw)
+
+
+def _row_or_reason(read: Callable[[], ReadT], where: str, bad_rows: BadRows) -> ReadT | Unreadable:
+    """What `read` answers, or with "skip" why there is no answer; else that is a ValueError."""
+    try:
+        return read()
+    except Unreadable as reason:
+        if bad_rows == "skip":
+            return reason
+        raise ValueError(f"{where}: {reason}\n{REMEDY}") from reason
+
+
+def _parse_line(raw: bytes) -> Row | None:
+    """None: the line is blank."""
+    text = _decode(raw).strip()
+    return _row(_parse_json(text)) if text else None
+
+
+def _parse_first_line(raw: bytes) -> Row:
+    """Those behind it are blank."""
+    return _parse_line(raw.partition(b"\n")[0]) or {}
+
+
+def _decode(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"not UTF-8: {error.reason} (byte {error.start + 1}).") from error
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        if text.startswith("<"):
+            raise Unreadable("this looks like HTML. Was an error page downloaded?") from error
+        found = text.splitlines()[error.lineno - 1][:60]
+        raise Unreadable(f"not JSON: {error.msg}: {found}", error.lineno) from error
+    if "\\ud" in text.lower():
+        _refuse_half_characters(value)
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise Unreadable(f"{name} is not JSON. Write a number or null.")
+
+
+def _refuse_half_characters(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise Unreadable(f"{half!r} is half of a surrogate pair, not a character.") from error
+
+
+def _row(value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise Unreadable(f'a row must be an object such as {{"input": …}}, not {kind(value)}.')
+    return value
+
+
+def _read_json(file: File, flag: str, bad_rows: BadRows) -> Part:
+    """A list of objects; or, as many files of this name are, one object in each line."""
+    if _has_a_row_in_each_line(file.path):
+        return _read_json_lines(file, flag, bad_rows)
+    try:
+        value = _parse_json(_decode(file.path.read_bytes()).strip())
+    except Unreadable as reason:
+        raise ValueError(f"{flag} {file}:{reason.line}: {reason}") from reason
+    if not isinstance(value, list):
+        keys = f" (keys: {', '.join(value)})" if isinstance(value, dict) else ""
+        raise ValueError(
+            f"{flag} {file}: {kind(value)}{keys}, not a list of rows.\n"
+            "Save the list itself, or one row in each line of a .jsonl file."
+        )
+    rows = [
+        _row_or_reason(partial(_row, item), f"{flag} {file} row {i}", bad_rows)
+        for i, item in enumerate(value, start=1)
+    ]
+    return Part.of(file.name, rows)
+
+
+def _has_a_row_in_each_line(path: Path) -> bool:
+    """As far as the first line tells; of an empty file too."""
+    with path.open("rb") as file:
+        lines = (line for raw in file if (line := raw.removeprefix(codecs.BOM_UTF8).strip()))
+        first, second = next(lines, b""), next(lines, b"")
+    return not first or (first.startswith(b"{") and bool(second) and _is_json(first))
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:  # not JSON, or not UTF-8
+        return False
+    return True
+
+
+def _read_csv(file: File, flag: str, bad_rows: BadRows) -> Part:
+    parse = partial(_parse_csv_row, columns=_csv_columns(file, flag))
+    return _on_disk(file, flag, _csv_rows(file, flag, bad_rows), parse)
+
+
+def _csv_columns(file: File, flag: str) -> Sequence[str]:
+    with file.path.open(newline="", encoding="utf-8-sig") as opened:
+        try:
+            return csv.DictReader(opened, strict=True).fieldnames or ()
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise _not_csv(file, flag, 2, error) from error
+
+
+def _csv_rows(file: File, flag: str, bad_rows: BadRows) -> Iterator[Found]:
+    """The line is the last one of the row."""
+    csv.field_size_limit(sys.maxsize)  # the default refuses texts of more than 128 KiB
+    with file.path.open(newline="", encoding="utf-8-sig") as opened:
+        lines = _CountedLines(opened, _size_of_mark(file.path))
+        reader = csv.DictReader(lines, strict=True)
+        line = 1
+        try:
+            columns, start = reader.fieldnames or (), lines.size
+            for row in reader:
+                line = reader.line_num
+                check = partial(_whole_row, row, columns)
+                yield start, line, _row_or_reason(check, f"{flag} {file}:{line}", bad_rows)
+                start = lines.size
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise _not_csv(file, flag, line + 1, error) from error
+
+
+def _parse_csv_row(raw: bytes, columns: Sequence[str]) -> Row:
+    text = io.StringIO(raw.decode(), newline="")
+    return _whole_row(next(csv.DictReader(text, columns, strict=True)), columns)
+
+
+class _CountedLines:
+    def __init__(self, lines: Iterable[str], size: int) -> None:
+        """size: bytes before them."""
+        self._lines, self.size = iter(lines), size
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self.size += len(line.encode())
+        return line
+
+
+def _size_of_mark(path: Path) -> int:
+    """Bytes of the byte order mark."""
+    with path.open("rb") as file:
+        return len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
+
+
+def _not_csv(file: File, flag: str, line: int, error: Exception) -> ValueError:
+    return ValueError(f"{flag} {file}:{line}: not readable as CSV: {error}.")
+
+
+def _whole_row(row: Row, columns: Sequence[str]) -> Row:
+    if None in row or None in row.values():
+        raise Unreadable(f"not readable as CSV: a row must have {len(columns)} values, as the header has.")
+    return row
+
+
+def _read_parquet(file: File, flag: str, bad_rows: BadRows) -> Part:
+    """Parquet can only be decoded; what is large is decoded to disk, and mapped from there."""
+    metadata = _read_table(pq.read_metadata, file, flag)
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    read = _parquet_in_memory if size <= PARQUET_IN_MEMORY else _parquet_on_disk
+    return Part.of_table(file.name, datasets.Dataset(_read_table(read, file, flag)))
+
+
+PARQUET_IN_MEMORY = 64 * 2**20
+"""Bytes, decoded, up to which a file is held in memory."""
+
+
+def _parquet_in_memory(path: Path) -> pa.Table:
+    with pq.ParquetFile(path) as file:
+        return file.read()
+
+
+def _parquet_on_disk(path: Path) -> pa.Table:
+    """Mapped from an Arrow file that has lost its name: it takes disk for as long as the process needs it."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as copy, pq.ParquetFile(path) as file:
+            batches = tracked(
+                file.iter_batches(_BATCH), -(-file.metadata.num_rows // _BATCH), f"decoding {path.name}"
+            )
+            with pa.ipc.new_stream(copy.name, file.schema_arrow) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+            return _arrow_table(Path(copy.name))
+    except OSError as error:
+        if error.errno is None:  # Arrow's word for a damaged file
+            raise
+        raise ValueError(
+            f"{path}: its rows cannot be decoded to {folder}: {os.strerror(error.errno)}.\n"
+            "Set OPENRLHF_CACHE to a folder with space, or make a .jsonl file of it."
+        ) from error
+
+
+_BATCH = 4096
+"""Rows that are decoded at once."""
+
+
+def _read_arrow(file: File, flag: str, bad_rows: BadRows) -> Part:
+    return Part.of_table(file.name, datasets.Dataset(_read_table(_arrow_table, file, flag)))
+
+
+def _arrow_table(path: Path) -> pa.Table:
+    """Both Arrow formats, through the memory map."""
+    source = pa.memory_map(str(path))
+    is_file_format = source.read(6) == b"ARROW1"
+    source.seek(0)
+    return (pa.ipc.open_file(source) if is_file_format else pa.ipc.open_stream(source)).read_all()
+
+
+def _read_table(read: Callable[[Path], Any], file: File, flag: str) -> Any:
+    try:
+        return read(file.path)
+    except (pa.ArrowInvalid, OSError) as error:
+        reason = str(error).splitlines()[0]
+        kind, size = file.path.suffix, file.path.stat().st_size
+        raise ValueError(f"{flag} {file}: damaged or not a {kind} file ({size} bytes):\n{reason}") from error
+
+
+READERS: Mapping[str, Callable[[File, str, BadRows], Part]] = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}
+"""Ending of a file -> what reads it; the string is the flag that named it. A table has no bad rows."""
+
+PACKED = ".gz"
+ENDINGS = f"{', '.join(READERS)}, or one of these and {PACKED}"
+"""For people."""
+
+
+def has_rows(name: str | PurePath) -> bool:
+    """Whether a file of this name is read."""
+    path = PurePath(name)
+    return PurePath(path.stem if path.suffix == PACKED else path).suffix in READERS
+
+
+def peek(file: File, flag: str, bad_rows: BadRows) -> Part:
+    """The first rows or the schema of a file."""
+    if file.path.suffix == ".parquet":
+        schema = _read_table(pq.read_schema, file, flag)
+        return Part(name=file.name, rows=[], columns=tuple(schema.names))
+    if file.path.suffix == ".jsonl":
+        return Part.of(file.name, [row for _, _, row in islice(_json_lines(file, flag, bad_rows), 100)])
+    if file.path.suffix == ".csv":
+        return Part.of(file.name, [row for _, _, row in islice(_csv_rows(file, flag, bad_rows), 100)])
+    return READERS[file.path.suffix](file, flag, bad_rows)

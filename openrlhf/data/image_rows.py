@@ -1,0 +1,243 @@
+"""Images of rows: their places in a conversation, and the tokens that stand for them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoProcessor, PreTrainedTokenizerBase
+
+from openrlhf.data.bad_rows import BadRow, BadRowAction
+from openrlhf.data.cache import digest
+from openrlhf.data.encode import Tokens
+from openrlhf.data.files import REMEDY, Row, Unreadable
+from openrlhf.data.images import ImageHeader, ImageSources, image_header, image_identity, load_image
+from openrlhf.data.sources import Rows
+from openrlhf.data.templates import Message, render_messages
+from openrlhf.hub import model_folder
+from openrlhf.text import image_layout, patch_counts
+from openrlhf.types import Image
+
+TAG = "<image>"
+"""In a message: here is an image."""
+PART = {"type": "image"}
+"""What a chat template makes an image's place of."""
+
+
+class ImageTokens:
+    """How a model's images are written: one placeholder by the chat template, which the processor expands."""
+
+    def __init__(self, processor: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """ValueError where the chat template shows no images, or the processor expands them in a way that is
+        not understood."""
+        self._processor = processor
+        _check_template(tokenizer, processor.image_token)
+        try:
+            self.layout = image_layout(processor)
+        except ValueError as reason:
+            raise ValueError(
+                f"--data.max_images_per_prompt: {reason}, which is all\nthat is understood; those of Qwen's "
+                "and Gemma's models do."
+            ) from reason
+
+    @property
+    def settings(self) -> str:
+        """What the number of tokens depends on."""
+        return self._processor.image_processor.to_json_string()
+
+    def counts(self, headers: Sequence[ImageHeader]) -> list[int]:
+        """Tokens of each image."""
+        return patch_counts(self._processor, [_size(header) for header in headers]) if headers else []
+
+    def expand(self, tokens: Tokens, counts: Sequence[int]) -> Tokens:
+        """With the tokens of its image in place of each placeholder. None of them is learned."""
+        token_ids, learned = tokens
+        whole, places = self.layout.expanded(token_ids, counts)
+        return whole, [place >= 0 and learned[place] for place in places]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageColumn:
+    """A column with images, what they may be, and the tokens of the model that reads them."""
+
+    key: str
+    max_images: int
+    root: str | None
+    """None: the folder of each file of rows."""
+    hosts: tuple[str, ...]
+    tokens: ImageTokens
+
+    @classmethod
+    def of(cls, data: Any, path: str, flag: str, tokenizer: PreTrainedTokenizerBase) -> "ImageColumn | None":
+        """As the flags `data` say, for the model at `path`, that `flag` names; None where rows have no
+        images."""
+        if not data.max_images_per_prompt:
+            return None
+        return cls(
+            key=data.image_key,
+            max_images=data.max_images_per_prompt,
+            root=data.image_root,
+            hosts=data.image_hosts or (),
+            tokens=ImageTokens(_load_processor(path, flag), tokenizer),
+        )
+
+    def values(self, row: Row) -> list[Any]:
+        """What the row says of its images: none, one or a list."""
+        value = row.get(self.key)
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if len(values) > self.max_images:
+            raise BadRow(
+                f"column {self.key!r} has {len(values)} images; "
+                f"--data.max_images_per_prompt {self.max_images} allows fewer."
+            )
+        return values
+
+    def place(self, row: Row, messages: Sequence[Message]) -> list[Message]:
+        """The messages with a part for each image of the row."""
+        return place_images(messages, len(self.values(row)), self.key)
+
+    def headers(self, rows: Rows, i: int, policy: BadRowAction) -> list[ImageHeader]:
+        """Of the images of row i. Where bad rows are skipped the images are read whole, because a row cannot
+        be left out later. Raises BadRow."""
+        values, sources = self.values(rows[i]), self._sources(rows, i)
+        try:
+            if policy == "skip":
+                for value in values:
+                    load_image(value, sources)
+            return [image_header(value, sources) for value in values]
+        except ValueError as reason:
+            raise BadRow(f"column {self.key!r}: {reason}") from reason
+
+    def expand(self, headers: Sequence[ImageHeader], texts: Sequence[Tokens]) -> list[Tokens]:
+        """Texts of a row, each of which shows all of its images, with all tokens of the images. BadRow where
+        one holds more placeholders, or fewer, or the processor refuses an image."""
+        try:
+            counts = self.tokens.counts(headers)
+        except ValueError as refusal:  # of its shape
+            raise BadRow(f"column {self.key!r}: the processor refuses an image: {refusal}.") from refusal
+        for token_ids, _ in texts:
+            found = token_ids.count(self.tokens.layout.placeholder)
+            if found != len(counts):
+                raise BadRow(
+                    f"the text has {found} tokens that stand for images, the row has {len(counts)} images."
+                )
+        return [self.tokens.expand(text, counts) for text in texts]
+
+    def reader(self, rows: Rows) -> Callable[[int], tuple[Image, ...]]:
+        """Row number -> its images, read from where they are."""
+        return partial(self._read, rows)
+
+    def _read(self, rows: Rows, i: int) -> tuple[Image, ...]:
+        sources = self._sources(rows, i)
+        try:
+            return tuple(load_image(value, sources) for value in self.values(rows[i]))
+        except ValueError as error:
+            raise ValueError(f"{rows.origin(i)}: column {self.key!r}: {error}\n{REMEDY}") from error
+
+    def digest(self, rows: Rows) -> str:
+        """Changes with what the processor makes of images, and when one does: its name, the size of its file,
+        or the time of its last change."""
+        images = [self._identity(rows, i) for i in range(len(rows))]
+        return digest([self.key, self.max_images, self.tokens.settings, images])
+
+    def _identity(self, rows: Rows, i: int) -> list[Any]:
+        sources = self._sources(rows, i)
+        try:
+            return [image_identity(value, sources) for value in self.values(rows[i])]
+        except (BadRow, ValueError, Unreadable) as reason:
+            return [str(reason)]
+
+    def _sources(self, rows: Rows, i: int) -> ImageSources:
+        return ImageSources(root=rows.folder(i) if self.root is None else Path(self.root), hosts=self.hosts)
+
+
+def _load_processor(path: str, flag: str) -> Any:
+    try:
+        processor = AutoProcessor.from_pretrained(model_folder(path))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{flag} {path}: it has no processor: {str(error).splitlines()[0]}") from error
+    if not hasattr(processor, "image_processor"):
+        raise ValueError(f"{flag} {path}: it reads no images; leave --data.max_images_per_prompt out.")
+    return processor
+
+
+def check_same_images(own: str, other: str, flag: str) -> None:
+    """Raise ValueError where the model `other`, which `flag` names, does not read an image at the same tokens
+    as the model `own`."""
+    first, second = (_load_processor(path, flag) for path in (own, other))
+    counts = [patch_counts(processor, SIZES) for processor in (first, second)]
+    if image_layout(first) != image_layout(second) or counts[0] != counts[1]:
+        raise ValueError(
+            f"{flag} {other}: it reads an image as other tokens than {own} does.\nChoose a model of the same "
+            "family, whose processor has the same patches and limits of an image's size."
+        )
+
+
+SIZES = ((56, 56), (96, 160), (224, 224), (640, 480), (1080, 1920), (4000, 3000))
+"""Heights and widths of images that tell processors apart."""
+
+
+def _size(header: ImageHeader) -> tuple[int, int]:
+    return header.height, header.width
+
+
+def place_images(messages: Sequence[Message], num_images: int, key: str) -> list[Message]:
+    """The messages with `PART` for each `TAG` of their texts; without any the images come before the text of
+    the first message of a user. BadRow where there are more places than images, or fewer."""
+    placed = [_with_parts(message) for message in messages]
+    places = sum(_is_image(part) for message in placed for part in _parts(message))
+    if num_images and not places:
+        return _before_first_text(placed, num_images)
+    if places != num_images:
+        raise BadRow(
+            f"the messages have {places} places for images ({TAG}), column {key!r} has {num_images} images."
+        )
+    return placed
+
+
+def _with_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str) or TAG not in content:
+        return message
+    first, *others = content.split(TAG)
+    parts = _text(first)
+    for text in others:
+        parts += [dict(PART), *_text(text)]
+    return {**message, "content": parts}
+
+
+def _text(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}] if text else []
+
+
+def _parts(message: Message) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image"
+
+
+def _before_first_text(messages: Sequence[Message], num_images: int) -> list[Message]:
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise BadRow(f"no message is of the user, and none says where the images stand ({TAG}).")
+    message = messages[first]
+    parts = _parts(message) or _text(message["content"])
+    shown = {**message, "content": [*(dict(PART) for _ in range(num_images)), *parts]}
+    return [*messages[:first], shown, *messages[first + 1 :]]
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> None:
+    message = {"role": "user", "content": [PART, {"type": "text", "text": "?"}]}
+    try:
+        shown = render_messages([message], tokenizer, add_generation_prompt=True)
+    except BadRow as refusal:
+        shown = str(refusal)
+    if shown.count(image_token) != 1:
+        raise ValueError(
+            f"--data.max_images_per_prompt: the chat template of {tokenizer.name_or_path} writes no "
+            f"{image_token}\nfor an image of a message. Give one that does: --data.tokenizer_chat_template."
+        )

@@ -1,0 +1,192 @@
+"""From what a row or an environment names to the file of a picture. What may be opened is decided here:
+
+    path               inside one folder, links resolved
+    https://           from the hosts that `--data.image_hosts` names, see `image_urls`; kept in the cache
+    data:, base64      in the row itself, and so are bytes, {"bytes": ..., "path": ...} and pictures of PIL
+
+PNG, JPEG and WebP of limited size. ValueError says what is wrong with an image.
+"""
+
+import base64
+import binascii
+import hashlib
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import ExifTags, ImageOps
+from PIL import Image as PILImage
+
+from openrlhf.data.files import kind
+from openrlhf.data.image_urls import check_url, fetch
+from openrlhf.data.pictures import name_of, png
+from openrlhf.files import cache_folder, replacing
+from openrlhf.types import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_BYTES = 32 * 2**20
+MAX_PIXELS = 50_000_000
+"""More are not decoded: a small file may hold a picture that fills the memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSources:
+    """Where images may come from, beside the values themselves."""
+
+    root: Path | None = None
+    """Paths begin in this folder, and lead to files in it. None: no path is opened."""
+    hosts: tuple[str, ...] = ()
+    """Whose https:// addresses are read."""
+
+
+class ImageHeader(NamedTuple):
+    """What is known of a picture that was not decoded, upright."""
+
+    reference: str
+    height: int
+    width: int
+
+
+def load_image(value: Any, sources: ImageSources) -> Image:
+    """The picture, decoded once to see that it is whole. One that programs show in different ways, as they
+    heed its EXIF orientation and its transparency or not, becomes a PNG: upright, and on white."""
+    reference, file = _find(value, sources)
+    data = file if isinstance(file, bytes) else file.read_bytes()
+    with _opened(data, reference) as picture:
+        picture.load()
+        is_plain = picture.mode in ("RGB", "L") and not picture.has_transparency_data
+        if not is_plain or _orientation(picture) != 1:
+            data = png(_on_white(ImageOps.exif_transpose(picture)))
+    return Image(reference, data)
+
+
+def image_header(value: Any, sources: ImageSources) -> ImageHeader:
+    """Of a file its first bytes are read."""
+    reference, file = _find(value, sources)
+    with _opened(file, reference) as picture:
+        lies = _orientation(picture) in _LYING
+        width, height = reversed(picture.size) if lies else picture.size
+    return ImageHeader(reference, height, width)
+
+
+def image_identity(value: Any, sources: ImageSources) -> list[Any]:
+    """Changes when the picture does, as far as can be told without reading a file."""
+    reference, file = _find(value, sources)
+    if isinstance(file, bytes):
+        return [reference]
+    stat = file.stat()
+    return [reference, stat.st_size, stat.st_mtime_ns]
+
+
+def _find(value: Any, sources: ImageSources) -> tuple[str, Path | bytes]:
+    """What people call the image, and where it is."""
+    match value:
+        case str():
+            return _find_text(value, sources)
+        case bytes():
+            return _named(value)
+        case {"bytes": bytes() as data}:
+            return _named(data)
+        case {"path": str() as path}:
+            return _find_text(path, sources)
+        case PILImage.Image():
+            return _named(png(value))
+    raise ValueError(
+        f"an image is {kind(value)}; it must be a path, an https:// address, a data: URI, base64 or bytes."
+    )
+
+
+def _find_text(text: str, sources: ImageSources) -> tuple[str, Path | bytes]:
+    if text.startswith("data:"):
+        return _named(_of_data_uri(text))
+    if "://" in text:
+        return text, _downloaded(text, sources)
+    if text.startswith(_BASE64_BEGINNINGS) and "." not in text:
+        return _named(_of_base64(text))
+    return text, _in_root(text, sources.root)
+
+
+def _named(data: bytes) -> tuple[str, bytes]:
+    return name_of(data), data
+
+
+def _of_data_uri(text: str) -> bytes:
+    kind_of_data, _, data = text.partition(",")
+    if not kind_of_data.endswith(";base64"):
+        raise ValueError(f"{text[:40]}: a data: URI must be data:image/...;base64,...")
+    return _of_base64(data)
+
+
+def _of_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode(re.sub(r"\s", "", text), validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"{text[:40]}: not base64: {error}.") from error
+
+
+def _in_root(text: str, root: Path | None) -> Path:
+    if root is None:
+        raise ValueError(f"{text}: no folder that images may be in is known; name it with --data.image_root.")
+    root = root.resolve()
+    path = (root / text).resolve()
+    if not path.is_relative_to(root):
+        raise ValueError(
+            f"{text}: it leads to {path}, outside {root}. Copy it there, or name another --data.image_root."
+        )
+    if not path.is_file():
+        raise ValueError(f"{text}: there is no such file in {root} (--data.image_root).")
+    return path
+
+
+def _downloaded(url: str, sources: ImageSources) -> Path:
+    check_url(url, sources.hosts)
+    kept = cache_folder() / "images" / hashlib.sha256(url.encode()).hexdigest()
+    if not kept.exists():
+        data = fetch(url, sources.hosts, MAX_BYTES)
+        with _opened(data, url):  # what is no image is not kept
+            kept.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(kept, shared=True) as beside:
+            beside.write_bytes(data)
+    return kept
+
+
+@contextmanager
+def _opened(file: Path | bytes, reference: str) -> Iterator[PILImage.Image]:
+    """The picture, not yet decoded. Whatever PIL raises until the block ends is a ValueError."""
+    size = len(file) if isinstance(file, bytes) else file.stat().st_size
+    if size > MAX_BYTES:
+        raise ValueError(f"{reference}: {size} bytes are more than the {MAX_BYTES} that an image may have.")
+    try:
+        with PILImage.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS) as picture:
+            if picture.width * picture.height > MAX_PIXELS:
+                raise ValueError(f"{picture.width} x {picture.height} pixels are more than {MAX_PIXELS}")
+            yield picture
+    except PILImage.UnidentifiedImageError as error:
+        raise ValueError(f"{reference}: neither {', '.join(FORMATS[:-1])} nor {FORMATS[-1]}.") from error
+    except Exception as error:  # of a damaged file nearly anything
+        raise ValueError(f"{reference}: not a whole picture: {error}.") from error
+
+
+def _orientation(picture: PILImage.Image) -> int:
+    """Of EXIF: from 1, upright, to 8. PIL would decode a PNG to look behind its pixels, too."""
+    if picture.format == "PNG" and "exif" not in picture.info:
+        return 1
+    return picture.getexif().get(ExifTags.Base.Orientation, 1)
+
+
+_LYING = (5, 6, 7, 8)
+"""Orientations in which height and width change places."""
+
+
+def _on_white(picture: PILImage.Image) -> PILImage.Image:
+    picture = picture.convert("RGBA")
+    white = PILImage.new("RGBA", picture.size, "white")
+    return PILImage.alpha_composite(white, picture).convert("RGB")
+
+
+_BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "UklGR")
+"""Of files of the three formats."""

@@ -1,0 +1,172 @@
+"""From rows to what batch inference works on: questions to answer, and answers to score."""
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.data.answers import plain_answer, scored_answer
+from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse, value_of
+from openrlhf.data.encode import Encoder, Text, cut_before_end, encode_prompts, with_end
+from openrlhf.data.files import Row
+from openrlhf.data.sources import Rows
+from openrlhf.data.templates import as_messages, check_templates, render_prompt
+from openrlhf.types import Sample
+
+logger = logging.getLogger(__name__)
+
+Input = str | list[dict[str, Any]]
+"""A prompt as it stands in the dataset, so that a later run can put it into a template of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    prompt_id: int
+    input: Input
+    token_ids: list[int]
+    """The prompt with its template."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    prompt_id: int
+    input: Input
+    output: Input
+    sample: Sample
+    """Prompt and answer; its one action is the last token, which carries the score."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(prompt_id, sample_index)"""
+        return self.prompt_id, 0
+
+
+def iteration(num_rows: int, iter: int | None, batch_size: int) -> range:
+    """Numbers of the prompts of an iteration. Number n is row n modulo `num_rows`, so iterations go around
+    the dataset; None: every row once."""
+    return range(num_rows) if iter is None else range(iter * batch_size, (iter + 1) * batch_size)
+
+
+def build_questions(
+    rows: Rows,
+    numbers: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_key: str,
+    apply_chat_template: bool,
+    input_template: str | None,
+    suffix: str | None,
+    max_len: int,
+    bad_rows: BadRowAction = "error",
+) -> list[Question]:
+    """The questions with these numbers, which become their ids (see `iteration`).
+
+    suffix: appended to each prompt before its template. A row is bad when its prompt is missing or null, when
+    the chat template refuses it, or when it has no token or more than max_len.
+    """
+    check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
+    chosen = rows.take([number % len(rows) for number in numbers])
+
+    def read(row: Row) -> tuple[Input, str]:
+        value = value_of(row, input_key, str, list)
+        asked = value if suffix is None else with_suffix(value, suffix)
+        text = render_prompt(
+            asked, tokenizer, apply_chat_template=apply_chat_template, input_template=input_template
+        )
+        return value, text
+
+    dropped: Counter[str] = Counter()
+    prompts = dict(read_each(chosen, read, bad_rows, dropped))
+    texts = [text for _, text in prompts.values()]
+    encoded = encode_prompts(texts, tokenizer, is_chat=apply_chat_template)
+    questions = []
+    for (i, (value, _)), token_ids in zip(prompts.items(), encoded, strict=True):
+        if 0 < len(token_ids) <= max_len:
+            questions.append(Question(prompt_id=numbers[i], input=value, token_ids=token_ids))
+            continue
+        reason = f"the prompt has {len(token_ids)} tokens; --data.prompt_max_len allows 1 to {max_len}."
+        refuse(chosen.origin(i), reason, bad_rows, dropped)
+    _check_left(len(questions), dropped.total(), chosen)
+    return questions
+
+
+def build_answers(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_key: str,
+    output_key: str,
+    apply_chat_template: bool,
+    input_template: str | None,
+    max_len: int,
+    bad_rows: BadRowAction = "error",
+) -> list[Answer]:
+    """Every row as a reward model reads it: prompt and answer in their template, with an end-of-sequence
+    token where the answer does not end with one. A text of more than max_len tokens is cut before that token,
+    as in the training of reward models."""
+    check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
+
+    def read(row: Row) -> tuple[Input, Input, Text]:
+        value, output = value_of(row, input_key, str, list), value_of(row, output_key, str, list)
+        if apply_chat_template:
+            messages = as_messages(value)
+            talk = messages + as_messages(output, role="assistant")
+            return value, output, scored_answer(talk, len(messages), tokenizer)
+        if not isinstance(output, str):
+            raise BadRow(f"column {output_key!r} holds messages, which need --data.apply_chat_template.")
+        prompt = render_prompt(value, tokenizer, apply_chat_template=False, input_template=input_template)
+        return value, output, plain_answer(prompt, output)
+
+    dropped: Counter[str] = Counter()
+    read_texts = dict(read_each(rows, read, bad_rows, dropped))
+    _check_left(len(read_texts), dropped.total(), rows)
+    encoded = Encoder(tokenizer)(text for _, _, text in read_texts.values())
+    return [
+        Answer(
+            prompt_id=i,
+            input=value,
+            output=output,
+            sample=score_last(with_end(token_ids, tokenizer), max_len),
+        )
+        for (i, (value, output, _)), (token_ids, _) in zip(read_texts.items(), encoded, strict=True)
+    ]
+
+
+def with_suffix(value: Input, suffix: str) -> Input:
+    """The prompt, or its last message, with a space, `suffix` without spaces around it, and a space behind
+    it: what `--reward.template` makes of a prompt."""
+    if isinstance(value, str):
+        return f"{value} {suffix.strip()} "
+    *others, last = as_messages(value)
+    if not isinstance(last.get("content"), str):
+        raise BadRow("the last message is not text, so nothing can be appended to it.")
+    return [*others, last | {"content": with_suffix(last["content"], suffix)}]
+
+
+def fingerprint(items: Iterable[Question | Answer]) -> str:
+    """Changes when a prompt, an answer, a template or a number does."""
+    digest = hashlib.blake2b(digest_size=16)
+    for item in items:
+        token_ids = item.token_ids if isinstance(item, Question) else item.sample.token_ids.tolist()
+        digest.update(json.dumps([item.prompt_id, item.input, token_ids]).encode())
+    return digest.hexdigest()
+
+
+def score_last(token_ids: list[int], max_len: int) -> Sample:
+    """What a reward model reads: its one action is the last token. Of more than max_len tokens, those before
+    it are cut off."""
+    ids = torch.tensor(cut_before_end(token_ids, max_len))
+    return Sample(token_ids=ids, action_mask=torch.arange(len(ids)) == len(ids) - 1)
+
+
+def _check_left(left: int, skipped: int, rows: Rows) -> None:
+    if skipped:
+        logger.warning("%d of %d rows were skipped", skipped, len(rows))
+    if not left:
+        raise ValueError(f"All {len(rows)} rows were skipped. The first is {rows.origin(0)}.")

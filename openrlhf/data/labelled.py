@@ -1,0 +1,99 @@
+"""Tokenised samples with arrays that say more about them."""
+
+from abc import ABC, abstractmethod
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf.data.store import SampleStore
+from openrlhf.types import Image
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LabelledSamples:
+    """A store, and the arrays that a subclass adds as fields. Together they are all that it holds, so it can
+    be saved, and mapped from disk."""
+
+    samples: SampleStore
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Reason -> rows that gave no item."""
+        return self.samples.dropped
+
+    @property
+    def needed_len(self) -> int:
+        """As in `SampleStore`."""
+        return self.samples.needed_len
+
+    @property
+    def truncated(self) -> int:
+        """As in `SampleStore`."""
+        return self.samples.truncated
+
+    @property
+    def sequence_lengths(self) -> Sequence[int]:
+        """Tokens of each sequence, of which an item may have several."""
+        return self.samples.lengths
+
+    @property
+    def images_digest(self) -> str:
+        """As in `SampleStore`."""
+        return self.samples.images_digest
+
+    def read_images_with(self, read: Callable[[int], tuple[Image, ...]], images_digest: str) -> None:
+        """As in `SampleStore`."""
+        self.samples.read_images_with(read, images_digest)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Those of the store and its own."""
+        own = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), np.ndarray)}
+        return self.samples.arrays() | own
+
+    def meta(self) -> dict[str, Any]:
+        return self.samples.meta()
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Self:
+        """What `arrays` and `meta` gave; ValueError where they do not fit together."""
+        own = {f.name: arrays[f.name] for f in fields(cls) if f.name in arrays}
+        return cls(samples=SampleStore.from_arrays(arrays, meta), **own)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TwoSamples(LabelledSamples, ABC):
+    """Items of two samples each: item i has samples 2i and 2i + 1."""
+
+    ref_log_probs: np.ndarray | None = None
+    """(items, 2) float32, summed log-probs of both under the reference, where known."""
+
+    def __post_init__(self) -> None:
+        if self.ref_log_probs is not None and self.ref_log_probs.shape != (len(self), 2):
+            raise ValueError(f"reference log-probs {self.ref_log_probs.shape} for {len(self)} items of two")
+
+    def __len__(self) -> int:
+        return len(self.samples) // 2
+
+    @abstractmethod
+    def __getitem__(self, i: int, /) -> Any: ...
+
+    @cached_property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of both samples of each item."""
+        both = np.asarray(self.samples.lengths, dtype=np.int64).reshape(-1, 2).sum(1)
+        return array("q", both.tobytes())
+
+    def with_reference(self, log_probs: np.ndarray) -> Self:
+        """log_probs: (items, 2) summed log-probs of both samples under the reference."""
+        return replace(self, ref_log_probs=np.asarray(log_probs, dtype=np.float32))
+
+    def ref_of(self, i: int) -> Tensor | None:
+        """(2,) of item i."""
+        return None if self.ref_log_probs is None else torch.from_numpy(np.array(self.ref_log_probs[i]))

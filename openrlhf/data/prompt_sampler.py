@@ -1,0 +1,147 @@
+"""The prompts of a run, and the order in which it asks for them."""
+
+import hashlib
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Self
+
+from openrlhf.data.order import epoch_order
+from openrlhf.types import Image, Prompt
+
+ReadImages = Callable[[Prompt], tuple[Image, ...]]
+
+
+class PromptDataset:
+    """All prompts of a run. Those that are handed out have their images; of images only the names are held.
+    Prompts may come from disk each time: then all of them are a pass over the rows."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], dropped: Mapping[str, int] | None = None, needed_len: int = 0
+    ):
+        """dropped: reason -> rows that gave no prompt. needed_len: the max_len that would keep those that are
+        only too long, 0 where there are none."""
+        self._prompts = prompts
+        self.dropped = Counter(dropped)
+        self.needed_len = needed_len
+        self.truncated = 0
+        """No prompt is cut."""
+        self._read_images: ReadImages | None = None
+
+    @classmethod
+    def joined(cls, datasets: "Sequence[PromptDataset]") -> Self:
+        """The prompts of several, one dataset after the other; their ids must differ."""
+        whole = cls([prompt for dataset in datasets for prompt in dataset.without_images])
+        home = {prompt.prompt_id: dataset for dataset in datasets for prompt in dataset.without_images}
+        if any(dataset._read_images for dataset in datasets):
+            whole.read_images_with(lambda prompt: home[prompt.prompt_id]._whole(prompt).images)
+        return whole
+
+    def read_images_with(self, read: ReadImages) -> None:
+        """From now on prompts come with the images that `read` reads, anew each time."""
+        self._read_images = read
+
+    @property
+    def without_images(self) -> Sequence[Prompt]:
+        """With the names of their images alone: nothing is read."""
+        return self._prompts
+
+    def _whole(self, prompt: Prompt) -> Prompt:
+        return prompt if self._read_images is None else replace(prompt, images=self._read_images(prompt))
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, i: int) -> Prompt:
+        return self._whole(self._prompts[i])
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return map(self._whole, self._prompts)
+
+    def fingerprint(self) -> int:
+        """Changes when a prompt, or the order of the prompts, does."""
+        return self._checksums[0]
+
+    def digest(self) -> str:
+        """Of all that a run reads of its prompts."""
+        return self._checksums[1]
+
+    @cached_property
+    def _checksums(self) -> tuple[int, str]:
+        """The CRC of all texts and names of images; the SHA-256 of a list of all, as JSON."""
+        crc, sha = 0, hashlib.sha256(b"[")
+        for i, p in enumerate(self._prompts):
+            references = [image.reference for image in p.images]
+            for text in (p.text, *references):
+                crc = zlib.crc32(text.encode(), crc)
+            read = json.dumps([p.prompt_id, p.text, p.label, p.source, *references], default=repr)
+            sha.update(f"{', ' if i else ''}{read}".encode())
+        sha.update(b"]")
+        return crc, sha.hexdigest()
+
+
+class PromptSampler:
+    """Hands out prompts, each once in an episode, in an order that depends on the seed and the episode alone.
+
+    num_episodes None: for ever.
+    """
+
+    def __init__(
+        self, prompts: PromptDataset, *, seed: int, num_episodes: int | None = None, shuffle: bool = True
+    ):
+        self._prompts = prompts
+        self._seed = seed
+        self._num_episodes = num_episodes
+        self._shuffle = shuffle
+        self._start(episode=0, position=0)
+
+    @property
+    def episode(self) -> int:
+        """The episode of the next prompt."""
+        return self._episode
+
+    @property
+    def is_exhausted(self) -> bool:
+        """The last episode is over."""
+        return self._episode == self._num_episodes
+
+    def next_batch(self, n: int) -> list[Prompt]:
+        """The next n prompts. The last batch of an episode holds what is left of it; after the last episode:
+        []."""
+        if self.is_exhausted:
+            return []
+        chosen = self._order[self._position : self._position + n]
+        batch = [replace(self._prompts[i], episode=self._episode) for i in chosen]
+        if self._position + n < len(self._order):
+            self._position += n
+        else:
+            self._start(self._episode + 1, position=0)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "episode": self._episode,
+            "position": self._position,
+            "seed": self._seed,
+            "num_prompts": len(self._prompts),
+            "fingerprint": self._prompts.fingerprint(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue as the sampler that wrote `state` would have. ValueError when it read other prompts."""
+        here = self.state_dict()
+        for key in ("seed", "num_prompts", "fingerprint"):
+            if state[key] != here[key]:
+                raise ValueError(
+                    f"The checkpoint is of other prompts: {key} was {state[key]}, and is {here[key]}.\n"
+                    "Resume with the same --data.prompt_dataset, templates and seed, or start a new run."
+                )
+        self._start(state["episode"], state["position"])
+
+    def _start(self, episode: int, position: int) -> None:
+        self._episode = episode
+        self._position = position
+        self._order = epoch_order(len(self._prompts), seed=self._seed, epoch=episode, shuffle=self._shuffle)

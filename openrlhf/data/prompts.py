@@ -1,0 +1,175 @@
+"""From rows to prompts for RL and evaluation."""
+
+import re
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import tee
+from pathlib import PurePath
+from typing import overload
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse, value_of
+from openrlhf.data.encode import check_left, encode_prompts
+from openrlhf.data.files import PACKED, Row, has_rows
+from openrlhf.data.image_rows import ImageColumn
+from openrlhf.data.prompt_sampler import PromptDataset
+from openrlhf.data.sources import Rows
+from openrlhf.data.templates import as_messages, check_templates, render_prompt
+from openrlhf.types import Image, Prompt
+
+
+def build_prompts(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_key: str,
+    label_key: str | None,
+    apply_chat_template: bool,
+    input_template: str | None,
+    max_len: int,
+    bad_rows: BadRowAction | None = None,
+    source: str = "default",
+    first_id: int = 0,
+    images: ImageColumn | None = None,
+) -> PromptDataset:
+    """One prompt of each row; its id is `first_id` plus the number of the row, so ids stay the same when
+    other rows are skipped. Its source is the row's `datasource` column, else `source`.
+
+    A row is bad when its prompt or label is missing or null, or when the chat template refuses it. A prompt
+    of max_len tokens or more leaves no room for a response. bad_rows None: bad rows are an error, and prompts
+    that are too long are dropped and counted; "error" and "skip" are for both. The label keeps the type it
+    has in the file.
+
+    images: where rows have some, for a chat template, which writes one placeholder for each. The length of a
+    prompt counts all tokens of its images.
+    """
+    check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
+
+    def read(row: Row) -> Prompt:
+        value = value_of(row, input_key, str, list)
+        if images is not None:
+            value = images.place(row, as_messages(value))
+        text = render_prompt(
+            value, tokenizer, apply_chat_template=apply_chat_template, input_template=input_template
+        )
+        label = "" if label_key is None else value_of(row, label_key)
+        return Prompt(
+            prompt_id=0,
+            text=text,
+            label=label,
+            source=str(row.get("datasource") or source),
+            messages=as_messages(value) if apply_chat_template else None,
+        )
+
+    policy = bad_rows or "error"
+    dropped: Counter[str] = Counter()
+    kept, needed_len = _Kept(rows, read, first_id), 0
+    prompts, to_encode = tee(read_each(rows, read, policy, dropped))
+    texts = (prompt.text for _, prompt in to_encode)
+    encoded = encode_prompts(texts, tokenizer, is_chat=apply_chat_template)
+    for (i, prompt), token_ids in zip(prompts, encoded, strict=True):
+        try:
+            length, seen = _with_images(images, rows, i, policy, token_ids)
+        except BadRow as reason:
+            refuse(rows.origin(i), reason, policy, dropped)
+            continue
+        if 0 < length < max_len:
+            kept.append(i, replace(prompt, prompt_id=first_id + i, images=seen, num_tokens=length))
+        elif length and bad_rows is None:
+            dropped[LONG_PROMPT] += 1
+            needed_len = max(needed_len, length + 1)
+        else:
+            room = f"--data.max_len {max_len} leaves room for 1 to {max_len - 1}"
+            refuse(rows.origin(i), f"the prompt has {length} tokens; {room}.", policy, dropped)
+    dataset = PromptDataset(kept, dropped, needed_len)
+    if images is not None:
+        read_images = images.reader(rows)
+        dataset.read_images_with(lambda prompt: read_images(prompt.prompt_id - first_id))
+    check_left(dataset, rows, max_len, unit="prompt")
+    return dataset
+
+
+class _Kept(Sequence[Prompt]):
+    """Prompts. Where they are many, each is made of its row again when it is asked for, so that a set may be
+    larger than memory; in the memory of the others nobody can change them while a run lasts."""
+
+    def __init__(self, rows: Rows, read: Callable[[Row], Prompt], first_id: int) -> None:
+        self._rows, self._read, self._first_id = rows, read, first_id
+        self._numbers, self._lengths = array("q"), array("i")
+        self._images: dict[int, tuple[Image, ...]] = {}
+        """Row -> the names of its images, where it has some."""
+        self._held: list[Prompt] | None = []
+        self._size = 0
+
+    def append(self, number: int, prompt: Prompt) -> None:
+        """number: of its row."""
+        self._numbers.append(number)
+        self._lengths.append(prompt.num_tokens)
+        if prompt.images:
+            self._images[number] = prompt.images
+        self._size += len(prompt.text)
+        if self._size > IN_MEMORY:
+            self._held = None
+        elif self._held is not None:
+            self._held.append(prompt)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, i: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Prompt]: ...
+    def __getitem__(self, i: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(i, slice):
+            return [self[prompt] for prompt in range(len(self))[i]]
+        if self._held is not None:
+            return self._held[i]
+        number = self._numbers[i]
+        images = self._images.get(number, ())
+        prompt = self._read(self._rows[number])
+        own = {"prompt_id": self._first_id + number, "images": images, "num_tokens": self._lengths[i]}
+        return replace(prompt, **own)
+
+
+IN_MEMORY = 2**26
+"""Characters of prompts up to which they are held in memory."""
+
+
+def _with_images(
+    images: ImageColumn | None, rows: Rows, i: int, policy: BadRowAction, token_ids: list[int]
+) -> tuple[int, tuple[Image, ...]]:
+    """How many tokens row i has, whose text has these, and what its images are called."""
+    if images is None:
+        return len(token_ids), ()
+    headers = images.headers(rows, i, policy)
+    ((whole, _),) = images.expand(headers, [(token_ids, [False] * len(token_ids))])
+    return len(whole), tuple(Image(header.reference, b"") for header in headers)
+
+
+LONG_PROMPT = "prompt of max_len tokens or more (answers need room beyond it)"
+
+
+def source_names(items: Sequence[str]) -> list[str]:
+    """What prompts of these datasets are called where their rows do not say: "default" where there is one
+    dataset, else the last part of each path or hub name without the file's ending, and as many parts before
+    it as it takes to tell all apart: a/test.jsonl,b/test.jsonl are a_test and b_test. A dataset that is named
+    twice gets numbers."""
+    if len(items) <= 1:
+        return ["default"] * len(items)
+    parts = [_name_parts(item) for item in items]
+    for depth in range(1, 1 + max(map(len, parts))):
+        names = ["_".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return ["_".join([*part[-1:], str(i)]) for i, part in enumerate(parts, start=1)]
+
+
+def _name_parts(item: str) -> list[str]:
+    path = PurePath(item)
+    if has_rows(path):
+        path = PurePath(item.removesuffix(PACKED)).with_suffix("")
+    return [re.sub(r"\W+", "_", part).strip("_") for part in path.parts if part.strip("./~")]

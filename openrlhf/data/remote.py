@@ -1,0 +1,305 @@
+"""Files at URLs: fetched once into the cache folder, and read from there as files of this machine.
+
+    <cache folder>/downloads/<URL>/listing.json       the files that the URL named when it was last looked up
+    <cache folder>/downloads/<URL>/<version>/...      their content, once for each version
+
+Every address that fsspec has a file system for: s3://, gs://, hf://, https:// and others. A copy is made
+beside its place and renamed, so it is there whole or not at all. It is of one version of the file (ETag, time
+of change, size): when the file changes, another copy is made, and who reads the old one goes on with it.
+"""
+
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from itertools import repeat
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+import aiohttp
+import fsspec
+from filelock import FileLock
+from fsspec.callbacks import Callback
+from fsspec.core import url_to_fs
+
+from openrlhf.data.cache import digest
+from openrlhf.data.files import ENDINGS, File, has_rows
+from openrlhf.files import cache_folder, replacing, write_atomically
+from openrlhf.observability.progress import tracked
+
+ResultT = TypeVar("ResultT")
+
+WAITS = (1.0, 4.0, 15.0)
+"""Seconds before the second try, the third, ..."""
+
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+
+VERSION_KEYS = {
+    *("etag", "content-md5", "md5hash", "checksum", "blob_id", "generation"),
+    *("last-modified", "lastmodified", "last_modified", "mtime", "modified", "updated", "created"),
+}
+"""What file systems call that which changes with a file, in lower case."""
+
+
+def is_url(item: str) -> bool:
+    return "://" in item
+
+
+def is_saved_dataset(names: Iterable[str]) -> bool:
+    """Whether a folder with these files was written by `save_to_disk`."""
+    return not {"state.json", "dataset_dict.json"}.isdisjoint(names)
+
+
+def fetched(url: str, flag: str, choose: Callable[[Sequence[str]], Sequence[str]]) -> list[File]:
+    """The file at `url`; or of the folder there the files that `choose` takes of their names, or itself where
+    it is a saved dataset. `URL@data_dir` is a folder inside. A process that has looked a URL up stays with
+    what it found.
+
+    ValueError where there is nothing, or where it cannot be fetched. Without a connection what was fetched
+    before is read, with a note."""
+    listing = _listing(url, flag)
+    place, files = listing.url, listing.files
+    if not listing.is_folder:
+        ((name, file),) = files.items()
+        return [File(_copy(place, {name: file}, flag) / name, place)]
+    if is_saved_dataset(files):
+        return [File(_copy(place, files, flag), place)]
+    return [
+        File(_copy(f"{place}/{name}", {name: files[name]}, flag) / name, f"{place}/{name}")
+        for name in choose(sorted(files))
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Remote:
+    path: str
+    """As its file system calls it."""
+    version: str
+    """Differs once the file has changed, as far as its server tells."""
+    size: int | None
+    """Bytes, where the server says."""
+
+    @classmethod
+    def of(cls, path: str, info: Mapping[str, Any]) -> "_Remote":
+        marks = sorted((key, str(value)) for key, value in info.items() if key.lower() in VERSION_KEYS)
+        size = info.get("size")
+        return cls(path=path, version=digest([marks, size])[:16], size=size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Listing:
+    """What a URL named when it was looked up."""
+
+    url: str
+    """With the data_dir as its end."""
+    is_folder: bool
+    files: Mapping[str, _Remote]
+    """By their names in the folder; of a file its own."""
+
+
+@cache
+def _listing(url: str, flag: str) -> _Listing:
+    kept = _folder(url) / "listing.json"
+    try:
+        listing = _tried(partial(_look_up, url), f"{flag} {url}")
+    except _Unreachable as error:
+        if not kept.exists():
+            raise
+        on = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.stat().st_mtime))
+        _tell(f"note: {error}\nReading the copy of {on} in {kept.parent}")
+        fields = json.loads(kept.read_text())
+        files = {name: _Remote(**file) for name, file in fields.pop("files").items()}
+        return _Listing(**fields, files=files)
+    with _writing(flag, url):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(kept, [json.dumps(asdict(listing), indent=1)], shared=True)
+    return listing
+
+
+def _look_up(url: str) -> _Listing:
+    """FileNotFoundError where there is nothing."""
+    head, at, data_dir = url.rpartition("@")
+    inside = f"{head.rstrip('/')}/{data_dir}"
+    try:
+        return _look_up_whole(url.rstrip("/"))
+    except FileNotFoundError as error:
+        if not at or not is_url(head) or _reason(error) is not error:
+            raise
+        return _look_up_whole(inside.rstrip("/"))
+
+
+def _look_up_whole(url: str) -> _Listing:
+    files, path = _open(url)
+    name = PurePosixPath(urlsplit(url).path if _is_http(url) else path).name
+    is_rows = has_rows(name)
+    if _is_http(url) and not is_rows:
+        raise _Wrong(f"a file must end in {ENDINGS}. Folders cannot be listed over HTTP.")
+    info = files.info(path)
+    if info["type"] != "directory":
+        if not is_rows:
+            raise _Wrong(f"a file must end in {ENDINGS}.")
+        return _Listing(url=url, is_folder=False, files={name: _Remote.of(path, info)})
+    root = PurePosixPath(str(files._strip_protocol(path)))
+    found = cast(dict[str, dict[str, Any]], files.find(path, detail=True))
+    names = [name for name in found if not name.endswith("/")]  # some stores have empty objects for folders
+    inside = {str(PurePosixPath(name).relative_to(root)): _Remote.of(name, found[name]) for name in names}
+    if outside := next((name for name in inside if ".." in PurePosixPath(name).parts), None):
+        raise _Wrong(f"it has a file whose name leads out of it: {outside}")
+    return _Listing(url=url, is_folder=True, files=inside)
+
+
+def _copy(url: str, files: Mapping[str, _Remote], flag: str) -> Path:
+    """A folder with the content of the files."""
+    folder = _folder(url) / digest([(name, file.version) for name, file in sorted(files.items())])[:16]
+    with _writing(flag, url):
+        if folder.exists():
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f"{folder.name}.lock")):
+            if not folder.exists():
+                with replacing(folder) as beside:
+                    for name, file in files.items():
+                        target = beside / name
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        _tried(partial(_fetch, url, file, target), f"{flag} {url}")
+    return folder
+
+
+def _fetch(url: str, file: _Remote, target: Path) -> None:
+    files, _ = _open(url)
+    shown = _Mebibytes(file.size, f"fetching {PurePosixPath(file.path).name}, MiB")
+    try:
+        files.get_file(file.path, str(target), callback=shown)
+    finally:
+        shown.close()
+    size = target.stat().st_size
+    if file.size not in (None, size):
+        raise OSError(f"{size} bytes came of {file.size}")
+
+
+class _Mebibytes(Callback):
+    """Tells how far a download is."""
+
+    def __init__(self, size: int | None, title: str) -> None:
+        super().__init__()
+        self._steps = tracked(repeat(None), None if size is None else -(-size // _MEBIBYTE), title)
+
+    def relative_update(self, inc: int = 1) -> None:
+        before, self.value = self.value, self.value + inc
+        for _ in range(self.value // _MEBIBYTE - before // _MEBIBYTE):
+            next(self._steps)
+
+    def close(self) -> None:
+        self._steps.close()
+
+
+_MEBIBYTE = 2**20
+
+
+def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system, as it is now, and what it calls the URL."""
+    protocol = url.partition("://")[0]
+    try:
+        files, path = url_to_fs(url, **(_http_options() if _is_http(url) else {}))
+    except ImportError as error:
+        package = PACKAGES.get(protocol)
+        raise _Wrong(
+            f"needs the package {package}: pip install {package}" if package else str(error)
+        ) from error
+    except ValueError as error:
+        raise _Wrong(str(error)) from error
+    files.invalidate_cache()
+    return files, path
+
+
+def _is_http(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
+def _http_options() -> dict[str, Any]:
+    """aiohttp would end a download after five minutes, and takes no proxy from the environment."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=60)
+    return {"client_kwargs": {"timeout": timeout, "trust_env": True}}
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+def _folder(url: str) -> Path:
+    """Of all that is kept of a URL."""
+    return cache_folder() / "downloads" / digest(url)[:16]
+
+
+@contextmanager
+def _writing(flag: str, url: str) -> Iterator[None]:
+    """ValueError where the cache folder cannot hold it."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {url}: it cannot be kept in {cache_folder()}: {error.strerror or error}.\n"
+            "Set OPENRLHF_CACHE to a folder with space that you may write to."
+        ) from error
+
+
+def _tell(text: str) -> None:
+    """Of the processes of a machine the first one speaks."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
+
+
+class _Wrong(Exception):
+    """What another try would not change."""
+
+
+class _Unreachable(ValueError):
+    """After the last try."""
+
+
+def _tried(action: Callable[[], ResultT], what: str) -> ResultT:
+    """What `action` answers, at the fourth try if need be."""
+    for wait in (*WAITS, None):
+        try:
+            return action()
+        except Exception as error:  # every file system has errors of its own
+            reason = _reason(error)
+            text = _text(reason)
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                raise
+            if _is_final(reason):
+                raise ValueError(f"{what}: {text}") from error
+            if wait is None:
+                raise _Unreachable(f"{what}: not reached in {len(WAITS) + 1} tries: {text}") from error
+            _tell(f"{what}: {text}; next try in {wait:g} s")
+            time.sleep(wait)
+    raise AssertionError
+
+
+def _reason(error: Exception) -> BaseException:
+    """fsspec's HTTP says FileNotFoundError to whatever went wrong, because of what did."""
+    status = getattr(error.__cause__, "status", None)
+    if isinstance(error, FileNotFoundError) and isinstance(
+        error.__cause__, aiohttp.ClientError | TimeoutError
+    ):
+        return error if status in (404, 410) else error.__cause__
+    return error
+
+
+def _is_final(error: BaseException) -> bool:
+    if isinstance(error, aiohttp.ClientResponseError):
+        return 400 <= error.status < 500 and error.status not in (408, 429)
+    return isinstance(error, _Wrong | FileNotFoundError | PermissionError)
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file or folder."
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"the server says {error.status} {error.message}"
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

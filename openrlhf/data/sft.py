@@ -1,0 +1,82 @@
+"""Rows as samples: which tokens a supervised run reads, and which of them it learns."""
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.data.answers import check_answer_flags, read_answer
+from openrlhf.data.bad_rows import BadRowAction, value_of
+from openrlhf.data.encode import Text, check_left, cut_image, finish, read_tokens, reason_to_drop
+from openrlhf.data.files import Row
+from openrlhf.data.image_rows import ImageColumn
+from openrlhf.data.sources import Rows
+from openrlhf.data.store import SampleStore
+
+
+def build_sft_samples(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_key: str,
+    output_key: str | None,
+    apply_chat_template: bool,
+    input_template: str | None,
+    multiturn: bool,
+    pretrain: bool,
+    max_len: int,
+    bad_rows: BadRowAction = "error",
+    images: ImageColumn | None = None,
+) -> SampleStore:
+    """One sample of each row that has something to learn.
+
+    pretrain           `input_key` is plain text; loss on every token but the first, no end-of-sequence token.
+    no chat template   input_template.format(input) is the prompt, `output_key` the response.
+    chat template      A text is one user message, lists of messages are used as they are. `output_key` adds
+                       the reply; without it the last message is the reply. Loss on the assistant messages of
+                       the reply; with `multiturn`, on those of the whole conversation. A turn is learned with
+                       the token by which the template ends it, because the policy must learn to stop.
+
+    Where the response does not end with the end-of-sequence token, that token is appended. A sample of more
+    than max_len tokens is cut there and is not given an end: its text did not end. Rows without a token to
+    learn, or with a prompt of max_len - 2 tokens or more, are dropped and counted.
+
+    images: where rows have some, for a chat template. Each is as many tokens of the text as the model reads
+    of it, none of which is learned. A sample in which an image would be cut is dropped.
+
+    ValueError for a bad row (see `read_each`), for a template that shows an assistant turn differently once
+    other messages follow, and when no sample is left.
+    """
+    if multiturn and not pretrain and not apply_chat_template:
+        raise ValueError(
+            "--data.multiturn: turns are found by the chat template. Add --data.apply_chat_template."
+        )
+    answer = {
+        "output_key": output_key,
+        "apply_chat_template": apply_chat_template,
+        "input_template": input_template,
+    }
+    if not pretrain:
+        check_answer_flags(tokenizer, **answer)
+
+    def read(row: Row) -> tuple[tuple[Text], None]:
+        if pretrain:
+            return (_pretrain_text(row, input_key),), None
+        text = read_answer(row, tokenizer, input_key=input_key, multiturn=multiturn, images=images, **answer)
+        return (text,), None
+
+    store = SampleStore()
+    for i, (tokens,), _ in read_tokens(rows, read, tokenizer, bad_rows, store.dropped, images):
+        finish(tokens, None if pretrain else tokenizer.eos_token_id)
+        token_ids, learned = tokens
+        drop = reason_to_drop(learned, None if pretrain else max_len) or cut_image(images, tokens, max_len)
+        if drop:
+            store.drop(drop)
+            continue
+        if len(token_ids) > max_len:
+            store.cut(len(token_ids))
+        store.append(token_ids[:max_len], learned[:max_len], None if images is None else i)
+    check_left(store, rows, max_len)
+    return store
+
+
+def _pretrain_text(row: Row, input_key: str) -> Text:
+    text = value_of(row, input_key, str)
+    return Text(text=text, spans=((0, len(text)),) if text.strip() else ())

@@ -1,0 +1,351 @@
+"""From a data flag to rows: files, folders, URLs and hub names, mixed, capped and checked."""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import cast
+
+import datasets
+import numpy as np
+
+from openrlhf.config.checks import split_spec
+from openrlhf.config.choices import BadRows
+from openrlhf.config.reasoning_gym import is_gym
+from openrlhf.data.cache import digest, file_digest
+from openrlhf.data.files import ENDINGS, READERS, REMEDY, File, Part, Row, Unreadable, has_rows, peek
+from openrlhf.data.gzipped import unpacked
+from openrlhf.data.reasoning_gym import COLUMNS, gym_dataset, gym_rows
+from openrlhf.data.remote import fetched, is_saved_dataset, is_url
+from openrlhf.hub import dataset_folder, uses_modelscope
+from openrlhf.observability.progress import tracked
+
+
+class Rows:
+    """Rows of one or several parts in the order they are used."""
+
+    def __init__(self, parts: Sequence[Part], index: np.ndarray, kinds: Mapping[str, str] | None = None):
+        """index: (rows, 2) which part, and which row of it.
+        kinds: column -> the kind of value that it has in most rows, where rows of others are to be left
+            out."""
+        self._parts = tuple(parts)
+        self._index = index
+        self.kinds = kinds or {}
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], name: str = "rows") -> "Rows":
+        return cls([Part.of(name, rows)], _whole(0, len(rows)))
+
+    @property
+    def columns(self) -> list[str]:
+        """Every column that some row has."""
+        return list(dict.fromkeys(column for part in self._parts for column in part.columns))
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, i: int) -> Row:
+        """Raises Unreadable where the file has no row there, which only `bad_rows` skip lets in."""
+        part, number = self._index[i].tolist()
+        row = self._parts[part].rows[number]
+        if isinstance(row, Unreadable):
+            raise row
+        return row
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+    def take(self, numbers: Sequence[int]) -> "Rows":
+        """The rows with these numbers, which may repeat."""
+        return Rows(self._parts, self._index[list(numbers)], self.kinds)
+
+    def origin(self, i: int) -> str:
+        """Where row i stands: "train.jsonl:3" (line 3) or "train.parquet row 3", counted from 1."""
+        part, row = self._index[i].tolist()
+        return self._parts[part].origin(row)
+
+    def folder(self, i: int) -> Path | None:
+        """Of the file that row i stands in; None where it comes from the hub."""
+        return self._parts[self._index[i, 0]].folder
+
+
+def load_rows(
+    spec: str,
+    *,
+    flag: str,
+    required_columns: Mapping[str, str | None],
+    probs: str | None = None,
+    split: str = "train",
+    max_samples: int | None = None,
+    seed: int = 42,
+    bad_rows: BadRows = "error",
+) -> Rows:
+    """The rows that `spec` names: a comma list of `path[@data_dir]`.
+
+    An item is a .json, .jsonl, .csv, .parquet or .arrow file, one of these packed as .gz, a `save_to_disk`
+    folder, a folder of such files, the URL of any of them, a name on the hub, or
+    `reasoning_gym:NAME?size=N&seed=S`. A piece of `spec` that exists on disk with its commas and "@" is one
+    path. Where an item has splits, `split` is taken: of a
+    folder of files, those with that word in their names.
+
+    required_columns: flag -> the column it names, None where the flag is unset. Each must exist in every
+        part and hold one type throughout; a missing or null value of a row is left to whoever reads the row.
+    probs: "0.7,0.3" draws from the items with these probabilities until each has been used up once,
+        repeating those that end earlier (`datasets.interleave_datasets`, all_exhausted); None puts one item
+        after the other.
+    max_samples: cap of each item, and of the whole.
+    bad_rows: "skip" lets lines that are no rows and values of a rarer type pass, for whoever reads the rows
+        to leave out.
+
+    ValueError, at most three lines, for anything wrong with the flag, a file or a line of it.
+    """
+    parts: list[Part] = []
+    items: list[np.ndarray] = []
+    for item in split_spec(spec):
+        loaded = _load(item, split, flag, bad_rows)
+        indices = [_whole(len(parts) + i, len(part.rows)) for i, part in enumerate(loaded)]
+        parts += loaded
+        items.append(np.concatenate(indices)[:max_samples])
+    for part in parts:
+        if not len(part.rows):
+            raise ValueError(f"{flag} {part.name}: it is empty.")
+        _check_columns_exist(part, required_columns)
+    kinds, usual = _kinds_of(parts, required_columns), {}
+    if bad_rows == "error":
+        _check_one_type(kinds)
+    else:
+        usual = {column: max(found, key=lambda kind: found[kind][1]) for _, column, found in kinds if found}
+    mixed = (
+        np.concatenate(items) if probs is None else _interleave(items, _parse_probs(probs, items, flag), seed)
+    )
+    return Rows(parts, mixed[:max_samples], usual)
+
+
+def check_columns(
+    spec: str,
+    *,
+    flag: str,
+    required_columns: Mapping[str, str | None],
+    split: str = "train",
+    bad_rows: BadRows = "error",
+) -> None:
+    """Raise what `load_rows` would raise for missing files, splits and columns, reading only the first rows
+    or the schema of each file (a .json list is read whole). Names on the hub are not looked up; what URLs
+    name is fetched."""
+    for item in split_spec(spec):
+        if is_gym(item):
+            gym_dataset(item, flag)
+            _check_columns_exist(Part(name=item, rows=[], columns=COLUMNS), required_columns)
+            continue
+        for file in _files_of(item, split, flag) or ():
+            is_saved = file.path.is_dir()
+            part = _read_saved(file, split, flag) if is_saved else peek(file, flag, bad_rows)
+            if not part.columns:
+                raise ValueError(f"{flag} {part.name}: it is empty.")
+            _check_columns_exist(part, required_columns)
+
+
+def rows_digest(spec: str, *, flag: str, split: str = "train") -> str:
+    """Of the content of everything that `load_rows` would read: equal for equal files, wherever they are. Of
+    a name on the hub its fingerprint."""
+    found: list[object] = []
+    for item in split_spec(spec):
+        if is_gym(item):
+            found.append((item, version("reasoning_gym")))
+            continue
+        files = _files_of(item, split, flag, look_up=True)
+        if files is None:
+            found.append((item, cast(datasets.Dataset, _read_hub(item, split, flag).rows)._fingerprint))
+            continue
+        for place in (file.path for file in files if file.path.is_dir()):
+            saved = sorted(path for path in place.rglob("*") if path.is_file())
+            found.append([(str(path.relative_to(place)), file_digest(path)) for path in saved])
+        found.append([(file.path.suffix, file_digest(file.path)) for file in files if file.path.is_file()])
+    return digest(found)
+
+
+def _load(item: str, split: str, flag: str, bad_rows: BadRows) -> list[Part]:
+    if is_gym(item):
+        size = gym_dataset(item, flag).size
+        return [Part.of(item, list(tracked(gym_rows(item, flag), size, f"making {item}")))]
+    files = _files_of(item, split, flag, look_up=True)
+    if files is None:
+        return [_read_hub(item, split, flag)]
+    return [
+        _read_saved(file, split, flag)
+        if file.path.is_dir()
+        else READERS[file.path.suffix](file, flag, bad_rows)
+        for file in files
+    ]
+
+
+def _files_of(item: str, split: str, flag: str, *, look_up: bool = False) -> list[File] | None:
+    """Lists the files that are read of an item, unpacked, or the folder of one saved dataset. None for a name
+    on Hugging Face's hub. Files of a name on ModelScope are fetched with `look_up`; without, None."""
+    files = _named_files(item, split, flag, look_up=look_up)
+    return None if files is None else [unpacked(file, flag) for file in files]
+
+
+def _named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[File] | None:
+    if is_url(item):
+        return fetched(item, flag, partial(_of_split, place=item, split=split, flag=flag))
+    place = _find(item, flag)
+    if place is None and uses_modelscope() and look_up:
+        name, _, data_dir = item.partition("@")
+        place = dataset_folder(name) / data_dir
+    if place is None:
+        return None
+    if place.is_file() or is_saved_dataset(path.name for path in place.glob("*")):
+        return [File.at(place)]
+    names = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
+    return [File.at(place / name) for name in _of_split(names, place=place, split=split, flag=flag)]
+
+
+def _of_split(names: Sequence[str], *, place: str | Path, split: str, flag: str) -> list[str]:
+    """Those of files in `place` that hold rows of `split`; without a split in any name all that hold rows."""
+    files = [name for name in names if has_rows(name)]
+    if not files:
+        raise ValueError(f"{flag} {place}: no {', '.join(READERS)} file in this folder, packed (.gz) or not.")
+    splits = {name: _split_in_name(name, split) for name in files}
+    if not any(splits.values()):
+        return files
+    if split not in splits.values():
+        raise _no_split(place, split, {name for name in splits.values() if name}, flag)
+    return [name for name in files if splits[name] == split]
+
+
+def _find(item: str, flag: str) -> Path | None:
+    """The file or folder that `item` names; None when it can only be a name on the hub."""
+    place = base = Path(item).expanduser()
+    if not place.exists() and "@" in item:
+        path, _, data_dir = item.rpartition("@")
+        base = Path(path).expanduser()
+        place = base / data_dir
+    if base.suffix == ".py":
+        raise ValueError(
+            f"{flag} {item}: loading scripts are not run; `datasets` no longer supports them.\n"
+            "Write the rows to a .jsonl or .parquet file, and name that file."
+        )
+    if place.is_file() and not has_rows(place):
+        raise ValueError(f"{flag} {item}: a file must end in {ENDINGS}.")
+    if place.exists():
+        return place
+    if has_rows(place) or item.startswith((".", "/", "~")) or base.exists():
+        raise ValueError(f"{flag} {item}: there is no such file or folder.{_near_names(place)}")
+    return None
+
+
+def _near_names(place: Path) -> str:
+    if not place.parent.is_dir():
+        return f"\nNor is there a folder {place.parent}."
+    names = difflib.get_close_matches(
+        place.name, [entry.name for entry in place.parent.iterdir()], n=3, cutoff=0.5
+    )
+    return f"\nNear names in {place.parent}: {', '.join(names)}" if names else ""
+
+
+def _read_hub(item: str, split: str, flag: str) -> Part:
+    name, _, data_dir = item.partition("@")
+    try:
+        return Part.of_table(item, datasets.load_dataset(name, data_dir=data_dir or None, split=split))
+    except (FileNotFoundError, ConnectionError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{flag} {item}: not on this machine, and from the hub: {reason}{_near_names(Path(name))}"
+        ) from error
+
+
+def _read_saved(folder: File, split: str, flag: str) -> Part:
+    """A folder that `save_to_disk` wrote; read through the memory map."""
+    saved = datasets.load_from_disk(str(folder.path))
+    if isinstance(saved, datasets.Dataset):
+        return Part.of_table(folder.name, saved)
+    if split not in saved:
+        raise _no_split(folder, split, map(str, saved), flag)
+    return Part.of_table(f"{folder}/{split}", saved[split])
+
+
+def _no_split(place: object, split: str, splits: Iterable[str], flag: str) -> ValueError:
+    return ValueError(f"{flag} {place}: it has no split {split!r}. Its splits: {', '.join(sorted(splits))}")
+
+
+def _split_in_name(name: str, wanted: str) -> str | None:
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return next((word for word in words if word in {wanted, *_SPLIT_WORDS}), None)
+
+
+_SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+
+
+def _check_columns_exist(part: Part, required: Mapping[str, str | None]) -> None:
+    for flag, column in required.items():
+        if column is not None and column not in part.columns:
+            near = difflib.get_close_matches(column, part.columns, n=1)
+            raise ValueError(
+                f"{flag} {column}: {part.name} has no such column.\nIts columns: {', '.join(part.columns)}"
+                + (f"\nDid you mean {near[0]}?" if near else "")
+            )
+
+
+Found = dict[str, tuple[str, int]]
+"""Kind of value -> where the first one stands, and how many there are."""
+
+
+def _kinds_of(parts: Sequence[Part], required: Mapping[str, str | None]) -> list[tuple[str, str, Found]]:
+    """(flag, column, its kinds in the order in which they come)"""
+    kinds = []
+    for flag, column in required.items():
+        if column is None:
+            continue
+        found: Found = {}
+        for part in parts:
+            for kind, (first, count) in part.kinds_of(column).items():
+                origin, before = found.get(kind, (part.origin(first), 0))
+                found[kind] = origin, before + count
+        kinds.append((flag, column, found))
+    return kinds
+
+
+def _check_one_type(kinds: Iterable[tuple[str, str, Found]]) -> None:
+    for flag, column, found in kinds:
+        if len(found) > 1:
+            (first, (origin, _)), (other, (there, _)) = [*found.items()][:2]
+            raise ValueError(
+                f"{flag} {column}: {other} at {there}, but {first} at {origin}.\n"
+                f"Give the column one type; values are never converted. {REMEDY}"
+            )
+
+
+def _whole(part: int, rows: int) -> np.ndarray:
+    """(rows, 2) index of one part."""
+    return np.stack([np.full(rows, part), np.arange(rows)], axis=1)
+
+
+def _parse_probs(probs: str, items: Sequence[np.ndarray], flag: str) -> list[float]:
+    prob_flag = flag.replace("prompt_dataset", "prompt_probs").replace(".dataset", ".dataset_probs")
+    try:
+        values = [float(prob) for prob in probs.split(",")]
+    except ValueError as error:
+        raise ValueError(
+            f"{prob_flag} {probs}: numbers with commas between them, such as 0.7,0.3."
+        ) from error
+    if len(values) != len(items):
+        raise ValueError(
+            f"{prob_flag} {probs}: {len(values)} probabilities for {len(items)} datasets of {flag}."
+        )
+    if min(values) <= 0 or abs(sum(values) - 1) > 1e-6:
+        shares = (
+            ",".join(f"{value / sum(values):.4g}" for value in values) if min(values) > 0 else "all above 0"
+        )
+        raise ValueError(f"{prob_flag} {probs}: they must be positive and add up to 1 (here {shares}).")
+    return values
+
+
+def _interleave(items: Sequence[np.ndarray], probs: list[float], seed: int) -> np.ndarray:
+    tables = [datasets.Dataset.from_dict({"part": item[:, 0], "row": item[:, 1]}) for item in items]
+    mixed = datasets.interleave_datasets(
+        tables, probabilities=probs, seed=seed, stopping_strategy="all_exhausted"
+    )
+    return np.stack([np.asarray(mixed["part"]), np.asarray(mixed["row"])], axis=1)

@@ -1,0 +1,182 @@
+"""Rows as solutions with a label for every step, for process reward models."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.data.bad_rows import BadRow, BadRowAction, refuse, value_of
+from openrlhf.data.encode import NOTHING_TO_LEARN, Text, check_left, read_tokens, token_ids_of
+from openrlhf.data.files import Row, kind
+from openrlhf.data.labelled import LabelledSamples
+from openrlhf.data.sources import Rows
+from openrlhf.data.store import Drop, SampleStore
+from openrlhf.text import decode
+from openrlhf.types import Steps
+
+FAR_STEPS = "no placeholder within max_len"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepsDataset(LabelledSamples):
+    labels: np.ndarray
+    """(steps,) of all solutions end to end: int64 token ids, or float32 probabilities of the first reward
+    token."""
+    label_starts: np.ndarray
+    """(solutions + 1,) int64, where the labels of each begin."""
+
+    def __post_init__(self) -> None:
+        if len(self.label_starts) != len(self.samples) + 1 or self.label_starts[-1] != len(self.labels):
+            raise ValueError(f"{len(self.labels)} labels do not fit {len(self.samples)} solutions")
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each solution."""
+        return self.samples.lengths
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: int) -> Steps:
+        i = range(len(self))[i]
+        labels = self.labels[self.label_starts[i] : self.label_starts[i + 1]]
+        return Steps(sample=self.samples[i], labels=torch.from_numpy(np.array(labels)))
+
+
+def build_steps(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_key: str,
+    label_key: str,
+    placeholder_token: str,
+    reward_tokens: Sequence[str] | None,
+    max_len: int,
+    bad_rows: BadRowAction = "error",
+) -> StepsDataset:
+    """One solution of each row: its text as it stands, marked at the last token of each placeholder, beyond
+    which no token reaches.
+
+    Labels are a list with an entry for each placeholder: texts of one token each (of `reward_tokens`, where
+    given), or probabilities of the first of two reward tokens. All rows have the same kind. A text is cut at
+    max_len tokens, and its labels with it; one without a placeholder left is dropped and counted.
+
+    ValueError for a reward token that is none, for a bad row (see `read_each`), for labels of two kinds, for
+    probabilities without two reward tokens, and when no solution is left.
+    """
+    label_of = _label_reader(tokenizer, reward_tokens)
+
+    def read(row: Row) -> tuple[tuple[Text], np.ndarray]:
+        text = value_of(row, input_key, str)
+        labels = _labels(value_of(row, label_key, list), label_key, label_of)
+        ends = tuple(found.end() for found in re.finditer(re.escape(placeholder_token), text))
+        _check_placeholders(text, len(ends), len(labels), placeholder_token)
+        return (Text(text=text, ends=ends),), labels
+
+    store, kept = SampleStore(), []
+    first_of_kind: dict[str, int] = {}
+    for i, ((token_ids, ends_step),), labels in read_tokens(rows, read, tokenizer, bad_rows, store.dropped):
+        if sum(ends_step) != len(labels):
+            reason = f"the tokenizer leaves placeholders {placeholder_token!r} out of the text."
+            refuse(rows.origin(i), reason, bad_rows, store.dropped)
+            continue
+        action_mask = ends_step[:max_len]
+        if True not in action_mask:
+            store.drop(Drop(FAR_STEPS, len(token_ids)) if len(labels) else Drop(NOTHING_TO_LEARN))
+            continue
+        first_of_kind.setdefault("text" if labels.dtype == np.int64 else "numbers", i)
+        _check_kinds(first_of_kind, rows, label_key, reward_tokens)
+        if len(token_ids) > max_len:
+            store.cut(len(token_ids))
+        store.append(token_ids[:max_len], action_mask)
+        kept.append(labels[: sum(action_mask)])
+    check_left(store, rows, max_len, unit="solution")
+    starts = np.cumsum([0, *map(len, kept)], dtype=np.int64)
+    return StepsDataset(samples=store, labels=np.concatenate(kept), label_starts=starts)
+
+
+def reward_token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> tuple[int, ...]:
+    """ValueError unless each text is one token of the tokenizer, and each another one."""
+    ids = {token: token_ids_of(token, tokenizer) for token in tokens}
+    if wrong := [f"{token!r} is {_pieces(ids[token], tokenizer)}" for token in ids if len(ids[token]) != 1]:
+        raise ValueError(
+            f"--data.reward_tokens {' '.join(tokens)}: each must be one token of the model's tokenizer.\n"
+            f"To it {', '.join(wrong)}.\n"
+            "Choose texts that are in its vocabulary, or add them to tokenizer and model."
+        )
+    if len({*map(tuple, ids.values())}) < max(2, len(tokens)):
+        raise ValueError(
+            f"--data.reward_tokens {' '.join(tokens)}: there must be two different tokens at least, "
+            "and none twice;\notherwise a step has nothing to choose from."
+        )
+    return tuple(token_id for (token_id,) in ids.values())
+
+
+def _pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return f"{len(ids)} ({' '.join(repr(decode(tokenizer, [token_id])) for token_id in ids)})"
+
+
+def _label_reader(
+    tokenizer: PreTrainedTokenizerBase, reward_tokens: Sequence[str] | None
+) -> Callable[[str], int]:
+    """The token of a label; BadRow where it is none."""
+    if reward_tokens is None:
+        return cache(partial(_any_token_id, tokenizer=tokenizer))
+    ids = dict(zip(reward_tokens, reward_token_ids(tokenizer, reward_tokens), strict=True))
+
+    def find(label: str) -> int:
+        if label not in ids:
+            raise BadRow(f"label {label!r} is none of --data.reward_tokens ({' '.join(ids)}).")
+        return ids[label]
+
+    return find
+
+
+def _any_token_id(label: str, *, tokenizer: PreTrainedTokenizerBase) -> int:
+    ids = token_ids_of(label, tokenizer)
+    if len(ids) != 1:
+        raise BadRow(f"label {label!r} is not one token but {_pieces(ids, tokenizer)}.")
+    return ids[0]
+
+
+def _labels(values: Sequence[Any], column: str, label_of: Callable[[str], int]) -> np.ndarray:
+    """(A,) int64 token ids or float32 probabilities."""
+    if all(isinstance(value, str) for value in values):
+        return np.array([label_of(value) for value in values], dtype=np.int64)
+    for number, value in enumerate(values, start=1):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise BadRow(
+                f"column {column!r}: label {number} is {value!r} ({kind(value)}); labels are all text or all "
+                "numbers."
+            )
+        if not 0 <= value <= 1:
+            raise BadRow(f"column {column!r}: label {number} is {value!r}, not a probability from 0 to 1.")
+    return np.array(values, dtype=np.float32)
+
+
+def _check_placeholders(text: str, count: int, num_labels: int, placeholder: str) -> None:
+    if count != num_labels:
+        raise BadRow(f"{num_labels} labels for {count} placeholders {placeholder!r}.")
+    if text.startswith(placeholder):
+        raise BadRow(f"the text begins with the placeholder {placeholder!r}: there is no step before it.")
+
+
+def _check_kinds(
+    first_of_kind: Mapping[str, int], rows: Rows, label_key: str, reward_tokens: Sequence[str] | None
+) -> None:
+    if "numbers" in first_of_kind and (reward_tokens is None or len(reward_tokens) != 2):
+        raise ValueError(
+            f"--data.label_key {label_key}: the labels of {rows.origin(first_of_kind['numbers'])} are "
+            "probabilities of the first of two\ntokens. Name both with --data.reward_tokens, such as + -"
+        )
+    if len(first_of_kind) == 2:
+        (one, first), (other, second) = first_of_kind.items()
+        raise ValueError(
+            f"--data.label_key {label_key}: {one} at {rows.origin(first)}, but {other} at "
+            f"{rows.origin(second)}.\nGive all labels one kind: tokens or probabilities."
+        )

@@ -1,0 +1,159 @@
+"""Rows as unpaired preferences (KTO): answers that are good or bad."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.data.answers import check_answer_flags, read_answer
+from openrlhf.data.bad_rows import BadRow, BadRowAction, value_of
+from openrlhf.data.encode import Text, check_left, finish, read_tokens, reason_to_drop
+from openrlhf.data.files import Row, kind
+from openrlhf.data.labelled import TwoSamples
+from openrlhf.data.sources import Rows
+from openrlhf.data.store import SampleStore
+from openrlhf.types import UnpairedExample
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnpairedDataset(TwoSamples):
+    """Sample 2i is answer i, 2i + 1 its mismatched one."""
+
+    desirable: np.ndarray
+    """(answers,) bool"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.samples) != 2 * len(self.desirable):
+            raise ValueError(f"{len(self.samples)} samples for {len(self.desirable)} answers")
+
+    def __getitem__(self, i: int) -> UnpairedExample:
+        i = range(len(self))[i]
+        return UnpairedExample(
+            sample=self.samples[2 * i],
+            mismatched=self.samples[2 * i + 1],
+            desirable=bool(self.desirable[i]),
+            ref_log_probs=self.ref_of(i),
+        )
+
+
+def build_unpaired(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_key: str,
+    output_key: str | None,
+    label_key: str,
+    apply_chat_template: bool,
+    input_template: str | None,
+    max_len: int,
+    seed: int,
+    bad_rows: BadRowAction = "error",
+) -> UnpairedDataset:
+    """One answer of each row that has something to learn; prompts, answers and their marks are those of
+    `build_sft_samples`.
+
+    The mismatched answer is that of a row with another prompt, the tokens of both end to end, cut at max_len.
+    Which row it is follows from `seed` and the dataset alone (see `other_prompts`), so the KL estimated on it
+    depends neither on micro-batches nor on the number of ranks.
+
+    ValueError for a bad row (see `read_each`), for a template that does not show an answer right behind
+    its generation prompt, when no answer is left, and when all that are left have the same prompt.
+    """
+    answer = {
+        "output_key": output_key,
+        "apply_chat_template": apply_chat_template,
+        "input_template": input_template,
+    }
+    check_answer_flags(tokenizer, **answer)
+
+    def read(row: Row) -> tuple[tuple[Text], bool]:
+        return (read_answer(row, tokenizer, input_key=input_key, **answer),), _label(row, label_key)
+
+    whole, desirable = SampleStore(), []
+    for _, (tokens,), label in read_tokens(rows, read, tokenizer, bad_rows, whole.dropped):
+        finish(tokens, tokenizer.eos_token_id)
+        drop = reason_to_drop(tokens[1], max_len)
+        if drop:
+            whole.drop(drop)
+            continue
+        whole.append(*tokens)
+        desirable.append(label)
+    check_left(whole, rows, max_len, unit="answer")
+    _tell_classes(desirable, label_key)
+    store = _with_mismatched(whole, max_len, seed, input_key)
+    return UnpairedDataset(samples=store, desirable=np.array(desirable))
+
+
+def _label(row: Row, column: str) -> bool:
+    label = value_of(row, column)
+    if isinstance(label, bool | int | float) and label in (0, 1):
+        return bool(label)
+    raise BadRow(f"column {column!r} is {label!r} ({kind(label)}), not true, false, 1 or 0.")
+
+
+def _tell_classes(desirable: Sequence[bool], label_key: str) -> None:
+    num_good = sum(desirable)
+    if num_good in (0, len(desirable)):
+        logger.warning(
+            "--data.label_key %s: all %d answers are %s; KTO learns from the difference between good and bad",
+            label_key,
+            len(desirable),
+            "good" if num_good else "bad",
+        )
+
+
+def _with_mismatched(whole: SampleStore, max_len: int, seed: int, input_key: str) -> SampleStore:
+    """Each sample, and its prompt with another one's answer, cut at max_len."""
+    arrays = whole.arrays()
+    splits = arrays["starts"][1:-1]
+    token_ids, masks = (np.split(arrays[name], splits) for name in ("token_ids", "action_mask"))
+    borders = [int(mask.argmax()) for mask in masks]
+    prompts: dict[bytes, int] = {}
+    numbers = [
+        prompts.setdefault(ids[:border].tobytes(), len(prompts))
+        for ids, border in zip(token_ids, borders, strict=True)
+    ]
+    if len(prompts) == 1:
+        raise ValueError(
+            f"--data.input_key {input_key}: all {len(whole)} rows have the same prompt. KTO estimates how "
+            "far the policy\nis from the reference on each prompt with the answer to another one, so it "
+            "needs two prompts at least."
+        )
+    store = SampleStore()
+    store.dropped, store.needed_len = whole.dropped, whole.needed_len
+    for i, other in enumerate(other_prompts(np.array(numbers), seed).tolist()):
+        if len(token_ids[i]) > max_len:
+            store.cut(len(token_ids[i]))
+        for answer in (i, other):
+            sequence, mask = (
+                np.concatenate([x[i][: borders[i]], x[answer][borders[answer] :]])[:max_len]
+                for x in (token_ids, masks)
+            )
+            store.append(sequence.tolist(), mask.astype(bool).tolist())
+    return store
+
+
+def other_prompts(prompts: np.ndarray, seed: int) -> np.ndarray:
+    """(n,) for each row a row whose prompt differs, at random.
+
+    prompts: (n,) number of each row's prompt, of at least two. Every row is taken once, unless one prompt has
+    more than half of the rows.
+    """
+    rng = np.random.default_rng(seed)
+    count = len(prompts)
+    shuffled = rng.permutation(count)
+    prompts_shuffled = rng.permutation(prompts.max() + 1)[prompts][shuffled]
+    order = shuffled[np.argsort(prompts_shuffled, kind="stable")]  # rows of a prompt lie together
+    sizes = np.bincount(prompts_shuffled)
+    sizes = sizes[sizes > 0]
+    first = np.repeat(np.cumsum(sizes) - sizes, sizes)  # of the row's prompt
+    place = np.arange(count) - first
+    largest = sizes.max()
+    others = np.empty(count, dtype=np.int64)
+    others[order] = order[(first + largest + place % (count - largest)) % count]
+    return others

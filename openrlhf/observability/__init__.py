@@ -1,0 +1,1 @@
+"""Everything that people look at: the screen, metrics, samples, reports."""

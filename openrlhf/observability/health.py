@@ -1,0 +1,241 @@
+"""Which metrics say that a run is not well, and what to do about it. The rules see what a step reports; they
+cannot know that a run is well."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from openrlhf.algorithms.mismatch import MismatchWatch
+from openrlhf.types import Metrics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    metric: str
+    sign: Literal["<", ">"]
+    limit: float
+    steps: int
+    """For how many steps in a row that report the metric."""
+    text: str
+    """What it means. What to do."""
+
+    @property
+    def condition(self) -> str:
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        return f"{self.metric} {self.sign} {self.limit:g} for {steps}"
+
+    def holds(self, value: float) -> bool:
+        return value > self.limit if self.sign == ">" else value < self.limit
+
+
+RULES = (
+    Rule(
+        metric="reward/zero_std_fraction",
+        sign=">",
+        limit=0.9,
+        steps=20,
+        text="nearly all prompts give all their samples the same reward, and nothing is learnt from those. "
+        "Read samples: is the reward right? Then use harder prompts where all are right and easier ones "
+        "where all are wrong, or --algo.dynamic_filtering_enable.",
+    ),
+    Rule(
+        metric="rollout/failed_ratio",
+        sign=">",
+        limit=0.1,
+        steps=3,
+        text="samples end without a reward and are left out. Their `error` is in the run folder's rollouts; "
+        "a slow reward function needs a higher --reward.timeout.",
+    ),
+    Rule(
+        metric="rollout/truncated_rate",
+        sign=">",
+        limit=0.5,
+        steps=10,
+        text="most answers run out of tokens. Raise --rollout.max_new_tokens or --data.max_len, or see in "
+        "the samples whether the model ever ends its turn with a stop token.",
+    ),
+    Rule(
+        metric="rollout/duplicate_ratio",
+        sign=">",
+        limit=0.9,
+        steps=10,
+        text="the samples of a prompt repeat each other, so there is nothing to compare. Raise "
+        "--rollout.temperature or --actor.entropy_coef, or lower --actor.adam.lr.",
+    ),
+    Rule(
+        metric="rollout/repetition_ratio",
+        sign=">",
+        limit=0.5,
+        steps=5,
+        text="answers say the same over and over. Read samples: does the reward pay for it? Raise "
+        "--algo.kl.init_coef, or lower --actor.adam.lr; --reward.overlong_buffer_len makes length cost "
+        "something.",
+    ),
+    Rule(
+        metric="rollout/length_reward_correlation",
+        sign=">",
+        limit=0.9,
+        steps=20,
+        text="the reward goes with the length of the answer. Read samples: is it length that is rewarded? "
+        "--reward.overlong_buffer_len makes length cost something.",
+    ),
+    Rule(
+        metric="rollout/kept_set_rest_mean",
+        sign=">",
+        limit=0.05,
+        steps=3,
+        text="sampling keeps many more tokens than are recorded, and what those others have together, more "
+        "than 5 % of the probability, has no gradient. Raise --rollout.max_kept_tokens, or lower "
+        "--rollout.top_p or --rollout.temperature.",
+    ),
+    Rule(
+        metric="mismatch/abs_diff_mean",
+        sign=">",
+        limit=0.05,
+        steps=3,
+        text="sampler and trainer disagree about the probability of a token by more than 5 %. Where the "
+        "sampler is not behind by updates, look for another precision, kernel or chat template; "
+        "with experts --algo.router_replay. --algo.advantage.is_correction_enable limits the damage.",
+    ),
+    Rule(
+        metric="mismatch/ess",
+        sign="<",
+        limit=0.5,
+        steps=3,
+        text="sampler and trainer are so far apart that few tokens would carry an importance weighted "
+        "update. Keep the sampler closer: fewer updates between syncs, the same precision.",
+    ),
+    Rule(
+        metric="policy/is_masked_fraction",
+        sign=">",
+        limit=0.5,
+        steps=3,
+        text="the correction drops most tokens. Fix what makes sampler and trainer differ (see mismatch/), "
+        "or widen --algo.advantage.is_correction_threshold.",
+    ),
+    Rule(
+        metric="policy/staleness_masked_fraction",
+        sign=">",
+        limit=0.5,
+        steps=3,
+        text="most tokens are older than --algo.advantage.max_token_staleness, and nothing is learnt from "
+        "them. Raise it, or sample less far ahead: --train.async_queue_size.",
+    ),
+    Rule(
+        metric="policy/clip_fraction",
+        sign=">",
+        limit=0.5,
+        steps=5,
+        text="the policy moves so far within a step that most tokens are clipped. Lower --actor.adam.lr or "
+        "--train.max_epochs, or raise --train.batch_size.",
+    ),
+    Rule(
+        metric="policy/entropy",
+        sign="<",
+        limit=0.02,
+        steps=20,
+        text="the policy hardly varies its answers and explores little. Raise --actor.entropy_coef, the "
+        "upper clip bound or --rollout.temperature, or lower --actor.adam.lr.",
+    ),
+    Rule(
+        metric="kl/mean",
+        sign=">",
+        limit=1.0,
+        steps=5,
+        text="the policy has left the reference by more than 1 nat a token. Raise --algo.kl.init_coef or "
+        "lower --actor.adam.lr, and read samples: reward may rise while answers fall apart.",
+    ),
+    Rule(
+        metric="grad_norm",
+        sign=">",
+        limit=100.0,
+        steps=5,
+        text="gradients are far larger than any clipping expects. Lower the learning rate, lengthen the "
+        "warmup, and look for rewards or rows out of range.",
+    ),
+    Rule(
+        metric="critic/explained_variance",
+        sign="<",
+        limit=0.0,
+        steps=20,
+        text="the critic predicts returns worse than their mean would. Raise --critic.adam.lr, or give it a "
+        "start with --critic.freezing_steps.",
+    ),
+    Rule(
+        metric="eval/failed_ratio",
+        sign=">",
+        limit=0.1,
+        steps=1,
+        text="the evaluation misses samples, and those that fail are seldom like the others. Their `error` "
+        "is in the run folder's rollouts.",
+    ),
+)
+
+
+SAME_REWARD = (
+    "they do not tell good answers from bad ones, and nothing is learnt. Look at the reward function and at "
+    'the label first: a number never equals a text (7 == "7" is False), --data.label_key may name another '
+    "column, or the answer is not found in its text. Rewards, labels and answers are in the run folder's "
+    "rollouts. Where the reward is right, the prompts are all too easy or all too hard."
+)
+"""The likely cause of rewards that are all one number, and the remedy."""
+
+
+@dataclass(kw_only=True)
+class Rewards:
+    """Notices that every sample since the run began or resumed has the same reward."""
+
+    value: float = math.nan
+    """The reward of all samples so far."""
+    steps: int = 0
+    """How many steps have reported it."""
+    differ: bool = False
+
+    def check(self, metrics: Metrics) -> list[str]:
+        """Speaks after the first step. A step of one sample does not count, nor one that learns from a
+        teacher, nor one without rewards."""
+        is_one_sample = metrics.get("rollout/num_samples") == 1
+        if is_one_sample or "teacher/kl_mean" in metrics or "rollout/reward_std" not in metrics:
+            return []
+        mean = metrics["rollout/reward_mean"]
+        changed = self.steps > 0 and not math.isclose(mean, self.value)
+        self.differ = self.differ or metrics["rollout/reward_std"] > 0 or changed
+        self.value, self.steps = mean, self.steps + 1
+        if self.differ or self.steps > 1:
+            return []
+        return [f"all rewards of the step are {mean:g}: {SAME_REWARD}"]
+
+    def at_end(self) -> list[str]:
+        """Repeats it for a run of several steps in which nothing changed."""
+        if self.differ or self.steps < 2:
+            return []
+        return [f"all rewards of these {self.steps} steps are {self.value:g}: {SAME_REWARD}"]
+
+
+@dataclass(kw_only=True)
+class Health:
+    rules: tuple[Rule, ...] = RULES
+    mismatch: MismatchWatch | None = None
+    """Compares sampler and trainer, in RL."""
+    streaks: Counter[Rule] = field(default_factory=Counter, init=False)
+    """For how many steps in a row each rule's condition has held."""
+    rewards: Rewards = field(default_factory=Rewards, init=False)
+
+    def check(self, metrics: Metrics) -> list[str]:
+        """What became unhealthy with this step. A rule speaks when its condition has held for its number of
+        steps, and not again until the metric was healthy in between. A step that does not report the metric,
+        or reports NaN, neither counts nor interrupts."""
+        messages = self.mismatch.check(metrics) if self.mismatch else []
+        for rule in self.rules:
+            value = metrics.get(rule.metric, math.nan)
+            if math.isnan(value):
+                continue
+            self.streaks[rule] = self.streaks[rule] + 1 if rule.holds(value) else 0
+            if self.streaks[rule] == rule.steps:
+                messages.append(f"{rule.condition} (last {value:.3g}): {rule.text}")
+        return messages + self.rewards.check(metrics)
+
+    def at_end(self) -> list[str]:
+        """What was unhealthy with the run as a whole."""
+        return self.rewards.at_end()

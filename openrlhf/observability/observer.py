@@ -1,0 +1,154 @@
+"""Everything a run tells people, behind one object: progress on the screen, metrics, rollouts and a report in
+the run folder, and the team's trackers."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from openrlhf.algorithms.mismatch import MismatchWatch
+from openrlhf.config.choices import JournalMode
+from openrlhf.config.sections import LoggerConfig, is_due
+from openrlhf.observability.failures import commonest_failure, headline
+from openrlhf.observability.health import Health
+from openrlhf.observability.journal import Decode, Journal, Trained, response_of
+from openrlhf.observability.progress import Phase, Progress
+from openrlhf.observability.report import few_samples, print_samples, shorten, write_report
+from openrlhf.observability.run_folder import RunFolder, to_json
+from openrlhf.observability.trackers import JsonlTracker, TensorBoardTracker, Tracker, Trackers, WandbTracker
+from openrlhf.types import Metrics, Trajectory
+
+SAMPLES_IN_TABLE = 8
+
+
+class Observer:
+    """For the one process that speaks for a run."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        logger: LoggerConfig,
+        *,
+        resume_step: int | None = None,
+        decode: Decode | None = None,
+        rollouts: JournalMode = "full",
+        mismatch: MismatchWatch | None = None,
+    ) -> None:
+        """`resume_step`: the step that was restored, None for a fresh run. `rollouts`: what the journal keeps
+        of them. `mismatch`: compares sampler and trainer, in RL."""
+        self.folder, self.logger, self.decode = folder, logger, decode
+        if resume_step is not None:
+            folder.rewind(resume_step)
+        self.progress = Progress()
+        self.health = Health(mismatch=mismatch)
+        self.step = resume_step or 0
+        self.samples: dict[str, list[Trajectory]] = {}
+        """A few of the last training step and of the last evaluation, by the names of `log_rollouts`."""
+        self.journal = Journal(folder.rollouts_path, decode=decode, mode=rollouts, say=self.message)
+        self.trackers = Trackers(JsonlTracker(folder.metrics_path), _mirrors(folder, logger, resume_step))
+
+    def start(self, total_steps: int, done: int = 0) -> None:
+        self.progress.start(total_steps, done=done)
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
+        with self.progress.phase(name, total) as self.current:
+            yield self.current
+
+    def advance(self, count: int) -> None:
+        """`count` more of the current phase are done."""
+        self.current.advance(count)
+
+    def log_step(self, step: int, metrics: Metrics) -> None:
+        """Everything about one step, once: the line on the screen, the row in the files, and what looks
+        unhealthy."""
+        self.step = step
+        metrics = metrics | self.progress.step(step, metrics)
+        for text in self.health.check(metrics):
+            self._warn(step, text)
+        if step == 0 or is_due(step, self.logger.logging_steps):
+            self.trackers.log(step, metrics)
+
+    def log_rollouts(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        name: str = "step",
+        trained: Trained | None = None,
+    ) -> None:
+        """`name` is step for training, filtered for what a step left out, and eval for evaluation."""
+        path = self.journal.write(step, trajectories, name=name, trained=trained)
+        self._tell_failures(trajectories, path)
+        self.samples[name] = few_samples(trajectories)
+        rows = [
+            [
+                t.prompt.text,
+                response_of(t, self.decode) if self.decode else "",
+                t.reward if t.ok else t.outcome.value,
+                t.truncated,
+            ]
+            for t in trajectories[:: max(1, len(trajectories) // SAMPLES_IN_TABLE)][:SAMPLES_IN_TABLE]
+        ]
+        self.trackers.table(step, f"{name}_samples", ["prompt", "response", "reward", "truncated"], rows)
+
+    def flush(self) -> None:
+        """Wait until the rollouts are on disk. Before a checkpoint is complete: a run that resumes from it
+        writes none of them again."""
+        self.journal.flush()
+
+    def _tell_failures(self, trajectories: Sequence[Trajectory], path: Path | None) -> None:
+        """The commonest error, on one line, with a sample that has it."""
+        failed = [t for t in trajectories if not t.ok]
+        if not failed:
+            return
+        example, count = commonest_failure(failed)
+        same = "" if count == len(failed) else f", {count} of them with"
+        prompt = shorten(example.prompt.text, 120, keep_end=True)
+        answer = shorten(response_of(example, self.decode), 120) if self.decode else ""
+        text = (
+            f"{len(failed)} of {len(trajectories)} samples failed{same}: {shorten(headline(example), 240)} | "
+            f"prompt {prompt!r}, answer {answer!r}{f' | {path.name}' if path else ''}"
+        )
+        self.message(text)
+
+    def message(self, text: str) -> None:
+        self.progress.message(text)
+
+    def close(self) -> None:
+        """End with the report and, on the screen, a few samples of the last evaluation, or of the last step
+        where there is none."""
+        try:
+            with self.progress.phase("write rollouts"):
+                self.journal.close()
+        finally:
+            self.trackers.close()
+            for text in self.health.at_end():
+                self._warn(self.step, text)
+            self.progress.close()
+        write_report(self.folder.path)
+        if self.decode and self.samples:
+            print_samples(self.samples.get("eval") or self.samples["step"], self.decode)
+
+    def _warn(self, step: int, text: str) -> None:
+        self.message(f"unhealthy: {text}")
+        with open(self.folder.health_path, "a", encoding="utf-8") as file:
+            file.write(to_json({"step": step, "text": text}) + "\n")
+
+
+def _mirrors(folder: RunFolder, logger: LoggerConfig, resume_step: int | None) -> list[Tracker]:
+    mirrors: list[Tracker] = []
+    wandb = logger.wandb
+    if logger.tensorboard_dir is not None:
+        directory = f"{logger.tensorboard_dir}/{wandb.run_name}"
+        mirrors.append(TensorBoardTracker(directory, resume_step=resume_step))
+    if wandb.key is not None and wandb.is_used:
+        mirrors.append(
+            WandbTracker(
+                wandb.key,
+                folder=folder,
+                project=wandb.project,
+                run_name=wandb.run_name,
+                org=wandb.org,
+                group=wandb.group,
+            )
+        )
+    return mirrors

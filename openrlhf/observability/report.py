@@ -1,0 +1,582 @@
+"""A run on one page that needs no server, no network and no script: `report.html` in the run folder.
+
+Everything on it is bounded, so that it stays below 300 kB however long the run was. What it looks like is in
+`report.html.j2`.
+"""
+
+import itertools
+import json
+import math
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Self, TextIO
+
+from jinja2 import Environment, StrictUndefined, Template
+
+from openrlhf.files import write_atomically
+from openrlhf.observability.journal import (
+    Decode,
+    journal_steps,
+    num_samples,
+    read_rows,
+    read_table,
+    response_of,
+    spread,
+)
+from openrlhf.observability.progress import clean_text, format_duration, format_number
+from openrlhf.observability.run_folder import RunFolder, read_jsonl
+from openrlhf.observability.trackers import read_metrics
+from openrlhf.types import Trajectory
+
+CURVE_POINTS = 160
+CURVES_SHOWN = 32
+OWN_CURVES_SHOWN = 12
+TILES_SHOWN = 7
+SAMPLE_CHARACTERS = 800
+FILE_CHARACTERS = 12_000
+SAME_SHOWN = 20
+WARNINGS_SHOWN = 20
+WARNING_CHARACTERS = 500
+SAMPLES_PRINTED = 4
+
+PLOT = {"width": 270, "height": 158, "left": 44, "right": 262, "top": 8, "bottom": 138}
+"""Pixels of a chart, and the borders of what is drawn in it."""
+
+TEXT_FILES = {"Configuration": "config.yaml", "Command line": "argv.txt", "Environment": "env.json"}
+"""Heading, and the file of the run folder below it."""
+
+OWN = "Your own metrics"
+"""Heading of what the reward's `extra_logs` report."""
+
+SECTIONS = (
+    ("Results", ("reward", "score", "acc", "margin", "pass_rate")),
+    (OWN, ()),
+    (
+        "Answers",
+        ("length", "truncated", "repetition", "duplicate", "num_samples", "generated", "failed", "error"),
+    ),
+    (
+        "Training",
+        (
+            "loss",
+            "kl",
+            "entropy",
+            "clip",
+            "ratio",
+            "logprob",
+            "log_prob",
+            "grad_norm",
+            "lr",
+            "values",
+            "return",
+        ),
+    ),
+)
+"""Heading, and what names of its metrics contain, in the order of the charts. The first match takes it."""
+
+HEADLINES = (
+    (r"eval[/_].*(_pass1|_score_mean|accuracy)", 2),
+    (r"eval[/_].*loss", 1),
+    (r"(rollout/)?(reward_mean|reward)", 1),
+    (r"rollout/score_mean", 1),
+    (r"(?!eval|policy|critic).*\b(accuracy|acc_mean)", 1),
+    (r"(?!eval|policy|critic).*\bloss", 1),
+    (r"(rollout/)?response_length_mean", 1),
+    (r"kl/mean|(?!eval|mismatch).*/kl|kl", 1),
+    (r"policy/entropy", 1),
+    (r"(rollout/)?truncated_rate", 1),
+)
+"""What the tiles at the top show, in order, and how many of each. The loss of a policy or a critic does not
+tell how a run goes."""
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Write `run_dir/report.html` from whatever is in the folder; also while the run goes on."""
+    folder = RunFolder(Path(run_dir))
+    if not folder.metrics_path.exists():
+        raise ValueError(
+            f"{folder.path} is not a run folder: it has no metrics.jsonl. Give the folder of a run."
+        )
+    path = folder.path / "report.html"
+    write_atomically(path, _template().generate(contents_of(folder)))
+    return path
+
+
+def contents_of(folder: RunFolder) -> dict[str, Any]:
+    """The variables of the page."""
+    curves = _curves(read_metrics(folder.metrics_path))
+    files = journal_steps(folder.rollouts_path)
+    own = _own_metrics(files)
+    same = _same(curves, own)
+    warnings = list(read_jsonl(folder.health_path)) if folder.health_path.exists() else []
+    return {
+        "name": folder.path.resolve().name,
+        "facts": _facts(curves),
+        "tiles": [_tile(name, curves[name]) for name in _headline_names(curves, same)],
+        "warnings": [
+            {"step": _step(row["step"]), "text": shorten(row["text"], WARNING_CHARACTERS)}
+            for row in warnings[-WARNINGS_SHOWN:]
+        ],
+        "num_earlier_warnings": max(0, len(warnings) - WARNINGS_SHOWN),
+        "warnings_file": folder.health_path.name,
+        **_metric_sections(curves, own, same),
+        "same": [f"{name[:80]} as {other[:80]}" for name, other in same.items()][:SAME_SHOWN],
+        "plot": PLOT,
+        "times": _times(curves),
+        "steps": [_samples_of_step(step, files[step]) for step in sorted(_ends(files))],
+        "texts": [
+            (heading, shorten(path.read_text(encoding="utf-8", errors="replace"), FILE_CHARACTERS))
+            for heading, name in TEXT_FILES.items()
+            if (path := folder.path / name).exists()
+        ],
+    }
+
+
+def few_samples(trajectories: Sequence[Trajectory], limit: int = SAMPLES_PRINTED) -> list[Trajectory]:
+    """Evenly spaced from best to worst reward, then failures if there is room."""
+    return [trajectories[i] for i in spread(trajectories, limit)]
+
+
+def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: TextIO | None = None) -> None:
+    """A table on a terminal, plain lines in a file."""
+    stream = stream or sys.stdout
+    rows = [
+        (
+            "–" if t.reward is None else format_number(t.reward),
+            f"{t.num_actions}{' cut' if t.truncated else ''}",
+            shorten(t.prompt.text, 300, keep_end=True),
+            shorten(response_of(t, decode) if t.ok else f"{t.outcome.value}: {t.error}", 500),
+        )
+        for t in samples
+    ]
+    if stream.isatty():
+        _print_rich(rows, stream)
+        return
+    for reward, tokens, prompt, answer in rows:
+        print(f"--- reward {reward}  tokens {tokens}", file=stream)
+        print(f"prompt: {prompt}\nanswer: {answer}", file=stream, flush=True)
+
+
+Curve = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """A linear map from values to pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Label:
+    """A metric's name for people: its section, and the rest in words."""
+
+    section: str
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    label: Label
+    value: str
+    change: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    at: float
+    text: str
+    anchor: str = "end"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    kind: Literal["raw", "mean"]
+    points: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dot:
+    x: float
+    y: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """One metric, in pixels of `PLOT`; without lines where no value is finite."""
+
+    name: str
+    label: Label
+    num_bad: int
+    last: str
+    last_is: str = ""
+    y_ticks: Sequence[Tick] = ()
+    x_ticks: Sequence[Tick] = ()
+    lines: Sequence[Line] = ()
+    dots: Sequence[Dot] = ()
+    is_sparse: bool = False
+
+
+def _curves(metrics: dict[int, dict[str, float]]) -> dict[str, Curve]:
+    curves: dict[str, Curve] = {}
+    for step in sorted(metrics):
+        for name, value in metrics[step].items():
+            curves.setdefault(name, []).append((step, value))
+    return curves
+
+
+def _facts(curves: dict[str, Curve]) -> list[str]:
+    steps = sorted({step for curve in curves.values() for step, _ in curve})
+    total = sum(value for _, value in curves.get("timing/step_total", ()) if math.isfinite(value))
+    facts = [f"{len(steps):,} steps" if steps else "no steps yet"]
+    if steps:
+        facts.append(f"{steps[0]:,} to {steps[-1]:,}")
+    if total:
+        facts.append(f"{format_duration(total)} in steps")
+    return facts
+
+
+def _headline_names(curves: dict[str, Curve], same: Container[str]) -> list[str]:
+    names: list[str] = []
+    for pattern, limit in HEADLINES:
+        found = [name for name in curves if re.fullmatch(pattern, name) and name not in same]
+        names += [name for name in found[:limit] if name not in names]
+    return names[:TILES_SHOWN]
+
+
+def _same(curves: dict[str, Curve], own: Container[str]) -> dict[str, str]:
+    """Metrics whose every value is that of one before them, and that one: a mean of verdicts is pass@1, many
+    a score is the reward. Users' own metrics and those that never change are no repetition."""
+    before: dict[tuple, list[str]] = {}
+    same: dict[str, str] = {}
+    for name, curve in curves.items():
+        if name in own or len(curve) < 2 or _is_constant(curve):
+            continue
+        others = before.setdefault(tuple(step for step, _ in curve), [])
+        if twin := next((other for other in others if _are_equal(curves[other], curve)), None):
+            same[name] = twin
+        else:
+            others.append(name)
+    return same
+
+
+def _are_equal(first: Curve, second: Curve) -> bool:
+    """At the same steps, but for what float32 rounds."""
+    pairs = zip(first, second, strict=True)
+    return all(
+        math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b)) for (_, a), (_, b) in pairs
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How high a curve is in the end: one step is noise, so the mean of the last tenth of its steps."""
+
+    first: float
+    """The mean of as many at the beginning."""
+    last: float
+    width: int
+    """How many steps."""
+
+    @classmethod
+    def of(cls, curve: Curve) -> Self:
+        finite = [value for _, value in curve if math.isfinite(value)] or [math.nan]
+        width = max(1, len(finite) // 10)
+        return cls(sum(finite[:width]) / width, sum(finite[-width:]) / width, width)
+
+    @property
+    def text(self) -> str:
+        return "last step" if self.width == 1 else f"mean of the last {self.width} steps"
+
+
+def _tile(name: str, curve: Curve) -> Tile:
+    level = Level.of(curve)
+    change = f"{level.text}, from {_number(level.first)}" if len(curve) > 1 else "one step"
+    return Tile(label=_label(name), value=_number(level.last), change=change)
+
+
+def _own_metrics(files: dict[int, Path]) -> set[str]:
+    """Metrics made of the `extra_logs` of samples; reward models' are the run's own."""
+    columns = [
+        read_table(files[step], ["extra_logs"])["extra_logs"].combine_chunks() for step in _ends(files)
+    ]
+    names = {name for logs in columns for name in logs.flatten().field("name").unique().to_pylist()}
+    return {f"rollout/{name}" for name in names if not name.startswith("reward_model/")}
+
+
+def _metric_sections(curves: dict[str, Curve], own: set[str], same: Container[str]) -> dict[str, Any]:
+    """Charts by section; the metrics that never changed, and those that there was no room for."""
+    headings: dict[str, list[str]] = {}
+    constants: list[str] = []
+    in_table = ("timing/", "memory/")
+    drawn = [name for name in curves if not name.startswith(in_table) and name not in same]
+    for name in sorted(drawn, key=lambda name: _place(name, own)):
+        if _is_constant(curves[name]):
+            constants.append(f"{name[:80]} {_number(curves[name][0][1])}")
+        else:
+            headings.setdefault(_heading(name, own), []).append(name)
+    reserved = min(OWN_CURVES_SHOWN, len(headings.get(OWN, ())))
+    room, sections, left_out = CURVES_SHOWN - reserved, [], []
+    for heading, names in headings.items():
+        size = reserved if heading == OWN else min(room, len(names))
+        room -= 0 if heading == OWN else size
+        left_out += [name[:80] for name in names[size:]]
+        if size:
+            sections.append((heading, [_chart(name, curves[name]) for name in names[:size]]))
+    return {"sections": sections, "constants": constants[:60], "left_out": left_out[:60]}
+
+
+def _is_constant(curve: Curve) -> bool:
+    return len(curve) > 1 and math.isfinite(curve[0][1]) and len({value for _, value in curve}) == 1
+
+
+def _place(name: str, own: set[str]) -> tuple[int, int]:
+    """Section, and place of the first matching word in it. Of an evaluation, all but what answers look like
+    comes first."""
+    if name in own:
+        return list(dict(SECTIONS)).index(OWN), 0
+    short = name.rpartition("/")[2].lower()
+    if _is_evaluation(name) and not any(word in short for word in dict(SECTIONS)["Answers"]):
+        return 0, -1
+    for section, (_, words) in enumerate(SECTIONS):
+        for place, word in enumerate(words):
+            if word in short:
+                return section, place
+    return len(SECTIONS), 0
+
+
+def _heading(name: str, own: set[str]) -> str:
+    section, _ = _place(name, own)
+    return SECTIONS[section][0] if section < len(SECTIONS) else "More"
+
+
+def _chart(name: str, curve: Curve) -> Chart:
+    """One small multiple: noisy values pale under their running mean, dots with tooltips."""
+    finite = [(step, value) for step, value in curve if math.isfinite(value)]
+    common = {"name": name[:120], "label": _label(name), "num_bad": len(curve) - len(finite)}
+    if not finite:
+        return Chart(**common, last="–")
+    y_ticks = _ticks(min(v for _, v in finite), max(v for _, v in finite))
+    low, high = finite[0][0], finite[-1][0]
+    x = _Axis(low - (low == high), high + (low == high), PLOT["left"], PLOT["right"])
+    y = _Axis(y_ticks[0], y_ticks[-1], PLOT["bottom"], PLOT["top"])
+    points = _thin(finite)
+    is_sparse = len(finite) < 30
+    is_noisy = not is_sparse and _is_noisy(finite)
+    smooth = _thin(_running_mean(finite)) if is_noisy else points
+    lines = [Line(kind="raw", points=_points(points, x, y))] if is_noisy else []
+    return Chart(
+        **common,
+        last=_number(Level.of(curve).last),
+        last_is=Level.of(curve).text,
+        y_ticks=[Tick(at=y(value), text=_number(value)) for value in y_ticks],
+        x_ticks=_step_ticks(low, high, x),
+        lines=[*lines, Line(kind="mean", points=_points(smooth, x, y))],
+        dots=[
+            Dot(x=x(step), y=y(value), text=f"step {step:,}: {_number(value)}")
+            for step, value in smooth[:: math.ceil(len(smooth) / 30)]
+        ],
+        is_sparse=is_sparse,
+    )
+
+
+def _step_ticks(low: int, high: int, x: _Axis) -> list[Tick]:
+    """The first, a middle and the last step; the outer ones begin and end where the plot does."""
+    steps = sorted({low, low + (high - low) // 2, high})
+    anchors = {low: "start", high: "end"} if low < high else {}
+    return [
+        Tick(
+            at=x(step),
+            text=f"{'step ' if step == low else ''}{_step(step)}",
+            anchor=anchors.get(step, "middle"),
+        )
+        for step in steps
+    ]
+
+
+def _times(curves: dict[str, Curve]) -> list[dict[str, str]]:
+    """Of each phase, the longest first. A phase that is not in every step counts per step that has it."""
+    phases = {
+        name.removeprefix("timing/"): finite
+        for name, curve in curves.items()
+        if name.startswith("timing/") and (finite := [value for _, value in curve if math.isfinite(value)])
+    }
+    totals = {name: sum(finite) for name, finite in phases.items()}
+    whole = totals.get("step_total", 0.0) or max(totals.values(), default=0.0) or 1.0
+    return [
+        {
+            "name": name[:60],
+            "mean": format_duration(total / len(phases[name])),
+            "total": format_duration(total),
+            "width": f"{min(100.0, 100 * total / whole):.1f}",
+            "share": f"{100 * total / whole:.0f}",
+            "memory": _peak(curves.get(f"memory/{name}_gb", [])),
+        }
+        for name, total in sorted(totals.items(), key=lambda item: -item[1])[:20]
+    ]
+
+
+def _peak(curve: Curve) -> str:
+    """Of all steps; "" where none was measured."""
+    return f"{max(value for _, value in curve):.1f} GB" if curve else ""
+
+
+def _ends(files: dict[int, Path]) -> set[int]:
+    """The first and the last step."""
+    return {min(files), max(files)} if files else set()
+
+
+def _samples_of_step(step: int, path: Path) -> dict[str, Any]:
+    """Its best and its worst answer, and one that failed."""
+    table = read_table(path, ["outcome", "reward"])
+    outcomes, rewards = Counter(table["outcome"].to_pylist()), table["reward"].to_pylist()
+    finite = [(r, i) for i, r in enumerate(rewards) if r is not None and math.isfinite(r)]
+    shown: dict[int, str] = {}
+    if finite:
+        shown[min(finite, key=lambda pair: (-pair[0], pair[1]))[1]] = "best"
+        shown.setdefault(min(finite, key=lambda pair: (pair[0], -pair[1]))[1], "worst")
+    if None in rewards:
+        shown[rewards.index(None)] = "failed"
+    counts = ", ".join(f"{name} {count:,}" for name, count in outcomes.most_common())
+    if num_samples(table) > len(table):
+        counts += f" of {num_samples(table):,} samples"
+    rows = zip(shown.values(), read_rows(path, list(shown)), strict=True)
+    return {
+        "step": f"{step:,}",
+        "outcomes": counts,
+        "samples": [_sample(kind, row) for kind, row in rows],
+    }
+
+
+def _sample(kind: str, row: dict[str, Any]) -> dict[str, Any]:
+    reward = "" if row["reward"] is None else f"reward {_number(row['reward'])}"
+    tokens = len(row["rollout_log_probs"])
+    facts = [kind, reward, f"{tokens:,} tokens", "cut off" if row["truncated"] else ""]
+    answer = row["response"] if row["response"] is not None else f"token ids {row['token_ids'][:200]}"
+    if row["error"]:
+        answer = f"{answer}\n[{row['error']}]".strip()
+    texts = [("prompt", _sample_text(row["prompt"], keep_end=True)), ("answer", _sample_text(answer))]
+    if (label := json.loads(row["label"])) not in ("", None):
+        texts.append(("label", _sample_text(label)))
+    return {"kind": kind, "facts": [fact for fact in facts if fact], "texts": texts}
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Three to six round values that enclose low and high."""
+    if math.isclose(low, high):  # what differs by rounding has no ticks between
+        low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (-1.0, 1.0)
+    rough = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    unit = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
+    first, last = math.floor(low / unit), math.ceil(high / unit)
+    return [round(i * unit, 12 - math.floor(math.log10(unit))) for i in range(first, last + 1)]
+
+
+def _thin(curve: Curve) -> Curve:
+    """At most CURVE_POINTS points. Of each bucket the lowest and the highest stay, so a spike is not lost."""
+    if len(curve) <= CURVE_POINTS:
+        return curve
+    size = math.ceil(len(curve) / (CURVE_POINTS // 2))
+    thinned = []
+    for start in range(0, len(curve), size):
+        bucket = curve[start : start + size]
+        extremes = {min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])}
+        thinned += sorted(extremes)
+    return thinned
+
+
+def _is_noisy(curve: Curve) -> bool:
+    """It goes up and down by several times its range. A schedule or a slow trend does not."""
+    values = [value for _, value in curve]
+    travelled = sum(abs(b - a) for a, b in itertools.pairwise(values))
+    return travelled > 4 * (max(values) - min(values))
+
+
+def _running_mean(curve: Curve) -> Curve:
+    """Each point with its neighbours, a fifteenth of the run in all: centred, so a trend is not delayed."""
+    half = max(2, len(curve) // 30)
+    sums = [0.0, *itertools.accumulate(value for _, value in curve)]
+    smooth = []
+    for i, (step, _) in enumerate(curve):
+        start, end = max(0, i - half), min(len(curve), i + half + 1)
+        smooth.append((step, (sums[end] - sums[start]) / (end - start)))
+    return smooth
+
+
+def _points(curve: Curve, x: _Axis, y: _Axis) -> str:
+    return " ".join(f"{x(step)},{y(value)}" for step, value in curve)
+
+
+def _is_evaluation(name: str) -> bool:
+    return name.startswith(("eval/", "eval_"))
+
+
+def _label(name: str) -> Label:
+    section, _, short = name.rpartition("/")
+    return Label(section=section[:30], words=shorten(short.replace("_", " "), 60))
+
+
+def _number(value: float) -> str:
+    return format_number(value).replace("-", "\u2212", 1) if value < 0 else format_number(value)
+
+
+def _step(step: int) -> str:
+    return f"{step:,}" if step < 100_000 else format_number(step)
+
+
+def _sample_text(value: Any, *, keep_end: bool = False) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return shorten(text, SAMPLE_CHARACTERS, keep_end=keep_end)
+
+
+@cache
+def _template() -> Template:
+    source = resources.files("openrlhf.observability").joinpath("report.html.j2").read_text(encoding="utf-8")
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_cleaned
+    )
+    return environment.from_string(source)
+
+
+def _cleaned(value: Any) -> Any:
+    """Text as it is safe to show; what the template made is."""
+    return clean_text(value) if type(value) is str else value
+
+
+def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
+    text = clean_text(text).strip()
+    if len(text) <= limit:
+        return text
+    # The question is at the end of a long prompt; an answer keeps its beginning and its conclusion.
+    head = limit // 4 if keep_end else limit * 2 // 3
+    return f"{text[:head]} […{len(text) - limit:,} characters…] {text[len(text) - (limit - head) :]}"
+
+
+def _print_rich(rows: list[tuple[str, str, str, str]], stream: TextIO) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=stream, width=shutil.get_terminal_size().columns)
+    table = Table(title="samples", show_lines=True, expand=True)
+    for heading, justify, ratio in (("reward", "right", None), ("tokens", "right", None)):
+        table.add_column(heading, justify=justify, ratio=ratio)
+    table.add_column("prompt", ratio=2)
+    table.add_column("answer", ratio=3)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)

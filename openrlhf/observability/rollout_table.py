@@ -1,0 +1,262 @@
+"""Trajectories as columns, and back. A row:
+
+    prompt_id, episode, sample_index, part, seed, source   where the trajectory comes from
+    label                                                  JSON
+    prompt, response                                       text; response is null without a decoder
+    images                                                 what each is called; the pictures are not kept
+    reward, score, outcome, error, finish_reason, truncated
+    extra_logs                                             [{name, value}, ...]
+    token_ids                                              [L]
+    action_ranges                                          [{start, end}, ...] of actions in token_ids
+    turn_starts                                            [T] index in token_ids of each turn's first action
+    turn_rewards                                           [T] what each turn earned; empty: not known
+    weight_versions                                        [{version, count}, ...] adding up to A
+    rollout_log_probs                                      [A] the sampler's
+    log_probs, ref_log_probs, values, advantages, returns  [A] null where nothing computed them
+    optimizer_steps, ranks                                 which learned from it, by epoch; null: none
+
+What truncated sampling kept of the vocabulary, and which experts read a token, is not here.
+
+A lone surrogate, which UTF-8 does not know, is its escape in a text and itself in a label.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from openrlhf.observability.run_folder import plain, read_jsonl
+from openrlhf.types import Batch, Image, Outcome, Prompt, Trajectory
+
+Visits = Sequence[Sequence[tuple[int, int]]]
+"""Of each sequence, by epoch: the optimizer step that learned from it, and the rank."""
+
+
+_INT = pa.int32()
+_FLOATS = pa.list_(pa.float32())
+FACTS = pa.schema(
+    {
+        "prompt_id": pa.int64(),
+        "episode": pa.int64(),
+        "sample_index": _INT,
+        "part": _INT,
+        "seed": pa.uint64(),
+        "source": pa.string(),
+        "label": pa.string(),
+        "prompt": pa.string(),
+        "response": pa.string(),
+        "images": pa.list_(pa.string()),
+        "reward": pa.float64(),
+        "score": pa.float64(),
+        "outcome": pa.string(),
+        "error": pa.string(),
+        "finish_reason": pa.string(),
+        "truncated": pa.bool_(),
+        # Not a map: `datasets` reads none.
+        "extra_logs": pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()})),
+    }
+)
+"""A few values of a sample each."""
+ARRAYS = pa.schema(
+    {
+        "token_ids": pa.list_(_INT),
+        "action_ranges": pa.list_(pa.struct({"start": _INT, "end": _INT})),
+        "turn_starts": pa.list_(_INT),
+        "turn_rewards": _FLOATS,
+        "weight_versions": pa.list_(pa.struct({"version": _INT, "count": _INT})),
+        "rollout_log_probs": _FLOATS,
+    }
+)
+OF_ACTIONS = ("log_probs", "ref_log_probs", "values", "advantages", "returns")
+"""What a `Batch` may know of each action."""
+TRAINED = pa.schema(
+    {**dict.fromkeys(OF_ACTIONS, _FLOATS), "optimizer_steps": pa.list_(_INT), "ranks": pa.list_(_INT)}
+)
+SCHEMA = pa.unify_schemas([FACTS, ARRAYS, TRAINED])
+
+
+def to_table(
+    trajectories: Sequence[Trajectory],
+    responses: Sequence[str | None],
+    batch: Batch | None = None,
+    visits: Visits = (),
+) -> pa.Table:
+    """`batch` and `visits` are of the finished trajectories, in their order; without `batch` nothing was
+    trained on."""
+    columns = _facts(trajectories, responses) | _arrays(trajectories)
+    if batch is not None:
+        columns |= _trained([t.ok for t in trajectories], batch, visits)
+    nulls = {f.name: pa.nulls(len(trajectories), f.type) for f in SCHEMA if f.name not in columns}
+    return pa.table(columns | nulls).select(SCHEMA.names).cast(SCHEMA)
+
+
+def to_trajectories(table: pa.Table) -> list[Trajectory]:
+    """Their arrays are views of the table's columns."""
+    if "turn_rewards" not in table.column_names:  # as in journals of older versions
+        table = table.append_column("turn_rewards", _lists([np.zeros(0)] * len(table), pa.float32()))
+    if "images" not in table.column_names:
+        table = table.append_column("images", pa.array([[]] * len(table), pa.list_(pa.string())))
+    facts = table.select(FACTS.names).to_pylist()
+    arrays = zip(*(_split(table[name]) for name in ARRAYS.names), strict=True)
+    return [_trajectory(row, *of_row) for row, of_row in zip(facts, arrays, strict=True)]
+
+
+def table_of_json(path: Path) -> pa.Table:
+    """A journal in JSON lines. Its turns are what feedback separates."""
+    rows = list(read_jsonl(path))
+    return to_table([_trajectory_of_json(row) for row in rows], [row["response"] for row in rows])
+
+
+def _facts(trajectories: Sequence[Trajectory], responses: Sequence[str | None]) -> dict[str, pa.Array]:
+    prompts = [t.prompt for t in trajectories]
+    values: dict[str, list] = {
+        name: [getattr(record, name) for record in records]
+        for records, names in (
+            (prompts, ("prompt_id", "episode", "source")),
+            (trajectories, ("sample_index", "part", "seed", "reward", "score", "finish_reason", "truncated")),
+        )
+        for name in names
+    }
+    values["label"] = [_text(json.dumps(p.label, ensure_ascii=False, default=plain)) for p in prompts]
+    values["prompt"] = [_text(p.text) for p in prompts]
+    values["response"] = [None if text is None else _text(text) for text in responses]
+    values["images"] = [[_text(image.reference) for image in t.images] for t in trajectories]
+    values["outcome"] = [t.outcome.value for t in trajectories]
+    values["error"] = [_text(t.error) for t in trajectories]
+    values["extra_logs"] = [
+        [{"name": _text(name), "value": value} for name, value in t.extra_logs.items()] for t in trajectories
+    ]
+    return {f.name: pa.array(values[f.name], f.type) for f in FACTS}
+
+
+def _text(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _arrays(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
+    parts = {
+        name: [getattr(t, name) for t in trajectories] for name in ARRAYS.names if name != "action_ranges"
+    }
+    parts["action_ranges"] = [_ranges(t.action_mask) for t in trajectories]
+    return {f.name: _lists(parts[f.name], f.type.value_type) for f in ARRAYS}
+
+
+def _ranges(mask: np.ndarray) -> np.ndarray:
+    """(R, 2) [start, end) where `mask` is True."""
+    bordered = np.zeros(len(mask) + 2, bool)
+    bordered[1:-1] = mask
+    return np.flatnonzero(bordered[1:] != bordered[:-1]).reshape(-1, 2)
+
+
+def _lists(parts: Sequence[np.ndarray], value_type: pa.DataType) -> pa.ListArray:
+    """One list for each part, cut out of one flat array. Structs of (R, 2) parts."""
+    sizes = [len(part) for part in parts]
+    if not pa.types.is_struct(value_type):
+        return _cut(_joined(parts, value_type), sizes)
+    columns = [_joined([p[:, i] for p in parts], f.type) for i, f in enumerate(value_type)]
+    return _cut(pa.StructArray.from_arrays(columns, fields=list(value_type)), sizes)
+
+
+def _joined(parts: Sequence[np.ndarray], value_type: pa.DataType) -> pa.Array:
+    dtype = value_type.to_pandas_dtype()
+    return pa.array(np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False), value_type)
+
+
+def _cut(
+    values: pa.Array, sizes: Sequence[int] | np.ndarray, missing: np.ndarray | None = None
+) -> pa.ListArray:
+    offsets = np.cumsum([0, *sizes], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, values, mask=None if missing is None else pa.array(missing))
+
+
+def _trained(is_ok: Sequence[bool], batch: Batch, visits: Visits) -> dict[str, pa.Array]:
+    """Null for samples that failed."""
+    missing = ~np.array(is_ok, bool)
+    sizes = np.zeros(len(missing), np.int64)
+    sizes[~missing] = batch.num_actions
+    columns = {
+        name: _cut(_joined([values], pa.float32()), sizes, missing)
+        for name in OF_ACTIONS
+        if (values := getattr(batch, name)) is not None
+    }
+    of_finished = iter(visits)
+    of_rows = [next(of_finished) if ok else None for ok in is_ok]
+    for i, name in enumerate(("optimizer_steps", "ranks")):
+        lists = [None if visited is None else [visit[i] for visit in visited] for visited in of_rows]
+        columns[name] = pa.array(lists, pa.list_(_INT))
+    return columns
+
+
+def _split(column: pa.ChunkedArray) -> list[np.ndarray]:
+    """What `_lists` joined."""
+    lists = column.combine_chunks()
+    values = lists.flatten()
+    if pa.types.is_struct(values.type):
+        flat = np.stack([part.to_numpy() for part in values.flatten()], axis=1)
+    else:
+        flat = values.to_numpy()
+    ends = np.cumsum(lists.value_lengths().to_numpy())
+    return [flat[start:end] for start, end in pairwise([0, *ends])]
+
+
+def _trajectory(
+    row: Mapping[str, Any],
+    token_ids: np.ndarray,
+    action_ranges: np.ndarray,
+    turn_starts: np.ndarray,
+    turn_rewards: np.ndarray,
+    weight_versions: np.ndarray,
+    rollout_log_probs: np.ndarray,
+) -> Trajectory:
+    """From a row's FACTS and ARRAYS."""
+    action_mask = np.zeros(len(token_ids), bool)
+    for start, end in action_ranges:
+        action_mask[start:end] = True
+    return Trajectory(
+        prompt=Prompt(
+            prompt_id=row["prompt_id"],
+            text=row["prompt"],
+            label=json.loads(row["label"]),
+            source=row["source"],
+            episode=row["episode"],
+        ),
+        token_ids=token_ids,
+        action_mask=action_mask,
+        images=tuple(Image(reference, b"") for reference in row["images"]),
+        turn_starts=turn_starts,
+        turn_rewards=turn_rewards,
+        weight_versions=weight_versions,
+        rollout_log_probs=rollout_log_probs,
+        outcome=Outcome(row["outcome"]),
+        extra_logs={log["name"]: log["value"] for log in row["extra_logs"]},
+        **{name: row[name] for name in _SAME},
+    )
+
+
+_SAME = ("sample_index", "part", "seed", "reward", "score", "error", "finish_reason", "truncated")
+
+
+def _trajectory_of_json(row: Mapping[str, Any]) -> Trajectory:
+    ranges = np.array(row["action_ranges"], np.int32).reshape(-1, 2)
+    number = lambda value: None if value is None else float(value)  # NaN is a string in JSON
+    return _trajectory(
+        {
+            **row,
+            "part": 0,
+            "images": [],
+            "label": json.dumps(row["label"]),
+            "reward": number(row["reward"]),
+            "score": number(row["score"]),
+            "extra_logs": [{"name": k, "value": float(v)} for k, v in row["extra_logs"].items()],
+        },
+        np.array(row["token_ids"], np.int32),
+        ranges,
+        ranges[:, 0],
+        np.zeros(0, np.float32),
+        np.array(row["weight_versions"], np.int32).reshape(-1, 2),
+        np.array(row["rollout_log_probs"], np.float32),
+    )

@@ -1,0 +1,220 @@
+"""Users' executors: found in a file, and called with what they accept."""
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.agents.base import AgentExecutorBase, Engine, MultiTurnAgentExecutor, RewardError, StepTimeout
+from openrlhf.agents.chat_stream import TemplateProblem, probe
+from openrlhf.rewards.function import IMPORT_LIMIT, check_file
+from openrlhf.rollout.legacy_agents import QueueExecutor, has_step, is_handed_everything, step_environment
+from openrlhf.user_file import (
+    IMPORT_DEADLINE,
+    ImportTimeout,
+    UnusableFile,
+    import_file,
+    import_problem,
+    located,
+)
+
+if TYPE_CHECKING:  # the import of a file is checked without what takes seconds
+    from transformers import PreTrainedTokenizerBase
+    from vllm.sampling_params import SamplingParams
+
+FORM = (
+    "Define `class AgentExecutor(AgentExecutorBase)` with\n`async def execute(self, prompt, label, "
+    "sampling_params, max_length, hf_tokenizer, llm_engine)`, which returns a dict."
+)
+
+
+class EnvironmentFailed(Exception):
+    """What a user's executor raised, or why its answer cannot be used, in words with its file."""
+
+
+def check_agent_file(
+    path: str,
+    flag: str,
+    limits: Sequence[str] = (),
+    limit: float = IMPORT_LIMIT,
+    tokenizer: "Callable[[], PreTrainedTokenizerBase] | None" = None,
+    is_chat: bool = False,
+) -> str:
+    """As rewards.function.check_file, for its class AgentExecutor. No object is made. `limits`: of LIMITS,
+    those that the run sets. `tokenizer` loads the policy's, for executors that need its chat template.
+    `is_chat`: prompts have its markup."""
+    load = partial(load_agent, limits=tuple(limits), tokenizer=tokenizer, is_chat=is_chat)
+    return check_file(path, flag, load, limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSetting:
+    """What executors of OpenRLHF 0.8 are handed once, and others in every call."""
+
+    tokenizer: Any = None
+    max_length: int = 0
+    max_turns: int | None = None
+    step_timeout: float | None = None
+
+
+def load_agent(
+    path: str,
+    limits: Sequence[str] = (),
+    tokenizer: "Callable[[], PreTrainedTokenizerBase] | None" = None,
+    is_chat: bool = False,
+) -> Callable[[AgentSetting], AgentExecutorBase]:
+    """What makes the file's executor, if it can be made and called and would keep to `limits`. UnusableFile
+    otherwise, or what the file raises."""
+    module = import_file(path, "agent_func")
+    found = getattr(module, "AgentExecutor", None)
+    if not inspect.isclass(found):
+        if has_step(module):
+            return lambda setting: MultiTurnAgentExecutor(step_environment(path))
+        own = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
+        names = ", ".join(own) or "none"
+        raise UnusableFile(f"the file has no class AgentExecutor (its classes: {names}).\n{FORM}")
+    if not issubclass(found, AgentExecutorBase):
+        problem = "AgentExecutor is no subclass of openrlhf.agents.base.AgentExecutorBase"
+        raise UnusableFile(f"{problem}.\n{FORM}")
+    if is_handed_everything(found):
+        if "images" in limits:
+            raise UnusableFile(
+                f"{LIMITS['images']} is set, and executors that are handed everything at their start know no "
+                f"images.\n{FORM}"
+            )
+        return lambda setting: QueueExecutor(
+            found,
+            max_steps=setting.max_turns,
+            max_length=setting.max_length,
+            tokenizer=setting.tokenizer,
+        )
+    if problem := _unusable(found) or _unlimited(found, limits):
+        raise UnusableFile(f"{problem}.\n{FORM}")
+    if tokenizer is not None and found.writes_messages:
+        _check_template(tokenizer(), is_chat, with_tools=found.calls_tools)
+    return lambda setting: found()
+
+
+def _check_template(tokenizer: "PreTrainedTokenizerBase", is_chat: bool, *, with_tools: bool) -> None:
+    if is_chat:
+        raise UnusableFile(
+            "--data.apply_chat_template puts the chat template around prompts, and the agent's messages "
+            "get it too: the policy would read it twice. Leave the flag out"
+        )
+    try:
+        probe(tokenizer, with_tools=with_tools)
+    except TemplateProblem as error:
+        raise UnusableFile(
+            f"the policy's chat template does not fit an agent of many turns: {error}"
+        ) from error
+
+
+def _unusable(executor: type[AgentExecutorBase]) -> str:
+    """Why; "" where it can be made and called."""
+    if executor.execute is AgentExecutorBase.execute:
+        return "AgentExecutor does not define execute"
+    if inspect.isabstract(executor):
+        return f"AgentExecutor does not define {', '.join(sorted(getattr(executor, '__abstractmethods__')))}"  # noqa: B009
+    try:
+        inspect.signature(executor).bind()
+    except TypeError as error:
+        return f"AgentExecutor{inspect.signature(executor)} cannot be made without arguments: {error}"
+    signature = inspect.signature(executor.execute)
+    try:
+        signature.bind(None, **dict.fromkeys(_accepted(executor.execute)))
+    except TypeError as error:
+        return f"execute{signature} cannot be called by the names of its parameters: {error}"
+    return ""
+
+
+def _unlimited(executor: type[AgentExecutorBase], limits: Sequence[str]) -> str:
+    """A limit that nobody would keep to."""
+    for name in limits:
+        if name not in _accepted(executor.execute):
+            return (
+                f"{LIMITS[name]} is set, and execute has no parameter {name}: give it one and keep to it, or "
+                "leave the flag out"
+            )
+    return ""
+
+
+LIMITS = {
+    "max_turns": "--train.max_turns",
+    "step_timeout": "--rollout.step_timeout",
+    "images": "--data.max_images_per_prompt",
+}
+PARAMETERS = (*("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine"), *LIMITS)
+
+
+def _accepted(execute: Callable) -> tuple[str, ...]:
+    """What of PARAMETERS it can be called with, by name."""
+    parameters = inspect.signature(execute).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return PARAMETERS
+    return tuple(name for name in PARAMETERS if name in parameters)
+
+
+class UserExecutor(AgentExecutorBase):
+    """The executor of a user's file. What it raises is EnvironmentFailed; RewardError and StepTimeout stay
+    what they are."""
+
+    def __init__(self, path: str, executor: AgentExecutorBase, setting: AgentSetting) -> None:
+        super().__init__()
+        self.path, self.executor, self.source, self.setting = path, executor, f"{path}: execute", setting
+        self._accepted = _accepted(executor.execute)
+
+    @classmethod
+    async def load(
+        cls, path: str, setting: AgentSetting | None = None, deadline: float = IMPORT_DEADLINE
+    ) -> "UserExecutor":
+        """Import the file into this process, and make its executor. ImportTimeout after `deadline` seconds;
+        RuntimeError, which names the line, for what is raised."""
+        path = str(Path(path).resolve())
+        try:
+            async with asyncio.timeout(deadline):
+                make = await asyncio.to_thread(load_agent, path)
+        except TimeoutError:
+            raise ImportTimeout(path, deadline) from None
+        except Exception as error:
+            raise RuntimeError(import_problem(error, path)) from error
+        try:
+            setting = setting or AgentSetting()
+            executor = make(setting)
+            if setting.tokenizer is not None:
+                executor.check_tokenizer(setting.tokenizer)
+            return cls(path, executor, setting)
+        except Exception as error:
+            raise RuntimeError(located(error, path)) from error
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: "SamplingParams",
+        max_length: int,
+        hf_tokenizer: "PreTrainedTokenizerBase",
+        llm_engine: Engine,
+        images: Any = None,
+    ) -> Any:
+        given: dict[str, Any] = {
+            "prompt": prompt,
+            "label": label,
+            "sampling_params": sampling_params,
+            "max_length": max_length,
+            "hf_tokenizer": hf_tokenizer,
+            "llm_engine": llm_engine,
+            "images": images,
+            "max_turns": self.setting.max_turns,
+            "step_timeout": self.setting.step_timeout,
+        }
+        try:
+            return await self.executor.execute(**{name: given[name] for name in self._accepted})
+        except (RewardError, StepTimeout):
+            raise
+        except Exception as error:
+            trace = "".join(traceback.format_exception(error, limit=-3)).rstrip()
+            raise EnvironmentFailed(f"{located(error, self.path)}\n{trace}") from error

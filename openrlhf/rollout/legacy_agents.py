@@ -1,0 +1,120 @@
+"""Agent files of OpenRLHF 0.8: a module with a function `step`, and executors that are handed everything when
+they are made and put results into a queue."""
+
+import inspect
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from contextvars import ContextVar
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from openrlhf.agents.base import AgentExecutorBase, AgentInstanceBase, Engine, called
+from openrlhf.user_file import run_file
+
+# 0.8.0 to 0.8.4: a module is the environment
+
+
+def step_environment(path: str) -> type[AgentInstanceBase]:
+    """The module as a class. Each episode runs the file anew, so that its globals are the episode's own."""
+
+    class StepModule(AgentInstanceBase):
+        def __init__(self) -> None:
+            self.module = run_file(path, "agent_func")
+
+        async def step(self, states: dict, **kwargs: Any) -> dict:
+            return await _step(self.module.step, states)
+
+    return StepModule
+
+
+async def _step(function: Callable, states: Mapping[str, Any]) -> dict:
+    """`step(observation, action, label, ...)`, its answer as a step of AgentInstanceBase gives it."""
+    more = _accepted(function, {"sampling_params": states["sampling_params"]})
+    texts = states["observation_text"], states["action_text"]
+    answer = await called(partial(function, *texts, states["label"], **more))
+    named = _named(answer) if isinstance(answer, tuple) else dict(answer)
+    return {NEW_NAMES.get(name, name): value for name, value in named.items()}
+
+
+NEW_NAMES = {"reward": "rewards", "next_observation": "observation", "next_state": "observation"}
+
+
+def _named(answer: tuple) -> dict:
+    """(reward, next observation, done) and perhaps what to log, in whatever order: their types differ."""
+    found: dict[str, Any] = {}
+    for value in answer:
+        kind = {bool: "done", str: "observation", dict: "extra_logs"}.get(type(value), "rewards")
+        found[kind] = value
+    return found
+
+
+def _accepted(function: Callable, more: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return more
+    return {name: value for name, value in more.items() if name in parameters}
+
+
+def has_step(module: ModuleType) -> bool:
+    return callable(getattr(module, "step", None))
+
+
+# 0.8.5 to 0.8.10: an executor is handed an engine and a queue once, for all of its episodes
+
+HANDED = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
+
+_engine: ContextVar[Engine] = ContextVar("engine")
+_results: ContextVar[list] = ContextVar("results")
+
+
+def is_handed_everything(executor: type) -> bool:
+    """By its constructor, which needs it."""
+    return executor.__init__ is not AgentExecutorBase.__init__ and set(HANDED) <= set(
+        inspect.signature(executor).parameters
+    )
+
+
+class QueueExecutor(AgentExecutorBase):
+    """One executor for all episodes of a process. Each episode is a task, whose context says which engine and
+    which queue are its own."""
+
+    def __init__(
+        self, executor_class: type, *, max_steps: int | None, max_length: int, tokenizer: Any
+    ) -> None:
+        """`max_steps`: None where nothing but the length bounds an episode."""
+        super().__init__()
+        values = (max_steps or max_length, max_length, EngineOfEpisode(), tokenizer, QueueOfEpisode())
+        self.executor = executor_class(**dict(zip(HANDED, values, strict=True)))
+
+    async def execute(self, prompt: str, label: Any, sampling_params: Any, llm_engine: Engine) -> Any:
+        _engine.set(llm_engine)
+        _results.set(results := [])
+        returned = await self.executor.execute(prompt, label, sampling_params)
+        return results[-1] if results else returned
+
+
+class QueueOfEpisode:
+    async def put(self, result: Any) -> None:
+        self.put_nowait(result)
+
+    def put_nowait(self, result: Any) -> None:
+        _results.get().append(result)
+
+
+class EngineOfEpisode:
+    """As our engines are asked, and as vLLM's are: `async for output in generate(prompt, params, id)`."""
+
+    def generate(self, prompt: Any, sampling_params: Any, *others: Any, **more: Any) -> "Answer":
+        token_ids = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt
+        return Answer(_engine.get(), list(token_ids), sampling_params)
+
+
+class Answer:
+    def __init__(self, engine: Engine, token_ids: list[int], sampling_params: Any) -> None:
+        self._request = lambda: engine.generate(token_ids, sampling_params)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._request().__await__()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        yield await self._request()

@@ -1,0 +1,196 @@
+"""A reward model over HTTP: what is asked, what is refused and why, and how the server ends. No text of a
+request is ever written to a log."""
+
+import asyncio
+import hmac
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+
+from openrlhf.config.serve_rm import ServeRMConfig
+from openrlhf.data.encode import Text
+from openrlhf.serving.scoring import QueueFull, ScoreQueue
+
+RETRY_AFTER = 1
+"""Seconds after which those who were turned away may come back."""
+
+
+class Question(BaseModel):
+    """The body of a request."""
+
+    query: list[str]
+    """Prompts and responses as text, special tokens kept."""
+    prompts: list[str] | None = None
+    """What of them is the prompt. Where a query begins with it, its tokens are those that it has alone, as in
+    training; as it was before its template, it says nothing about tokens."""
+    labels: list[Any] | None = None
+    """Not read: they are for rules, not for models."""
+
+
+class Refusal(Exception):
+    """Becomes the answer of a request."""
+
+    def __init__(self, status: int, reason: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(reason)
+        self.status, self.reason, self.headers = status, reason, headers
+
+
+def build_app(queue: ScoreQueue, config: ServeRMConfig) -> FastAPI:
+    """POST /get_reward and GET /health."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        queue.close()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(Refusal)
+    async def refuse(request: Request, refusal: Refusal) -> JSONResponse:
+        return JSONResponse({"error": refusal.reason}, refusal.status, headers=refusal.headers)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        state = {
+            "ok": queue.is_working,
+            "waiting": queue.num_waiting,
+            "scoring": queue.num_scoring,
+            "scored": queue.num_scored,
+        }
+        return JSONResponse(state, 200 if queue.is_working else 503)
+
+    @app.post("/get_reward")
+    async def get_reward(request: Request) -> dict[str, Any]:
+        may_ask = has_key(request, config.key)
+        body = await read_body(request, int(config.max_body_mb * 2**20) if may_ask else 0)
+        if not may_ask:
+            raise Refusal(401, "the key is missing or wrong", {"WWW-Authenticate": "Bearer"})
+        if body is None:
+            raise Refusal(413, f"the body is larger than --max_body_mb {config.max_body_mb:g}")
+        texts = read_question(body, config)
+        try:
+            scored = await asyncio.wrap_future(queue.submit(texts))
+        except QueueFull:
+            reason = f"the queue is full (--max_queue {config.max_queue})"
+            raise Refusal(503, reason, {"Retry-After": str(RETRY_AFTER)}) from None
+        except RuntimeError as error:
+            raise Refusal(500, str(error)) from error
+        scores = [text.score for text in scored]
+        cut = [float(text.is_cut) for text in scored]
+        return {"rewards": scores, "scores": scores, "extra_logs": {"cut_by_reward_model": cut}}
+
+    return app
+
+
+def has_key(request: Request, key: str | None) -> bool:
+    said = request.headers.get("Authorization", "")
+    return key is None or hmac.compare_digest(said.encode(), f"Bearer {key}".encode())
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes | None:
+    """None where there are more bytes. They are all received, because who is cut off while sending never
+    reads the answer."""
+    body, size = bytearray(), 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= max_bytes:
+            body += chunk
+        else:
+            body.clear()
+    return bytes(body) if size <= max_bytes else None
+
+
+def read_question(body: bytes, config: ServeRMConfig) -> list[Text]:
+    """The texts of a request. Raises Refusal, which names what is wrong but repeats nothing of it."""
+    try:
+        question = Question.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        # Of broken JSON the message is about the place; some of it may be quoted behind that.
+        reason = "the body is no JSON" if first["type"] == "json_invalid" else f"{place}: {first['msg']}"
+        raise Refusal(422, reason) from None
+    queries, prompts = question.query, question.prompts or []
+    if not queries:
+        raise Refusal(422, "query is empty")
+    if len(queries) > config.max_texts:
+        raise Refusal(413, f"query has {len(queries)} texts; --max_texts is {config.max_texts}")
+    for name, values in (("prompts", question.prompts), ("labels", question.labels)):
+        if values is not None and len(values) != len(queries):
+            raise Refusal(422, f"{name} has {len(values)} items, query has {len(queries)}")
+    for i, query in enumerate(queries):
+        if not query:
+            raise Refusal(422, f"query.{i} is an empty text")
+        if len(query) > config.max_text_chars:
+            raise Refusal(
+                422, f"query.{i} has {len(query)} characters; --max_text_chars is {config.max_text_chars}"
+            )
+        if prompts and not occurs(prompts[i], query):
+            raise Refusal(
+                422,
+                f"prompts.{i} does not occur in query.{i}: a query is the prompt and its response in one "
+                "text; send both together, or leave prompts out",
+            )
+    is_chat = config.data.apply_chat_template
+    return [text_of(query, prompts[i] if prompts else "", is_chat) for i, query in enumerate(queries)]
+
+
+def occurs(prompt: str, query: str) -> bool:
+    """But for white space, which templates and decoders change."""
+    return "".join(prompt.split()) in "".join(query.split())
+
+
+def text_of(query: str, prompt: str, is_chat: bool = False) -> Text:
+    """Without newlines at the end, as `data/answers.py` prepares the texts that reward models learn
+    from; the answer is marked where the query begins with the prompt."""
+    text = query.rstrip("\n") or query
+    has_border = prompt and text.startswith(prompt) and len(text) > len(prompt)
+    spans = ((len(prompt), len(text)),) if has_border else ()
+    return Text(text=text, spans=spans, is_chat=is_chat)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the port before anything is loaded; until the server listens, others are refused. ValueError
+    where it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ValueError(f"--host {host}: this machine has no such address: {error.strerror}") from error
+    bound = socket.socket(family, kind, protocol)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ValueError(
+            f"--port {port}: cannot listen there at {host}: {os.strerror(error.errno or 0)}"
+        ) from error
+    return bound
+
+
+def serve(app: FastAPI, bound: socket.socket, drain_seconds: float) -> None:
+    """Until SIGTERM or Ctrl-C; then requests that came before are answered first."""
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=max(1, round(drain_seconds)),
+        )
+    )
+    # uvicorn ends by raising the signal again, which would make an error of an orderly end.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    bound.listen(2048)
+    host, port = bound.getsockname()[:2]
+    where = f"[{host}]" if ":" in host else host
+    print(f"rewards at http://{where}:{port}/get_reward", flush=True)
+    server.run(sockets=[bound])

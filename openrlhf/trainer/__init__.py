@@ -1,1 +1,0 @@
-"""The loops that decide what happens next."""

@@ -1,0 +1,1 @@
+"""The training loops, what they minimise, and what each rank does in them."""

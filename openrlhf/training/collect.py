@@ -1,0 +1,352 @@
+"""Which trajectories the next RL step trains on: as many groups as it wants, filtered, with what was sampled
+ahead kept for later."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import fmean, mean
+from typing import Any, Self
+
+from openrlhf.backends.base import Rollout
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.data.prompt_sampler import PromptSampler
+from openrlhf.observability.failures import commonest_failure
+from openrlhf.observability.health import SAME_REWARD
+from openrlhf.types import Group, Metrics, Prompt, Trajectory, present
+
+GroupKey = tuple[int, int]
+"""(episode, prompt id)"""
+
+
+def key_of(prompt: Prompt) -> GroupKey:
+    return prompt.episode, prompt.prompt_id
+
+
+class Verdict(StrEnum):
+    """What dynamic filtering says of a group. The shares of a step's groups are metrics of these names."""
+
+    KEPT = "kept"
+    LOW = "filtered_low"
+    HIGH = "filtered_high"
+    FAILED = "filtered_failed"
+    """No sample of the group finished."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """How many prompts may be sampled.
+
+    Synchronous training asks for prompts when nothing is under way. With `max_staleness` above 0 sampling
+    goes on while the models train, for as many batches. Groups are trained on in the order in which their
+    prompts were asked for, so none is older than that many steps: a bound that leaves nothing to reorder. A
+    `chunk` that may exceed what is missing is sampled as much earlier.
+    """
+
+    batch_size: int
+    """Groups of one step."""
+    chunk: int | None = None
+    """Prompts that are asked for at a time. None: those that are missing."""
+    may_exceed: bool = False
+    """More may be asked for than is missing."""
+    limit: int | None = None
+    """Prompts that one step may ask for. None: any number."""
+    max_staleness: int = 0
+    """Steps."""
+
+    @classmethod
+    def from_config(cls, config: PPOConfig) -> Self:
+        size, chunk = config.rollout.batch_size, config.rollout.vllm_generate_batch_size
+        filters = config.algo.dynamic_filtering_enable
+        limit = max(config.algo.dynamic_filtering_max_batches * size, chunk or 0)
+        return cls(
+            batch_size=size,
+            chunk=chunk,
+            may_exceed=filters or (chunk or 0) > size,
+            limit=limit if filters else None,
+            max_staleness=config.max_staleness,
+        )
+
+    def room(self, *, kept: int, under_way: int, asked: int) -> int:
+        """Prompts to ask for now, where `kept` groups wait to be trained on, `under_way` prompts are being
+        sampled, and this step has `asked` for as many."""
+        missing = self.batch_size * (1 + self.max_staleness) - kept - under_way
+        if missing <= 0 or (under_way and not self.max_staleness):
+            return 0
+        size = self.chunk or missing
+        if not self.may_exceed:
+            size = min(size, missing)
+        return size if self.limit is None else min(size, self.limit - asked)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collected:
+    trajectories: list[Trajectory]
+    """The groups to train on, one after the other. Empty when no prompt is left."""
+    sampled: list[Trajectory]
+    """What was sampled in this step: also what was filtered out, or is kept for a later step."""
+    filtered: list[Trajectory]
+    """What was filtered out."""
+    metrics: Metrics
+
+
+@dataclass(kw_only=True, slots=True)
+class _Step:
+    """What has happened while one step was collected."""
+
+    number: int
+    asked: int = 0
+    sampled: list[Trajectory] = field(default_factory=list)
+    filtered: list[Trajectory] = field(default_factory=list)
+    verdicts: Counter[Verdict] = field(default_factory=Counter)
+
+
+class Collector:
+    """Takes prompts, has them sampled and hands out groups, `rollout.batch_size` at a time.
+
+    Groups are handed out in the order in which their prompts were asked for, each that is kept exactly once.
+    So a batch depends on prompts and scores, and not on the order in which samples arrive. With
+    `rollout.vllm_generate_batch_size` above the batch size, or with filtering, more may be sampled than a
+    step needs: the surplus waits in a buffer, and comes first in the next step.
+
+    Without filtering a batch holds prompts of one episode, so that a step trains on the same prompts however
+    many are sampled at a time. Filtering (DAPO, https://arxiv.org/abs/2503.14476) fills a batch across the
+    border of episodes. When no prompt is left, the last batch is what there is.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        prompts: PromptSampler,
+        rollout: Rollout,
+        on_group: Callable[[Group], None],
+        admission: Admission | None = None,
+    ) -> None:
+        """`on_group`: called with each finished group. `admission`: None for that of `config`."""
+        self._config, self._prompts, self._rollout, self._on_group = config, prompts, rollout, on_group
+        self.admission = admission or Admission.from_config(config)
+        self._under_way: dict[GroupKey, Prompt] = {}
+        self._finished: dict[GroupKey, Group] = {}
+        self._kept: list[Group] = []
+        self._to_submit: list[Prompt] = []
+
+    @property
+    def is_exhausted(self) -> bool:
+        """There is no batch after the last one."""
+        return self._prompts.is_exhausted and not self._kept and not self._under_way
+
+    def next_batch(self, step: int) -> Collected:
+        """The trajectories of RL step `step`, which error messages name.
+
+        RuntimeError, where filtering is on: more of the samples failed than `reward.max_failed_ratio` allows,
+        `algo.dynamic_filtering_max_batches` batches of prompts did not give one, or the first step has
+        nothing at all. RuntimeError also where no sample finishes within `rollout.timeout`.
+        """
+        now = _Step(number=step)
+        if self._to_submit:
+            self._rollout.submit(self._to_submit, "train")
+            self._to_submit = []
+        while self.admission.max_staleness and self._submit(now):
+            pass
+        while self._is_incomplete(now):
+            self._receive(now)
+        batch = self._ready()
+        taken = {key_of(group.prompt) for group in batch}
+        self._kept = [group for group in self._kept if key_of(group.prompt) not in taken]
+        if self._filters and step == 1 and not batch:
+            raise RuntimeError(self._kept_too_little(now))
+        return Collected(
+            trajectories=[t for group in batch for t in group.trajectories],
+            sampled=now.sampled,
+            filtered=now.filtered,
+            metrics=self._metrics(now),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the prompts stand, the groups that were sampled and not yet trained on, and what is being
+        sampled, which a resumed run asks for anew."""
+        return {
+            "prompts": self._prompts.state_dict(),
+            "groups": list(self._kept),
+            "under_way": list(self._under_way.values()),
+            "finished": list(self._finished.values()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue as the collector that wrote `state` would have. ValueError when it read other prompts, or
+        holds samples in a form that this version does not read."""
+        self._prompts.load_state_dict(state["prompts"])
+        if state.get("buffer"):
+            raise ValueError(
+                f"--ckpt.load_enable: the checkpoint holds {len(state['buffer'])} groups that another "
+                "version sampled ahead of its steps.\nResume with that version, or start a new run."
+            )
+        self._kept = list(state.get("groups", ()))
+        self._under_way = {key_of(prompt): prompt for prompt in state.get("under_way", ())}
+        self._finished = {key_of(group.prompt): group for group in state.get("finished", ())}
+        self._to_submit = [p for key, p in self._under_way.items() if key not in self._finished]
+
+    @property
+    def _filters(self) -> bool:
+        return self._config.algo.dynamic_filtering_enable
+
+    def _is_incomplete(self, now: _Step) -> bool:
+        """There is a group to wait for before the step can train."""
+        if self._under_way and not self.admission.max_staleness:
+            return True  # the weights change after the step
+        if len(self._ready()) == self._config.rollout.batch_size:
+            return False
+        if self._is_end_of_episode:
+            return False
+        return self._submit(now) or bool(self._under_way)
+
+    def _ready(self) -> list[Group]:
+        """What there is of the next batch: without filtering of one episode."""
+        ready = [g for g in self._kept if self._filters or g.prompt.episode == self._episode]
+        return ready[: self._config.rollout.batch_size]
+
+    @property
+    def _episode(self) -> int:
+        """The first that is not all trained on."""
+        waiting = (group.prompt.episode for group in self._kept)
+        return min([*waiting, *(episode for episode, _ in self._under_way)], default=self._prompts.episode)
+
+    @property
+    def _is_end_of_episode(self) -> bool:
+        """The next batch is what waits for it, because nothing else is of its episode."""
+        if self._filters or not self._kept:
+            return False
+        is_sampled = any(episode == self._episode for episode, _ in self._under_way)
+        return not is_sampled and self._prompts.episode != self._episode
+
+    def _submit(self, now: _Step) -> bool:
+        """Ask for what there is room for; whether there was any."""
+        prompts = self._next_prompts(now)
+        if prompts:
+            self._rollout.submit(prompts, "train")
+            self._under_way |= {key_of(prompt): prompt for prompt in prompts}
+            now.asked += len(prompts)
+        return bool(prompts)
+
+    def _next_prompts(self, now: _Step) -> list[Prompt]:
+        """What to sample next. Empty where nothing is missing, or the batch is what there is."""
+        kept, under_way = len(self._kept) + self._left_empty, len(self._under_way)
+        room = self.admission.room(kept=kept, under_way=under_way, asked=now.asked)
+        if room <= 0:
+            is_short = len(self._ready()) < self._config.rollout.batch_size and not self._is_end_of_episode
+            if is_short and not under_way and not self._prompts.is_exhausted:
+                raise RuntimeError(self._kept_too_little(now))
+            return []
+        return [] if self._is_episode_over else self._prompts.next_batch(room)
+
+    @property
+    def _left_empty(self) -> int:
+        """Places in the last batches of episodes, which prompts of the next one do not fill: a step trains on
+        fewer, and those who wait behind would wait longer than they may."""
+        if self._filters or not self.admission.max_staleness:
+            return 0
+        waiting = Counter([*(g.prompt.episode for g in self._kept), *(e for e, _ in self._under_way)])
+        del waiting[self._prompts.episode]
+        return sum(-count % self._config.rollout.batch_size for count in waiting.values())
+
+    @property
+    def _is_episode_over(self) -> bool:
+        """The next prompt belongs to another batch than the groups that wait for this step."""
+        if self._filters or self.admission.max_staleness or not (self._kept or self._under_way):
+            return False
+        return self._episode != self._prompts.episode
+
+    def _receive(self, now: _Step) -> None:
+        """Wait for one group, and decide on those whose turn has come."""
+        group = self._rollout.next_group("train", self._config.rollout.timeout)
+        self._on_group(group)
+        self._finished[key_of(group.prompt)] = group
+        while (first := next(iter(self._under_way), None)) in self._finished:
+            del self._under_way[first]
+            self._decide(self._finished.pop(first), now)
+        if self._filters and not self._under_way:
+            self._check_failures(now)
+
+    def _decide(self, group: Group, now: _Step) -> None:
+        verdict = self._verdict(group)
+        now.verdicts[verdict] += 1
+        now.sampled += group.trajectories
+        if verdict is Verdict.KEPT:
+            self._kept.append(group)
+        else:
+            now.filtered += group.trajectories
+
+    def _check_failures(self, now: _Step) -> None:
+        if now.verdicts.total() >= self._config.rollout.batch_size:
+            check_failures(now.sampled, self._config.reward.max_failed_ratio, now.number)
+        elif self._prompts.is_exhausted:
+            check_failures(now.sampled, 1.0, now.number)  # of fewer prompts than a batch a ratio says little
+
+    def _verdict(self, group: Group) -> Verdict:
+        """The mean is exact before it is rounded once: equal scores at a bound are at the bound."""
+        if not self._filters:
+            return Verdict.KEPT
+        scores = [present(t.score) for t in group.trajectories if t.ok and t.is_first]
+        if not scores:
+            return Verdict.FAILED
+        low, high = self._config.algo.dynamic_filtering_range
+        score = mean(scores)
+        if low < score < high:
+            return Verdict.KEPT
+        return Verdict.LOW if score <= low else Verdict.HIGH
+
+    def _metrics(self, now: _Step) -> Metrics:
+        num_prompts = now.verdicts.total()
+        metrics = {"rollout/num_prompts": float(num_prompts)}
+        if self.admission.may_exceed:
+            metrics["rollout/buffered_groups"] = float(len(self._kept))
+        if self._filters and num_prompts:
+            metrics |= {
+                f"rollout/{verdict}_ratio": now.verdicts[verdict] / num_prompts for verdict in Verdict
+            }
+            if scores := [present(t.score) for t in now.sampled if t.ok and t.is_first]:
+                metrics["rollout/sampled_score_mean"] = fmean(scores)
+        return metrics
+
+    def _kept_too_little(self, now: _Step) -> str:
+        algo, size = self._config.algo, self._config.rollout.batch_size
+        (low, high), verdicts = algo.dynamic_filtering_range, now.verdicts
+        remedy = (
+            "Use prompts that the policy solves sometimes, not always, or widen "
+            "--algo.dynamic_filtering_range."
+        )
+        scores = {present(t.score) for t in now.sampled if t.ok}
+        if len(scores) == 1:
+            remedy = f"All scores are {scores.pop():g}: {SAME_REWARD}"
+        return (
+            f"step {now.number}: dynamic filtering kept {verdicts[Verdict.KEPT]} of the {verdicts.total()} "
+            f"groups asked for, and the step needs {size}. Mean score {low:g} or less: "
+            f"{verdicts[Verdict.LOW]}; {high:g} or more: {verdicts[Verdict.HIGH]}; no finished sample: "
+            f"{verdicts[Verdict.FAILED]}.\n{remedy}\n"
+            f"A step asks for --algo.dynamic_filtering_max_batches {algo.dynamic_filtering_max_batches} "
+            "batches of prompts at most; raise it for rare successes."
+        )
+
+
+def check_stops(trajectories: Sequence[Trajectory], stop_on: Collection[str], step: int) -> None:
+    """RuntimeError where a sample failed in a way that ends the run."""
+    if failed := next((t for t in trajectories if t.outcome in stop_on), None):
+        raise RuntimeError(
+            f"step {step}: a sample ended with {failed.outcome}, which --rollout.stop_on names:\n"
+            f"{failed.error}"
+        )
+
+
+def check_failures(trajectories: Sequence[Trajectory], max_failed_ratio: float, step: int) -> None:
+    """RuntimeError where more of the samples failed than the ratio allows, or all."""
+    samples = [t for t in trajectories if t.is_first]
+    failed = [t for t in samples if not t.ok]
+    if failed and (len(failed) > max_failed_ratio * len(samples) or len(failed) == len(samples)):
+        example, count = commonest_failure(failed)
+        allowed = f", more than --reward.max_failed_ratio {max_failed_ratio:g} allows"
+        if len(failed) <= max_failed_ratio * len(samples):
+            allowed = f"; --reward.max_failed_ratio {max_failed_ratio:g} allows that, but nothing is left"
+        raise RuntimeError(
+            f"step {step}: {len(failed)} of {len(samples)} samples failed{allowed}. "
+            f"{count} of them with:\n{example.error}"
+        )

@@ -1,0 +1,208 @@
+"""Samples and scores in, credit out: the algorithm of a step apart from the gradient."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.advantages import (
+    COMPARISONS,
+    discounted_returns,
+    explained_variance,
+    gae,
+    group_std,
+    token_rewards,
+    without_peers,
+)
+from openrlhf.algorithms.kl import approx_kl
+from openrlhf.algorithms.mismatch import mismatch_metrics
+from openrlhf.algorithms.reductions import mean, whiten
+from openrlhf.algorithms.rewards import clip, overlong_penalty, stop_properly_penalty
+from openrlhf.config.ppo import AlgoConfig, RewardConfig
+from openrlhf.types import Batch, Credit, Metrics, Scores, Trajectory, present, tensor_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CreditResult:
+    credit: Credit
+    metrics: Metrics
+    """`kl/mean` is what the KL controller wants to see."""
+
+
+@torch.no_grad()
+def assign_credit(
+    batch: Batch,
+    scores: Scores,
+    trajectories: Sequence[Trajectory],
+    *,
+    algo: AlgoConfig,
+    reward: RewardConfig,
+    kl_coef: float,
+    max_new_tokens: int,
+    teacher_coef: float = 0.0,
+) -> CreditResult:
+    """Three views of the same samples, at least one: the whole rollout, each with a reward. Failed samples
+    are not among them, so groups differ in size; a sample alone in its group is compared with nothing and
+    earns 0.
+
+    penalties -> group shaping -> clip -> KL and teacher on every action -> returns or GAE -> whitening over
+    all actions
+
+    Where turns are known to have earned a part of their episode's reward, and the estimator looks ahead, that
+    part is earned there and the rest at the end.
+
+    `kl_coef` is the controller's, `max_new_tokens` the limit that the overlong penalty looks at.
+    `teacher_coef` is the weight of log p_teacher - log p as a reward, where there is a teacher: on-policy
+    distillation, minus a sample of KL(policy || teacher). https://arxiv.org/abs/2306.13649
+    """
+    estimator, compare = algo.advantage.traits, COMPARISONS.get(algo.advantage.estimator)
+    counts, episodes = torch.from_numpy(batch.num_actions), Episodes.of_parts(trajectories)
+    rewards = _penalised_rewards(episodes, reward, max_new_tokens)
+    shaped = compare(rewards, episodes.group_ids) if compare else rewards
+    clipped = clip(shaped, *reward.clip_range)[episodes.of]
+    log_probs, ref_log_probs = tensor_of(scores.log_probs), tensor_of(scores.ref_log_probs)
+    values = tensor_of(scores.values)
+    zeros = torch.zeros(int(counts.sum()))
+    kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
+    to_teacher = _difference(log_probs, tensor_of(scores.teacher_log_probs), torch.sub)
+    earned = earlier_rewards(trajectories) if estimator.discounts else None
+    if earned is not None:
+        clipped = clipped - torch.tensor([float(part.sum()) for part in earned.split(counts.tolist())])
+    per_action = token_rewards(
+        clipped, zeros if kl is None else kl, counts, 0.0 if algo.kl.use_loss else kl_coef
+    )
+    if earned is not None:
+        per_action = per_action + earned
+    if to_teacher is not None:
+        per_action = per_action - teacher_coef * to_teacher
+    advantages, returns = _advantages(per_action, values, counts, algo)
+    if estimator.whiten:
+        advantages = whiten(advantages, scale=not algo.advantage.no_std_norm)
+
+    credit = Credit(advantages=advantages.numpy(), returns=returns.numpy())
+    metrics = _reward_metrics(rewards, episodes.group_ids) | {
+        "reward/return_mean": _total(per_action) / len(counts),
+        "advantage/mean": _total(advantages) / max(1, len(advantages)),
+        "advantage/std": float(mean((advantages - mean(advantages)) ** 2).sqrt()),
+        "kl/coef": kl_coef,
+    }
+    if to_teacher is not None:
+        metrics["teacher/kl_mean"] = float(mean(to_teacher))
+    if estimator.needs_critic:
+        metrics["critic/explained_variance"] = explained_variance(present(values), returns)
+    if scores.log_probs is not None:
+        metrics |= log_prob_metrics(batch.credited(scores, credit), algo.kl.estimator)
+    return CreditResult(credit=credit, metrics=metrics)
+
+
+def earlier_rewards(trajectories: Sequence[Trajectory]) -> Tensor | None:
+    """(A,) what each turn but a sequence's last has earned, at the turn's last action. None where no turn is
+    known to have earned anything of its own."""
+    if not any(len(t.turn_rewards) > 1 for t in trajectories):
+        return None
+    rows = []
+    for t in trajectories:
+        rows.append(row := torch.zeros(t.num_actions))
+        before = t.action_mask.cumsum()[t.turn_starts[1:] - 1]  # actions before each turn but the first
+        row[before - 1] = torch.from_numpy(t.turn_rewards[:-1].copy()) if len(t.turn_rewards) else 0.0
+    return torch.cat(rows)
+
+
+def log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
+    """How far the policy is from the sampler and, where there is one, from the reference. Of a batch with the
+    policy's log-probs before the update."""
+    log_probs = torch.from_numpy(present(batch.log_probs))
+    rollout_log_probs, staleness = torch.from_numpy(batch.rollout_log_probs), tensor_of(batch.staleness)
+    counts = torch.from_numpy(batch.num_actions)
+    metrics = mismatch_metrics(log_probs, rollout_log_probs, staleness, counts)
+    if batch.ref_log_probs is not None:
+        ref_log_probs = torch.from_numpy(batch.ref_log_probs)
+        metrics["kl/mean"] = float(mean(approx_kl(log_probs, ref_log_probs, estimator)))
+        metrics["kl/log_ratio_mean"] = float(mean(log_probs - ref_log_probs))
+    return metrics
+
+
+class Episodes(NamedTuple):
+    """The E episodes that trajectories are parts of. A reward is an episode's."""
+
+    of: Tensor
+    """(B,) the episode of each trajectory."""
+    group_ids: Tensor
+    """(E,) equal for the samples of one prompt."""
+    rewards: Tensor
+    """(E,) float32"""
+    num_actions: Tensor
+    """(E,)"""
+    truncated: Tensor
+    """(E,) bool"""
+
+    @classmethod
+    def of_parts(cls, trajectories: Sequence[Trajectory]) -> Self:
+        numbers: dict[tuple, int] = {}
+        of = [numbers.setdefault(t.sample, len(numbers)) for t in trajectories]
+        last = dict(zip(of, trajectories, strict=True)).values()
+        groups: dict[tuple[int, int], int] = {}
+        counts = torch.tensor([t.num_actions for t in trajectories])
+        index = torch.tensor(of)
+        return cls(
+            of=index,
+            group_ids=torch.tensor([groups.setdefault(t.group, len(groups)) for t in last]),
+            rewards=torch.tensor([present(t.reward) for t in last], dtype=torch.float32),
+            num_actions=counts.new_zeros(len(last)).index_add(0, index, counts),
+            truncated=torch.tensor([t.truncated for t in last]),
+        )
+
+
+def _penalised_rewards(episodes: Episodes, reward: RewardConfig, max_new_tokens: int) -> Tensor:
+    """(E,)"""
+    rewards = episodes.rewards
+    if reward.overlong_buffer_len is not None:
+        rewards = overlong_penalty(
+            rewards,
+            episodes.num_actions,
+            max_new_tokens=max_new_tokens,
+            buffer_len=reward.overlong_buffer_len,
+            factor=reward.overlong_penalty_factor,
+        )
+    if reward.stop_properly_penalty_coef is not None:
+        rewards = stop_properly_penalty(rewards, episodes.truncated, coef=reward.stop_properly_penalty_coef)
+    return rewards
+
+
+def _total(values: Tensor) -> float:
+    """Their sum; 0 where float32 cannot tell it from 0, below a millionth of their sizes added up."""
+    values = values.double()
+    total = float(values.sum())
+    return total if abs(total) > 16 * 2**-24 * float(values.abs().sum()) else 0.0
+
+
+def _difference(
+    log_probs: Tensor | None, others: Tensor | None, measure: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor | None:
+    """(A,) None where one of the two is not known."""
+    return None if log_probs is None or others is None else measure(log_probs, others)
+
+
+def _advantages(
+    per_action: Tensor, values: Tensor | None, counts: Tensor, algo: AlgoConfig
+) -> tuple[Tensor, Tensor]:
+    """(A,) -> advantages and returns, both (A,)."""
+    advantage, estimator = algo.advantage, algo.advantage.traits
+    if estimator.needs_critic:
+        return gae(per_action, present(values), counts, advantage.gamma, advantage.lambd)
+    returns = discounted_returns(per_action, counts, advantage.gamma if estimator.discounts else 1.0)
+    return returns, returns
+
+
+def _reward_metrics(rewards: Tensor, group_ids: Tensor) -> Metrics:
+    """Of the penalised rewards, before they are compared. The spread within groups needs a group of two."""
+    alone = without_peers(group_ids)
+    metrics = {"reward/mean": float(rewards.mean()), "reward/without_peers": float(alone.sum())}
+    if not alone.all():
+        spread = group_std(rewards, group_ids)[~alone]
+        metrics["reward/group_std"] = float(spread.mean())
+        metrics["reward/zero_std_fraction"] = float((spread == 0).double().mean())
+    return metrics

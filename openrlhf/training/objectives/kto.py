@@ -1,0 +1,79 @@
+"""KTO, with the KL estimate of the whole batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.preference_loss import kto_loss
+from openrlhf.training.objectives.reference import Reference, answer_log_probs, reference_log_probs
+from openrlhf.types import LossNorm, UnpairedRow
+
+
+def unpaired_log_probs(model: Callable, batch: UnpairedRow) -> Tensor:
+    """(B, 2) summed log-probs of the answer and of the mismatched one."""
+    both = [answer_log_probs(model, row)[: batch.num_sequences] for row in (batch.row, batch.mismatched)]
+    return torch.stack(both, dim=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KTOObjective:
+    """Mean over answers of `kto_loss`."""
+
+    beta: float
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    kl: float = 0.0
+    """Estimate of KL(policy || reference) over the step's whole batch, see `MismatchedLogRatio`."""
+    desirable_share: float = 0.5
+    """Of the desirable answers among those of the step, which only metrics divide by."""
+    reference: Reference | None = None
+    """Not needed for rows that know their reference log-probs."""
+
+    def __call__(
+        self, model: Callable, batch: UnpairedRow, norm: LossNorm
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""
+        count = batch.num_sequences
+        ref = reference_log_probs(batch.ref_log_probs, self.reference, batch.row)
+        ratios = answer_log_probs(model, batch.row)[:count] - ref[:count]
+        losses = kto_loss(
+            ratios,
+            batch.desirable,
+            self.kl,
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
+        loss = losses.sum() / norm.num_sequences
+        rewards = self.beta * ratios.detach()
+        mean = lambda x: x.sum() / norm.num_sequences
+        metrics = {
+            "kto/loss": loss.detach(),
+            "kto/kl": loss.new_full((), self.kl * count / norm.num_sequences),
+            "kto/accuracy": mean((rewards > 0) == batch.desirable),
+            "kto/desirable_reward": mean(rewards * batch.desirable) / max(self.desirable_share, 1e-6),
+            "kto/undesirable_reward": mean(rewards * ~batch.desirable) / max(1 - self.desirable_share, 1e-6),
+        }
+        return loss, metrics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MismatchedLogRatio:
+    """Nothing to minimise: the mean log-ratio of policy and reference over answers to other prompts, from
+    which KTO estimates their KL, and the share of desirable answers."""
+
+    reference: Reference | None = None
+
+    def __call__(
+        self, model: Callable, batch: UnpairedRow, norm: LossNorm
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        count = batch.num_sequences
+        ref = reference_log_probs(batch.ref_mismatched, self.reference, batch.mismatched)
+        ratios = answer_log_probs(model, batch.mismatched)[:count] - ref[:count]
+        figures = {
+            "log_ratio": ratios.sum() / norm.num_sequences,
+            "desirable_share": batch.desirable.sum() / norm.num_sequences,
+        }
+        return ratios.sum() * 0, figures

@@ -1,0 +1,145 @@
+"""The policy's objective in PPO and its relatives."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from openrlhf.algorithms.corrections import CORRECTIONS, PROXIMAL_POLICIES, staleness_weights
+from openrlhf.algorithms.kl import approx_kl
+from openrlhf.algorithms.policy_loss import LOG_RATIOS, SURROGATES
+from openrlhf.algorithms.reductions import AGGREGATIONS, token_mean
+from openrlhf.algorithms.traits import POLICY_LOSSES
+from openrlhf.config.choices import (
+    ISCorrectionType,
+    KLEstimator,
+    LossAggregation,
+    PolicyLossType,
+    ProximalPolicyName,
+)
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.types import ExperienceRow, LossNorm, present
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorObjective:
+    """mean(w * v * surrogate) + kl_coef * mean(KL to the reference) - entropy_coef * mean(entropy)
+
+    The ratio pi / pi_prox, the correction w of the sampler's mismatch and the weight v of its staleness are
+    those of `loss_type`: of tokens in `ppo` and `cispo`, of sequences in `gspo`. So in `gspo` w is made of
+    the sequence's ratio pi_prox / pi_behave, v of its mean staleness, and one sequence is clipped, weighted
+    or dropped as a whole. All three means are of one kind, `aggregation`.
+
+    Where pi_prox is recomputed, a row without `old_log_probs` belongs to a step of one update: pi_prox is the
+    policy itself.
+    """
+
+    loss_type: PolicyLossType = "ppo"
+    aggregation: LossAggregation | None = None
+    """None: that of `loss_type`."""
+    longest_response: float = 1.0
+    """Actions that a sequence counts as in `constant_length`."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    correction: ISCorrectionType | None = None
+    correction_low: float = 0.5
+    correction_high: float = 5.0
+    correction_of_sequences: tuple[float, float] | None = None
+    """Bounds of a sequence's ratio in seq-mask-tis. None: those of tokens."""
+    proximal_policy: ProximalPolicyName = "recomputed"
+    staleness_decay: float = 1.0
+    max_staleness: int | None = None
+    """v is 0 beyond it. None: nowhere."""
+    kl_coef: float = 0.0
+    """0 leaves the KL out of the loss."""
+    kl_estimator: KLEstimator = "k1"
+    entropy_coef: float | None = None
+    """None does not compute the entropy, 0 only reports it. It is that of the tempered distribution."""
+    temperature: float = 1.0
+    seen: list[Tensor] | None = None
+    """Where the policy's log-probs go, (A,) of each row. None: they are not kept."""
+
+    @classmethod
+    def from_config(cls, config: PPOConfig, kl_coef: float, seen: list[Tensor] | None = None) -> Self:
+        """`kl_coef` is the coefficient as the controller has it now."""
+        actor, algo = config.actor, config.algo
+        clip_low, clip_high = actor.clip_range
+        correction_low, correction_high = algo.advantage.is_correction_threshold
+        return cls(
+            loss_type=actor.policy_loss_type,
+            aggregation=actor.loss_aggregation,
+            longest_response=config.longest_response,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            dual_clip=actor.dual_clip,
+            correction=algo.advantage.is_correction_type if algo.advantage.is_correction_enable else None,
+            correction_low=correction_low,
+            correction_high=correction_high,
+            correction_of_sequences=algo.advantage.is_correction_sequence_threshold,
+            proximal_policy=algo.advantage.proximal_policy,
+            staleness_decay=algo.advantage.staleness_decay,
+            max_staleness=algo.advantage.max_token_staleness,
+            kl_coef=kl_coef if algo.kl.use_loss else 0.0,
+            kl_estimator=algo.kl.estimator,
+            entropy_coef=actor.entropy_coef,
+            temperature=config.rollout.temperature,
+            seen=seen,
+        )
+
+    def __call__(
+        self, model: Callable, batch: ExperienceRow, norm: LossNorm
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""
+        kind, counts = POLICY_LOSSES[self.loss_type], batch.row.num_actions
+        log_ratio, aggregate = LOG_RATIOS[kind.ratio], AGGREGATIONS[self.aggregation or kind.aggregation]
+        scores = model(batch.row, temperature=self.temperature, with_entropy=self.entropy_coef is not None)
+        now = scores.log_probs.detach()
+        if self.seen is not None:
+            self.seen.append(now)
+        proximal = PROXIMAL_POLICIES[self.proximal_policy](
+            now, batch.old_log_probs, batch.rollout_log_probs, batch.staleness
+        )
+        policy_loss, at_low, at_high = SURROGATES[self.loss_type](
+            scores.log_probs,
+            log_ratio(scores.log_probs, proximal, counts),
+            batch.advantages,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
+        metrics = {
+            "policy/ppo_kl": token_mean(proximal - scores.log_probs, norm),
+            "policy/clip_fraction": token_mean((at_low | at_high).float(), norm),
+            "policy/clip_low_fraction": token_mean(at_low.float(), norm),
+            "policy/clip_high_fraction": token_mean(at_high.float(), norm),
+        }
+        if self.correction is not None:
+            mismatch = log_ratio(proximal, batch.rollout_log_probs, counts)
+            bounds = self.correction_low, self.correction_high, self.correction_of_sequences
+            weights = CORRECTIONS[self.correction](mismatch, counts, *bounds)
+            policy_loss = policy_loss * weights
+            metrics["policy/is_weight_mean"] = token_mean(weights, norm)
+            metrics["policy/is_masked_fraction"] = token_mean((weights == 0).float(), norm)
+        if batch.staleness is not None and (self.staleness_decay < 1 or self.max_staleness is not None):
+            weights = staleness_weights(
+                batch.staleness, counts, self.staleness_decay, self.max_staleness, kind.ratio
+            )
+            policy_loss = policy_loss * weights
+            metrics["policy/staleness_weight_mean"] = token_mean(weights, norm)
+            metrics["policy/staleness_masked_fraction"] = token_mean((weights == 0).float(), norm)
+
+        def share(x: Tensor) -> Tensor:
+            return aggregate(x, counts, norm, self.longest_response)
+
+        loss = metrics["policy/loss"] = share(policy_loss)
+        if self.kl_coef > 0:
+            kl = approx_kl(scores.log_probs, present(batch.ref_log_probs), self.kl_estimator)
+            metrics["policy/kl_loss"] = share(kl)
+            loss = loss + self.kl_coef * metrics["policy/kl_loss"]
+        if scores.entropy is not None:
+            metrics["policy/entropy"] = token_mean(scores.entropy, norm)
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * share(present(scores.entropy))
+        return loss, {name: value.detach() for name, value in metrics.items()}

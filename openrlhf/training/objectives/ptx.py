@@ -1,0 +1,24 @@
+"""Pre-training texts beside a policy's rewards: PPO-ptx."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from openrlhf.training.objectives.sft import SFTObjective
+from openrlhf.types import LossNorm, PackedRow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PTXObjective:
+    """coef * mean negative log-likelihood of the step's texts.
+
+    The second term of equation 2 in https://arxiv.org/abs/2203.02155, as a mean over tokens.
+    """
+
+    coef: float
+
+    def __call__(self, model: Callable, batch: PackedRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
+        """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""
+        loss, _ = SFTObjective()(model, batch, norm)
+        return self.coef * loss, {"policy/ptx_loss": loss.detach()}

@@ -1,0 +1,314 @@
+"""The single controller of PPO and its relatives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field, replace
+from typing import Generic, TypeVar
+
+from openrlhf.algorithms.kl import KLController
+from openrlhf.algorithms.mismatch import check_mismatch
+from openrlhf.backends.base import ModelGroup, Pending, Rollout, TrainableGroup
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.sections import is_due
+from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
+from openrlhf.observability.journal import Trained
+from openrlhf.observability.observer import Observer
+from openrlhf.training.checkpoints import COPY, CheckpointFolder
+from openrlhf.training.collect import Collected, Collector, check_failures, check_stops
+from openrlhf.training.credit import assign_credit, log_prob_metrics
+from openrlhf.training.diagnostics import rollout_metrics
+from openrlhf.training.evaluate import as_scores, evaluation_metrics
+from openrlhf.training.schedule import num_batches, training_schedule
+from openrlhf.types import Batch, Group, Metrics, Prompt, Schedule, Scores, Trajectory, Updated
+
+PolicyT = TypeVar("PolicyT", bound=TrainableGroup)
+
+
+@dataclass(kw_only=True)
+class PPOTrainer(Generic[PolicyT]):
+    """Decides what happens next. Holds no device, and knows neither Ray nor vLLM nor DeepSpeed."""
+
+    config: PPOConfig
+    rollout: Rollout[PolicyT]
+    policy: PolicyT
+    reference: ModelGroup | None
+    """None where the KL coefficient needs no reference."""
+    teacher: ModelGroup | None = None
+    """None without on-policy distillation."""
+    critic: TrainableGroup | None = None
+    """None for the estimators that have none."""
+    prompts: InitVar[PromptSampler]
+    eval_prompts: PromptDataset | Sequence[Prompt]
+    """Empty without evaluation."""
+    checkpoints: CheckpointFolder
+    observer: Observer
+    kl: KLController
+    total_steps: int
+    """RL steps of the whole run."""
+    peak_memory: Callable[[], Pending[Metrics]]
+    """Of the phases since it was last asked for."""
+    restored: InitVar[dict | None] = None
+    """The `state` of a checkpoint, as `restore` returned it, to go on from there; None at the beginning."""
+    step: int = field(default=0, init=False)
+    """RL steps done."""
+    optimizer_steps: int = field(default=0, init=False)
+    """Of the policy."""
+    best_metric: float | None = field(default=None, init=False)
+    eval_sources: list[str] = field(default_factory=list, init=False)
+    """Of the prompts that were evaluated last."""
+    collector: Collector = field(init=False)
+
+    def __post_init__(self, prompts: PromptSampler, restored: dict | None) -> None:
+        self.collector = Collector(self.config, prompts, self.rollout, self.on_group)
+        if restored is not None:
+            self.step, self.best_metric = restored["step"], restored["best_metric"]
+            self.optimizer_steps = restored.get("optimizer_steps", 0)
+            self.collector.load_state_dict(restored["collector"])
+            self.kl = replace(self.kl, coef=restored["kl_coef"])
+
+    def fit(self) -> None:
+        """Generate, score, credit, update, sync, evaluate, log, save."""
+        self.rollout.sync(self.policy, self.weight_version).result()
+        if self.step == 0 and self.is_eval_due:
+            self.observer.log_step(0, self.evaluate())
+        while self.step < self.total_steps:
+            collected = self.collect()
+            if not collected.trajectories:
+                self.end_early(collected)
+                break
+            if self.collector.is_exhausted:
+                self.total_steps = self.step + 1
+            metrics = self.train_on(collected) | collected.metrics
+            self.step += 1
+            with self.observer.phase("sync"):
+                memory = self.peak_memory()  # answered while weights are sent; theirs with the next step
+                metrics |= self.rollout.sync(self.policy, self.weight_version).result() | memory.result()
+            if self.is_eval_due:
+                metrics |= self.evaluate()
+            self.observer.log_step(self.step, metrics)
+            if is_due(self.step, self.config.ckpt.save_steps):
+                self.save(f"global_step{self.step}", self._metric_of(metrics))
+
+    def end_early(self, collected: Collected) -> None:
+        """Filtering has rejected all prompts that were left."""
+        self.log_filtered(collected)
+        self.observer.message(f"no prompt is left for step {self.step + 1} of {self.total_steps}")
+        is_evaluated, self.total_steps = self.is_eval_due, self.step
+        if self.is_eval_due and not is_evaluated:
+            self.observer.log_step(self.step, self.evaluate())
+
+    def collect(self) -> Collected:
+        admission = self.collector.admission
+        ahead = admission.may_exceed or admission.max_staleness
+        total = None if ahead else self.config.samples_per_step
+        with self.observer.phase("generate", total):
+            return self.collector.next_batch(self.step + 1)
+
+    def on_group(self, group: Group) -> None:
+        self.observer.advance(num_samples(group.trajectories))
+
+    @property
+    def is_eval_due(self) -> bool:
+        """Before the first step, after every `eval.steps` steps, and after the last one."""
+        steps = self.config.eval.steps
+        if not self.eval_prompts or steps <= 0:
+            return False
+        return is_due(self.step, steps) or self.step == self.total_steps
+
+    def train_on(self, collected: Collected) -> Metrics:
+        """Learn from what was sampled. It is journalled, also where that fails."""
+        trained = None
+        try:
+            check_stops(collected.sampled, self.config.rollout.stop_on or (), self.step + 1)
+            if num_samples(collected.sampled) >= self.config.samples_per_step:  # of a few a ratio says little
+                check_failures(collected.sampled, self.config.reward.max_failed_ratio, self.step + 1)
+            check_failures(collected.trajectories, 1.0, self.step + 1)
+            metrics, trained = self.learn_from(collected.trajectories)
+        finally:
+            self.observer.log_rollouts(self.step + 1, collected.trajectories, trained=trained)
+            self.log_filtered(collected)
+        return metrics
+
+    def log_filtered(self, collected: Collected) -> None:
+        if collected.filtered:
+            self.observer.log_rollouts(self.step + 1, collected.filtered, name="filtered")
+
+    def learn_from(self, trajectories: Sequence[Trajectory]) -> tuple[Metrics, Trained]:
+        """Score, assign credit, update."""
+        finished = [t for t in trajectories if t.ok]
+        batch = Batch.of(finished, self.weight_version)
+        with self.observer.phase("score"):
+            scores = self.score(batch)
+        result = assign_credit(
+            batch,
+            scores,
+            finished,
+            algo=self.config.algo,
+            reward=self.config.reward,
+            kl_coef=self.kl.coef,
+            max_new_tokens=self.config.longest_response,
+            teacher_coef=self.config.teacher.kd_coef,
+        )
+        metrics = rollout_metrics(trajectories, self.weight_version) | result.metrics
+        self.check_mismatch(metrics)
+        batch = batch.credited(scores, result.credit)
+        schedules = self.schedules(batch, self.trained_on(finished), num_samples(trajectories))
+        with self.observer.phase("update"):
+            updated = self.update(batch, schedules)
+        metrics |= updated.metrics
+        if updated.log_probs is not None:
+            first = replace(batch.select(updated.first), log_probs=updated.log_probs)
+            metrics |= log_prob_metrics(first, self.config.algo.kl.estimator)
+            self.check_mismatch(metrics)
+            if len(first) == len(batch):
+                batch = replace(batch, log_probs=batch.put_together([updated.first], [updated.log_probs]))
+        schedule = schedules.get("policy", [])
+        trained = Trained(batch=batch, schedule=schedule, first_update=self.optimizer_steps)
+        self.optimizer_steps += len(schedule)
+        if self.policy_learns:
+            self.kl = self.kl.update(metrics.get("kl/mean", 0.0), num_samples(finished))
+        return metrics, trained
+
+    def check_mismatch(self, metrics: Metrics) -> None:
+        config = self.config
+        check_mismatch(metrics, config.ds.param_dtype, config.algo.max_mismatch, self.step + 1)
+
+    def score(self, batch: Batch) -> Scores:
+        """Compute log-probs and values with every model."""
+        policy = None if self.config.skips_old_log_probs else self.policy
+        models = (policy, self.critic, self.teacher, self.reference)
+        pending = [model.forward(batch) if model else None for model in models]
+        log_probs, values, teacher, reference = [p.result() if p else None for p in pending]
+        return Scores(log_probs=log_probs, values=values, teacher_log_probs=teacher, ref_log_probs=reference)
+
+    @property
+    def weight_version(self) -> int:
+        """RL steps that the policy has learned from: what its weights are called. The critic's warm-up leaves
+        them as they were."""
+        return max(0, self.step - self.config.frozen_actor_steps)
+
+    @property
+    def policy_learns(self) -> bool:
+        """In the next update; not in the critic's warm-up."""
+        return self.step >= self.config.frozen_actor_steps
+
+    @property
+    def learners(self) -> dict[str, TrainableGroup]:
+        critic = {"critic": self.critic} if self.critic else {}
+        return critic | ({"policy": self.policy} if self.policy_learns else {})
+
+    def trained_on(self, finished: Sequence[Trajectory]) -> list[int]:
+        """Which of them, by number. RuntimeError where it would be none."""
+        masks = self.config.rollout.mask_truncated
+        if left := [i for i, t in enumerate(finished) if not (masks and t.truncated)]:
+            return left
+        raise RuntimeError(
+            f"step {self.step + 1}: --rollout.mask_truncated leaves nothing to train on, all {len(finished)} "
+            "samples ran out of tokens.\nRaise --rollout.max_new_tokens or --data.max_len."
+        )
+
+    def schedules(self, batch: Batch, trained_on: Sequence[int], num_sampled: int) -> dict[str, Schedule]:
+        """For each learner `train.max_epochs` passes over these sequences of the batch, in an order of its
+        own."""
+        train = self.config.train
+        return {
+            name: training_schedule(
+                batch.lengths.tolist(),
+                trained_on,
+                num_batches=num_batches(num_sampled, train.batch_size),
+                epochs=train.max_epochs,
+                num_ranks=model.data_parallel_size,
+                seed=(train.seed, model.num_updates),
+            )
+            for name, model in self.learners.items()
+        }
+
+    def update(self, batch: Batch, schedules: Mapping[str, Schedule]) -> Updated:
+        """The learners learn, at the same time where they have devices of their own."""
+        pending = [
+            model.update(batch, schedules[name], self.kl.coef) for name, model in self.learners.items()
+        ]
+        updated = [update.result() for update in pending]
+        metrics = {name: value for of_model in updated for name, value in of_model.metrics.items()}
+        return updated[-1]._replace(metrics=metrics)  # the policy is the last
+
+    def evaluate(self) -> Metrics:
+        num_samples = len(self.eval_prompts) * self.config.eval.n_samples_per_prompt
+        with self.observer.phase("evaluate", total=num_samples):
+            trajectories = self.sample_all(list(self.eval_prompts))  # their images are read once
+        self.eval_sources = sorted({t.prompt.source for t in trajectories})
+        metrics = evaluation_metrics(trajectories)
+        self.observer.log_rollouts(self.step, trajectories, name="eval")
+        self._keep_if_best(metrics)
+        return metrics
+
+    def save(self, tag: str, metric: float | None = None) -> None:
+        """A checkpoint to resume from, or a Hugging Face copy, or both, as `ckpt.*` says."""
+        with self.observer.phase("save"):
+            if not self.config.ckpt.disable_ds:
+                if self.critic:
+                    self.critic.save_checkpoint(tag, {}).result()
+                self.policy.save_checkpoint(tag, self.state()).result()
+            if self.config.ckpt.save_hf:
+                self.policy.export(f"{self.config.ckpt.folder}/{tag}{COPY}").result()
+            self.observer.flush()  # a resumed run does not make these steps again
+            self.checkpoints.completed(tag, metric)
+
+    def state(self) -> dict:
+        """Everything that a run must remember beside its models."""
+        return {
+            "step": self.step,
+            "optimizer_steps": self.optimizer_steps,
+            "collector": self.collector.state_dict(),
+            "kl_coef": self.kl.coef,
+            "best_metric": self.best_metric,
+        }
+
+    def sample_all(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
+        """The evaluation's samples, in the order of `prompts`."""
+        self.rollout.submit(prompts, "eval")
+        groups: dict[tuple[int, int], Group] = {}
+        for _ in prompts:
+            group = self.rollout.next_group("eval", self.config.rollout.timeout)
+            groups[group.prompt.episode, group.prompt.prompt_id] = group
+            self.on_group(group)
+        return [t for p in prompts for t in groups[p.episode, p.prompt_id].trajectories]
+
+    def _keep_if_best(self, metrics: Metrics) -> None:
+        """A checkpoint of its own for the best evaluation so far. Only runs that save checkpoints have
+        one."""
+        if self.config.ckpt.save_steps <= 0:
+            return
+        value = self._metric_of(metrics)
+        if value is None:
+            return
+        if self.best_metric is None or value > self.best_metric:
+            self.best_metric = value
+            self.save(f"best_global_step{self.step}", value)
+
+    def _metric_of(self, metrics: Metrics) -> float | None:
+        """What `ckpt.best_metric_key` names; None where it names nothing, nothing was evaluated, or every
+        sample of its source failed."""
+        key = self.config.ckpt.best_metric_key
+        evaluated = sorted(name for name in metrics if name.startswith("eval/"))
+        if key == "none" or not evaluated:
+            return None
+        asked = key.removeprefix("eval/") or f"{self.eval_sources[0]}_score_mean"
+        names = (f"eval/{asked}", f"eval/{asked.removeprefix('eval_')}")  # older versions: eval_default_pass1
+        names += tuple(as_scores(name) for name in names)
+        name = next((name for name in names if name in metrics), names[1])
+        failed = [source for source in self.eval_sources if f"eval/{source}_score_mean" not in metrics]
+        if name in metrics or any(name.startswith(f"eval/{source}_") for source in failed):
+            return metrics.get(name)
+        raise ValueError(f"--ckpt.best_metric_key {key}: no such metric; there are {', '.join(evaluated)}")
+
+
+def restore(tag: str, policy: TrainableGroup, critic: TrainableGroup | None) -> dict:
+    """Load the models of a checkpoint; the trainer's `state` of then."""
+    if critic:
+        critic.load_checkpoint(tag).result()
+    return policy.load_checkpoint(tag).result()
+
+
+def num_samples(trajectories: Sequence[Trajectory]) -> int:
+    """Episodes, whatever the number of their parts."""
+    return sum(t.is_first for t in trajectories)

@@ -1,0 +1,28 @@
+"""What every training command does with the model it saved."""
+
+from openrlhf.config.parse import Command
+from openrlhf.training.start import Config
+
+
+def publish(config: Config, command: Command, *, base_model: str, datasets: str) -> None:
+    """The last words about a saved model: its card, and with `ckpt.push_to_hub` the upload."""
+    from pathlib import Path
+
+    from openrlhf.observability.model_card import push_to_hub, write_model_card
+    from openrlhf.observability.progress import waiting
+    from openrlhf.observability.run_folder import RunFolder
+
+    folder = config.ckpt.output_dir
+    write_model_card(
+        folder,
+        RunFolder(Path(config.run_dir)),
+        command=command.name,
+        method=command.summary,
+        base_model=base_model,
+        datasets=datasets.split(","),
+    )
+    print(f"model saved to {folder}", flush=True)
+    if repository := config.ckpt.push_to_hub:
+        with waiting(f"uploading to {repository}"):
+            address = push_to_hub(folder, repository)
+        print(f"model uploaded to {address}", flush=True)

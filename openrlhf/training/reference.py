@@ -1,0 +1,106 @@
+"""The reference model of DPO and KTO."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openrlhf.config.supervised import DPOConfig, KTOConfig, RefConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from openrlhf.data.batches import TokenisedDataset
+    from openrlhf.models.backbone import RowModel
+    from openrlhf.training.objectives.reference import Reference
+    from openrlhf.training.task import Run
+    from openrlhf.types import PackedRow
+
+    ComparingRun = Run[DPOConfig] | Run[KTOConfig]
+
+REF_FLAG = "--ref.model_name_or_path"
+
+
+def check_reference(config: DPOConfig | KTOConfig) -> None:
+    """Raise ValueError for a reference that reads other tokens than the policy."""
+    from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
+    from openrlhf.training.task import load_tokenizer_of
+
+    path = reference_path(config)[REF_FLAG]
+    if path != config.model.model_name_or_path:
+        check_same_vocabulary(load_tokenizer_of(config), load_tokenizer(path, flag=REF_FLAG), REF_FLAG, path)
+
+
+def reference_path(config: DPOConfig | KTOConfig) -> dict[str, str]:
+    """Its flag -> where it is loaded from."""
+    return {REF_FLAG: config.ref.model_name_or_path or config.model.model_name_or_path}
+
+
+def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> "Reference | None":
+    """row -> (A,) log-probs of the reference. None with `ref.precompute_enable`: then the datasets of `run`
+    are given what `read(model, row)` says of each item."""
+    from openrlhf.backends.deepspeed.engine import FrozenModel
+    from openrlhf.models.lora import has_adapters
+    from openrlhf.models.policy import PolicyModel
+    from openrlhf.observability.progress import waiting
+    from openrlhf.training.precompute import answers_of
+    from openrlhf.training.task import load_language_model
+
+    path = reference_path(run.config)[REF_FLAG]
+    is_policy = path == run.config.model.model_name_or_path
+
+    def load() -> FrozenModel:
+        with waiting("loading the reference model", key=path):
+            return FrozenModel(
+                lambda: PolicyModel(load_language_model(run.config, path, REF_FLAG)),
+                ds=run.config.ds,
+                offload=ref.offload,
+                mesh=run.mesh,
+            )
+
+    if not ref.precompute_enable and is_policy and has_adapters(run.engine.module.model):
+        return without_adapters(run.engine.module)
+    if not ref.precompute_enable:
+        reference = load()
+        return lambda row: reference(row).log_probs
+    # Before its first step the policy is its own reference.
+    model = cache(lambda: run.engine if is_policy else load())
+
+    def compute(dataset: "TokenisedDataset") -> "np.ndarray":
+        return answers_of(model(), run.in_order(dataset), read, len(dataset), run.mesh)
+
+    run.attach(lambda dataset: _remembered(run, path, dataset, partial(compute, dataset)))
+    return None
+
+
+def _remembered(
+    run: "ComparingRun", path: str, dataset: "TokenisedDataset", compute: "Callable[[], np.ndarray]"
+) -> "np.ndarray":
+    """From the data cache, where model, precision, tokens and images are the same."""
+    from openrlhf.data.cache import arrays_digest, digest
+    from openrlhf.files import cache_folder
+    from openrlhf.models.loading import model_digest
+    from openrlhf.training.precompute import kept
+
+    data, ds = run.config.data, run.config.ds
+    if not data.cache_enable:
+        return compute()
+    folder = Path(data.cache_dir).expanduser() if data.cache_dir else cache_folder()
+    precision = (ds.param_dtype, ds.load_in_4bit)
+    read = [arrays_digest(dataset.arrays()), dataset.images_digest]
+    key = digest([model_digest(path, REF_FLAG), *read, precision])
+    return kept(folder / "reference" / f"{key}.npy", compute)
+
+
+def without_adapters(policy: "RowModel") -> "Reference":
+    """row -> (A,) log-probs of the model below the adapters: no second copy is needed."""
+    import torch
+
+    from openrlhf.models.lora import disabled_adapters
+
+    def log_probs(row: "PackedRow") -> "Tensor":
+        with torch.no_grad(), disabled_adapters(policy.model):
+            return policy(row).log_probs
+
+    return log_probs

@@ -1,0 +1,234 @@
+"""What an RL run learns from: prompts, those of its evaluation, and texts beside them."""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from openrlhf.data.image_rows import ImageColumn
+    from openrlhf.data.prompt_sampler import PromptDataset
+    from openrlhf.data.sources import Rows
+    from openrlhf.data.store import SampleStore
+    from openrlhf.types import Prompt
+
+PRETRAIN_FLAG = "--data.pretrain_dataset"
+
+
+class RLData(NamedTuple):
+    prompts: "PromptDataset"
+    eval_prompts: "PromptDataset"
+    """Empty without evaluation."""
+    texts: "SampleStore | None"
+    """None without data.pretrain_dataset."""
+    tokenizer: "PreTrainedTokenizerBase"
+
+
+def build_data(config: PPOConfig) -> RLData:
+    prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
+    texts = build_pretrain_texts(config, tokenizer, len(prompts))
+    return RLData(prompts, eval_prompts, texts, tokenizer)
+
+
+def build_prompt_datasets(
+    config: PPOConfig,
+) -> "tuple[PromptDataset, PromptDataset, PreTrainedTokenizerBase]":
+    """(training prompts, evaluation prompts, tokenizer)"""
+    from openrlhf.config.checks import split_spec
+    from openrlhf.data.prompt_sampler import PromptDataset
+    from openrlhf.data.prompts import source_names
+    from openrlhf.models.loading import policy_tokenizer
+
+    data, evaluation = config.data, config.eval
+    tokenizer = policy_tokenizer(config)
+    check_vocabularies(config, tokenizer)
+    rows = _prompt_rows(
+        config,
+        data.prompt_dataset,
+        flag="--data.prompt_dataset",
+        split=data.prompt_split,
+        probs=data.prompt_probs,
+        max_samples=data.max_samples,
+    )
+    images = images_of(config, tokenizer)
+    prompts = _prompts(config, tokenizer, rows, images, "--data.prompt_dataset")
+    held_out, num_rows = [], 0
+    sets = split_spec(evaluation.dataset or "")
+    for item, source in zip(sets, source_names(sets), strict=True):
+        rows = _prompt_rows(
+            config, item, flag="--eval.dataset", split=evaluation.split, max_samples=evaluation.max_samples
+        )
+        held_out.append(
+            _prompts(config, tokenizer, rows, images, "--eval.dataset", source=source, first_id=num_rows)
+        )
+        num_rows += len(rows)
+    eval_prompts = PromptDataset.joined(held_out)
+    check_reward_templates(config, tokenizer, [prompts.without_images, eval_prompts.without_images])
+    return prompts, eval_prompts, tokenizer
+
+
+def _prompt_rows(
+    config: PPOConfig,
+    spec: str,
+    *,
+    flag: str,
+    split: str,
+    max_samples: int | None,
+    probs: str | None = None,
+) -> "Rows":
+    from openrlhf.data.sources import load_rows
+
+    return load_rows(
+        spec,
+        flag=flag,
+        required_columns=prompt_columns(config),
+        probs=probs,
+        split=split,
+        max_samples=max_samples,
+        seed=config.train.seed,
+        bad_rows=config.data.broken_rows,
+    )
+
+
+def _prompts(
+    config: PPOConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: "Rows",
+    images: "ImageColumn | None",
+    flag: str,
+    *,
+    source: str = "default",
+    first_id: int = 0,
+) -> "PromptDataset":
+    from openrlhf.data.encode import tell_losses
+    from openrlhf.data.prompts import build_prompts
+
+    data = config.data
+    prompts = build_prompts(
+        rows,
+        tokenizer,
+        input_key=data.input_key,
+        label_key=config.label_key,
+        apply_chat_template=data.apply_chat_template,
+        input_template=data.input_template,
+        max_len=data.max_len,
+        bad_rows=data.bad_rows,
+        source=source,
+        first_id=first_id,
+        images=images,
+    )
+    tell_losses(prompts, flag)
+    return prompts
+
+
+def images_of(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> "ImageColumn | None":
+    """None where prompts have no images."""
+    from openrlhf.data.image_rows import ImageColumn
+
+    return ImageColumn.of(config.data, config.actor.model_name_or_path, ACTOR_FLAG, tokenizer)
+
+
+def build_pretrain_texts(
+    config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", num_prompts: int
+) -> "SampleStore | None":
+    """As many texts as the run's optimizer steps take, in the order in which they take them, which a longer
+    run begins with too. None without data.pretrain_dataset."""
+    from openrlhf.data.encode import tell_losses
+    from openrlhf.data.order import epoch_order
+    from openrlhf.data.sft import build_sft_samples
+    from openrlhf.data.sources import load_rows
+    from openrlhf.training.schedule import num_updates
+
+    data, train, column = config.data, config.train, pretrain_column(config)
+    if data.pretrain_dataset is None:
+        return None
+    rows = load_rows(
+        data.pretrain_dataset,
+        flag=PRETRAIN_FLAG,
+        required_columns=column,
+        probs=data.pretrain_probs,
+        split=data.pretrain_split,
+        seed=train.seed,
+        bad_rows=data.broken_rows,
+    )
+    taken = train.batch_size * num_updates(config, num_prompts, config.frozen_actor_steps)
+    (input_key,) = column.values()
+    texts = build_sft_samples(
+        rows.take(epoch_order(len(rows), seed=train.seed, epoch=0)[:taken]),
+        tokenizer,
+        input_key=input_key,
+        output_key=None,
+        apply_chat_template=False,
+        input_template=None,
+        multiturn=False,
+        pretrain=True,
+        max_len=data.max_len,
+        bad_rows=data.broken_rows,
+    )
+    tell_losses(texts, PRETRAIN_FLAG)
+    return texts
+
+
+def prompt_columns(config: PPOConfig) -> dict[str, str | None]:
+    data = config.data
+    image_key = data.image_key if data.max_images_per_prompt else None
+    return {
+        "--data.input_key": data.input_key,
+        "--data.label_key": config.label_key,
+        "--data.image_key": image_key,
+    }
+
+
+def pretrain_column(config: PPOConfig) -> dict[str, str]:
+    """The flag of the texts' column, and the column."""
+    own = config.data.pretrain_key
+    return {"--data.input_key": config.data.input_key} if own is None else {"--data.pretrain_key": own}
+
+
+def check_reward_templates(
+    config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", sets: "Sequence[Sequence[Prompt]]"
+) -> None:
+    """Raise ValueError where a reward model's own chat template cannot show the prompts, or a prompt's images
+    have places in the policy's tokens alone."""
+    from openrlhf.models.loading import load_tokenizer, reads_the_tokens_of
+    from openrlhf.rewards.models import check_conversations, has_own_template
+
+    for path in config.reward.models:
+        own = load_tokenizer(path, flag=REWARD_FLAG)
+        is_another = has_own_template(own, tokenizer) or not reads_the_tokens_of(own, tokenizer)
+        if config.reads_images and is_another:
+            raise ValueError(
+                f"{REWARD_FLAG} {path}: its chat template or its tokens are not the policy's, so it could "
+                "not tell where\nan image stands. Train one from the policy's family."
+            )
+        if has_own_template(own, tokenizer):
+            check_conversations(chain.from_iterable(sets), own, path)
+
+
+def check_vocabularies(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise ValueError where a model cannot read what the policy writes, or not as long a text."""
+    from openrlhf.models.loading import (
+        check_room,
+        check_same_vocabulary,
+        load_config,
+        load_tokenizer,
+        reads_the_tokens_of,
+    )
+
+    if path := config.teacher.model_name_or_path:
+        check_same_vocabulary(tokenizer, load_tokenizer(path, flag=TEACHER_FLAG), TEACHER_FLAG, path)
+    if config.uses_critic:
+        path = config.critic_path
+        if not reads_the_tokens_of(load_tokenizer(path, flag=CRITIC_FLAG), tokenizer):
+            raise ValueError(
+                f"{CRITIC_FLAG}: the critic would start from {path}, to which the policy's tokens mean "
+                f"something else.\nName one of the policy's family, as {config.actor.model_name_or_path}."
+            )
+    for path in config.reward.models:
+        own = load_tokenizer(path, flag=REWARD_FLAG)
+        if reads_the_tokens_of(own, tokenizer):  # another one reads another number of tokens
+            model = load_config(path, REWARD_FLAG)
+            check_room(model, config, "data.max_len", path=path)

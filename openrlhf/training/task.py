@@ -1,0 +1,501 @@
+"""What all supervised commands do: check, load, train, evaluate, save. A command adds a `Task`."""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_type_hints
+
+from openrlhf import heap
+from openrlhf.config.checks import SCATTERED
+from openrlhf.config.fields import flag_of
+from openrlhf.config.parse import Command, parse, to_yaml
+from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.errors import catch_signals, short_errors, telling
+from openrlhf.hub import choose_hub
+from openrlhf.training.publish import publish
+from openrlhf.training.start import begin, check_output, make_room, origin_of, position
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from openrlhf.backends.base import Objective, Row
+    from openrlhf.backends.distributed import ProcessMesh
+    from openrlhf.data.batches import Dataset, TokenisedDataset, Windows
+    from openrlhf.data.image_rows import ImageColumn
+    from openrlhf.data.sources import Rows
+    from openrlhf.models.backbone import RowModel
+    from openrlhf.observability.observer import Observer
+    from openrlhf.training.checkpoints import CheckpointFolder
+    from openrlhf.training.origin import Origin
+
+ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
+
+MODEL_FLAG = "--model.model_name_or_path"
+
+
+class Task(ABC, Generic[ConfigT]):
+    """What one supervised command learns from, and what it minimises. Nothing heavy is imported before it is
+    needed, so that `--help` answers at once."""
+
+    command: ClassVar[Command]
+    module: ClassVar[str]
+    """`python -m` of it."""
+
+    def __init__(self, config: ConfigT) -> None:
+        self.config = config
+
+    def models(self) -> Mapping[str, str]:
+        """Flag -> the model that it names, of all that read the rows."""
+        return {MODEL_FLAG: self.config.model.model_name_or_path}
+
+    def check_models(self) -> None:
+        """Raise ValueError for a model that is not there, before anything is loaded."""
+        from openrlhf.models.loading import check_model
+
+        for flag, path in self.models().items():
+            check_model(path, flag)
+        if self.config.model.aux_loss_coef > 0:
+            from openrlhf.models.experts import check_experts
+
+            check_experts(self.config.model.model_name_or_path, MODEL_FLAG)
+        if (size := self.config.ds.tensor_parallel_size) > 1:
+            from openrlhf.models.tensor_parallel import check_shares_matrices
+
+            for flag, path in self.models().items():
+                check_shares_matrices(path, flag, size)
+
+    @abstractmethod
+    def columns(self) -> Mapping[str, str | None]:
+        """Flag -> the column that it names."""
+
+    def images(self, tokenizer: "PreTrainedTokenizerBase") -> "ImageColumn | None":
+        """What the rows have of them; None where they have none."""
+        from openrlhf.data.image_rows import ImageColumn
+
+        if not self.config.data.reads_images:
+            return None
+        return ImageColumn.of(self.config.data, self.config.model.model_name_or_path, MODEL_FLAG, tokenizer)
+
+    @abstractmethod
+    def builder(self) -> partial:
+        """(rows, tokenizer) -> what training visits, an item for each row that teaches something; with
+        `images` where rows have some. Its function and arguments are part of the key in the data cache."""
+
+    @abstractmethod
+    def collate(self, items: list) -> "Row":
+        """Items as one packed row."""
+
+    def load_model(self, tokenizer: "PreTrainedTokenizerBase") -> "RowModel":
+        """The module to train, not yet on its device. Called where the engine wants it."""
+        from openrlhf.models.policy import PolicyModel
+
+        return PolicyModel(self.load_causal_lm())
+
+    def load_causal_lm(self) -> "PreTrainedModel":
+        path, in_4bit = self.config.model.model_name_or_path, self.config.ds.load_in_4bit
+        return load_language_model(self.config, path, MODEL_FLAG, in_4bit=in_4bit)
+
+    @abstractmethod
+    def objective(self, run: "Run[ConfigT]") -> "Objective":
+        """What is minimised."""
+
+    def prepare(
+        self, run: "Run[ConfigT]", objective: "Objective"
+    ) -> "Callable[[Sequence[Any]], Objective] | None":
+        """For an objective that needs a figure of the whole batch first: rows -> the objective for them."""
+        return None
+
+    def finish(self, run: "Run[ConfigT]") -> None:
+        """After the last step, before the model is saved."""
+
+
+class Run(Generic[ConfigT]):
+    """Everything that a supervised command builds, on one rank."""
+
+    def __init__(self, task: Task[ConfigT], argv: Sequence[str], held: ExitStack) -> None:
+        """`held`: until it ends the run has its folders for itself."""
+        from openrlhf.observability.progress import waiting
+
+        with waiting("loading libraries, meeting the other ranks"):
+            from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+            from openrlhf.backends.distributed import ProcessMesh, init_distributed, seed_everything
+            from openrlhf.training.supervised import total_steps
+
+            heap.settle()
+            init_distributed()
+            self.mesh = ProcessMesh.joined(
+                sequence=task.config.ds.ring_attn_size, tensor=task.config.ds.tensor_parallel_size
+            )
+        self.task, self.config, self.argv = task, task.config, argv
+        config = task.config
+        seed_everything(config.train.seed, config.train.full_determinism_enable)
+        self.tokenizer = load_tokenizer_of(config)
+        self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
+        self.windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
+        self.total_steps = total_steps(config.train, len(self.windows))
+        self.checkpoints = self._checkpoints()
+        self.tag = self._begin(held)
+        with waiting("loading the model", key=config.model.model_name_or_path):
+            self.engine = DeepSpeedEngine(
+                self._build_model,
+                optim=config,
+                ds=config.ds,
+                total_steps=self.total_steps,
+                gradient_checkpointing=config.model.gradient_checkpointing_enable,
+                reentrant=config.model.gradient_checkpointing_reentrant,
+                dropout=config.model.dropout_enable,
+                mesh=self.mesh,
+            )
+
+    def _build_model(self) -> "RowModel":
+        from openrlhf.models.lora import prepare_for_training
+        from openrlhf.models.vision import freeze_vision
+
+        module = self.task.load_model(self.tokenizer)
+        if self.config.model.freeze_visual_encoder:
+            freeze_vision(module.model)
+        prepare_for_training(module.model, self.config.ds)
+        return module
+
+    def lay_out(self, dataset: "Dataset", *, batch_size: int, shuffle: bool) -> "Windows[Row]":
+        """The optimizer steps of an epoch, as this rank sees them."""
+        return lay_out(self.task, dataset, batch_size=batch_size, shuffle=shuffle, mesh=self.mesh)
+
+    def in_order(self, dataset: "Dataset") -> "Windows[Row]":
+        """Batches that visit every item once."""
+        return self.lay_out(dataset, batch_size=self.config.train.batch_size, shuffle=False)
+
+    def attach(self, answers: "Callable[[TokenisedDataset], np.ndarray]") -> None:
+        """Give both datasets, of items with two samples, the reference log-probs `answers(dataset)`."""
+        from openrlhf.data.labelled import TwoSamples
+
+        def attached(dataset: "TokenisedDataset") -> "TokenisedDataset":
+            assert isinstance(dataset, TwoSamples)
+            return dataset.with_reference(answers(dataset))
+
+        self.train_set = attached(self.train_set)
+        if self.eval_set is not None:
+            self.eval_set = attached(self.eval_set)
+        self.windows = self.lay_out(self.train_set, batch_size=self.config.train.batch_size, shuffle=True)
+
+    def whole(self, dataset: "Dataset") -> list[Any]:
+        """This rank's rows of a dataset that is one batch, of the kind that the task collates."""
+        (rows,) = self.lay_out(dataset, batch_size=len(dataset), shuffle=False).epoch(0)
+        return rows
+
+    def train(self) -> None:
+        from openrlhf.observability.progress import waiting
+        from openrlhf.training.supervised import SupervisedTrainer
+
+        config, engine = self.config, self.engine
+        objective = self.task.objective(self)
+        prepare = self.task.prepare(self, objective)
+        if config.model.aux_loss_coef > 0:
+            objective, prepare = balanced(objective, prepare, config.model.aux_loss_coef)
+        trainer = SupervisedTrainer(
+            config=config,
+            engine=engine,
+            objective=objective,
+            prepare=prepare,
+            windows=self.windows,
+            eval_rows=[] if self.eval_set is None else self.whole(self.eval_set),
+            checkpoints=self.checkpoints,
+            export=self.export,
+            observer=None,
+        )
+        if self.tag is not None:
+            with waiting("loading the checkpoint", key=config.model.model_name_or_path):
+                trainer.resume(self.tag)
+        if self.mesh.is_first:
+            make_room(config, self.checkpoints, self.tag)
+            trainer.observer = self._observer(resume_step=None if self.tag is None else trainer.step)
+            trainer.observer.start(self.total_steps, done=trainer.step)
+            trainer.observer.message(
+                f"{len(self.train_set)} samples, {sum(self.train_set.lengths)} tokens, "
+                f"{len(self.windows)} steps an epoch; run folder {config.run_dir}"
+            )
+            trainer.observer.message(self._memory_of_rows())
+        try:
+            with telling(lambda: position(trainer)):
+                trainer.fit()
+        finally:
+            if trainer.observer:
+                trainer.observer.close()
+        self.task.finish(self)
+        with waiting("saving the model", key=config.model.model_name_or_path):
+            self.export(config.ckpt.output_dir)
+        if self.mesh.is_first:
+            publish(
+                config,
+                self.task.command,
+                base_model=config.model.model_name_or_path,
+                datasets=config.data.dataset,
+            )
+
+    def _memory_of_rows(self) -> str:
+        from openrlhf.backends.row_memory import most_tokens
+
+        tokens = most_tokens(self.config.train, max(self.train_set.lengths), self.mesh.sequence)
+        needs = self.engine.row_memory(tokens)
+        return f"memory of a rank for a row of up to {tokens:,} tokens, about: {needs}"
+
+    def _checkpoints(self) -> "CheckpointFolder":
+        from openrlhf.training.checkpoints import CheckpointFolder
+
+        ckpt, universal = self.config.ckpt, self.config.ds.use_universal_ckpt
+        origin = self._origin() if ckpt.is_used else None
+        return CheckpointFolder(ckpt.folder, ckpt, origin=origin, universal=universal)
+
+    def _begin(self, held: ExitStack) -> str | None:
+        """The tag to resume from. Rank 0 speaks; the others find the same."""
+        from openrlhf.backends.distributed import machines_without
+
+        ckpt = self.config.ckpt
+        if ckpt.has_parts and (machines := machines_without(ckpt.folder)):
+            raise ValueError(f"--ckpt.path {ckpt.folder}: {SCATTERED.format(', '.join(machines))}")
+        if self.mesh.is_first:
+            return begin(self.config, self.checkpoints, held)
+        return self.checkpoints.choose()[0]
+
+    def _origin(self) -> "Origin":
+        from openrlhf.data.cache import arrays_digest
+
+        config, checksum = self.config, arrays_digest(self.train_set.arrays())[:16]
+        more = {"--data.dataset": f"{len(self.train_set)} samples (checksum {checksum})"}
+        models = {flag: [path] for flag, path in self.task.models().items()}
+        return origin_of(config, self.task.command, models, more)
+
+    def export(self, folder: str) -> None:
+        """Model and tokenizer, or processor, in Hugging Face format. On every rank."""
+        from openrlhf.models.loading import processor_around
+
+        self.engine.export(folder)
+        if not self.mesh.is_first:
+            return
+        if self.config.data.reads_images:
+            processor_around(self.tokenizer, self.config.model.model_name_or_path).save_pretrained(folder)
+        else:
+            self.tokenizer.save_pretrained(folder)
+
+    def _observer(self, resume_step: int | None) -> "Observer":
+        from openrlhf.observability.observer import Observer
+        from openrlhf.observability.run_folder import RunFolder
+
+        folder = RunFolder.create(
+            self.config.run_dir,
+            config_yaml=to_yaml(self.config),
+            argv=["python", "-m", self.task.module, *self.argv],
+            resume=resume_step is not None,
+        )
+        return Observer(folder, self.config.logger, resume_step=resume_step)
+
+
+def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
+    """The command line of a supervised command."""
+    argv = sys.argv[1:] if argv is None else argv
+    config = parse(task_type.command, argv).config
+    with short_errors():
+        catch_signals()
+        run(task_type(config), argv)
+        from openrlhf.backends.distributed import leave_distributed
+
+        leave_distributed()
+
+
+def run(task: Task, argv: Sequence[str] = ()) -> None:
+    """Train, and write the model to `ckpt.output_dir`. On every rank, which stays in its process group."""
+    choose_hub(task.config.use_ms)
+    from openrlhf.observability.progress import checking
+
+    check_output(task.config, resumes=task.config.ckpt.load_enable)
+    with checking():
+        check_files(task)
+    with ExitStack() as held:
+        Run(task, argv, held).train()
+
+
+def check_files(task: Task) -> None:
+    """Everything that can be wrong with models and files, before anything is loaded."""
+    from openrlhf.data.sources import check_columns
+
+    data, evaluation = task.config.data, task.config.eval
+    check = partial(check_columns, required_columns=task.columns(), bad_rows=data.bad_rows)
+    check(data.dataset, flag="--data.dataset", split=data.dataset_split)
+    if evaluation.dataset:
+        check(evaluation.dataset, flag="--eval.dataset", split=evaluation.split)
+    task.check_models()  # imports transformers, which takes longer than all of the above
+
+
+def load_tokenizer_of(config: SupervisedConfig) -> "PreTrainedTokenizerBase":
+    """The tokenizer of the model to train."""
+    from openrlhf.models.loading import load_tokenizer
+
+    return load_tokenizer(
+        config.model.model_name_or_path,
+        flag=MODEL_FLAG,
+        use_fast=not config.data.disable_fast_tokenizer,
+        chat_template=getattr(config.data, "tokenizer_chat_template", None),
+    )
+
+
+def lay_out(
+    task: Task, dataset: "Dataset", *, batch_size: int, shuffle: bool, mesh: "ProcessMesh | None" = None
+) -> "Windows[Row]":
+    """The optimizer steps of an epoch, as this rank of `mesh` sees them; None: as one rank alone."""
+    from openrlhf.data.batches import Windows
+
+    train = task.config.train
+    tokens_of_row = train.max_tokens_per_gpu * (mesh.sequence if mesh else 1)
+    return Windows(
+        dataset,
+        task.collate,
+        batch_size=batch_size,
+        micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
+        max_tokens=tokens_of_row if train.dynamic_batch_enable else None,
+        data_rank=mesh.data_rank if mesh else 0,
+        data_size=mesh.data if mesh else 1,
+        seed=train.seed,
+        shuffle=shuffle,
+    )
+
+
+def build_datasets(
+    task: Task, tokenizer: "PreTrainedTokenizerBase"
+) -> "tuple[TokenisedDataset, TokenisedDataset | None]":
+    """The training set, and the evaluation set or None."""
+    evaluation = task.config.eval
+    train_set = build_train_set(task, tokenizer)
+    if not evaluation.dataset:
+        return train_set, None
+    return train_set, build_dataset(
+        task,
+        tokenizer,
+        evaluation.dataset,
+        flag="--eval.dataset",
+        split=evaluation.split,
+        max_samples=evaluation.max_samples,
+    )
+
+
+def build_train_set(task: Task, tokenizer: "PreTrainedTokenizerBase") -> "TokenisedDataset":
+    data = task.config.data
+    return build_dataset(
+        task,
+        tokenizer,
+        data.dataset,
+        flag="--data.dataset",
+        split=data.dataset_split,
+        probs=data.dataset_probs,
+        max_samples=data.max_samples,
+    )
+
+
+def build_dataset(
+    task: Task,
+    tokenizer: "PreTrainedTokenizerBase",
+    spec: str,
+    *,
+    flag: str,
+    split: str,
+    probs: str | None = None,
+    max_samples: int | None = None,
+) -> "TokenisedDataset":
+    """From the data cache where the same was built before. ValueError where a model cannot read it."""
+    mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
+    from openrlhf.data.encode import tell_losses
+
+    dataset = tokenise(task, tokenizer, spec, flag, mix)
+    tell_losses(dataset, flag, min(rooms_of(task).values(), default=None))
+    check_lengths(task, dataset.sequence_lengths, flag)
+    return dataset
+
+
+def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
+    """Raise ValueError where a sequence is longer than one of the models reads. data.max_len alone may be:
+    it cuts nothing off shorter rows."""
+    for model_flag, room in rooms_of(task).items():
+        if max(lengths) > room:
+            path, count = task.models()[model_flag], sum(length > room for length in lengths)
+            raise ValueError(
+                f"{flag_of(task.config, 'data.max_len')}: {count} of {len(lengths)} sequences of {flag} "
+                f"are longer than the {room} tokens that\n{path} ({model_flag}) reads; the longest has "
+                f"{max(lengths)}.\nCut them with --data.max_len {room}, or stretch the model's RoPE in its "
+                "config.json (docs/models.md)."
+            )
+
+
+def rooms_of(task: Task) -> dict[str, int]:
+    """Flag of each model whose configuration limits its sequences -> their most tokens."""
+    from openrlhf.models.loading import load_config, room_of
+
+    rooms = {flag: room_of(load_config(path, flag)) for flag, path in task.models().items()}
+    return {flag: room for flag, room in rooms.items() if room}
+
+
+def tokenise(
+    task: Task, tokenizer: "PreTrainedTokenizerBase", spec: str, flag: str, mix: Mapping[str, Any]
+) -> "TokenisedDataset":
+    """The rows of `spec` as what the task learns from, kept in the data cache. mix: which of them, and in
+    which order, as `load_rows` wants it."""
+    from openrlhf.data.cache import cached, tokenizer_digest
+    from openrlhf.data.sources import load_rows, rows_digest
+
+    data, builder, images = task.config.data, task.builder(), task.images(tokenizer)
+
+    @cache
+    def rows() -> "Rows":
+        return load_rows(spec, flag=flag, required_columns=task.columns(), bad_rows=data.bad_rows, **mix)
+
+    def build() -> Any:
+        return builder(rows(), tokenizer, **({} if images is None else {"images": images}))
+
+    images_digest = "" if images is None else images.digest(rows())
+
+    def kept() -> Any:
+        key_parts = {
+            "rows": rows_digest(spec, flag=flag, split=mix["split"]),
+            "images": images_digest,
+            "mix": mix,
+            "tokenizer": tokenizer_digest(tokenizer),
+            "builder": builder.func.__qualname__,
+            "options": builder.keywords,
+        }
+        dataset_type = get_type_hints(builder.func)["return"]
+        return cached(dataset_type, key_parts, build, cache_dir=data.cache_dir, source=spec)
+
+    dataset = kept() if data.cache_enable else build()
+    if images is not None:
+        dataset.read_images_with(images.reader(rows()), images_digest)
+    return dataset
+
+
+def balanced(
+    objective: "Objective", prepare: "Callable[[Sequence[Any]], Objective] | None", coef: float
+) -> "tuple[Objective, Callable[[Sequence[Any]], Objective] | None]":
+    """Both with the balance loss of experts."""
+    from openrlhf.training.objectives.balanced import BalancedObjective
+
+    add = lambda inner: BalancedObjective(objective=inner, coef=coef)
+    return add(objective), None if prepare is None else lambda rows: add(prepare(rows))
+
+
+def load_language_model(
+    config: SupervisedConfig, path: str, flag: str, *, in_4bit: bool = False
+) -> "PreTrainedModel":
+    """A causal language model, with the precision and kernels of `ds.*`."""
+    from openrlhf.models.loading import load_causal_lm
+
+    return load_causal_lm(
+        path,
+        flag=flag,
+        dtype=config.ds.param_dtype,
+        attention=config.ds.row_attention,
+        max_len=config.data.max_len,
+        experts=config.ds.experts_implementation,
+        liger=config.ds.use_liger_kernel,
+        in_4bit=in_4bit,
+        images=config.data.reads_images,
+    )

@@ -1,0 +1,483 @@
+"""What one rank of a model does in reinforcement learning: it loads, answers, learns and saves.
+
+cluster/rank_groups.py puts a rank into a Ray actor and calls it; nothing here knows of Ray.
+"""
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from openrlhf import heap
+from openrlhf.backends.base import Objective
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, FrozenModel
+from openrlhf.backends.distributed import (
+    ProcessMesh,
+    init_distributed,
+    release_cached_memory,
+    seed_everything,
+)
+from openrlhf.backends.offload import DeviceMemory, optimizer_present, rest_optimizer
+from openrlhf.backends.peak_memory import PeakMemory, Peaks
+from openrlhf.backends.row_memory import RowMemory
+from openrlhf.backends.stored_weights import Probe, Sketch, sketches
+from openrlhf.backends.vllm.weight_sender import EngineClient, WeightSender
+from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, ActorConfig, CriticConfig, PPOConfig
+from openrlhf.data.batches import Windows
+from openrlhf.data.packing import pack_to_budget
+from openrlhf.data.store import SampleStore
+from openrlhf.mesh import Mesh
+from openrlhf.models.backbone import RowModel, reading_of
+from openrlhf.models.loading import (
+    load_causal_lm,
+    load_config,
+    load_tokenizer,
+    policy_processor,
+    policy_tokenizer,
+    room_of,
+    stop_token_ids,
+)
+from openrlhf.models.lora import disabled_adapters, prepare_for_training
+from openrlhf.models.policy import PolicyModel
+from openrlhf.models.router_replay import Replay
+from openrlhf.models.scorer import ScoreModel, ValueModel, load_scorer, score_statistics
+from openrlhf.models.vision import freeze_vision
+from openrlhf.rewards.models import RewardReader
+from openrlhf.training.objectives.balanced import BalancedObjective
+from openrlhf.training.objectives.critic import CriticObjective
+from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.ptx import PTXObjective
+from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, Trajectory
+
+ModelT = TypeVar("ModelT", DeepSpeedEngine, FrozenModel)
+
+PHASES = {"forward": "score", "forward_unadapted": "score", "update": "update"}
+"""In which a method computes, by its name."""
+
+
+class Worker:
+    """One rank of a role: it meets the others."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        rank: int,
+        mesh: Mesh,
+        *,
+        local_rank: int | None = None,
+        local_size: int | None = None,
+    ) -> None:
+        """`local_rank`: which GPU of its node this rank computes on, of the `local_size` that the node has.
+        None without GPUs."""
+        heap.settle()
+        self.local_rank, self.local_size = local_rank, local_size
+        self.config, self.rank, self.mesh = config, rank, ProcessMesh.of(mesh, rank)
+        self.peaks = PeakMemory()
+
+    def call(self, method: str, count: int, *arguments: Any) -> Any:
+        """`method` with the first `count` arguments. The others are results of other workers, for which
+        Ray has waited."""
+        with self.peaks.during(PHASES[method]) if method in PHASES else nullcontext():
+            return getattr(self, method)(*arguments[:count])
+
+    def peak_memory(self) -> Peaks:
+        """Of the phases since it was last asked for."""
+        return self.peaks.take()
+
+    def join(self, address: str, port: int) -> None:
+        """Meets the other ranks at this place, which `RankActor.address` of rank 0 has told."""
+        os.environ |= {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank if self.local_rank is None else self.local_rank),
+            "WORLD_SIZE": str(self.mesh.size),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+        if self.local_size is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = str(self.local_size)
+        init_distributed()
+        self.mesh = ProcessMesh.joined(sequence=self.mesh.sequence, tensor=self.mesh.tensor)
+        seed_everything(self.config.train.seed, self.config.train.full_determinism_enable)
+
+    def memory(self) -> DeviceMemory:
+        release_cached_memory()
+        return DeviceMemory.now()
+
+    def row_budget(self, tokens_per_gpu: int) -> int | None:
+        """Tokens of a row that is filled by tokens; None where rows are not."""
+        return tokens_per_gpu * self.mesh.sequence if self.config.train.dynamic_batch_enable else None
+
+    def row_groups(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Which sequences share a row where log-probs are computed."""
+        config = self.config
+        return row_groups(
+            lengths,
+            max_tokens=self.row_budget(config.rollout_tokens_per_gpu),
+            max_sequences=config.rollout.micro_batch_size,
+        )
+
+
+class ModelWorker(Worker, Generic[ModelT]):
+    """One rank of a model that answers forwards: a language model with log-probs, a critic with values."""
+
+    model: ModelT
+    """Since `start`."""
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        """(A,) what `read` says of every action."""
+        groups = self.row_groups(batch.lengths.tolist())
+        rows = [PackedRow.of_batch(batch.select(group)) for group in groups]
+        answers = [answer.numpy() for answer in self.model.forward(rows, self.read)]
+        release_cached_memory()
+        return batch.put_together(groups, answers)
+
+    def read(self, model: Callable, row: PackedRow) -> Tensor:
+        return model(row, temperature=self.config.rollout.temperature).log_probs
+
+    def build_model(self, path: str, flag: str) -> RowModel:
+        return PolicyModel(self.load(path, flag))
+
+    def load(self, path: str, flag: str, *, in_4bit: bool = False) -> PreTrainedModel:
+        ds = self.config.ds
+        return load_causal_lm(
+            path,
+            flag=flag,
+            dtype=ds.param_dtype,
+            attention=ds.row_attention,
+            max_len=self.config.data.max_len,
+            experts=ds.experts_implementation,
+            in_4bit=in_4bit,
+            liger=ds.use_liger_kernel,
+            images=self.config.reads_images,
+        )
+
+
+class FrozenWorker(ModelWorker[FrozenModel]):
+    """The reference model, or a teacher."""
+
+    def start(self, address: str, port: int, path: str, flag: str, offload: bool) -> None:
+        self.join(address, port)
+        build = partial(self.build_model, path, flag)
+        self.model = FrozenModel(build, ds=self.config.ds, offload=offload, mesh=self.mesh)
+
+
+class RewardWorker(Worker):
+    """One rank of all reward models."""
+
+    def start(self, address: str, port: int) -> None:
+        self.join(address, port)
+        config = self.config
+        policy = policy_tokenizer(config)
+        stops = stop_token_ids(config.actor.model_name_or_path, policy)
+        self.models, self.readers, self.statistics = [], [], []
+        for path in config.reward.models:
+            build = partial(_build_scorer, config, path, REWARD_FLAG, trained=True)
+            offload = config.reward.offload
+            self.models.append(FrozenModel(build, ds=config.ds, offload=offload, mesh=self.mesh))
+            own = load_tokenizer(path, flag=REWARD_FLAG)
+            model_config = load_config(path, REWARD_FLAG)
+            room = room_of(model_config)
+            self.readers.append(RewardReader(policy, own, stop_token_ids=stops, max_len=room))
+            normalize = config.reward.normalize_enable
+            self.statistics.append(score_statistics(model_config, path) if normalize else (0.0, 1.0))
+
+    def forward(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
+        """(B, M) the score of each trajectory by each of the M models."""
+        scores = []
+        for model, reader, (mean, std) in zip(self.models, self.readers, self.statistics, strict=True):
+            samples = [reader(t) for t in trajectories]
+            groups = self.row_groups([s.length for s in samples])
+            rows = [PackedRow.of([samples[i] for i in group]) for group in groups if group]
+            answers = model.forward(rows or [PackedRow.empty()], lambda model, row: model(row))
+            order = [i for group in groups for i in group]
+            of_model = np.empty(len(samples), np.float32)
+            of_model[order] = (torch.cat(answers) - mean) / std
+            scores.append(of_model)
+        release_cached_memory()
+        return np.stack(scores, axis=1)
+
+
+class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
+    """One rank of a model in training: the policy or the critic."""
+
+    name: str
+    """Of the role, in the names of its checkpoints."""
+
+    @abstractmethod
+    def objective(self, kl_coef: float) -> Objective[ExperienceRow]: ...
+
+    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> "Learned":
+        """One optimizer step for each window; a window lists the sequences of `batch` that this rank learns
+        from in it."""
+        return self.take_steps(batch, windows, self.objective(kl_coef)), None
+
+    def take_steps(
+        self, batch: Batch, windows: Sequence[Sequence[int]], objective: Objective[ExperienceRow]
+    ) -> list[Metrics]:
+        with self._optimizer_present():
+            return [
+                self.model.train_step(self._rows(batch, window), objective, *self.more_of_a_step())
+                for window in windows
+            ]
+
+    def more_of_a_step(self) -> list[tuple[Sequence[PackedRow], Objective]]:
+        """What the next optimizer step learns beside the experiences."""
+        return []
+
+    def save_checkpoint(self, tag: str, state: dict) -> None:
+        with self._optimizer_present():
+            self.model.save_checkpoint(self._checkpoint_folder, tag, state)
+
+    def load_checkpoint(self, tag: str) -> dict:
+        with self._optimizer_present():
+            return self.model.load_checkpoint(self._checkpoint_folder, tag)
+
+    def row_memory(self, num_tokens: int) -> RowMemory:
+        return self.model.row_memory(num_tokens)
+
+    def export(self, folder: str) -> None:
+        self.model.export(folder)
+        if self.rank == 0:
+            policy_processor(self.config).save_pretrained(folder)
+
+    def _engine(
+        self,
+        build_model: Callable[[], RowModel],
+        optim: ActorConfig | CriticConfig,
+        total_steps: int,
+        gradient_checkpointing: bool,
+        ema_beta: float | None = None,
+    ) -> DeepSpeedEngine:
+        return DeepSpeedEngine(
+            build_model,
+            optim=optim,
+            ds=self.config.ds,
+            total_steps=total_steps,
+            gradient_checkpointing=gradient_checkpointing,
+            reentrant=self.config.actor.gradient_checkpointing_reentrant,
+            ema_beta=ema_beta,
+            mesh=self.mesh,
+        )
+
+    def _optimizer_present(self) -> AbstractContextManager[None]:
+        return optimizer_present(self.model, self.config.ds.enable_sleep)
+
+    @property
+    def _checkpoint_folder(self) -> str:
+        return f"{self.config.ckpt.folder}/_{self.name}"
+
+    def _rows(self, batch: Batch, window: Sequence[int]) -> list[ExperienceRow]:
+        return [ExperienceRow.of(batch.select(group)) for group in self.groups(batch, window)]
+
+    def groups(self, batch: Batch, window: Sequence[int]) -> list[list[int]]:
+        """The sequences of each row."""
+        train = self.config.train
+        groups = row_groups(
+            batch.lengths[list(window)].tolist(),
+            max_tokens=self.row_budget(train.max_tokens_per_gpu),
+            max_sequences=train.micro_batch_size,
+        )
+        return [[window[i] for i in group] for group in groups]
+
+
+Learned = tuple[list[Metrics], np.ndarray | None]
+"""A rank's report of an update: the metrics of each optimizer step, and the (A,) log-probs of its first
+window before the update, or None where the batch brought them."""
+
+
+class PolicyWorker(TrainedWorker):
+    name = "actor"
+    text_windows: Windows[PackedRow] | None = None
+    """What is learned beside the rewards, with actor.ptx_coef."""
+
+    def start(self, address: str, port: int, total_steps: int, texts: SampleStore | None = None) -> None:
+        self.join(address, port)
+        actor = self.config.actor
+        self.model = self._engine(
+            partial(self.build_model, actor.model_name_or_path, ACTOR_FLAG),
+            actor,
+            total_steps,
+            actor.gradient_checkpointing_enable,
+            ema_beta=self.config.train.ema_beta if self.config.train.enable_ema else None,
+        )
+        if texts is not None:
+            self.text_windows = self._lay_out(texts)
+        self._find_place_in_texts()
+        rest_optimizer(self.model, self.config.ds.enable_sleep)
+
+    def build_model(self, path: str, flag: str) -> RowModel:
+        ds = self.config.ds
+        model = self.load(path, flag, in_4bit=ds.load_in_4bit)
+        if self.config.algo.router_replay:
+            reading_of(model).replay = Replay(model)
+        model = prepare_for_training(model, ds)
+        if self.config.actor.freeze_visual_encoder:
+            freeze_vision(model)
+        return PolicyModel(model)
+
+    def forward_unadapted(self, batch: Batch) -> np.ndarray:
+        """(A,) log-probs of the model below the adapters."""
+        with torch.no_grad(), disabled_adapters(self.model.module.model):
+            return self.forward(batch)
+
+    def objective(self, kl_coef: float, seen: list[Tensor] | None = None) -> Objective[ExperienceRow]:
+        objective = ActorObjective.from_config(self.config, kl_coef, seen)
+        return balanced(objective, self.config.actor.aux_loss_coef, "policy")
+
+    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
+        """Where the batch has no log-probs, also returns those of the first window, which its forward passes
+        compute before the policy changes."""
+        seen: list[Tensor] | None = [] if batch.log_probs is None else None
+        steps = self.take_steps(batch, windows, self.objective(kl_coef, seen))
+        if seen is None:
+            return steps, None
+        first = batch.select(windows[0])
+        groups = self.groups(first, range(len(first)))
+        return steps, first.put_together(groups, [row.cpu().numpy() for row in seen[: len(groups)]])
+
+    def more_of_a_step(self) -> list[tuple[Sequence[PackedRow], Objective]]:
+        if self.text_windows is None:
+            return []
+        return [(next(self.text_rows), PTXObjective(coef=self.config.actor.ptx_coef))]
+
+    def load_checkpoint(self, tag: str) -> dict:
+        state = super().load_checkpoint(tag)
+        self._find_place_in_texts()
+        return state
+
+    def _lay_out(self, texts: SampleStore) -> Windows[PackedRow]:
+        train = self.config.train
+        return Windows(
+            texts,
+            PackedRow.of,
+            batch_size=train.batch_size,
+            micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
+            max_tokens=self.row_budget(train.max_tokens_per_gpu),
+            data_rank=self.mesh.data_rank,
+            data_size=self.mesh.data,
+            seed=train.seed,
+            shuffle=False,
+        )
+
+    def _find_place_in_texts(self) -> None:
+        if self.text_windows is not None:
+            self.text_rows = self.text_windows.endless(self.model.steps)
+
+    def open_weight_sync(self, client: EngineClient, backend: str, address: str, port: int) -> None:
+        vllm = self.config.vllm
+        self.sender = WeightSender(
+            self.model,
+            client,
+            backend=backend,
+            address=address,
+            port=port,
+            rank=self.rank,
+            lora_sync=vllm.lora_sync if self.config.ds.lora.rank > 0 else "merged",
+            bucket_bytes=None if vllm.sync_bucket_mb is None else vllm.sync_bucket_mb << 20,
+        )
+
+    def weight_bytes(self) -> int:
+        return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self.model.weight_metadata())
+
+    def send_weights(
+        self, version: int, probe: Probe | None, adapter_seed: int | None = None
+    ) -> Tensor | None:
+        """See `PolicyGroup.send_weights`."""
+        adapter = nullcontext() if adapter_seed is None else self.model.random_adapter(adapter_seed)
+        with self.peaks.during("sync"), adapter:
+            log_probs = None if probe is None else self._log_probs_of(probe)
+            self.sender.send(version)
+        release_cached_memory()
+        return log_probs
+
+    def _log_probs_of(self, probe: Probe) -> Tensor:
+        ids = torch.tensor(probe.token_ids)
+        mask = torch.arange(len(ids)) > 0
+        row = PackedRow.of([Sample(token_ids=ids, action_mask=mask, images=probe.images)])
+        return self.model.forward([row], lambda model, row: model(row).log_probs)[0]
+
+    def weight_sketches(self) -> dict[str, Sketch]:
+        """See `PolicyGroup`. Collective."""
+        return sketches(self.model.weights(part=self.sender.source.whole_part))
+
+
+class CriticWorker(TrainedWorker):
+    name = "critic"
+
+    def start(self, address: str, port: int, total_steps: int) -> None:
+        self.join(address, port)
+        config, critic = self.config, self.config.critic
+        checkpointing = critic.gradient_checkpointing_enable
+        self.model = self._engine(
+            partial(self.build_model, config.critic_path, CRITIC_FLAG),
+            critic,
+            total_steps,
+            config.actor.gradient_checkpointing_enable if checkpointing is None else checkpointing,
+        )
+        rest_optimizer(self.model, config.ds.enable_sleep)
+
+    def build_model(self, path: str, flag: str) -> ValueModel:
+        """A reward model keeps its head; a plain language model gets a new one."""
+        ds = self.config.ds
+        scorer = _build_scorer(self.config, path, flag, in_4bit=ds.load_in_4bit)
+        return ValueModel(prepare_for_training(scorer.model, ds))
+
+    def read(self, model: Callable, row: PackedRow) -> Tensor:
+        return model(row)
+
+    def objective(self, kl_coef: float) -> Objective[ExperienceRow]:
+        objective = CriticObjective(value_clip=self.config.critic.value_clip)
+        return balanced(objective, self.config.critic_aux_loss_coef, "critic")
+
+    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
+        """As for the policy; every metric's name starts with `critic/`."""
+        steps, _ = super().update(batch, windows, kl_coef)
+        named = [{f"critic/{name.removeprefix('critic/')}": m for name, m in step.items()} for step in steps]
+        return named, None
+
+
+def balanced(objective: Objective[ExperienceRow], coef: float, section: str) -> Objective[ExperienceRow]:
+    """With a balance loss of the experts, where it has a weight."""
+    if not coef:
+        return objective
+    return BalancedObjective(objective=objective, coef=coef, metric=f"{section}/balance_loss")
+
+
+def _build_scorer(
+    config: PPOConfig, path: str, flag: str, *, trained: bool = False, in_4bit: bool = False
+) -> ScoreModel:
+    """A reward model, or with `trained` off also what is going to be one."""
+    ds = config.ds
+    return load_scorer(
+        path,
+        flag=flag,
+        dtype=ds.param_dtype,
+        attention=ds.row_attention,
+        max_len=config.data.max_len,
+        head_prefix=ds.value_head_prefix,
+        experts=ds.experts_implementation,
+        in_4bit=in_4bit,
+        liger=ds.use_liger_kernel,
+        images=config.reads_images,
+        trained=trained,
+    )
+
+
+def row_groups(lengths: Sequence[int], *, max_tokens: int | None, max_sequences: int) -> list[list[int]]:
+    """Which sequences share a row: as many as fit `max_tokens`, or `max_sequences` where that is None.
+    Without sequences one row, which has none."""
+    if not lengths:
+        return [[]]
+    if max_tokens is not None:
+        return pack_to_budget(lengths, max_tokens)
+    return [
+        list(range(i, min(i + max_sequences, len(lengths)))) for i in range(0, len(lengths), max_sequences)
+    ]
