@@ -55,9 +55,12 @@ def emitted() -> set[str]:
 def written() -> set[str]:
     """In the code, as literals."""
     files = [
-        *(ROOT / "openrlhf" / "trainer").glob("*.py"),
-        *(ROOT / "openrlhf" / "algos").glob("*.py"),
-        *(ROOT / "openrlhf" / "objectives" / name for name in ("actor.py", "critic.py", "ptx.py")),
+        *(ROOT / "openrlhf" / "training").glob("*.py"),
+        *(ROOT / "openrlhf" / "algorithms").rglob("*.py"),
+        *(
+            ROOT / "openrlhf" / "training" / "objectives" / name
+            for name in ("policy.py", "critic.py", "ptx.py")
+        ),
     ]
     return {name for f in files for name in re.findall(rf'"((?:{SECTIONS})/\w+)"', f.read_text())}
 

@@ -297,7 +297,7 @@ def test_the_tool() -> None:
 def test_it_ends_with_whoever_started_it(nothing_is_left: Callable[[], set[str]]) -> None:
     """By kill -9."""
     code = f"""
-        from openrlhf.utils import isolation
+        from openrlhf.agents import isolation
         from openrlhf.agents.sandbox import ENVIRONMENT, Sandbox
         ENVIRONMENT["OF_TEST"] = isolation.__file__ = {isolation.__file__!r}
         sandbox = Sandbox(seconds=60)
@@ -339,7 +339,7 @@ def test_on_another_system_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None
 def test_where_the_kernel_says_no_nothing_runs(tmp_path: Path) -> None:
     """As in a container without CAP_SYS_ADMIN: an agent with a sandbox is refused before its run starts."""
     code = """
-        from openrlhf.utils import isolation
+        from openrlhf.agents import isolation
         from openrlhf.agents.base import AgentExecutorBase
         from openrlhf.agents.sandbox import Sandbox
         drop_from_bounding_set, sys_admin = 24, 21
