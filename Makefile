@@ -4,9 +4,13 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 REPORTS = .pytest_cache/reports
 # Other kernels of torch and oneDNN on the same machine, and the tests whose numbers come from them.
 KERNELS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+# Pure functions, records and configuration: nothing of transformers is imported.
+QUICK = $(addsuffix .py,$(addprefix tests/unit/test_,advantages algorithms balance collect config correction \
+    credit evaluate failures kl mismatch origin policy_loss preference_loss reduce rewards schedule seeds \
+    token_loss traits trajectories types value_loss))
 NUMERIC = tests/unit $(addprefix tests/e2e/test_,invariance.py muon.py lora_training.py ema_training.py)
 
-.PHONY: demo test test-all test-kernels gpu fast lint env
+.PHONY: demo test test-all test-kernels gpu fast quick lint env
 
 demo: env  ## Train a tiny model on this machine: SFT, then RL with a verifier
 	.venv/bin/openrlhf demo
@@ -31,6 +35,9 @@ gpu: env  ## Every part checked and measured on a GPU, stage by stage
 
 fast: env  ## The tests that start nothing: a few minutes
 	.venv/bin/pytest $(PARALLEL) -m "not e2e and not slow and not gpu"
+
+quick: env  ## Formulas, credit, collection, configuration: half a minute
+	.venv/bin/pytest $(PARALLEL) --durations=5 $(QUICK)
 
 lint: env  ## Style, types and import layers
 	.venv/bin/ruff check .

@@ -38,7 +38,17 @@ from openrlhf.observability.journal import Journal, Trained
 from openrlhf.training.credit import assign_credit
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.schedule import training_schedule
-from openrlhf.types import Batch, Credit, Group, KeptSets, Prompt, Scores, Trajectory, present, runs
+from openrlhf.types import (
+    Batch,
+    Credit,
+    ForwardOutputs,
+    KeptSets,
+    Prompt,
+    PromptGroup,
+    Trajectory,
+    present,
+    runs,
+)
 
 PROMPT_TOKENS, SAMPLES_OF_PROMPT, RANKS = 64, 8, 8
 VOCABULARY = 150_000
@@ -66,15 +76,15 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_groups(num_samples: int, mean_length: int, num_kept: int) -> list[Group]:
+def make_groups(num_samples: int, mean_length: int, num_kept: int) -> list[PromptGroup]:
     rng = np.random.default_rng(0)
     return [make_group(i, rng, mean_length, num_kept) for i in range(num_samples // SAMPLES_OF_PROMPT)]
 
 
-def make_group(prompt_id: int, rng: np.random.Generator, mean_length: int, num_kept: int) -> Group:
+def make_group(prompt_id: int, rng: np.random.Generator, mean_length: int, num_kept: int) -> PromptGroup:
     prompt = Prompt(prompt_id=prompt_id, text="a prompt of some words " * 10)
     lengths = rng.integers(mean_length // 2, mean_length * 3 // 2, SAMPLES_OF_PROMPT)
-    return Group(
+    return PromptGroup(
         prompt=prompt,
         trajectories=[make_trajectory(prompt, i, rng, int(n), num_kept) for i, n in enumerate(lengths)],
     )
@@ -86,7 +96,7 @@ def make_trajectory(
     kept = KeptSets(
         ids=rng.integers(0, VOCABULARY, length * num_kept, dtype=np.int32),
         counts=np.full(length, num_kept, np.int32),
-        log_shares=np.zeros(length, np.float32),
+        log_masses=np.zeros(length, np.float32),
     )
     reward = float(rng.integers(2))
     return Trajectory(
@@ -144,7 +154,7 @@ def memory(name: str) -> float:
     return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-def ours(groups: Sequence[Group]) -> Clock:
+def ours(groups: Sequence[PromptGroup]) -> Clock:
     now = Clock()
     sent = [dump(group) for group in groups]
     with now.watching_memory():
@@ -153,7 +163,7 @@ def ours(groups: Sequence[Group]) -> Clock:
             trajectories = [t for group in received for t in group.trajectories]
             batch = Batch.of(trajectories)
         with now.stage("score"):
-            scores = Scores(log_probs=answers(batch), ref_log_probs=answers(batch))
+            scores = ForwardOutputs(log_probs=answers(batch), ref_log_probs=answers(batch))
         with now.stage("credit"):
             batch = batch.credited(scores, credit_of(batch, scores, trajectories))
         with now.stage("update"):
@@ -182,7 +192,7 @@ def answers(batch: Batch) -> np.ndarray:
     return batch.put_together(shares, [load(dump(part)) for part in parts])
 
 
-def credit_of(batch: Batch, scores: Scores, trajectories: Sequence[Trajectory]) -> Credit:
+def credit_of(batch: Batch, scores: ForwardOutputs, trajectories: Sequence[Trajectory]) -> Credit:
     advantage, kl = AdvantageConfig(estimator="group_norm"), KLConfig(use_loss=True, estimator="k3")
     return assign_credit(
         batch,
@@ -199,7 +209,7 @@ Arrays = dict[str, np.ndarray]
 OF_TOKENS, OF_SEQUENCES = ("token_ids", "action_mask"), ("lengths", "num_actions", "rewards")
 
 
-def floor(groups: Sequence[Group]) -> Clock:
+def floor(groups: Sequence[PromptGroup]) -> Clock:
     now = Clock()
     sent = [dump(flat_arrays(group)) for group in groups]
     with now.watching_memory():
@@ -220,7 +230,7 @@ def floor(groups: Sequence[Group]) -> Clock:
     return now
 
 
-def flat_arrays(group: Group) -> Arrays:
+def flat_arrays(group: PromptGroup) -> Arrays:
     batch = Batch.of(group.trajectories)
     return {
         "token_ids": batch.token_ids,

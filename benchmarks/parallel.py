@@ -44,8 +44,8 @@ from transformers.utils import logging
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import hidden_states, reading_of
 from openrlhf.models.policy import PolicyModel
-from openrlhf.models.sequence_parallel import RowSharing
-from openrlhf.models.tensor_parallel import share_matrices
+from openrlhf.models.sequence_parallel import SequenceParallel
+from openrlhf.models.tensor_parallel import shard_matrices
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import LossNorm, PackedRow, Sample
 
@@ -130,7 +130,7 @@ def run(rank: int, options: argparse.Namespace, meeting_place: str) -> None:
     ways = [Way(row, 1) for row in ROWS] + [Way(*way) for way in product(ROWS, RANKS, (*MODES, TENSOR))]
     rng, whole, parts = random.Random(0), build(), {ranks: build() for ranks in RANKS if rank < ranks}
     for ranks, model in parts.items():
-        share_matrices(model.model, groups[ranks])
+        shard_matrices(model.model, groups[ranks])
     passes: dict[Way, list[list[Pass]]] = {way: [] for way in ways}
     kept: dict[Way, list[int]] = {}
     for turn in range(options.rounds + 1):
@@ -140,7 +140,7 @@ def run(rank: int, options: argparse.Namespace, meeting_place: str) -> None:
             if rank < way.ranks:
                 model = parts[way.ranks] if way.mode == TENSOR else whole
                 shares_rows = way.mode in MODES
-                sharing = RowSharing(group=groups[way.ranks], mode=way.mode) if shares_rows else None
+                sharing = SequenceParallel(group=groups[way.ranks], mode=way.mode) if shares_rows else None
                 reading_of(model.model).sharing = sharing
                 row = ROWS[way.row](options.tokens)
                 found = kept_bytes(model, row) if turn == 0 else one_pass(model, row)

@@ -53,7 +53,7 @@ SIZES = {"small": {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv
 """Arguments of `tiny_chat_model`."""
 LENGTHS_AGREE = 0.15
 """Relative difference that the mean lengths of two ways may have: both are means over random answers."""
-PHASES = ("generate", "score", "update", "sync")
+PHASES = ("generate", "logprobs", "update", "sync")
 
 
 @dataclass(frozen=True, kw_only=True)

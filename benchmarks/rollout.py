@@ -164,7 +164,7 @@ def bare(
     requests = [
         (
             tokenizer(prompt.text, add_special_tokens=False)["input_ids"],
-            seed_at(config.train.seed, "train", prompt.episode, prompt.prompt_id, i),
+            seed_at(config.train.seed, "train", prompt.epoch, prompt.prompt_id, i),
         )
         for prompt in prompts
         for i in range(config.rollout.n_samples_per_prompt)
@@ -211,7 +211,7 @@ class BareEngine(VLLMEngine):
 class DefaultEngine(BareEngine):
     """Started as users of vLLM start it."""
 
-    async def start(self, free_share: float | None = None) -> None:
+    async def start(self, free_fraction: float | None = None) -> None:
         from vllm.config.model import ModelDType
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM

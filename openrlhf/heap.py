@@ -19,7 +19,7 @@ def grow() -> None:
     gc.set_threshold(*GROWING)
 
 
-def settle() -> None:
+def freeze() -> None:
     """A process that grew has what it works with: from now on the collector looks at what is made later, as
     often as it always did. Before models are loaded, whose garbage would stay."""
     if gc.get_threshold() != GROWING:

@@ -1,16 +1,17 @@
 """The records that cross a module or a process. Each is written once, by one stage, and never changed.
 
-    Prompt -> Turn -> Episode -> Trajectory -> Group -> Batch -> Scores -> Credit -> ExperienceRow
+    Prompt -> Turn -> Episode -> Trajectory -> PromptGroup -> Batch -> ForwardOutputs -> Credit
+           -> ExperienceRow
 
-    Prompt         a dataset row, as the policy will read it
-    Turn           one request to an engine and its answer, as the engine recorded it
-    Episode        everything that happened to one sample of a prompt: its turns and its reward
-    Trajectory     an episode, or a part of one, as one sequence in numpy arrays
-    Group          all trajectories of one prompt: what a rollout hands out
-    Batch          sequences laid end to end in numpy arrays: a rollout, a rank's share, a micro-batch
-    Scores         log-probs and values of a whole batch, by every model
-    Credit         what the algorithm makes of the scores, of a whole batch
-    ExperienceRow  a batch as tensors: what one forward pass of an update reads
+    Prompt          a row of the dataset, as the policy will read it
+    Turn            one request to an engine and its answer, as the engine recorded it
+    Episode         what an agent did for one sample of a prompt: its turns and its reward
+    Trajectory      a token sequence to train on: an episode, or a part of one
+    PromptGroup     the trajectories of a prompt's samples: what a rollout hands out
+    Batch           sequences laid end to end in numpy arrays: a whole step, a rank's part, a micro-batch
+    ForwardOutputs  log-probs and values of a batch's actions, by every model
+    Credit          advantages and returns of a batch's actions
+    ExperienceRow   a batch as tensors: what one forward pass of an update reads
 
 In supervised learning a dataset has Samples, Pairs, UnpairedExamples or solutions with Steps; one forward
 pass reads a PackedRow, PairRow, UnpairedRow or StepsRow.
@@ -69,15 +70,15 @@ class Image:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
     prompt_id: int
-    """Row of the prompt dataset. Samples with the same id and episode form a group."""
+    """Row of the prompt dataset. Samples with the same id and epoch form a group."""
     text: str
     """The prompt as the policy reads it: templates applied."""
     label: Any = ""
     """The `label_key` column, handed to rewards and environments untouched."""
     source: str = "default"
     """The `datasource` column: evaluation reports each source on its own."""
-    episode: int = 0
-    """Which pass over the prompts this is."""
+    epoch: int = 0
+    """The pass over the prompts, from 0."""
     messages: Sequence[Mapping[str, Any]] | None = None
     """The conversation that a chat template made the text of, for models with another template."""
     images: tuple[Image, ...] = ()
@@ -105,7 +106,7 @@ class KeptSets:
     """(S,) int32: those of one action behind those of the one before it, each time the chosen one first."""
     counts: np.ndarray
     """(A,) int32, adding up to S. 0: the action was chosen from all tokens."""
-    log_shares: np.ndarray
+    log_masses: np.ndarray
     """(A,) float32: log of the probability that the sampler gave these tokens together; 0 where they are all
     that it kept."""
 
@@ -114,7 +115,7 @@ class KeptSets:
         return cls(
             ids=np.zeros(0, np.int32),
             counts=np.zeros(num_actions, np.int32),
-            log_shares=np.zeros(num_actions, np.float32),
+            log_masses=np.zeros(num_actions, np.float32),
         )
 
     @classmethod
@@ -131,7 +132,7 @@ class KeptSets:
             KeptSets(
                 ids=self.ids[borders[place.start] : borders[place.stop]],
                 counts=self.counts[place],
-                log_shares=self.log_shares[place],
+                log_masses=self.log_masses[place],
             )
             for place in places
         ]
@@ -261,7 +262,7 @@ class Trajectory:
     @property
     def group(self) -> tuple[int, int]:
         """Equal for the samples of one prompt in one pass over the prompts."""
-        return self.prompt.episode, self.prompt.prompt_id
+        return self.prompt.epoch, self.prompt.prompt_id
 
     @property
     def sample(self) -> tuple[int, int, int]:
@@ -291,7 +292,7 @@ def runs(values: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Group:
+class PromptGroup:
     """The samples of one prompt, in their order. They travel as one packed batch: an array for each field and
     not one for each sample."""
 
@@ -308,6 +309,7 @@ class Group:
             facts,
             kept_of(self.trajectories),
             routing_of(self.trajectories),
+            _FACTS,
         )
 
 
@@ -328,13 +330,18 @@ def work_of(prompt: Prompt, purpose: Purpose, num_samples: int) -> Work:
 class Sampled:
     """A group that a sampler has finished."""
 
-    group: Group
+    group: PromptGroup
     done: Work
     """What the sampler has finished since it started, in groups that have samples left too."""
 
 
 _ARRAYS = ("token_ids", "action_mask", "rollout_log_probs", "weight_versions", "turn_starts", "turn_rewards")
 _FACTS = tuple(f.name for f in fields(Trajectory) if f.name not in ("prompt", "kept", "routing", *_ARRAYS))
+_FACTS_OF_VERSION_1 = (
+    *("sample_index", "part", "images", "reward", "score", "outcome", "error", "finish_reason", "truncated"),
+    *("seed", "extra_logs"),
+)
+"""Checkpoints of version 1 do not name what they hold."""
 
 
 def _unpack_group(
@@ -343,8 +350,9 @@ def _unpack_group(
     facts: Sequence[tuple],
     kept: KeptSets | None = None,
     routing: np.ndarray | None = None,
-) -> Group:
-    """The trajectories' arrays are views of those that travelled."""
+    names: Sequence[str] = _FACTS_OF_VERSION_1,
+) -> PromptGroup:
+    """Returns a group whose arrays are views of those that travelled. `facts` has the values of `names`."""
     columns = [
         [whole[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
         for whole, sizes in packed.values()
@@ -356,7 +364,7 @@ def _unpack_group(
     routings: Sequence[np.ndarray | None] = [None] * len(facts)
     if routing is not None:
         routings = np.split(routing, np.cumsum(packed["token_ids"][1])[:-1])
-    return Group(
+    return PromptGroup(
         prompt=prompt,
         trajectories=[
             Trajectory(
@@ -364,7 +372,7 @@ def _unpack_group(
                 kept=of_actions,
                 routing=of_tokens,
                 **dict(zip(packed, arrays, strict=True)),
-                **dict(zip(_FACTS, values, strict=True)),
+                **dict(zip(names, values, strict=True)),
             )
             for *arrays, of_actions, of_tokens, values in zip(*columns, sets, routings, facts, strict=True)
         ],
@@ -434,13 +442,13 @@ class Batch:
         """B"""
         return len(self.lengths)
 
-    def credited(self, scores: "Scores", credit: "Credit") -> Self:
+    def credited(self, outputs: "ForwardOutputs", credit: "Credit") -> Self:
         """With all that an update reads."""
         return replace(
             self,
-            log_probs=scores.log_probs,
-            ref_log_probs=scores.ref_log_probs,
-            values=scores.values,
+            log_probs=outputs.log_probs,
+            ref_log_probs=outputs.ref_log_probs,
+            values=outputs.values,
             advantages=credit.advantages,
             returns=credit.returns,
         )
@@ -498,7 +506,7 @@ def _gather(whole: np.ndarray | None, places: Sequence[slice]) -> np.ndarray | N
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Scores:
+class ForwardOutputs:
     """What the models say of every action of a batch."""
 
     log_probs: np.ndarray | None  # (A,) under the policy before this step's update; None: not asked for
@@ -567,7 +575,7 @@ class PackedRow:
     lengths: tuple[int, ...]  # B entries
     images: tuple[tuple[Image, ...], ...] = ()  # B entries; empty where no sequence has any
     kept_ids: Tensor | None = None  # (A, K) int64, `KeptSets.padded`; None: actions of all tokens
-    log_shares: Tensor | None = None  # (A,) of the kept sets; None without any
+    log_masses: Tensor | None = None  # (A,) of the kept sets; None without any
     routing: Tensor | None = None  # (N, M, K) as a batch's
 
     @classmethod
@@ -596,7 +604,7 @@ class PackedRow:
             lengths=tuple(batch.lengths.tolist()),
             images=batch.images,
             kept_ids=None if batch.kept is None else torch.from_numpy(batch.kept.padded()),
-            log_shares=None if batch.kept is None else torch.from_numpy(batch.kept.log_shares),
+            log_masses=None if batch.kept is None else torch.from_numpy(batch.kept.log_masses),
             routing=tensor_of(batch.routing),
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from openrlhf.types import Batch, Group, KeptSets, Outcome, Prompt, Trajectory, runs
+from openrlhf.types import Batch, KeptSets, Outcome, Prompt, PromptGroup, Trajectory, runs
 
 DTYPES = {
     "token_ids": np.int32,
@@ -23,7 +23,7 @@ def trajectory(
     *,
     prompt: Prompt | None = None,
     prompt_id: int = 0,
-    episode: int = 0,
+    epoch: int = 0,
     text: str = "",
     source: str = "default",
     versions: Sequence[int] | None = None,
@@ -35,7 +35,7 @@ def trajectory(
     mask = changes.pop("action_mask", [False] + [True] * (len(token_ids) - 1))
     failed = reward is None
     values = {
-        "prompt": prompt or Prompt(prompt_id=prompt_id, text=text, source=source, episode=episode),
+        "prompt": prompt or Prompt(prompt_id=prompt_id, text=text, source=source, epoch=epoch),
         "sample_index": 0,
         "token_ids": token_ids,
         "action_mask": mask,
@@ -55,7 +55,7 @@ def kept_sets(*sets: Sequence[int], shares: Sequence[float] | None = None) -> Ke
     return KeptSets(
         ids=np.array([token for one in sets for token in one], np.int32),
         counts=np.array([len(one) for one in sets], np.int32),
-        log_shares=np.log(np.array(shares or [1.0] * len(sets))).astype(np.float32),
+        log_masses=np.log(np.array(shares or [1.0] * len(sets))).astype(np.float32),
     )
 
 
@@ -63,14 +63,14 @@ def sets_of(kept: KeptSets | None, num_actions: int) -> list[list[int]]:
     """And back."""
     if kept is None:
         return [[]] * num_actions
-    assert len(kept.counts) == len(kept.log_shares) == num_actions
+    assert len(kept.counts) == len(kept.log_masses) == num_actions
     return [part.tolist() for part in np.split(kept.ids, kept.counts.cumsum())[:-1]]
 
 
-def group_of(prompt: Prompt, rewards: Sequence[float | None]) -> Group:
+def group_of(prompt: Prompt, rewards: Sequence[float | None]) -> PromptGroup:
     """Samples of two tokens with these rewards."""
     samples = [trajectory(r, prompt=prompt, sample_index=i) for i, r in enumerate(rewards)]
-    return Group(prompt=prompt, trajectories=samples)
+    return PromptGroup(prompt=prompt, trajectories=samples)
 
 
 def batch_of(trajectories: Sequence[Trajectory], **columns: Any) -> Batch:

@@ -38,7 +38,7 @@ from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import ExperienceRow, PackedRow
 
 FREE = 0.9
-"""Share of a GPU's memory that a model may be planned to fill: an allocator fragments."""
+"""Fraction of a GPU's memory that a model may be planned to fill: an allocator fragments."""
 LOSSES_AGREE = 0.05
 """Nats. bf16 rounds by up to 2^-8 = 0.4 %; of losses of about 12 nats, their mean by less than that."""
 

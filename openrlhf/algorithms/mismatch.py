@@ -70,7 +70,7 @@ def _mismatch(log_ratio: Tensor) -> Metrics:
     return {
         "kl": float(mean(log_ratio.exp() - 1 - log_ratio)),
         "abs_diff_mean": float(mean(log_ratio.abs())),
-        "ess": _effective_share(log_ratio.double().exp()),
+        "ess": _effective_fraction(log_ratio.double().exp()),
     }
 
 
@@ -86,7 +86,7 @@ def _percentile(x: Tensor, percent: int) -> float:
     return float(x.kthvalue(-(-len(x) * percent // 100)).values) if len(x) else 0.0
 
 
-def _effective_share(weights: Tensor) -> float:
+def _effective_fraction(weights: Tensor) -> float:
     """Effective sample size as a share of the samples, 1 of nothing."""
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())) if len(weights) else 1.0
 

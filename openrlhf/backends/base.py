@@ -2,7 +2,7 @@
 
 Every verb of a group returns at once. Work on different devices overlaps until somebody asks for a result;
 models that share devices compute one after the other, and moving them in and out is their own affair (see
-cluster/residency.py).
+cluster/engine_memory.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.types import Batch, Group, LossNorm, Metrics, Prompt, Purpose, Schedule, Updated
+from openrlhf.types import Batch, LossNorm, Metrics, Prompt, PromptGroup, Purpose, Schedule, Updated
 
 ResultT = TypeVar("ResultT", covariant=True)
 
@@ -78,7 +78,7 @@ class Pending(Protocol[ResultT]):
         ...
 
 
-class ModelGroup(Protocol):
+class ModelRanks(Protocol):
     """One model sharded over many devices, seen from the controller."""
 
     def forward(self, batch: Batch) -> Pending[np.ndarray]:
@@ -86,7 +86,7 @@ class ModelGroup(Protocol):
         ...
 
 
-class TrainableGroup(ModelGroup, Protocol):
+class TrainableRanks(ModelRanks, Protocol):
     @property
     def data_parallel_size(self) -> int:
         """Ranks that each learn from samples of their own."""
@@ -109,7 +109,7 @@ class TrainableGroup(ModelGroup, Protocol):
     def export(self, folder: str) -> Pending[None]: ...
 
 
-PolicyT = TypeVar("PolicyT", bound=TrainableGroup, contravariant=True)
+PolicyT = TypeVar("PolicyT", bound=TrainableRanks, contravariant=True)
 
 
 class Rollout(Protocol[PolicyT]):
@@ -120,7 +120,7 @@ class Rollout(Protocol[PolicyT]):
         """Ask for the samples of `prompts`, with the sampling parameters of training or of evaluation."""
         ...
 
-    def next_group(self, purpose: Purpose, timeout: float | None = None) -> Group:
+    def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
         """The next prompt whose samples are all there, rewards included, in the order in which they finish.
         RuntimeError where none is under way; TimeoutError, which says what is, after `timeout` seconds."""
         ...

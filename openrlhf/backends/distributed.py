@@ -127,7 +127,7 @@ def init_distributed(timeout_minutes: int = 60) -> None:
     for name, value in _group_of_one().items():
         os.environ.setdefault(name, value)
     if DEVICE_TYPE == "cuda":
-        torch.cuda.set_device(_settle_local_rank())
+        torch.cuda.set_device(_resolve_local_rank())
     else:  # its shared-memory collectives would be compiled on first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _keep_freed_memory()
@@ -195,7 +195,7 @@ def _keep_freed_memory() -> None:
             libc.mallopt(option, value)
 
 
-def _settle_local_rank() -> int:
+def _resolve_local_rank() -> int:
     """The number of this rank's GPU, which DeepSpeed reads from the environment. Where a launcher shows each
     rank its own GPU alone (`srun --gpus-per-task 1`), that is 0 whatever the rank."""
     local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()

@@ -18,15 +18,15 @@ class Offloadable(Protocol):
 
 
 @contextmanager
-def optimizer_present(model: Offloadable, sleeps: bool) -> Iterator[None]:
+def optimizer_loaded(model: Offloadable, sleeps: bool) -> Iterator[None]:
     """Inside, the optimizer's state is on the GPU; with `sleeps` only inside."""
     if sleeps:
         model.reload()
     yield
-    rest_optimizer(model, sleeps)
+    offload_optimizer(model, sleeps)
 
 
-def rest_optimizer(model: Offloadable, sleeps: bool) -> None:
+def offload_optimizer(model: Offloadable, sleeps: bool) -> None:
     """Until it is needed, engines have the memory of its state."""
     if sleeps:
         model.offload()

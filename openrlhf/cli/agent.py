@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from openrlhf.config.ppo import PPOConfig
-    from openrlhf.types import Group, Prompt, Trajectory
+    from openrlhf.types import Prompt, PromptGroup, Trajectory
 
 EPILOG = """
 All other flags are those of `openrlhf ppo`, and mean what they mean there: --rollout.max_new_tokens,
@@ -71,7 +71,7 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> 
         return config, prompts[0]
 
 
-async def play(config: "PPOConfig", prompt: "Prompt") -> "Group":
+async def play(config: "PPOConfig", prompt: "Prompt") -> "PromptGroup":
     """With the engine of a run, in this process."""
     from openrlhf.observability.progress import waiting
 
@@ -93,7 +93,7 @@ async def play(config: "PPOConfig", prompt: "Prompt") -> "Group":
         await engine.close()
 
 
-def report(config: "PPOConfig", group: "Group") -> None:
+def report(config: "PPOConfig", group: "PromptGroup") -> None:
     from rich.console import Console
 
     from openrlhf.cli.data import shows_colours

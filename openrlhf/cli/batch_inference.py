@@ -236,7 +236,7 @@ def _transformers(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerB
 def _scorer(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Work]:
     from openrlhf.backends.distributed import current_device
     from openrlhf.models.scorer import load_scorer
-    from openrlhf.models.self_check import settle_reading
+    from openrlhf.models.self_check import resolve_reading
     from openrlhf.rollout.batch_inference import score
 
     model = load_scorer(
@@ -250,7 +250,7 @@ def _scorer(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") 
         trained=True,
     )
     model.to(current_device()).eval()
-    settle_reading(model, model)
+    resolve_reading(model, model)
     mean, std = _statistics(config, model.model.config)
     yield lambda answers, recorder: score(
         model,

@@ -78,12 +78,12 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
         if config.reward.normalize_enable:
             ask(REWARD_FLAG, _check_statistics, path)
     if (size := config.ds.tensor_parallel_size) > 1:
-        from openrlhf.models.tensor_parallel import check_shares_matrices
+        from openrlhf.models.tensor_parallel import check_tensor_parallel
 
         models = {ACTOR_FLAG: [actor], TEACHER_FLAG: [config.teacher.model_name_or_path]}
         models |= {CRITIC_FLAG: [critic] if config.uses_critic else [], REWARD_FLAG: config.reward.models}
         for flag, path in ((flag, path) for flag, paths in models.items() for path in paths if path):
-            ask(flag, check_shares_matrices, path, flag, size)
+            ask(flag, check_tensor_parallel, path, flag, size)
     check_users_files(config, ask)  # the last, because users' imports take longest
 
 

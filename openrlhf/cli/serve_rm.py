@@ -34,7 +34,7 @@ def run(config: ServeRMConfig) -> None:
     from openrlhf.serving.scoring import ScoreQueue
     from openrlhf.serving.server import bind, build_app, serve
 
-    heap.settle()
+    heap.freeze()
     bound = bind(config.host, config.port)
     with waiting("loading the model", key=config.reward.model_name_or_path or ""):
         score = load(config)
@@ -65,7 +65,7 @@ def load(config: ServeRMConfig) -> "TextScorer":
     from openrlhf.device import DEVICE_TYPE
     from openrlhf.models.loading import load_tokenizer
     from openrlhf.models.scorer import load_scorer, score_statistics
-    from openrlhf.models.self_check import settle_reading
+    from openrlhf.models.self_check import resolve_reading
     from openrlhf.serving.scoring import TextScorer
 
     path = config.reward.model_name_or_path or ""
@@ -82,7 +82,7 @@ def load(config: ServeRMConfig) -> "TextScorer":
         trained=True,
     )
     model.to(DEVICE_TYPE).eval()
-    settle_reading(model, model)
+    resolve_reading(model, model)
     normalized = config.reward.normalize_enable
     mean, std = score_statistics(model.model.config, path) if normalized else (0.0, 1.0)
     return TextScorer(

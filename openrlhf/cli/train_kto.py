@@ -80,8 +80,8 @@ class KTOTask(task.Task[KTOConfig]):
 
         def with_figures(rows: "Sequence[UnpairedRow]") -> KTOObjective:
             figures = run.engine.evaluate(rows, log_ratio)
-            kl, share = max(0.0, figures["log_ratio"]), figures["desirable_share"]
-            return replace(objective, kl=kl, desirable_share=share)
+            kl, share = max(0.0, figures["log_ratio"]), figures["desirable_fraction"]
+            return replace(objective, kl=kl, desirable_fraction=share)
 
         return with_figures
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from openrlhf import heap
 from openrlhf.cli.rl_checks import check_policy_learns, problems_outside
+from openrlhf.config.command import Explicit
 from openrlhf.config.commands import PPO
 from openrlhf.config.fields import values_of, with_values
-from openrlhf.config.parse import Explicit, parse
+from openrlhf.config.parse import parse
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.errors import catch_signals, short_errors, telling
 from openrlhf.training.publish import publish
@@ -21,7 +22,7 @@ from openrlhf.training.start import begin, make_room, origin_of, position
 if TYPE_CHECKING:
     from openrlhf.cluster.layout import Layout, Nodes
     from openrlhf.cluster.placement import Bundles
-    from openrlhf.cluster.rank_groups import PolicyGroup
+    from openrlhf.cluster.rank_groups import PolicyRanks
     from openrlhf.cluster.roles import Roles
     from openrlhf.training.checkpoints import CheckpointFolder
     from openrlhf.training.origin import Origin
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     with short_errors():
         catch_signals()
-        config = parse(PPO, argv, settle=settle, inspect=problems_outside, plan=plan).config
+        config = parse(PPO, argv, resolve=resolve, inspect=problems_outside, plan=plan).config
         run(config, argv)
 
 
@@ -76,7 +77,7 @@ def train(
     from openrlhf.cluster.whereabouts import who_runs_where
     from openrlhf.observability.progress import waiting
 
-    heap.settle()
+    heap.freeze()
     engines = "1 vLLM engine" if config.num_engines == 1 else f"{config.num_engines} vLLM engines"
     title = f"starting {engines}, loading {', '.join(config.placements)}"
     with naming_the_dead(), waiting(title, key=config.actor.model_name_or_path):
@@ -123,7 +124,7 @@ def _nodes(cluster: Sequence[int]) -> "Nodes":
     return described(cluster) if cluster else available_nodes()
 
 
-def settle(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) -> dict[str, Any]:
+def resolve(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) -> dict[str, Any]:
     """Values of flags of placement that nobody set, by what there is. `cluster`: as in `plan`."""
     if config.placement == "auto":
         return _suitable(config, explicit, cluster)
@@ -217,7 +218,7 @@ def build_trainer(
     data: RLData,
     checkpoints: "CheckpointFolder",
     tag: str | None,
-) -> "PPOTrainer[PolicyGroup]":
+) -> "PPOTrainer[PolicyRanks]":
     """The controller with everything it speaks to, at the step it resumes from."""
     from openrlhf.algorithms.kl import KLController
     from openrlhf.algorithms.mismatch import MismatchWatch
@@ -258,7 +259,7 @@ def build_trainer(
         reference=roles.reference,
         teacher=roles.teacher,
         critic=roles.critic,
-        prompts=PromptSampler(data.prompts, seed=config.train.seed, num_episodes=config.train.num_episodes),
+        prompts=PromptSampler(data.prompts, seed=config.train.seed, num_epochs=config.train.num_episodes),
         eval_prompts=data.eval_prompts,
         checkpoints=checkpoints,
         kl=KLController(coef=kl.init_coef, target=kl.target, horizon=kl.horizon),

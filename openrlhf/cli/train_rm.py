@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from openrlhf.training.objectives.rm import RewardObjective
     from openrlhf.types import PairRow
 
-STATISTICS_SHARE = 0.01
+STATISTICS_FRACTION = 0.01
 """Of the training pairs, to tell mean and deviation of the scores where there is no evaluation set."""
 
 
@@ -65,7 +65,7 @@ class RewardModelTask(task.Task[RMConfig]):
         from openrlhf.data.batches import FirstItems
         from openrlhf.training.objectives.rm import ScoreMoments
 
-        share = math.ceil(STATISTICS_SHARE * len(run.train_set))
+        share = math.ceil(STATISTICS_FRACTION * len(run.train_set))
         pairs = run.eval_set or FirstItems(run.train_set, share)
         moments = run.engine.evaluate(run.whole(pairs), ScoreMoments())
         config = run.engine.module.model.config

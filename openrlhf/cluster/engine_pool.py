@@ -12,19 +12,19 @@ from openrlhf.backends.stored_weights import check_adapter
 from openrlhf.backends.vllm.engine import EngineOptions, engine_environment
 from openrlhf.cluster import environment, folder
 from openrlhf.cluster.engine_client import RayEngineClient
-from openrlhf.cluster.engine_queue import EngineSampler, Groups, Request
+from openrlhf.cluster.engine_handle import RayEngineHandle, Request, SamplingTasks
+from openrlhf.cluster.engine_memory import EngineMemory
 from openrlhf.cluster.pending import Gathered, Handle, first
 from openrlhf.cluster.placement import Bundles
-from openrlhf.cluster.residency import Residency
 from openrlhf.cluster.weight_check import WeightCheck
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.worker import RolloutWorker, engine_options, retries_elsewhere
-from openrlhf.types import Group, Metrics, Prompt, Purpose, Sampled, present
+from openrlhf.types import Metrics, Prompt, PromptGroup, Purpose, Sampled, present
 from openrlhf.user_file import UserFiles
 
 if TYPE_CHECKING:  # an engine's process needs no trainer, whose libraries take seconds to import
-    from openrlhf.cluster.rank_groups import PolicyGroup, RewardGroup
+    from openrlhf.cluster.rank_groups import PolicyRanks, RewardRanks
 
 MAX_CALLS = 4096
 """Calls that an engine actor runs at a time."""
@@ -46,7 +46,7 @@ class EngineActor(RolloutWorker):
         folder.enter()
         environment.take(private)
         super().__init__(config, options, files)
-        self.groups = Groups(self.run_group)
+        self.groups = SamplingTasks(self.run_group)
 
     async def submit_groups(self, requests: dict[int, Request]) -> None:
         self.groups.submit(requests)
@@ -65,7 +65,7 @@ class EnginePool:
         bundles: Bundles,
         on_gpu: bool,
         *,
-        reward: "RewardGroup | None" = None,
+        reward: "RewardRanks | None" = None,
         from_files: bool = False,
     ) -> None:
         """Creates the engines' processes; `start` builds the model, with its weights `from_files` or for
@@ -78,14 +78,14 @@ class EnginePool:
         """How often the members have changed."""
         self.connected_epoch: int | None = None
         """The members that weights can be sent to."""
-        self.residency = Residency(self.members, config.engines_sleep)
+        self.memory = EngineMemory(self.members, config.engines_sleep)
         self.dispatcher = Dispatcher(
-            [EngineSampler(member) for member in self.members],
+            [RayEngineHandle(member) for member in self.members],
             {"train": config.rollout.n_samples_per_prompt, "eval": config.eval.n_samples_per_prompt},
-            memory=self.residency,
+            memory=self.memory,
             longest=config.longest_response,
             score=reward.score if reward else None,
-            scores_at_once=not (config.engines_share and on_gpu),
+            scores_at_once=not (config.engines_colocated and on_gpu),
             retry_on=config.rollout.retry_on if retries_elsewhere(config) else (),
         )
         self.num_syncs = 0
@@ -101,20 +101,20 @@ class EnginePool:
         )
         return actor.remote(self.config, self.options, self.files, environment.private())
 
-    def start(self, free_share: float | None = None) -> Gathered[None]:
-        """`free_share`: see `VLLMEngine.start`."""
-        return Gathered([member.start.remote(free_share) for member in self.members], first)
+    def start(self, free_fraction: float | None = None) -> Gathered[None]:
+        """`free_fraction`: see `VLLMEngine.start`."""
+        return Gathered([member.start.remote(free_fraction) for member in self.members], first)
 
-    def give_way(self) -> None:
+    def sleep_between(self) -> None:
         """From now on engines sleep, where the run says so, while models on their devices compute."""
         if self.config.engines_sleep:
-            self.residency.rest()
-            self.bundles.devices.vacate = self.dispatcher.rest
+            self.memory.sleep()
+            self.bundles.devices.release = self.dispatcher.sleep
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
         self.dispatcher.submit(prompts, purpose)
 
-    def next_group(self, purpose: Purpose, timeout: float | None = None) -> Group:
+    def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
         try:
             group = self.dispatcher.next_group(purpose, timeout)
         except TimeoutError as error:
@@ -122,7 +122,7 @@ class EnginePool:
         self._take_answers()
         return group
 
-    def sync(self, policy: "PolicyGroup", version: int) -> Future[Metrics]:
+    def sync(self, policy: "PolicyRanks", version: int) -> Future[Metrics]:
         return self.thread.submit(self._sync, policy, version)
 
     def close(self) -> None:
@@ -132,11 +132,11 @@ class EnginePool:
         refs = [member.close.remote() for member in self.members]
         ray.wait(refs, num_returns=len(refs), timeout=CLOSE_TIMEOUT)
 
-    def _sync(self, policy: "PolicyGroup", version: int) -> Metrics:
+    def _sync(self, policy: "PolicyRanks", version: int) -> Metrics:
         with nullcontext() if self.config.train.partial_rollout_enable else self.dispatcher.quiet():
             return self._send_weights(policy, version)
 
-    def _send_weights(self, policy: "PolicyGroup", version: int) -> Metrics:
+    def _send_weights(self, policy: "PolicyRanks", version: int) -> Metrics:
         """Returns what the engines have shown since the last sync."""
         self._take_answers()
         metrics = self.check.take_metrics()
@@ -145,7 +145,7 @@ class EnginePool:
             client = RayEngineClient(self.members, self.options.num_workers)
             policy.open_weight_sync(client, self.options.transfer_backend).result()
             self.connected_epoch, self.num_syncs = self.epoch, 0
-        self.residency.wake_for_sync()
+        self.memory.wake_for_sync()
         sleeps, every = self.config.engines_sleep, self.config.vllm.sync_check_steps
         is_due = sleeps or self.num_syncs % every == 0
         self.num_syncs += 1
@@ -159,15 +159,15 @@ class EnginePool:
             self._check_adapters(policy, version, plain)
         return metrics
 
-    def _send_and_ask(self, policy: "PolicyGroup", version: int, adapter_seed: int | None = None) -> Tensor:
+    def _send_and_ask(self, policy: "PolicyRanks", version: int, adapter_seed: int | None = None) -> Tensor:
         """Returns the trainer's log-probs of the probe. `adapter_seed`: of a random adapter that is sent in
         the place of the policy's."""
         trainer = present(policy.send_weights(version, self.check.probe, adapter_seed).result())
-        self.residency.wake()
+        self.memory.wake()
         self.check.ask(policy, version, trainer)
         return trainer
 
-    def _check_adapters(self, policy: "PolicyGroup", version: int, plain: Tensor) -> None:
+    def _check_adapters(self, policy: "PolicyRanks", version: int, plain: Tensor) -> None:
         """Has the engines apply a random adapter, another one in its place, and the policy's again. Adapters
         begin at zero and grow slowly: an engine without one would look right for many steps. `plain`: the
         trainer's log-probs with the policy's own."""

@@ -17,7 +17,7 @@ Nodes = Sequence[Mapping[str, float]]
 ENGINES = "engines"
 """The role of the sampling engines. Their mesh: engines along data, the GPUs of one along tensor."""
 
-SHARE = 0.2
+GPU_CLAIM = 0.2
 """What a rank claims of a GPU that it shares, so that the five models of a run fit on one."""
 
 
@@ -73,11 +73,11 @@ class Layout:
         """Who else is on its GPUs."""
         return [other for other in self.roles if other != role and self.home(other) == self.home(role)]
 
-    def share(self, role: str) -> float:
+    def gpu_claim(self, role: str) -> float:
         """Of each of its GPUs, as Ray counts: what its ranks claim. Engines that share GPUs claim none."""
         if not self.companions(role):
             return 1.0
-        return 0.0 if role == ENGINES else SHARE
+        return 0.0 if role == ENGINES else GPU_CLAIM
 
 
 def layout_of(config: PPOConfig, nodes: Nodes) -> Layout:
@@ -128,7 +128,7 @@ def demands(config: PPOConfig) -> dict[str, int]:
         f"--{role}.num_nodes x --{role}.num_gpus_per_node": count
         for role, count in config.own_placements.items()
     }
-    if not config.engines_share:
+    if not config.engines_colocated:
         needs[f"--vllm.num_engines x {engine_size_flags(config)}"] = config.num_engines * config.vllm.num_gpus
     return needs
 
@@ -175,7 +175,7 @@ def _layout(config: PPOConfig, nodes: Nodes) -> Layout:
     for role, count in reversed(config.own_placements.items()):
         own[role] = [1] * count
     engines = Mesh(data=config.num_engines, tensor=config.vllm.num_gpus)
-    if not config.engines_share:
+    if not config.engines_colocated:
         own[ENGINES] = [engines.tensor] * engines.data
     bundles = [size for sizes in own.values() for size in sizes] if any(gpus) else []
     packed = _pack(bundles, gpus)
@@ -196,7 +196,7 @@ def _layout(config: PPOConfig, nodes: Nodes) -> Layout:
         )
 
     roles = {role: of(role, place.mesh, place.colocated_with) for role, place in config.placements.items()}
-    roles[ENGINES] = of(ENGINES, engines, "actor" if config.engines_share else None)
+    roles[ENGINES] = of(ENGINES, engines, "actor" if config.engines_colocated else None)
     return Layout(nodes=gpus, bundles=tuple(bundles), roles=roles)
 
 
@@ -265,7 +265,7 @@ def _rows(layout: Layout, role: str) -> Iterator[tuple[str, ...]]:
         for node, ranks in sorted(Counter(device.node for device in place.devices).items()):
             yield role, str(ranks), str(node), "cores", "all", "-", "-"
         return
-    others, share = ", ".join(layout.companions(role)) or "-", layout.share(role)
+    others, share = ", ".join(layout.companions(role)) or "-", layout.gpu_claim(role)
     for node in sorted({device.node for device in place.devices}):
         groups = [[d.gpu for d in group if d.node == node] for group in place.tensor_groups]
         if place.mesh.tensor == 1:

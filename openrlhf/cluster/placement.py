@@ -15,9 +15,9 @@ from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from openrlhf.cluster.engine_memory import ExclusiveDevices
 from openrlhf.cluster.launch import available_nodes, check_resources, free_gpus, living_nodes
-from openrlhf.cluster.layout import SHARE, Layout, RoleLayout, demands, listed, total
-from openrlhf.cluster.residency import ExclusiveDevices
+from openrlhf.cluster.layout import GPU_CLAIM, Layout, RoleLayout, demands, listed, total
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.device import VISIBLE_DEVICES
 from openrlhf.mesh import Mesh
@@ -40,14 +40,18 @@ class Bundles:
     """Ray's numbers of the bundles."""
     gpus: int = 1
     """Of each bundle."""
-    share: float = SHARE
+    gpu_claim: float = GPU_CLAIM
     """Of its GPU that a rank claims."""
 
     def options(self, rank: int) -> dict:
         """Ray options of the worker with this rank."""
         if self.group is None:
             return {"num_cpus": 0, "scheduling_strategy": self._node(rank)}
-        return {"num_cpus": 0, "num_gpus": self.share, "scheduling_strategy": self._bundle(self.group, rank)}
+        return {
+            "num_cpus": 0,
+            "num_gpus": self.gpu_claim,
+            "scheduling_strategy": self._bundle(self.group, rank),
+        }
 
     def engine_options(self, index: int, num_gpus: int) -> tuple[dict, dict[str, str]]:
         """Ray options and environment of the engine on its share of the bundles. An engine drives all of its
@@ -63,7 +67,7 @@ class Bundles:
         asked = [
             where.options(
                 num_cpus=0,
-                num_gpus=SHARE if self.gpus == 1 else self.gpus,
+                num_gpus=GPU_CLAIM if self.gpus == 1 else self.gpus,
                 scheduling_strategy=self._bundle(self.group, bundle),
             ).remote()
             for bundle in range(index * size, (index + 1) * size)
@@ -97,7 +101,7 @@ def place(config: PPOConfig, layout: Layout) -> dict[str, Bundles]:
     group = _reserve(config, layout.bundles)
     try:
         _wait_for(group, config)
-        return _share_out(group, layout, devices)
+        return _bundles_of_roles(group, layout, devices)
     except BaseException:  # who goes on without a place shall not hold one
         remove_placement_group(group)
         raise
@@ -113,7 +117,7 @@ def _on_cores(layout: Layout, devices: Mapping[str, ExclusiveDevices]) -> dict[s
     return places
 
 
-def _share_out(
+def _bundles_of_roles(
     group: PlacementGroup, layout: Layout, devices: Mapping[str, ExclusiveDevices]
 ) -> dict[str, Bundles]:
     """`devices`: of each home."""
@@ -126,7 +130,7 @@ def _share_out(
         held = [nodes[i] for i in indices for _ in range(size)]
         _check_together(plan, held)
         home = devices[layout.home(role)]
-        places[role] = Bundles(group, plan.mesh, home, held, indices, size, layout.share(role))
+        places[role] = Bundles(group, plan.mesh, home, held, indices, size, layout.gpu_claim(role))
     return places
 
 
@@ -198,7 +202,7 @@ def _shortage(config: PPOConfig) -> str:
     if others > 0:
         held.append(f"tasks and actors hold {others:g}")
     apart = f" ({', '.join(f'{count:g}' for count in free)} on the nodes)" if len(free) > 1 else ""
-    size = 1 if config.engines_share else config.vllm.num_gpus
+    size = 1 if config.engines_colocated else config.vllm.num_gpus
     whole = f", for an engine {size} of one node" if size > 1 else ""
     return (
         f"the run needs {sum(needs.values())} GPUs ({listed(needs)}{whole}); of the cluster's {gpus}, "

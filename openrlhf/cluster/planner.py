@@ -14,7 +14,7 @@ from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import engines_beside_actor, optimizer_sleep
 
-WEIGHTS_SHARE = 0.5
+WEIGHTS_FRACTION = 0.5
 """Of a GPU's memory, what an engine's weights may take. The rest is for its cache, and for the models."""
 
 SIZE = ("actor.num_nodes", "actor.num_gpus_per_node")
@@ -41,9 +41,9 @@ def suitable_flags(
 
 
 def least_tensor_parallel_size(weight_bytes: int, gpu_bytes: int) -> int:
-    """The smallest power of two of GPUs on each of which an engine's weights take WEIGHTS_SHARE at most."""
+    """Returns the smallest power of two of GPUs that hold an engine's weights in WEIGHTS_FRACTION of each."""
     size = 1
-    while weight_bytes > size * WEIGHTS_SHARE * gpu_bytes:
+    while weight_bytes > size * WEIGHTS_FRACTION * gpu_bytes:
         size *= 2
     return size
 
@@ -64,7 +64,7 @@ class _Planner:
     def sized(self, config: PPOConfig, shape: tuple[int, int]) -> PPOConfig:
         """With this shape of the actor, and engines on what it leaves."""
         config = self.set(config, dict(zip(SIZE, shape, strict=True)))
-        if config.engines_share or not any(self.gpus):
+        if config.engines_colocated or not any(self.gpus):
             return config
         size = config.vllm.num_gpus
         whole = sum(gpus // size for gpus in self.gpus)
@@ -73,7 +73,7 @@ class _Planner:
 
     def asleep(self, config: PPOConfig) -> PPOConfig:
         """Who shares GPUs with engines gives way to them, and they to it."""
-        if not (config.engines_share and any(self.gpus)):
+        if not (config.engines_colocated and any(self.gpus)):
             return config
         config = self.set(config, {"vllm.enable_sleep": True})
         asleep = self.set(config, {"ds.enable_sleep": not config.ds.adam_offload})
@@ -113,7 +113,7 @@ class _Planner:
         if not gpus:
             return range(1, max(2, total(self.nodes, "CPU")) + 1)
         of_engines = 0
-        if not config.engines_share:
+        if not config.engines_colocated:
             of_engines = size if is_asked else max(size, gpus - gpus // 2)
             if "vllm.num_engines" in self.explicit:
                 of_engines = config.num_engines * size

@@ -30,14 +30,14 @@ from openrlhf.training.worker import (
     TrainedWorker,
     Worker,
 )
-from openrlhf.types import Batch, Group, Schedule, Trajectory, Updated
+from openrlhf.types import Batch, PromptGroup, Schedule, Trajectory, Updated
 
 WorkerT = TypeVar("WorkerT", bound=Worker)
 AnswerT = TypeVar("AnswerT")
 TrainedT = TypeVar("TrainedT", bound=TrainedWorker)
 
 
-class ModelRanks(Generic[WorkerT]):
+class RankGroup(Generic[WorkerT]):
     """All ranks of one model."""
 
     replays_routing = False
@@ -94,7 +94,7 @@ class ModelRanks(Generic[WorkerT]):
         return ray.get(self.workers[0].address.remote())
 
 
-class FrozenGroup(ModelRanks[FrozenWorker]):
+class FrozenRanks(RankGroup[FrozenWorker]):
     """The reference model, or a teacher."""
 
     def __init__(self, config: PPOConfig, bundles: Bundles, *, path: str, flag: str, offload: bool) -> None:
@@ -106,7 +106,7 @@ class FrozenGroup(ModelRanks[FrozenWorker]):
         return self.on_all(lambda worker: worker.start.remote(address, port, *self.model))
 
 
-class RewardGroup(ModelRanks[RewardWorker]):
+class RewardRanks(RankGroup[RewardWorker]):
     """All reward models of a run, together in the same workers."""
 
     def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
@@ -116,7 +116,7 @@ class RewardGroup(ModelRanks[RewardWorker]):
         address, port = self.meeting_point()
         return self.on_all(lambda worker: worker.start.remote(address, port))
 
-    def score(self, groups: Sequence[Group]) -> list[Group]:
+    def score(self, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
         """The groups with what the models say of their episodes in the rewards."""
         read = [replace(t, routing=None) for group in groups for t in read_by_models(group.trajectories)]
         shares = partition([len(t.token_ids) for t in read], self.data_parallel_size)
@@ -138,7 +138,7 @@ class RewardGroup(ModelRanks[RewardWorker]):
         )
 
 
-class TrainedGroup(ModelRanks[TrainedT]):
+class TrainedRanks(RankGroup[TrainedT]):
     """The policy or the critic."""
 
     def __init__(self, worker_class: type[TrainedT], config: PPOConfig, bundles: Bundles) -> None:
@@ -170,7 +170,7 @@ class TrainedGroup(ModelRanks[TrainedT]):
 
     def save_checkpoint(self, tag: str, state: dict) -> Gathered[None]:
         state = state | {"num_updates": self.num_updates}
-        self.bundles.devices.vacate()
+        self.bundles.devices.release()
         return self.on_all(lambda worker: worker.save_checkpoint.remote(tag, state))
 
     def load_checkpoint(self, tag: str) -> Gathered[dict]:
@@ -178,11 +178,11 @@ class TrainedGroup(ModelRanks[TrainedT]):
             self.num_updates = results[0]["num_updates"]
             return results[0]
 
-        self.bundles.devices.vacate()
+        self.bundles.devices.release()
         return Gathered([w.load_checkpoint.remote(tag) for w in self.workers], remember)
 
     def export(self, folder: str) -> Gathered[None]:
-        self.bundles.devices.vacate()
+        self.bundles.devices.release()
         return self.on_all(lambda worker: worker.export.remote(folder))
 
     def row_memory(self, num_tokens: int) -> RowMemory:
@@ -190,7 +190,7 @@ class TrainedGroup(ModelRanks[TrainedT]):
         return ray.get(self.workers[0].row_memory.remote(num_tokens))
 
 
-class PolicyGroup(TrainedGroup[PolicyWorker]):
+class PolicyRanks(TrainedRanks[PolicyWorker]):
     replays_routing = True
 
     def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
@@ -219,13 +219,13 @@ class PolicyGroup(TrainedGroup[PolicyWorker]):
 class Unadapted:
     """The reference of a policy with adapters: the same model without them."""
 
-    def __init__(self, policy: PolicyGroup) -> None:
+    def __init__(self, policy: PolicyRanks) -> None:
         self.policy = policy
 
     def forward(self, batch: Batch) -> Gathered[np.ndarray]:
         return self.policy.forward(replace(batch, routing=None), "forward_unadapted")
 
 
-class CriticGroup(TrainedGroup[CriticWorker]):
+class CriticRanks(TrainedRanks[CriticWorker]):
     def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
         super().__init__(CriticWorker, config, bundles)

@@ -7,19 +7,19 @@ import ray
 from ray.actor import ActorHandle
 
 from openrlhf.backends.peak_memory import memory_metrics
+from openrlhf.cluster.engine_memory import free_fraction
 from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.layout import ENGINES
 from openrlhf.cluster.pending import Gathered
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.rank_groups import (
-    CriticGroup,
-    FrozenGroup,
-    ModelRanks,
-    PolicyGroup,
-    RewardGroup,
+    CriticRanks,
+    FrozenRanks,
+    PolicyRanks,
+    RankGroup,
+    RewardRanks,
     Unadapted,
 )
-from openrlhf.cluster.residency import free_share
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.store import SampleStore
 from openrlhf.training.schedule import num_updates
@@ -31,14 +31,14 @@ class Roles:
     """None for a role that the run does not have."""
 
     rollout: EnginePool
-    policy: PolicyGroup
-    critic: CriticGroup | None = None
-    reference: FrozenGroup | Unadapted | None = None
-    teacher: FrozenGroup | None = None
-    reward: RewardGroup | None = None
+    policy: PolicyRanks
+    critic: CriticRanks | None = None
+    reference: FrozenRanks | Unadapted | None = None
+    teacher: FrozenRanks | None = None
+    reward: RewardRanks | None = None
 
     @property
-    def models(self) -> dict[str, ModelRanks]:
+    def models(self) -> dict[str, RankGroup]:
         groups = {
             "policy": self.policy,
             "critic": self.critic,
@@ -58,10 +58,10 @@ class Roles:
         """Every process of the run."""
         return [process for own in self.processes.values() for process in own]
 
-    def free_share(self, gpus_per_engine: int) -> float:
-        """See `residency.free_share`. Every model has started, and shares the engines' GPUs."""
+    def free_fraction(self, gpus_per_engine: int) -> float:
+        """See `engine_memory.free_fraction`. Every model has started, and shares the engines' GPUs."""
         memory = {name: model.memory() for name, model in self.models.items()}
-        return free_share(memory, self.policy.weight_bytes() // gpus_per_engine)
+        return free_fraction(memory, self.policy.weight_bytes() // gpus_per_engine)
 
     def peak_memory(self) -> Gathered[Metrics]:
         """See `memory_metrics`: of the phases since it was last asked for."""
@@ -83,24 +83,24 @@ def start_roles(
 ) -> Roles:
     """`places`: of each role, see `placement.place`. `num_prompts`: of an episode, from which learning rate
     schedules get their length. `texts`: what the policy learns beside its rewards, None for nothing."""
-    reward = RewardGroup(config, places["reward"]) if "reward" in places else None
+    reward = RewardRanks(config, places["reward"]) if "reward" in places else None
     rollout = EnginePool(config, places[ENGINES], on_gpu, reward=reward)
-    roles = Roles(rollout=rollout, policy=PolicyGroup(config, places["actor"]), reward=reward)
+    roles = Roles(rollout=rollout, policy=PolicyRanks(config, places["actor"]), reward=reward)
     if "critic" in places:
-        roles.critic = CriticGroup(config, places["critic"])
+        roles.critic = CriticRanks(config, places["critic"])
     if "ref" in places:
         path = config.actor.model_name_or_path
-        roles.reference = FrozenGroup(
+        roles.reference = FrozenRanks(
             config, places["ref"], path=path, flag=ACTOR_FLAG, offload=config.ref.offload
         )
     elif config.uses_reference:
         roles.reference = Unadapted(roles.policy)
     if "teacher" in places and (path := config.teacher.model_name_or_path):
-        roles.teacher = FrozenGroup(
+        roles.teacher = FrozenRanks(
             config, places["teacher"], path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
         )
     # vLLM measures its GPU while it starts, and takes nobody else to be at work there.
-    engines_come_last = config.engines_share and on_gpu
+    engines_come_last = config.engines_colocated and on_gpu
     starting = [] if engines_come_last else [rollout.start()]
     updates = num_updates(config, num_prompts, config.frozen_actor_steps)
     starting.append(roles.policy.start(updates, ray.put(texts)))
@@ -111,6 +111,6 @@ def start_roles(
     for start in starting:
         start.result()
     if engines_come_last:
-        rollout.start(roles.free_share(config.vllm.num_gpus)).result()
-    rollout.give_way()
+        rollout.start(roles.free_fraction(config.vllm.num_gpus)).result()
+    rollout.sleep_between()
     return roles

@@ -33,7 +33,7 @@ from openrlhf.models.vision import image_reader
 from openrlhf.types import Metrics, present
 
 if TYPE_CHECKING:  # an engine's process needs no trainer, whose libraries take seconds to import
-    from openrlhf.cluster.rank_groups import PolicyGroup
+    from openrlhf.cluster.rank_groups import PolicyRanks
 
 REMEMBERED = 8
 """Versions that an engine may answer with, which requests in flight have kept from answering earlier."""
@@ -48,7 +48,7 @@ class WeightCheck:
         """The trainer's log-probs, (L - 1,), by the version of its weights."""
         self.asked: dict[ray.ObjectRef, int] = {}
         """Answers under way, and the numbers of their engines."""
-        self.policy: PolicyGroup | None = None
+        self.policy: PolicyRanks | None = None
         """The trainer of these versions."""
         self.metrics: Metrics = {}
         """`PROBE` of the answers since it was last reported."""
@@ -64,7 +64,7 @@ class WeightCheck:
         reader = image_reader(config.actor.model_name_or_path) if config.reads_images else None
         return make_probe(policy_tokenizer(config), reader, config.data.max_len - 1)
 
-    def ask(self, policy: "PolicyGroup", version: int, trainer: Tensor) -> None:
+    def ask(self, policy: "PolicyRanks", version: int, trainer: Tensor) -> None:
         """Asks the engines for the log-probs of the probe. `trainer`: the policy's, (L - 1,), with the
         weights of this version. An engine that still owes an answer gives it with these weights."""
         self.policy, self.expected[version] = policy, trainer

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.config.choices import FLASH_PACKAGES, HUB_KERNELS, LR_SCHEDULERS, ROW_KERNELS
+from openrlhf.config.command import Explicit, NotYet, Problem
 from openrlhf.config.fields import fields_of, values_of
-from openrlhf.config.parse import Explicit, NotYet, Problem
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.config.sections import CkptConfig, DeepSpeedConfig, LoggerConfig, OptimConfig
 

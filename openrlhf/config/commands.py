@@ -1,5 +1,6 @@
 """The commands that exist, as `parse` wants them."""
 
+from openrlhf.config.command import Command
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.inference_checks import batch_inference_problems, chat_problems
 from openrlhf.config.lora_combiner import LoraCombinerConfig, lora_combiner_problems
@@ -16,7 +17,6 @@ from openrlhf.config.old_flags import (
     SERVE_RM_OLD_FLAGS,
     SFT_OLD_FLAGS,
 )
-from openrlhf.config.parse import Command
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import PPO_NOT_YET, ppo_placement_problems, ppo_problems
 from openrlhf.config.serve_rm import ServeRMConfig, serve_rm_problems

@@ -10,7 +10,7 @@ from openrlhf.config.choices import (
     InferenceTask,
     ParamDtype,
     Positive,
-    PositiveShare,
+    PositiveFraction,
     PostProcessor,
 )
 
@@ -72,7 +72,7 @@ class AnswerConfig:
     """Always the most likely token."""
     temperature: Positive = 1.0
     """Sampling temperature."""
-    top_p: PositiveShare = 1.0
+    top_p: PositiveFraction = 1.0
     """Sample from the most likely tokens that add up to this probability."""
     repetition_penalty: Positive = 1.0
     """Logits of tokens that already occurred are divided by this if positive, multiplied if negative. 1:
@@ -112,8 +112,8 @@ class InferenceVllmConfig:
     """Keep the KV cache of prompts."""
     enforce_eager: bool = False
     """No CUDA graphs: less memory, slower sampling."""
-    gpu_memory_utilization: PositiveShare = 0.95
-    """Share of the GPU's memory that the engine may take."""
+    gpu_memory_utilization: PositiveFraction = 0.95
+    """Fraction of the GPU's memory that the engine may take."""
     kv_cache_gb: Positive | None = None
     """Size of the KV cache, GB. None: what gpu_memory_utilization leaves; 0.25 without a GPU."""
 
@@ -223,7 +223,7 @@ class ChatSamplingConfig:
     """Always the most likely token."""
     temperature: Positive = 0.2
     """Sampling temperature."""
-    top_p: PositiveShare = 0.9
+    top_p: PositiveFraction = 0.9
     """Sample from the most likely tokens that add up to this probability."""
     repetition_penalty: Positive = 1.2
     """Logits of tokens that already occurred are divided by this if positive, multiplied if negative. 1:
@@ -238,8 +238,8 @@ class ChatVllmConfig:
     """GPUs of the engine. None: all; without GPUs 1."""
     enforce_eager: bool = False
     """No CUDA graphs: the engine starts sooner and answers more slowly."""
-    gpu_memory_utilization: PositiveShare = 0.95
-    """Share of the GPU's memory that the engine may take."""
+    gpu_memory_utilization: PositiveFraction = 0.95
+    """Fraction of the GPU's memory that the engine may take."""
     kv_cache_gb: Positive | None = None
     """Size of the KV cache, GB. None: what gpu_memory_utilization leaves; 0.25 without a GPU."""
 

@@ -17,8 +17,8 @@ from openrlhf.config.checks import (
     template,
     unread,
 )
+from openrlhf.config.command import Explicit, Problem
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
-from openrlhf.config.parse import Explicit, Problem
 
 
 def batch_inference_problems(config: BatchInferenceConfig, explicit: Explicit) -> list[Problem]:

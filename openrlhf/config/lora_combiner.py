@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from openrlhf.config.checks import first_of_each, local_models, required
 from openrlhf.config.choices import ParamDtype
-from openrlhf.config.parse import Explicit, Problem
+from openrlhf.config.command import Explicit, Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,76 +14,15 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any, Generic, NoReturn, TypeVar
 
+from openrlhf.config.command import SECRETS, Command, Explicit, Problem, Source
 from openrlhf.config.fields import Field, convert, fields_of, to_words, values_of, with_values
 from openrlhf.config.old_flags import OldFlag, Words
+from openrlhf.config.reference import help_text
 
 ConfigT = TypeVar("ConfigT")
 
-SECRETS = ("logger.wandb.key", "api_key")
-"""Never printed and never written to a file."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """How a flag came to be set."""
-
-    file: str = ""
-    """The file and line, or the variable; "" for the command line."""
-    old: str = ""
-    """The old spelling that was used; "" for today's name."""
-    shared: bool = False
-    """The old spelling also set other flags."""
-
-
-Explicit = Mapping[str, Source]
-"""The flags that somebody set, by key."""
-
-
-Settle = Callable[[ConfigT, Explicit, Sequence[int]], Mapping[str, Any]]
+Resolve = Callable[[ConfigT, Explicit, Sequence[int]], Mapping[str, Any]]
 Plan = Callable[[ConfigT, Sequence[int]], str]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    key: str
-    """The flag it is about."""
-    text: str
-    """What is wrong, and what to do."""
-    fatal: bool = True
-    """Nothing starts. False: a remark."""
-
-
-@dataclass(frozen=True, slots=True)
-class NotYet:
-    """A flag whose feature does not exist: anything but its default is refused."""
-
-    what: str
-    """The feature."""
-    why: str = ""
-    """The reason why it does not work."""
-
-    @property
-    def state(self) -> str:
-        return f"not available yet{self.why and ': '}{self.why}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Command(Generic[ConfigT]):
-    name: str
-    """As in `openrlhf NAME`."""
-    config_type: type[ConfigT]
-    summary: str
-    old_flags: Mapping[str, OldFlag]
-    problems: Callable[[ConfigT, Explicit], list[Problem]]
-    """Lists what is wrong between flags. Fatal problems do not depend on values that `settle` may choose."""
-    placed: Callable[[ConfigT, Explicit], list[Problem]] = lambda config, explicit: []
-    """Lists what is wrong with the placement, given the values that `settle` chose."""
-    not_yet: Mapping[str, NotYet] = field(default_factory=dict)
-    """By flag. `--help` and docs/flags.md say so too."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Flag -> the variable of the environment that sets it where nothing else does."""
-    has_plan: bool = False
-    """It places its processes on a cluster: `--print_plan` says where."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,18 +35,18 @@ def parse(
     command: Command[ConfigT],
     argv: Sequence[str] | None = None,
     *,
-    settle: Settle[ConfigT] = lambda config, explicit, cluster: {},
+    resolve: Resolve[ConfigT] = lambda config, explicit, cluster: {},
     inspect: Callable[[ConfigT], list[str]] = lambda config: [],
     plan: Plan[ConfigT] = lambda config, cluster: "",
 ) -> Invocation[ConfigT]:
     """Read the command line (default: sys.argv). Exits with 0 after `--help`, `--print_config`,
     `--print_command` and `--print_plan`, with 2 when something is wrong.
 
-    `settle`: values, by what there is to compute on, of flags that nobody set. `inspect`: what is wrong with
+    `resolve`: values, by what there is to compute on, of flags that nobody set. `inspect`: what is wrong with
     more than flags. Both may import libraries, so they are asked only where the flags are right. `plan`: what
     `--print_plan` prints. Raises ValueError where the run does not fit.
 
-    `settle` and `plan` get the GPUs of each node of the cluster that `--print_plan` describes; nothing for
+    `resolve` and `plan` get the GPUs of each node of the cluster that `--print_plan` describes; nothing for
     the one that there is."""
     line = _read_argv(sys.argv[1:] if argv is None else argv)
     variables = _read_variables(command)
@@ -127,11 +66,11 @@ def parse(
     refused = _said(found, config, explicit, fatal=True)
     if problems or (refused and not only_prints):
         _refuse(problems + refused, command, notes + _said(found, config, explicit, fatal=False))
-    settled = settle(config, explicit, line.cluster)
-    config = with_values(config, settled)
+    resolved = resolve(config, explicit, line.cluster)
+    config = with_values(config, resolved)
     found = _problems(command, config, explicit) + command.placed(config, explicit)
-    if settled:
-        flags = " ".join(_spelled(key, value) for key, value in settled.items())
+    if resolved:
+        flags = " ".join(_spelled(key, value) for key, value in resolved.items())
         notes.append(f"not set, so chosen by what there is: {flags}")
     notes += _said(found, config, explicit, fatal=False)
     if line.print_config:
@@ -257,7 +196,7 @@ class _Setting:
     words: Words
     shown: str
     """The name as it was typed, with the file and line where it stands."""
-    source: Source = Source()
+    source: Source = field(default_factory=Source)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -558,7 +497,6 @@ def _refuse(problems: Sequence[str], command: Command, notes: Sequence[str] = ()
 
 
 def _show_help(command: Command, config: Any, word: str) -> NoReturn:
-    from openrlhf.config.reference import help_text
 
     text = help_text(command, config, word.lstrip("-").replace("-", "_"))
     if not text:

@@ -13,6 +13,7 @@ from openrlhf.config.choices import (
     Decay,
     EstimatorName,
     Failure,
+    Fraction,
     ISCorrectionType,
     JournalMode,
     KLEstimator,
@@ -21,11 +22,10 @@ from openrlhf.config.choices import (
     Placement,
     PolicyLossType,
     Positive,
+    PositiveFraction,
     PositiveOrZero,
-    PositiveShare,
     ProximalPolicyName,
     Range,
-    Share,
     Steps,
     SyncBackend,
 )
@@ -192,8 +192,8 @@ class RewardConfig:
     """Samples in one request to a reward server at most. 1: each alone."""
     remote_concurrency: Count = 32
     """Requests to reward servers that each engine has under way."""
-    max_failed_ratio: Share = 0.5
-    """Share of failed samples in one step above which the run stops."""
+    max_failed_ratio: Fraction = 0.5
+    """Fraction of failed samples in one step above which the run stops."""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -258,8 +258,8 @@ class VllmConfig:
     """No CUDA graphs: less memory, slower sampling."""
     enable_sleep: bool = False
     """Engines leave the GPU while the models train. With train.colocate_all only."""
-    gpu_memory_utilization: PositiveShare = 0.95
-    """Share of the GPU's memory that an engine may take; with train.colocate_all no more than 0.95 of what
+    gpu_memory_utilization: PositiveFraction = 0.95
+    """Fraction of the GPU's memory that an engine may take; with train.colocate_all no more than 0.95 of what
     the models leave."""
     kv_cache_gb: Positive | None = None
     """Size of an engine's KV cache, GB. None: what gpu_memory_utilization leaves; 0.25 without a GPU."""
@@ -288,7 +288,7 @@ class RolloutConfig:
     """Tokens in such a row with train.dynamic_batch_enable. None: train.max_tokens_per_gpu."""
     temperature: Positive = 1.0
     """Sampling temperature. Training log-probs use it too."""
-    top_p: PositiveShare = 1.0
+    top_p: PositiveFraction = 1.0
     """Sample from the most likely tokens that add up to this probability."""
     top_k: Annotated[int, Range(at_least=-1)] = -1
     """Sample from the k most likely tokens. -1: from all."""
@@ -459,9 +459,9 @@ class AdvantageConfig:
 
     estimator: EstimatorName = "gae"
     """How the rewards of a step become advantages of actions."""
-    gamma: Share = 1.0
+    gamma: Fraction = 1.0
     """Discount per token, for gae and reinforce."""
-    lambd: Share = 1.0
+    lambd: Fraction = 1.0
     """GAE: how far advantages look ahead."""
     no_std_norm: bool = False
     """Center advantages over the step without dividing by their deviation. For gae, reinforce,
@@ -477,7 +477,7 @@ class AdvantageConfig:
     None: is_correction_threshold."""
     proximal_policy: ProximalPolicyName = "recomputed"
     """Decoupled PPO: the policy from which the clip counts; a correction weighs its gap to the sampler."""
-    staleness_decay: PositiveShare = 1.0
+    staleness_decay: PositiveFraction = 1.0
     """d in the weight d^s of an action's policy loss, where the weights that chose it are s steps behind. 1:
     all weigh the same."""
     max_token_staleness: CountOrZero | None = None
@@ -696,7 +696,7 @@ class PPOConfig:
     def num_engines(self) -> int:
         if self.vllm.num_engines is not None:
             return self.vllm.num_engines
-        return max(1, self.actor.num_gpus // self.vllm.num_gpus) if self.engines_share else 1
+        return max(1, self.actor.num_gpus // self.vllm.num_gpus) if self.engines_colocated else 1
 
     @property
     def max_staleness(self) -> int:
@@ -712,14 +712,14 @@ class PPOConfig:
         return math.inf if waits else self.max_staleness
 
     @property
-    def engines_share(self) -> bool:
+    def engines_colocated(self) -> bool:
         """Engines are on the models' GPUs. Those that sample while models train have their own."""
         return self.train.colocate_all and not self.train.async_enable
 
     @property
     def engines_sleep(self) -> bool:
         """vllm.enable_sleep where it means something: engines on the models' GPUs."""
-        return self.vllm.enable_sleep and self.engines_share
+        return self.vllm.enable_sleep and self.engines_colocated
 
     @property
     def data_parallel_size(self) -> int:

@@ -33,8 +33,8 @@ from openrlhf.config.checks import (
     unread,
 )
 from openrlhf.config.choices import VLLM_LORA_RANKS
+from openrlhf.config.command import Explicit, Problem
 from openrlhf.config.fields import values_of
-from openrlhf.config.parse import Explicit, Problem
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
 
@@ -735,7 +735,7 @@ def optimizer_sleep(config: PPOConfig) -> Iterator[Problem]:
 def engines_beside_actor(config: PPOConfig) -> Iterator[Problem]:
     """Engines that share the actor's GPUs have all of them."""
     gpus, per_engine = config.actor.num_gpus, config.vllm.num_gpus
-    if config.engines_share and config.num_engines * per_engine != gpus:
+    if config.engines_colocated and config.num_engines * per_engine != gpus:
         sizes = [str(n) for n in range(1, gpus + 1) if gpus % n == 0]
         fits = (
             f"use {gpus // per_engine}"

@@ -5,8 +5,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
+from openrlhf.config.command import SECRETS, Command
 from openrlhf.config.fields import Field, fields_of, to_words, values_of
-from openrlhf.config.parse import SECRETS, Command
 from openrlhf.config.sections import OptimConfig
 
 _ORDER = (

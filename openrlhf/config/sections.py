@@ -17,14 +17,14 @@ from openrlhf.config.choices import (
     CountOrZero,
     Decay,
     ExpertsImplementation,
+    Fraction,
     OptimizerName,
     ParamDtype,
     Positive,
+    PositiveFraction,
     PositiveOrZero,
-    PositiveShare,
     Range,
     SequenceParallelMode,
-    Share,
     Steps,
 )
 
@@ -67,13 +67,13 @@ class OptimConfig:
     muon: MuonConfig = field(default_factory=MuonConfig)
     lr_scheduler: str = "cosine_with_min_lr"
     """Shape of the schedule after the warm-up, by its name in transformers."""
-    lr_warmup_ratio: Share = 0.03
-    """Share of all optimizer steps spent warming up, rounded up to w steps: the first has 1 / w of the peak
-    learning rate, the w-th all of it. 0: the peak at once."""
-    lr_decay_ratio: PositiveShare = 0.1
-    """Share of all optimizer steps, the last ones, in which warmup_stable_decay falls from the peak."""
-    min_lr_ratio: Share = 0.1
-    """Floor of the schedules that end in `_with_min_lr`, as a share of the peak learning rate."""
+    lr_warmup_ratio: Fraction = 0.03
+    """Fraction of all optimizer steps spent warming up, rounded up to w steps: the first has 1 / w of the
+    peak learning rate, the w-th all of it. 0: the peak at once."""
+    lr_decay_ratio: PositiveFraction = 0.1
+    """Fraction of all optimizer steps, the last ones, in which warmup_stable_decay falls from the peak."""
+    min_lr_ratio: Fraction = 0.1
+    """Floor of the schedules that end in `_with_min_lr`, as a fraction of the peak learning rate."""
     max_norm: PositiveOrZero = 1.0
     """Gradients are clipped to this norm. 0: no clipping."""
 

@@ -18,7 +18,7 @@ from openrlhf.config.checks import (
     unread,
 )
 from openrlhf.config.choices import Count, ExpertsImplementation, ParamDtype, Positive, Range
-from openrlhf.config.parse import Explicit, Problem
+from openrlhf.config.command import Explicit, Problem
 
 KEY_VARIABLE = "OPENRLHF_REWARD_KEY"
 """Environment variable with the key of reward servers, for the server and for those who ask it."""

@@ -8,10 +8,10 @@ from openrlhf.config.choices import (
     Count,
     CountOrZero,
     DistillationLoss,
+    Fraction,
     PairLoss,
     Positive,
     PositiveOrZero,
-    Share,
     Smoothing,
     Steps,
 )
@@ -362,7 +362,7 @@ class TeacherConfig:
 class KDModelConfig(SFTModelConfig):
     """The model that is trained."""
 
-    kd_coef: Share = 0.4
+    kd_coef: Fraction = 0.4
     """Weight of the teacher: the loss is (1 - kd_coef) of the data's and kd_coef of the teacher's."""
     kd_temperature: Positive = 1.0
     """Divides the logits of both; the loss is multiplied by its square, as its gradient shrinks by that."""

@@ -27,7 +27,7 @@ from openrlhf.config.checks import (
     tensor_parallel,
     unread,
 )
-from openrlhf.config.parse import Explicit, Problem
+from openrlhf.config.command import Explicit, Problem
 from openrlhf.config.supervised import (
     DPOConfig,
     KDConfig,

@@ -84,46 +84,46 @@ class PromptDataset:
 
 
 class PromptSampler:
-    """Hands out prompts, each once in an episode, in an order that depends on the seed and the episode alone.
+    """Hands out prompts, each once in an epoch, in an order that depends on the seed and the epoch alone.
 
-    num_episodes None: for ever.
+    num_epochs None: for ever.
     """
 
     def __init__(
-        self, prompts: PromptDataset, *, seed: int, num_episodes: int | None = None, shuffle: bool = True
+        self, prompts: PromptDataset, *, seed: int, num_epochs: int | None = None, shuffle: bool = True
     ):
         self._prompts = prompts
         self._seed = seed
-        self._num_episodes = num_episodes
+        self._num_epochs = num_epochs
         self._shuffle = shuffle
-        self._start(episode=0, position=0)
+        self._start(epoch=0, position=0)
 
     @property
-    def episode(self) -> int:
-        """The episode of the next prompt."""
-        return self._episode
+    def epoch(self) -> int:
+        """The epoch of the next prompt."""
+        return self._epoch
 
     @property
     def is_exhausted(self) -> bool:
-        """The last episode is over."""
-        return self._episode == self._num_episodes
+        """The last epoch is over."""
+        return self._epoch == self._num_epochs
 
     def next_batch(self, n: int) -> list[Prompt]:
-        """The next n prompts. The last batch of an episode holds what is left of it; after the last episode:
+        """The next n prompts. The last batch of an epoch holds what is left of it; after the last epoch:
         []."""
         if self.is_exhausted:
             return []
         chosen = self._order[self._position : self._position + n]
-        batch = [replace(self._prompts[i], episode=self._episode) for i in chosen]
+        batch = [replace(self._prompts[i], epoch=self._epoch) for i in chosen]
         if self._position + n < len(self._order):
             self._position += n
         else:
-            self._start(self._episode + 1, position=0)
+            self._start(self._epoch + 1, position=0)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "episode": self._episode,
+            "epoch": self._epoch,
             "position": self._position,
             "seed": self._seed,
             "num_prompts": len(self._prompts),
@@ -139,9 +139,10 @@ class PromptSampler:
                     f"The checkpoint is of other prompts: {key} was {state[key]}, and is {here[key]}.\n"
                     "Resume with the same --data.prompt_dataset, templates and seed, or start a new run."
                 )
-        self._start(state["episode"], state["position"])
+        epoch = state["epoch"] if "epoch" in state else state["episode"]  # as version 1 called it
+        self._start(epoch, state["position"])
 
-    def _start(self, episode: int, position: int) -> None:
-        self._episode = episode
+    def _start(self, epoch: int, position: int) -> None:
+        self._epoch = epoch
         self._position = position
-        self._order = epoch_order(len(self._prompts), seed=self._seed, epoch=episode, shuffle=self._shuffle)
+        self._order = epoch_order(len(self._prompts), seed=self._seed, epoch=epoch, shuffle=self._shuffle)

@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from openrlhf.config.checks import row_attention
 from openrlhf.config.choices import FLASH_PACKAGES
 from openrlhf.models.ring import ring_attention
-from openrlhf.models.sequence_parallel import Packing, RowShare, RowSharing
+from openrlhf.models.sequence_parallel import Packing, RowShard, SequenceParallel
 from openrlhf.models.varlen import varlen_attention
 from openrlhf.types import present
 
@@ -99,7 +99,10 @@ def _why_no_flash() -> str:
 
 
 def packing_kwargs(
-    implementation: str, lengths: tuple[int, ...], device: torch.device, sharing: RowSharing | None = None
+    implementation: str,
+    lengths: tuple[int, ...],
+    device: torch.device,
+    sharing: SequenceParallel | None = None,
 ) -> dict:
     """What the model must be called with, beside restarting positions, so that attention stays inside
     sequences. `sharing` is `PACKED`'s alone."""
@@ -107,8 +110,8 @@ def packing_kwargs(
         return {}
     packing, longest = Packing.of(lengths, device), max(lengths)
     if implementation == PACKED:
-        share = None if sharing is None else RowShare.of(sharing, lengths, device)
-        return {"packing": packing._replace(share=share)}
+        shard = None if sharing is None else RowShard.of(sharing, lengths, device)
+        return {"packing": packing._replace(shard=shard)}
     return {
         "cu_seq_lens_q": packing.cumulative,
         "cu_seq_lens_k": packing.cumulative,
@@ -145,18 +148,18 @@ def packed_attention(
         raise CannotPack(f"{type(module).__name__} makes a mask of its own over the row")
     window = sliding_window if attention_mask is None else int(attention_mask)
     attend = partial(_attend, scaling=scaling, dropout=dropout, window=window, softcap=softcap)
-    if packing.share is None:
+    if packing.shard is None:
         return attend(query, key, value, s_aux, packing, packing), None
-    if packing.share.sharing.splits_heads(query.shape[1], key.shape[1]):
+    if packing.shard.sharing.splits_heads(query.shape[1], key.shape[1]):
         return _with_own_heads(attend, query, key, value, s_aux, packing), None
-    sharing = packing.share.sharing
+    sharing = packing.shard.sharing
     if sharing.mode != "allgather":
         reason = why_no_ring(query, value, window=window, softcap=softcap, sinks=s_aux, dropout=dropout)
         if not reason:
-            return _round_the_ring(query, key, value, scaling, packing.share), None
+            return _round_the_ring(query, key, value, scaling, packing.shard), None
         if sharing.mode == "ring" and sharing.rank == 0:
             _say_gathered(reason)
-    return _over_gathered_keys(attend, query, key, value, s_aux, packing.share), None
+    return _over_gathered_keys(attend, query, key, value, s_aux, packing.shard), None
 
 
 def broke_attention(error: Exception) -> bool:
@@ -202,7 +205,7 @@ def _with_own_heads(
     packing: Packing,
 ) -> Tensor:
     """Of this rank's slice of a row, as `packed_attention`."""
-    sharing = present(packing.share).sharing
+    sharing = present(packing.shard).sharing
     keys = (x.repeat_interleave(sharing.copies(x.shape[1]), dim=1) for x in (key, value))
     q, k, v = (sharing.whole_row(x[0])[None] for x in (query, *keys))
     if sinks is not None:
@@ -216,17 +219,17 @@ def _over_gathered_keys(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
-    share: RowShare,
+    shard: RowShard,
 ) -> Tensor:
     """Of this rank's slice of a row, as `packed_attention`."""
-    num_kv, step, key_size = key.shape[1], share.sharing.heads_at_a_time, key.shape[3]
+    num_kv, step, key_size = key.shape[1], shard.sharing.heads_at_a_time, key.shape[3]
     per_kv, outputs = query.shape[1] // num_kv, []
     own = torch.cat([key, value], dim=-1)[0].transpose(0, 1)  # (n, heads, d): one message for both
     for head in range(0, num_kv, step):
-        whole = share.sharing.gathered(own[:, head : head + step]).transpose(0, 1)[None]
+        whole = shard.sharing.gathered(own[:, head : head + step]).transpose(0, 1)[None]
         of_heads = slice(head * per_kv, (head + step) * per_kv)
         of_chunks = []
-        for chunk, q in zip(share.chunks, query[:, of_heads].chunk(2, 2), strict=True):
+        for chunk, q in zip(shard.chunks, query[:, of_heads].chunk(2, 2), strict=True):
             k, v = whole[:, :, chunk.seen].tensor_split((key_size,), -1)
             of_sinks = None if sinks is None else sinks[of_heads]
             of_chunks.append(attend(q, k, v, of_sinks, chunk.queries, chunk.keys))
@@ -235,12 +238,12 @@ def _over_gathered_keys(
 
 
 def _round_the_ring(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, share: RowShare
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, shard: RowShard
 ) -> Tensor:
     """Of this rank's slice of a row, as `packed_attention`."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = _of_kernel_size(query, key, value)
-    output = ring_attention(q, k, v, share, scale, flash=query.is_cuda).transpose(1, 2)
+    output = ring_attention(q, k, v, shard, scale, flash=query.is_cuda).transpose(1, 2)
     return output[..., : value.shape[-1]].contiguous()
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from openrlhf.models.attention import packing_kwargs
 from openrlhf.models.router_replay import Replay
-from openrlhf.models.sequence_parallel import RowSharing
+from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.vision import ImageReader, inputs_of_row, with_blank
 from openrlhf.types import Image, PackedRow, present
 
@@ -32,7 +32,7 @@ class Reading:
     """With Liger's kernels, `--ds.use_liger_kernel`."""
     images: ImageReader | None = None
     """None: text only."""
-    sharing: RowSharing | None = None
+    sharing: SequenceParallel | None = None
     """None: every rank reads whole rows."""
     replay: Replay | None = None
     """The experts that a row names for its tokens are chosen. None: routers choose."""
@@ -69,7 +69,7 @@ class ActionStates(NamedTuple):
     """Which of the row's actions those are: all, or (a,) their indices."""
     num_actions: int
     """Of the row."""
-    sharing: RowSharing | None
+    sharing: SequenceParallel | None
 
     def whole(self, answers: Tensor) -> Tensor:
         """(a, ...) what the head says of its actions -> (A, ...) of all of the row."""
@@ -101,7 +101,7 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
     return _one_by_one(model, row)
 
 
-def in_one_pass(model: PreTrainedModel, row: PackedRow, sharing: RowSharing | None = None) -> Tensor:
+def in_one_pass(model: PreTrainedModel, row: PackedRow, sharing: SequenceParallel | None = None) -> Tensor:
     attention = model.config._attn_implementation
     assert attention is not None  # models/loading.py chose it
     reader, tokens = reading_of(model).images, slice(len(row.token_ids))
@@ -137,7 +137,7 @@ def _state_borders(
     }
 
 
-def _inputs(model: PreTrainedModel, row: PackedRow, sharing: RowSharing | None) -> dict[str, Tensor]:
+def _inputs(model: PreTrainedModel, row: PackedRow, sharing: SequenceParallel | None) -> dict[str, Tensor]:
     """What transformers' forward of a row, or of this rank's slice, is called with."""
     reader = reading_of(model).images
     if reader is not None:
@@ -147,7 +147,7 @@ def _inputs(model: PreTrainedModel, row: PackedRow, sharing: RowSharing | None) 
 
 
 def _read(
-    model: PreTrainedModel, routing: Tensor | None, sharing: RowSharing | None, **inputs: Any
+    model: PreTrainedModel, routing: Tensor | None, sharing: SequenceParallel | None, **inputs: Any
 ) -> Tensor:
     """transformers' forward of `inputs` -> hidden states (n, H)."""
     replay = reading_of(model).replay if routing is not None else None

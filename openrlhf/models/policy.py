@@ -47,8 +47,8 @@ class PolicyModel(RowModel):
         if summed:
             return TokenScores(states.total(log_probs), None)
         log_probs = states.whole(log_probs)
-        if row.log_shares is not None:
-            log_probs = log_probs + row.log_shares
+        if row.log_masses is not None:
+            log_probs = log_probs + row.log_masses
         return TokenScores(log_probs, None if entropy is None else states.whole(entropy))
 
 

@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from openrlhf.models.sequence_parallel import Block, RowShare, RowSharing
+from openrlhf.models.sequence_parallel import Block, RowShard, SequenceParallel
 from openrlhf.models.varlen import varlen_attention
 from openrlhf.types import present
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, share: RowShare, scale: float, *, flash: bool
+    query: Tensor, key: Tensor, value: Tensor, shard: RowShard, scale: float, *, flash: bool
 ) -> Tensor:
     """Causal attention within sequences, of the queries of this rank's slice; collective. All heads are of
     one size. `flash`: by FlashAttention on CUDA, else by torch's kernel on the CPU."""
-    return _Ring.apply(query, key, value, share, scale, FLASH if flash else ON_CPU)
+    return _Ring.apply(query, key, value, shard, scale, FLASH if flash else ON_CPU)
 
 
 class Kernel(NamedTuple):
@@ -45,17 +45,17 @@ class Kernel(NamedTuple):
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, share: RowShare, scale: float, kernel: Kernel) -> Tensor:
+    def forward(ctx, query, key, value, shard: RowShard, scale: float, kernel: Kernel) -> Tensor:
         total = torch.zeros_like(query, dtype=_wide(query))
         lse = torch.full(query.shape[:3], float("-inf"), dtype=total.dtype, device=query.device)
-        for rank, (k, v) in _travelling(torch.stack([key, value]), share.sharing):
-            for block in share.blocks(rank):
+        for rank, (k, v) in _travelling(torch.stack([key, value]), shard.sharing):
+            for block in shard.blocks(rank):
                 own, of = block.own, block.of
                 part = kernel.forward(query[:, :, own], k[:, :, of], v[:, :, of], block, scale)
                 _add(total[:, :, own], lse[:, :, own], *part)
         output = total.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, lse)
-        ctx.share, ctx.scale, ctx.kernel = share, scale, kernel
+        ctx.shard, ctx.scale, ctx.kernel = shard, scale, kernel
         return output
 
     @staticmethod
@@ -63,14 +63,14 @@ class _Ring(torch.autograd.Function):
     # pyrefly: ignore[bad-override]  torch does not type this decorator
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        share, sharing = ctx.share, ctx.share.sharing
+        shard, sharing = ctx.shard, ctx.shard.sharing
         of_queries = grad.contiguous(), query, output, lse
         dq = torch.zeros_like(query, dtype=_wide(query))
 
         def differentiated(rank: int, kv: Tensor) -> Tensor:
             """The gradient of these keys and values by this rank's queries; adds theirs to `dq`."""
             dkv = torch.zeros_like(kv, dtype=dq.dtype)
-            for block in share.blocks(rank):
+            for block in shard.blocks(rank):
                 own = (x[:, :, block.own] for x in of_queries)
                 found = ctx.kernel.backward(*own, *kv[:, :, :, block.of], block, ctx.scale)
                 dq[:, :, block.own] += found[0]
@@ -87,7 +87,7 @@ class _Ring(torch.autograd.Function):
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None, None
 
 
-def _travelling(kv: Tensor, sharing: RowSharing) -> Iterator[tuple[int, Tensor]]:
+def _travelling(kv: Tensor, sharing: SequenceParallel) -> Iterator[tuple[int, Tensor]]:
     """Every rank, this one first, and what it began with in the place of `kv`. The next one is under way
     while the caller computes."""
     for step in range(sharing.size):

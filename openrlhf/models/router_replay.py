@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
-from openrlhf.models.sequence_parallel import RowSharing
+from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.types import own_choice
 
 ROUTER = re.compile(r"TopK_?Router$", re.IGNORECASE)
@@ -77,7 +77,7 @@ class Replay:
             for place, router in routers
         ]
 
-    def routing(self, of_row: Tensor, num_tokens: int, sharing: RowSharing | None) -> Tensor:
+    def routing(self, of_row: Tensor, num_tokens: int, sharing: SequenceParallel | None) -> Tensor:
         """What the model must be called with as `routing`, where a row has `of_row` (N, M, K): of the
         `num_tokens` that a pass reads, also of those behind the row, or of this rank's slice."""
         missing = num_tokens * (1 if sharing is None else sharing.size) - len(of_row)

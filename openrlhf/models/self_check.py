@@ -42,8 +42,8 @@ from openrlhf.models.backbone import Reading, RowModel, alone, in_one_pass, inpu
 from openrlhf.models.liger import transformers_kernels
 from openrlhf.models.policy import head_of, head_options
 from openrlhf.models.router_replay import NotReplayed, Replay
-from openrlhf.models.sequence_parallel import RowSharing
-from openrlhf.models.tensor_parallel import check_planned, refusal, share_matrices
+from openrlhf.models.sequence_parallel import SequenceParallel
+from openrlhf.models.tensor_parallel import check_planned, refusal, shard_matrices
 from openrlhf.models.vision import SHAPES
 from openrlhf.types import PackedRow, Sample, own_choice
 
@@ -73,7 +73,7 @@ LONGEST = 1280
 """Tokens of A where it must be longer than a sliding window."""
 
 
-def settle_reading(
+def resolve_reading(
     ask: Callable[[], Any], module: RowModel, *, zero_stage: int | None = None, tensor: int = 1
 ) -> Reading:
     """Find out how `module.model` reads rows, and have it read them so from now on.
@@ -105,12 +105,12 @@ def settle_reading(
     return reading_of(model)
 
 
-def share_matrices_rightly(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+def shard_matrices_checked(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     """Leave each rank of `group` its part of a model that all of them have. ValueError where it cannot be
     shared, or the parts compute something else than the whole. Before an engine moves it to a device."""
     check_planned(model, group.size())
     expected = _states_and_logits(model)
-    share_matrices(model, group)
+    shard_matrices(model, group)
     if problem := _difference(model, expected, group):
         problem += ", so transformers' plan for its architecture is wrong"
         raise ValueError(refusal(model, group.size(), problem))
@@ -188,7 +188,7 @@ def _find_out(run: Callable, model: PreTrainedModel) -> dict[str, str]:
             "Use --ds.attn_implementation auto."
         )
         return {"reason": reason, "error": error}
-    if reading.sharing and (unshared := reason or why_not_shared(run, model, reading.sharing)):
+    if reading.sharing and (unshared := reason or why_slices_differ(run, model, reading.sharing)):
         error = (
             f"--ds.ring_attn_size {reading.sharing.size}: ranks cannot share a row of {name}: {unshared}.\n"
             "Remove the flag."
@@ -236,7 +236,7 @@ def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
     return ""
 
 
-def why_not_shared(run: Callable, model: PreTrainedModel, sharing: RowSharing) -> str:
+def why_slices_differ(run: Callable, model: PreTrainedModel, sharing: SequenceParallel) -> str:
     """What goes wrong where each rank computes a slice of a sequence; "" where nothing does."""
     row = _row(model, _probe(model).a)
     expected = run(lambda: in_one_pass(model, row))

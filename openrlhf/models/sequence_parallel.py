@@ -26,7 +26,7 @@ from openrlhf.types import PackedRow, present
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowSharing:
+class SequenceParallel:
     """The ranks that share rows, seen from one of them."""
 
     group: dist.ProcessGroup
@@ -166,7 +166,7 @@ class Packing(NamedTuple):
 
     lengths: tuple[int, ...]
     cumulative: Tensor  # (B + 1,) int32, on the row's device
-    share: "RowShare | None" = None
+    shard: "RowShard | None" = None
     """None: this rank has the whole row."""
 
     @classmethod
@@ -204,14 +204,14 @@ class Block(NamedTuple):
     causal: bool
 
 
-class RowShare(NamedTuple):
+class RowShard(NamedTuple):
     """This rank's slice of a row, and what it sees of the others'."""
 
-    sharing: RowSharing
+    sharing: SequenceParallel
     chunks: tuple[Chunk, ...]
 
     @classmethod
-    def of(cls, sharing: RowSharing, lengths: Sequence[int], device: torch.device) -> Self:
+    def of(cls, sharing: SequenceParallel, lengths: Sequence[int], device: torch.device) -> Self:
         """`lengths`: of the sequences of a row that is filled up."""
         size = sum(lengths) // (2 * sharing.size)
         chunks = []

@@ -47,7 +47,7 @@ class Shard:
     dim: int
 
 
-def share_matrices(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+def shard_matrices(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     """Leave each rank of `group` its part of a model that all of them have. ValueError where it cannot be
     shared."""
     check_planned(model, group.size())
@@ -56,7 +56,7 @@ def share_matrices(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
         STYLES[style](module, group)
         if isinstance(module, ColumnLinear):
             module.entrance = inputs[name.rpartition(".")[0]].of_one_more()
-    _share_vocabulary(model, group)
+    _shard_vocabulary(model, group)
     for parameter in model.parameters():
         if not hasattr(parameter, "shard"):
             _take_first(parameter, group)
@@ -68,7 +68,7 @@ def check_planned(model: PreTrainedModel, size: int) -> None:
         raise ValueError(refusal(model, size, reason))
 
 
-def check_shares_matrices(path: str, flag: str, size: int) -> None:
+def check_tensor_parallel(path: str, flag: str, size: int) -> None:
     """Raise ValueError, without loading weights, where `size` ranks cannot share the matrices of `path`."""
     config = load_config(path, flag)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -227,13 +227,13 @@ def _cut_size(module: nn.Module, style: str) -> int:
     return module.out_features if style.startswith("colwise") else module.in_features
 
 
-def _share_columns(module: Any, group: dist.ProcessGroup, kind: type = ColumnLinear) -> None:
+def _shard_columns(module: Any, group: dist.ProcessGroup, kind: type = ColumnLinear) -> None:
     module.__class__, module.group = kind, group
     _cut(module.weight, 0, group)
     _cut(module.bias, 0, group)
 
 
-def _share_rows(module: Any, group: dist.ProcessGroup, kind: type = RowLinear) -> None:
+def _shard_rows(module: Any, group: dist.ProcessGroup, kind: type = RowLinear) -> None:
     module.__class__, module.group = kind, group
     _cut(module.weight, 1, group)
 
@@ -247,16 +247,16 @@ def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 REPLICATED = "replicated_with_grad_allreduce"
 STYLES = {
-    "colwise": _share_columns,
-    "rowwise": _share_rows,
-    "colwise_gather_output": partial(_share_columns, kind=GatheredLinear),
-    "rowwise_split_input": partial(_share_rows, kind=SplitLinear),
+    "colwise": _shard_columns,
+    "rowwise": _shard_rows,
+    "colwise_gather_output": partial(_shard_columns, kind=GatheredLinear),
+    "rowwise_split_input": partial(_shard_rows, kind=SplitLinear),
     REPLICATED: _sum_gradients,
 }
 """What transformers calls a way to share a layer -> how it is done here."""
 
 
-def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+def _shard_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     """Where it divides, and nothing but log-probs is asked of the head."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()

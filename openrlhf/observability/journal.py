@@ -22,11 +22,13 @@ from openrlhf.files import replacing
 from openrlhf.observability.rollout_table import (
     FACTS,
     OF_ACTIONS,
+    RENAMED,
     SCHEMA,
     Visits,
     table_of_json,
     to_table,
     to_trajectories,
+    with_names_of_today,
 )
 from openrlhf.observability.run_folder import JOURNAL_FILE
 from openrlhf.types import Batch, Schedule, Trajectory
@@ -201,7 +203,8 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tab
         table = table_of_json(path)
         return table.select(columns or SCHEMA.names).replace_schema_metadata({_NUM_SAMPLES: str(len(table))})
     with pq.ParquetFile(path) as file:
-        return file.read(columns)
+        before = {new: old for old, new in RENAMED.items() if old in file.schema_arrow.names}
+        return with_names_of_today(file.read(columns and [before.get(name, name) for name in columns]))
 
 
 def num_samples(table: pa.Table) -> int:
@@ -217,7 +220,8 @@ def read_rows(path: str | Path, indices: Sequence[int]) -> list[dict[str, Any]]:
     with pq.ParquetFile(path) as file:
         read_group = cache(file.read_row_group)
         size = file.metadata.row_group(0).num_rows if indices else 1
-        return [read_group(i // size).slice(i % size, 1).to_pylist()[0] for i in indices]
+        rows = (with_names_of_today(read_group(i // size).slice(i % size, 1)) for i in indices)
+        return [row.to_pylist()[0] for row in rows]
 
 
 def journal_steps(rollouts: Path, name: str = "step") -> dict[int, Path]:

@@ -1,6 +1,6 @@
 """Trajectories as columns, and back. A row:
 
-    prompt_id, episode, sample_index, part, seed, source   where the trajectory comes from
+    prompt_id, epoch, sample_index, part, seed, source   where the trajectory comes from
     label                                                  JSON
     prompt, response                                       text; response is null without a decoder
     images                                                 what each is called; the pictures are not kept
@@ -41,7 +41,7 @@ _FLOATS = pa.list_(pa.float32())
 FACTS = pa.schema(
     {
         "prompt_id": pa.int64(),
-        "episode": pa.int64(),
+        "epoch": pa.int64(),
         "sample_index": _INT,
         "part": _INT,
         "seed": pa.uint64(),
@@ -94,6 +94,16 @@ def to_table(
     return pa.table(columns | nulls).select(SCHEMA.names).cast(SCHEMA)
 
 
+RENAMED = {"episode": "epoch"}
+"""Columns of earlier versions, and their names today."""
+
+
+def with_names_of_today(table: pa.Table) -> pa.Table:
+    """Returns a table of a journal of any version with the columns' names of this one."""
+    names = [RENAMED.get(name, name) for name in table.column_names]
+    return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
+
+
 def to_trajectories(table: pa.Table) -> list[Trajectory]:
     """Their arrays are views of the table's columns."""
     if "turn_rewards" not in table.column_names:  # as in journals of older versions
@@ -107,7 +117,7 @@ def to_trajectories(table: pa.Table) -> list[Trajectory]:
 
 def table_of_json(path: Path) -> pa.Table:
     """A journal in JSON lines. Its turns are what feedback separates."""
-    rows = list(read_jsonl(path))
+    rows = [{RENAMED.get(name, name): value for name, value in row.items()} for row in read_jsonl(path)]
     return to_table([_trajectory_of_json(row) for row in rows], [row["response"] for row in rows])
 
 
@@ -116,7 +126,7 @@ def _facts(trajectories: Sequence[Trajectory], responses: Sequence[str | None]) 
     values: dict[str, list] = {
         name: [getattr(record, name) for record in records]
         for records, names in (
-            (prompts, ("prompt_id", "episode", "source")),
+            (prompts, ("prompt_id", "epoch", "source")),
             (trajectories, ("sample_index", "part", "seed", "reward", "score", "finish_reason", "truncated")),
         )
         for name in names
@@ -222,7 +232,7 @@ def _trajectory(
             text=row["prompt"],
             label=json.loads(row["label"]),
             source=row["source"],
-            episode=row["episode"],
+            epoch=row["epoch"],
         ),
         token_ids=token_ids,
         action_mask=action_mask,

@@ -88,12 +88,19 @@ class JsonlTracker:
         self._file.close()
 
 
+RENAMED = {"timing/score": "timing/logprobs", "memory/score_gb": "memory/logprobs_gb"}
+"""Metrics of earlier versions, and their names today."""
+
+
 def read_metrics(path: Path) -> dict[int, Metrics]:
-    """Step -> metrics. Rows of the same step are merged; NaN and infinities are numbers again."""
+    """Step -> metrics, by the names of this version. Rows of the same step are merged; NaN and infinities are
+    numbers again."""
     steps: dict[int, Metrics] = {}
     for row in read_jsonl(path):
         step = row.pop("step")
-        steps.setdefault(step, {}).update({name: float(value) for name, value in row.items()})
+        steps.setdefault(step, {}).update(
+            {RENAMED.get(name, name): float(value) for name, value in row.items()}
+        )
     return steps
 
 

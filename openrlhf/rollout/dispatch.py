@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from openrlhf.types import PURPOSES, Group, Prompt, Purpose, Sampled, Work, work_of
+from openrlhf.types import PURPOSES, Prompt, PromptGroup, Purpose, Sampled, Work, work_of
 
 SAMPLES_IN_FLIGHT = 512
 """Samples that an engine works on at a time: enough to fill its batch, few enough that engines of different
@@ -23,7 +23,7 @@ NAMED = 3
 """Prompts that a message about waiting names."""
 
 
-class Sampler(Protocol):
+class EngineHandle(Protocol):
     def run_group(
         self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
     ) -> Future[Sampled]:
@@ -38,7 +38,7 @@ class Memory(Protocol):
         """Samplers are about to be asked. Returns when they can answer."""
         ...
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Samplers have nothing to do, and somebody else needs the memory."""
         ...
 
@@ -52,7 +52,7 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    sampler: Sampler
+    sampler: EngineHandle
     number: int
     requests: list[_Request] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ class _Load:
 class _Again:
     """Samples that have failed, and are to run somewhere else."""
 
-    group: Group
+    group: PromptGroup
     """All samples of the prompt."""
     samples: list[int]
     failed_at: _Load
@@ -113,12 +113,12 @@ class Dispatcher:
 
     def __init__(
         self,
-        samplers: Sequence[Sampler],
+        samplers: Sequence[EngineHandle],
         num_samples: Mapping[Purpose, int],
         *,
         memory: Memory,
         longest: int,
-        score: Callable[[list[Group]], list[Group]] | None = None,
+        score: Callable[[list[PromptGroup]], list[PromptGroup]] | None = None,
         scores_at_once: bool = True,
         retry_on: Collection[str] = (),
     ) -> None:
@@ -132,12 +132,12 @@ class Dispatcher:
         self._score, self._scores_at_once, self._retry_on = score, scores_at_once, retry_on
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="score")
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._finished: dict[Purpose, queue.SimpleQueue[Group | BaseException]] = {
+        self._finished: dict[Purpose, queue.SimpleQueue[PromptGroup | BaseException]] = {
             purpose: queue.SimpleQueue() for purpose in num_samples
         }
         self._under_way = Counter[Purpose]()
         self._waiting: deque[_Request] = deque()
-        self._unscored: list[tuple[_Request, Group]] = []
+        self._unscored: list[tuple[_Request, PromptGroup]] = []
         self._who_needs_memory: list[Future[None]] = []
         self._who_needs_quiet: list[Future[None]] = []
         self._is_awake = self._is_scoring = self._is_held = False
@@ -150,7 +150,7 @@ class Dispatcher:
         requests = [_Request(prompt, purpose) for prompt in prompts]
         self._events.put(lambda: self._waiting.extend(requests))
 
-    def next_group(self, purpose: Purpose, timeout: float | None = None) -> Group:
+    def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
         """The next prompt that has finished. Raises what a sampler or `score` raised; RuntimeError where
         nothing is under way; TimeoutError, which names what is, after `timeout` seconds."""
         if not self._under_way[purpose]:
@@ -165,7 +165,7 @@ class Dispatcher:
         self._under_way[purpose] -= 1
         return found
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Returns when samplers have finished what they were sent, and have freed their memory."""
         self._wait_in(self._who_needs_memory)
 
@@ -229,7 +229,7 @@ class Dispatcher:
     def _free_memory(self) -> None:
         """For those who have asked for it."""
         if self._who_needs_memory:
-            self._memory.rest()
+            self._memory.sleep()
             self._is_awake = False
         while self._who_needs_memory:
             self._who_needs_memory.pop().set_result(None)
@@ -273,11 +273,11 @@ class Dispatcher:
         future = self._scorer.submit(self._score, list(groups))
         future.add_done_callback(lambda future: self._events.put(lambda: self._scored(requests, future)))
 
-    def _scored(self, requests: Sequence[_Request], future: Future[list[Group]]) -> None:
+    def _scored(self, requests: Sequence[_Request], future: Future[list[PromptGroup]]) -> None:
         self._is_scoring = False
         self._hand_out(zip(requests, future.result(), strict=True))
 
-    def _hand_out(self, groups: Iterable[tuple[_Request, Group]]) -> None:
+    def _hand_out(self, groups: Iterable[tuple[_Request, PromptGroup]]) -> None:
         for request, group in groups:
             self._finished[request.purpose].put(group)
 
@@ -295,14 +295,14 @@ class Dispatcher:
         return f"{self._under_way[purpose]} prompts of {purpose} are under way.\n" + "\n".join(lines)
 
 
-def _answered(group: Group) -> tuple[int, int]:
+def _answered(group: PromptGroup) -> tuple[int, int]:
     """Samples, and their tokens beside the prompts: feedback too, which engines read."""
     num_samples = len({t.sample_index for t in group.trajectories})
     num_tokens = sum(len(t.token_ids) for t in group.trajectories)
     return num_samples, num_tokens - num_samples * group.prompt.num_tokens
 
 
-def _replaced(group: Group, again: Group) -> Group:
+def _replaced(group: PromptGroup, again: PromptGroup) -> PromptGroup:
     """With the samples that ran again in the place of those that had failed."""
     new = {t.sample_index for t in again.trajectories}
     kept = [t for t in group.trajectories if t.sample_index not in new]
@@ -320,4 +320,4 @@ def _leave() -> None:
 
 
 def _named(requests: Sequence[_Request]) -> str:
-    return ", ".join(f"{r.prompt.prompt_id} (episode {r.prompt.episode})" for r in requests[:NAMED])
+    return ", ".join(f"{r.prompt.prompt_id} (epoch {r.prompt.epoch})" for r in requests[:NAMED])

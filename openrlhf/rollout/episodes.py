@@ -15,7 +15,7 @@ from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.rollout.results import read_result
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.rollout.trajectories import trajectories
-from openrlhf.types import Episode, Group, Outcome, Prompt, Purpose, Work, no_work, work_of
+from openrlhf.types import Episode, Outcome, Prompt, PromptGroup, Purpose, Work, no_work, work_of
 
 if TYPE_CHECKING:  # both take seconds, and vLLM reads its environment
     from PIL.Image import Image as Picture
@@ -100,7 +100,7 @@ class EpisodeRunner:
 
     async def run_group(
         self, prompt: Prompt, sampling: Sampling, samples: Sequence[int] | None = None
-    ) -> Group:
+    ) -> PromptGroup:
         """All samples of one prompt, concurrently, in order. `samples`: those that have failed elsewhere,
         for their last try."""
         pictures = [decoded(image.data) for image in prompt.images]
@@ -110,7 +110,9 @@ class EpisodeRunner:
             last = self.retries + 1
             running = [self._attempt(prompt, i, sampling, pictures, last) for i in samples]
         episodes = await asyncio.gather(*(self._counted(each, prompt, sampling) for each in running))
-        return Group(prompt=prompt, trajectories=[t for episode in episodes for t in trajectories(episode)])
+        return PromptGroup(
+            prompt=prompt, trajectories=[t for episode in episodes for t in trajectories(episode)]
+        )
 
     async def _counted(
         self, running: Coroutine[Any, Any, Episode], prompt: Prompt, sampling: Sampling
@@ -138,7 +140,7 @@ class EpisodeRunner:
         attempt: int,
     ) -> Episode:
         address: tuple[int | str, ...] = (
-            *(sampling.run_seed, sampling.purpose, prompt.episode, prompt.prompt_id, sample_index),
+            *(sampling.run_seed, sampling.purpose, prompt.epoch, prompt.prompt_id, sample_index),
             *(("attempt", attempt) if attempt else ()),
         )
         own = [picture.copy() for picture in pictures]  # an executor may draw on them

@@ -223,5 +223,5 @@ def _kept_sets(log_probs: "FlatLogprobs") -> KeptSets:
     return KeptSets(
         ids=ids[possible],
         counts=possible.sum(axis=1, dtype=np.int32),
-        log_shares=np.where(is_whole, 0, np.log(shares.clip(max=1))).astype(np.float32),
+        log_masses=np.where(is_whole, 0, np.log(shares.clip(max=1))).astype(np.float32),
     )

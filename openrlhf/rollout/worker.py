@@ -32,8 +32,8 @@ class RolloutWorker(VLLMEngine):
         super().__init__(options)
         self.config, self.files = config, files
 
-    async def start(self, free_share: float | None = None) -> None:
-        await super().start(free_share)
+    async def start(self, free_fraction: float | None = None) -> None:
+        await super().start(free_fraction)
         config, path = self.config, self.config.actor.model_name_or_path
         processor = policy_processor(config)
         tokenizer = text_tokenizer(processor)
@@ -143,4 +143,6 @@ def transfer_backend(config: PPOConfig, on_gpu: bool) -> str:
         return "ray"
     if not on_gpu:
         return "gloo"
-    return "ipc" if config.engines_share and config.vllm.sync_backend == "nccl" else config.vllm.sync_backend
+    return (
+        "ipc" if config.engines_colocated and config.vllm.sync_backend == "nccl" else config.vllm.sync_backend
+    )

@@ -60,7 +60,7 @@ def make_pictures(count: int, *, seed: int, exclude: frozenset[Picture] = frozen
     return list(pictures)
 
 
-def share_right(text: str, label: str) -> float:
+def fraction_right(text: str, label: str) -> float:
     """Of the label's colours, those that the text names at their place. Colours beyond the fourth do not
     count."""
     named, wanted = _COLOUR.findall(text), label.split()

@@ -1,10 +1,10 @@
 """The reward of the pictures, as a file for --reward.remote_url: the share of the label's colours that a
 response names at their place."""
 
-from openrlhf.tasks.picture import share_right
+from openrlhf.tasks.picture import fraction_right
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict:
     responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
-    rewards = [share_right(response, label) for response, label in zip(responses, labels, strict=True)]
+    rewards = [fraction_right(response, label) for response, label in zip(responses, labels, strict=True)]
     return {"rewards": rewards, "scores": rewards}

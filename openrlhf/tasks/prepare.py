@@ -62,7 +62,7 @@ def prepare(
     num_prompts: int = 2_048,
     num_preferences: int = 2_048,
     num_eval: int = 256,
-    careful_share: float = 0.4,
+    careful_fraction: float = 0.4,
 ) -> TaskFiles:
     """The same files for the same arguments. The evaluation problems are the same for every seed, so that
     runs can be compared."""
@@ -82,7 +82,10 @@ def prepare(
         ),
         sft=write_rows(
             folder / "sft.jsonl",
-            (demonstration(problem, careful=rng.random() < careful_share) for problem in problems[:num_sft]),
+            (
+                demonstration(problem, careful=rng.random() < careful_fraction)
+                for problem in problems[:num_sft]
+            ),
         ),
         prompts=write_rows(folder / "prompts.jsonl", map(labelled, problems[:num_prompts])),
         eval=write_rows(folder / "eval.jsonl", map(labelled, held_out)),

@@ -13,14 +13,14 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.prompt_sampler import PromptSampler
 from openrlhf.observability.failures import commonest_failure
 from openrlhf.observability.health import SAME_REWARD
-from openrlhf.types import Group, Metrics, Prompt, Trajectory, present
+from openrlhf.types import Metrics, Prompt, PromptGroup, Trajectory, present
 
 GroupKey = tuple[int, int]
-"""(episode, prompt id)"""
+"""(epoch, prompt id)"""
 
 
 def key_of(prompt: Prompt) -> GroupKey:
-    return prompt.episode, prompt.prompt_id
+    return prompt.epoch, prompt.prompt_id
 
 
 class Verdict(StrEnum):
@@ -109,9 +109,9 @@ class Collector:
     `rollout.vllm_generate_batch_size` above the batch size, or with filtering, more may be sampled than a
     step needs: the surplus waits in a buffer, and comes first in the next step.
 
-    Without filtering a batch holds prompts of one episode, so that a step trains on the same prompts however
+    Without filtering a batch holds prompts of one epoch, so that a step trains on the same prompts however
     many are sampled at a time. Filtering (DAPO, https://arxiv.org/abs/2503.14476) fills a batch across the
-    border of episodes. When no prompt is left, the last batch is what there is.
+    border of epochs. When no prompt is left, the last batch is what there is.
     """
 
     def __init__(
@@ -119,15 +119,15 @@ class Collector:
         config: PPOConfig,
         prompts: PromptSampler,
         rollout: Rollout,
-        on_group: Callable[[Group], None],
+        on_group: Callable[[PromptGroup], None],
         admission: Admission | None = None,
     ) -> None:
         """`on_group`: called with each finished group. `admission`: None for that of `config`."""
         self._config, self._prompts, self._rollout, self._on_group = config, prompts, rollout, on_group
         self.admission = admission or Admission.from_config(config)
         self._under_way: dict[GroupKey, Prompt] = {}
-        self._finished: dict[GroupKey, Group] = {}
-        self._kept: list[Group] = []
+        self._finished: dict[GroupKey, PromptGroup] = {}
+        self._kept: list[PromptGroup] = []
         self._to_submit: list[Prompt] = []
 
     @property
@@ -200,24 +200,24 @@ class Collector:
             return False
         return self._submit(now) or bool(self._under_way)
 
-    def _ready(self) -> list[Group]:
-        """What there is of the next batch: without filtering of one episode."""
-        ready = [g for g in self._kept if self._filters or g.prompt.episode == self._episode]
+    def _ready(self) -> list[PromptGroup]:
+        """What there is of the next batch: without filtering of one epoch."""
+        ready = [g for g in self._kept if self._filters or g.prompt.epoch == self._epoch]
         return ready[: self._config.rollout.batch_size]
 
     @property
-    def _episode(self) -> int:
+    def _epoch(self) -> int:
         """The first that is not all trained on."""
-        waiting = (group.prompt.episode for group in self._kept)
-        return min([*waiting, *(episode for episode, _ in self._under_way)], default=self._prompts.episode)
+        waiting = (group.prompt.epoch for group in self._kept)
+        return min([*waiting, *(epoch for epoch, _ in self._under_way)], default=self._prompts.epoch)
 
     @property
     def _is_end_of_episode(self) -> bool:
-        """The next batch is what waits for it, because nothing else is of its episode."""
+        """The next batch is what waits for it, because nothing else is of its epoch."""
         if self._filters or not self._kept:
             return False
-        is_sampled = any(episode == self._episode for episode, _ in self._under_way)
-        return not is_sampled and self._prompts.episode != self._episode
+        is_sampled = any(epoch == self._epoch for epoch, _ in self._under_way)
+        return not is_sampled and self._prompts.epoch != self._epoch
 
     def _submit(self, now: _Step) -> bool:
         """Ask for what there is room for; whether there was any."""
@@ -241,12 +241,12 @@ class Collector:
 
     @property
     def _left_empty(self) -> int:
-        """Places in the last batches of episodes, which prompts of the next one do not fill: a step trains on
+        """Places in the last batches of epochs, which prompts of the next one do not fill: a step trains on
         fewer, and those who wait behind would wait longer than they may."""
         if self._filters or not self.admission.max_staleness:
             return 0
-        waiting = Counter([*(g.prompt.episode for g in self._kept), *(e for e, _ in self._under_way)])
-        del waiting[self._prompts.episode]
+        waiting = Counter([*(g.prompt.epoch for g in self._kept), *(e for e, _ in self._under_way)])
+        del waiting[self._prompts.epoch]
         return sum(-count % self._config.rollout.batch_size for count in waiting.values())
 
     @property
@@ -254,7 +254,7 @@ class Collector:
         """The next prompt belongs to another batch than the groups that wait for this step."""
         if self._filters or self.admission.max_staleness or not (self._kept or self._under_way):
             return False
-        return self._episode != self._prompts.episode
+        return self._epoch != self._prompts.epoch
 
     def _receive(self, now: _Step) -> None:
         """Wait for one group, and decide on those whose turn has come."""
@@ -267,7 +267,7 @@ class Collector:
         if self._filters and not self._under_way:
             self._check_failures(now)
 
-    def _decide(self, group: Group, now: _Step) -> None:
+    def _decide(self, group: PromptGroup, now: _Step) -> None:
         verdict = self._verdict(group)
         now.verdicts[verdict] += 1
         now.sampled += group.trajectories
@@ -282,7 +282,7 @@ class Collector:
         elif self._prompts.is_exhausted:
             check_failures(now.sampled, 1.0, now.number)  # of fewer prompts than a batch a ratio says little
 
-    def _verdict(self, group: Group) -> Verdict:
+    def _verdict(self, group: PromptGroup) -> Verdict:
         """The mean is exact before it is rounded once: equal scores at a bound are at the bound."""
         if not self._filters:
             return Verdict.KEPT

@@ -1,4 +1,4 @@
-"""Samples and scores in, credit out: the algorithm of a step apart from the gradient."""
+"""Advantages and returns of a step: the algorithm apart from the gradient."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from openrlhf.algorithms.mismatch import mismatch_metrics
 from openrlhf.algorithms.reductions import mean, whiten
 from openrlhf.algorithms.rewards import clip, overlong_penalty, stop_properly_penalty
 from openrlhf.config.ppo import AlgoConfig, RewardConfig
-from openrlhf.types import Batch, Credit, Metrics, Scores, Trajectory, present, tensor_of
+from openrlhf.types import Batch, Credit, ForwardOutputs, Metrics, Trajectory, present, tensor_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class CreditResult:
 @torch.no_grad()
 def assign_credit(
     batch: Batch,
-    scores: Scores,
+    outputs: ForwardOutputs,
     trajectories: Sequence[Trajectory],
     *,
     algo: AlgoConfig,
@@ -63,11 +63,11 @@ def assign_credit(
     rewards = _penalised_rewards(episodes, reward, max_new_tokens)
     shaped = compare(rewards, episodes.group_ids) if compare else rewards
     clipped = clip(shaped, *reward.clip_range)[episodes.of]
-    log_probs, ref_log_probs = tensor_of(scores.log_probs), tensor_of(scores.ref_log_probs)
-    values = tensor_of(scores.values)
+    log_probs, ref_log_probs = tensor_of(outputs.log_probs), tensor_of(outputs.ref_log_probs)
+    values = tensor_of(outputs.values)
     zeros = torch.zeros(int(counts.sum()))
     kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
-    to_teacher = _difference(log_probs, tensor_of(scores.teacher_log_probs), torch.sub)
+    to_teacher = _difference(log_probs, tensor_of(outputs.teacher_log_probs), torch.sub)
     earned = earlier_rewards(trajectories) if estimator.discounts else None
     if earned is not None:
         clipped = clipped - torch.tensor([float(part.sum()) for part in earned.split(counts.tolist())])
@@ -93,8 +93,8 @@ def assign_credit(
         metrics["teacher/kl_mean"] = float(mean(to_teacher))
     if estimator.needs_critic:
         metrics["critic/explained_variance"] = explained_variance(present(values), returns)
-    if scores.log_probs is not None:
-        metrics |= log_prob_metrics(batch.credited(scores, credit), algo.kl.estimator)
+    if outputs.log_probs is not None:
+        metrics |= log_prob_metrics(batch.credited(outputs, credit), algo.kl.estimator)
     return CreditResult(credit=credit, metrics=metrics)
 
 

@@ -90,10 +90,10 @@ def _kept_sets(finished: Sequence[Trajectory]) -> Metrics:
     counts = np.concatenate([kept.counts for kept in known] or [np.zeros(0)])
     if not counts.any():
         return {}
-    log_shares = np.concatenate([kept.log_shares for kept in known])[counts > 0]
+    log_masses = np.concatenate([kept.log_masses for kept in known])[counts > 0]
     return {
         "rollout/kept_set_size_mean": float(counts[counts > 0].mean()),
-        "rollout/kept_set_rest_mean": float((1 - np.exp(log_shares)).mean()),
+        "rollout/kept_set_rest_mean": float((1 - np.exp(log_masses)).mean()),
     }
 
 
@@ -113,7 +113,7 @@ def _duplicates(finished: Sequence[Trajectory]) -> Metrics:
 def _repetition(finished: Sequence[Trajectory]) -> Metrics:
     """The share of a sample's runs of four actions that occurred in it before, averaged over the samples that
     have one: 0 where none did, near 1 for a word said over and over."""
-    shares = [_repeated_share(actions) for t in finished if len(actions := t.action_ids) >= 4]
+    shares = [_repeated_fraction(actions) for t in finished if len(actions := t.action_ids) >= 4]
     return {"rollout/repetition_ratio": fmean(shares)} if shares else {}
 
 
@@ -121,7 +121,7 @@ FACTOR = np.uint64(0x9E3779B97F4A7C15)
 """Odd, and without a pattern in its 64 bits: 2^64 divided by the golden ratio."""
 
 
-def _repeated_share(actions: np.ndarray) -> float:
+def _repeated_fraction(actions: np.ndarray) -> float:
     """(A,) four at least. Runs of four are told apart by hashes of 64 bits: of a million runs, two that
     differ share one with a probability of 3e-8."""
     ids = actions.astype(np.uint64)

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from openrlhf.types import Metrics, Trajectory, present
 
-Group = list[Trajectory]
+Samples = list[Trajectory]
 """The samples of one prompt that did not fail, at least one."""
 
 
@@ -25,7 +25,7 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     failed has no figures.
     """
     samples = [t for t in trajectories if t.is_first]
-    groups: dict[str, dict[int, Group]] = defaultdict(lambda: defaultdict(list))
+    groups: dict[str, dict[int, Samples]] = defaultdict(lambda: defaultdict(list))
     for t in samples:
         if t.ok:
             groups[t.prompt.source][t.prompt.prompt_id].append(t)
@@ -61,7 +61,7 @@ def as_scores(key: str) -> str:
     return re.sub(r"_pass(\d+)$", r"_best_of\1", re.sub("_pass1$", "_score_mean", key))
 
 
-def _score_metrics(prefix: str, prompts: Sequence[Group], ks: Sequence[int]) -> Metrics:
+def _score_metrics(prefix: str, prompts: Sequence[Samples], ks: Sequence[int]) -> Metrics:
     scores = [[present(t.score) for t in group] for group in prompts]
     best = {k: fmean(expected_best(s, min(k, len(s))) for s in scores) for k in ks}
     passes = {f"{prefix}pass{k}": value for k, value in best.items()}

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
 
+from openrlhf.config.command import SECRETS
 from openrlhf.config.fields import to_words, values_of
-from openrlhf.config.parse import SECRETS
 from openrlhf.config.resume import Change, change_of, remarks_of
 from openrlhf.observability.run_folder import redact
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.mismatch import check_mismatch
-from openrlhf.backends.base import ModelGroup, Pending, Rollout, TrainableGroup
+from openrlhf.backends.base import ModelRanks, Pending, Rollout, TrainableRanks
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import is_due
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
@@ -18,9 +18,12 @@ from openrlhf.training.credit import assign_credit, log_prob_metrics
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import as_scores, evaluation_metrics
 from openrlhf.training.schedule import num_batches, training_schedule
-from openrlhf.types import Batch, Group, Metrics, Prompt, Schedule, Scores, Trajectory, Updated
+from openrlhf.types import Batch, ForwardOutputs, Metrics, Prompt, PromptGroup, Schedule, Trajectory, Updated
 
-PolicyT = TypeVar("PolicyT", bound=TrainableGroup)
+PolicyT = TypeVar("PolicyT", bound=TrainableRanks)
+
+STATE_VERSION = 2
+"""Version of what `PPOTrainer.state` returns. Version 1 has no number."""
 
 
 @dataclass(kw_only=True)
@@ -30,11 +33,11 @@ class PPOTrainer(Generic[PolicyT]):
     config: PPOConfig
     rollout: Rollout[PolicyT]
     policy: PolicyT
-    reference: ModelGroup | None
+    reference: ModelRanks | None
     """None where the KL coefficient needs no reference."""
-    teacher: ModelGroup | None = None
+    teacher: ModelRanks | None = None
     """None without on-policy distillation."""
-    critic: TrainableGroup | None = None
+    critic: TrainableRanks | None = None
     """None for the estimators that have none."""
     prompts: InitVar[PromptSampler]
     eval_prompts: PromptDataset | Sequence[Prompt]
@@ -60,13 +63,14 @@ class PPOTrainer(Generic[PolicyT]):
     def __post_init__(self, prompts: PromptSampler, restored: dict | None) -> None:
         self.collector = Collector(self.config, prompts, self.rollout, self.on_group)
         if restored is not None:
+            check_version(restored)
             self.step, self.best_metric = restored["step"], restored["best_metric"]
             self.optimizer_steps = restored.get("optimizer_steps", 0)
             self.collector.load_state_dict(restored["collector"])
             self.kl = replace(self.kl, coef=restored["kl_coef"])
 
     def fit(self) -> None:
-        """Generate, score, credit, update, sync, evaluate, log, save."""
+        """Generate, compute log-probs, assign credit, update, sync, evaluate, log, save."""
         self.rollout.sync(self.policy, self.weight_version).result()
         if self.step == 0 and self.is_eval_due:
             self.observer.log_step(0, self.evaluate())
@@ -103,7 +107,7 @@ class PPOTrainer(Generic[PolicyT]):
         with self.observer.phase("generate", total):
             return self.collector.next_batch(self.step + 1)
 
-    def on_group(self, group: Group) -> None:
+    def on_group(self, group: PromptGroup) -> None:
         self.observer.advance(num_samples(group.trajectories))
 
     @property
@@ -133,14 +137,14 @@ class PPOTrainer(Generic[PolicyT]):
             self.observer.log_rollouts(self.step + 1, collected.filtered, name="filtered")
 
     def learn_from(self, trajectories: Sequence[Trajectory]) -> tuple[Metrics, Trained]:
-        """Score, assign credit, update."""
+        """Computes log-probs, assigns credit, updates."""
         finished = [t for t in trajectories if t.ok]
         batch = Batch.of(finished, self.weight_version)
-        with self.observer.phase("score"):
-            scores = self.score(batch)
+        with self.observer.phase("logprobs"):
+            outputs = self.forward(batch)
         result = assign_credit(
             batch,
-            scores,
+            outputs,
             finished,
             algo=self.config.algo,
             reward=self.config.reward,
@@ -150,7 +154,7 @@ class PPOTrainer(Generic[PolicyT]):
         )
         metrics = rollout_metrics(trajectories, self.weight_version) | result.metrics
         self.check_mismatch(metrics)
-        batch = batch.credited(scores, result.credit)
+        batch = batch.credited(outputs, result.credit)
         schedules = self.schedules(batch, self.trained_on(finished), num_samples(trajectories))
         with self.observer.phase("update"):
             updated = self.update(batch, schedules)
@@ -172,13 +176,15 @@ class PPOTrainer(Generic[PolicyT]):
         config = self.config
         check_mismatch(metrics, config.ds.param_dtype, config.algo.max_mismatch, self.step + 1)
 
-    def score(self, batch: Batch) -> Scores:
-        """Compute log-probs and values with every model."""
+    def forward(self, batch: Batch) -> ForwardOutputs:
+        """Computes log-probs and values of all actions with every model that the run has."""
         policy = None if self.config.skips_old_log_probs else self.policy
         models = (policy, self.critic, self.teacher, self.reference)
         pending = [model.forward(batch) if model else None for model in models]
         log_probs, values, teacher, reference = [p.result() if p else None for p in pending]
-        return Scores(log_probs=log_probs, values=values, teacher_log_probs=teacher, ref_log_probs=reference)
+        return ForwardOutputs(
+            log_probs=log_probs, values=values, teacher_log_probs=teacher, ref_log_probs=reference
+        )
 
     @property
     def weight_version(self) -> int:
@@ -192,7 +198,7 @@ class PPOTrainer(Generic[PolicyT]):
         return self.step >= self.config.frozen_actor_steps
 
     @property
-    def learners(self) -> dict[str, TrainableGroup]:
+    def learners(self) -> dict[str, TrainableRanks]:
         critic = {"critic": self.critic} if self.critic else {}
         return critic | ({"policy": self.policy} if self.policy_learns else {})
 
@@ -256,6 +262,7 @@ class PPOTrainer(Generic[PolicyT]):
     def state(self) -> dict:
         """Everything that a run must remember beside its models."""
         return {
+            "version": STATE_VERSION,
             "step": self.step,
             "optimizer_steps": self.optimizer_steps,
             "collector": self.collector.state_dict(),
@@ -266,12 +273,12 @@ class PPOTrainer(Generic[PolicyT]):
     def sample_all(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
         """The evaluation's samples, in the order of `prompts`."""
         self.rollout.submit(prompts, "eval")
-        groups: dict[tuple[int, int], Group] = {}
+        groups: dict[tuple[int, int], PromptGroup] = {}
         for _ in prompts:
             group = self.rollout.next_group("eval", self.config.rollout.timeout)
-            groups[group.prompt.episode, group.prompt.prompt_id] = group
+            groups[group.prompt.epoch, group.prompt.prompt_id] = group
             self.on_group(group)
-        return [t for p in prompts for t in groups[p.episode, p.prompt_id].trajectories]
+        return [t for p in prompts for t in groups[p.epoch, p.prompt_id].trajectories]
 
     def _keep_if_best(self, metrics: Metrics) -> None:
         """A checkpoint of its own for the best evaluation so far. Only runs that save checkpoints have
@@ -302,7 +309,16 @@ class PPOTrainer(Generic[PolicyT]):
         raise ValueError(f"--ckpt.best_metric_key {key}: no such metric; there are {', '.join(evaluated)}")
 
 
-def restore(tag: str, policy: TrainableGroup, critic: TrainableGroup | None) -> dict:
+def check_version(state: Mapping[str, Any]) -> None:
+    """Raises ValueError for the state of a later version of this package, which this one cannot read."""
+    if (version := state.get("version", 1)) > STATE_VERSION:
+        raise ValueError(
+            f"--ckpt.load_enable: the checkpoint has version {version}, and this installation reads up to "
+            f"{STATE_VERSION}.\nResume with the release that wrote it, or start a new run."
+        )
+
+
+def restore(tag: str, policy: TrainableRanks, critic: TrainableRanks | None) -> dict:
     """Load the models of a checkpoint; the trainer's `state` of then."""
     if critic:
         critic.load_checkpoint(tag).result()

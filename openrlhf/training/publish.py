@@ -1,6 +1,6 @@
 """What every training command does with the model it saved."""
 
-from openrlhf.config.parse import Command
+from openrlhf.config.command import Command
 from openrlhf.training.start import Config
 
 

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openrlhf.config.command import Command
 from openrlhf.config.fields import values_of
-from openrlhf.config.parse import Command
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.files import holds_model

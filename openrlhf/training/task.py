@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_type_hint
 
 from openrlhf import heap
 from openrlhf.config.checks import SCATTERED
+from openrlhf.config.command import Command
 from openrlhf.config.fields import flag_of
-from openrlhf.config.parse import Command, parse, to_yaml
+from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import catch_signals, short_errors, telling
 from openrlhf.hub import choose_hub
@@ -62,10 +63,10 @@ class Task(ABC, Generic[ConfigT]):
 
             check_experts(self.config.model.model_name_or_path, MODEL_FLAG)
         if (size := self.config.ds.tensor_parallel_size) > 1:
-            from openrlhf.models.tensor_parallel import check_shares_matrices
+            from openrlhf.models.tensor_parallel import check_tensor_parallel
 
             for flag, path in self.models().items():
-                check_shares_matrices(path, flag, size)
+                check_tensor_parallel(path, flag, size)
 
     @abstractmethod
     def columns(self) -> Mapping[str, str | None]:
@@ -124,7 +125,7 @@ class Run(Generic[ConfigT]):
             from openrlhf.backends.distributed import ProcessMesh, init_distributed, seed_everything
             from openrlhf.training.supervised import total_steps
 
-            heap.settle()
+            heap.freeze()
             init_distributed()
             self.mesh = ProcessMesh.joined(
                 sequence=task.config.ds.ring_attn_size, tensor=task.config.ds.tensor_parallel_size

@@ -25,7 +25,7 @@ from openrlhf.backends.distributed import (
     release_cached_memory,
     seed_everything,
 )
-from openrlhf.backends.offload import DeviceMemory, optimizer_present, rest_optimizer
+from openrlhf.backends.offload import DeviceMemory, offload_optimizer, optimizer_loaded
 from openrlhf.backends.peak_memory import PeakMemory, Peaks
 from openrlhf.backends.row_memory import RowMemory
 from openrlhf.backends.stored_weights import Probe, Sketch, sketches
@@ -59,8 +59,8 @@ from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, Tra
 
 ModelT = TypeVar("ModelT", DeepSpeedEngine, FrozenModel)
 
-PHASES = {"forward": "score", "forward_unadapted": "score", "update": "update"}
-"""In which a method computes, by its name."""
+PHASES = {"forward": "logprobs", "forward_unadapted": "logprobs", "update": "update"}
+"""Maps a worker's method to the phase that its peak memory is booked under."""
 
 
 class Worker:
@@ -77,7 +77,7 @@ class Worker:
     ) -> None:
         """`local_rank`: which GPU of its node this rank computes on, of the `local_size` that the node has.
         None without GPUs."""
-        heap.settle()
+        heap.freeze()
         self.local_rank, self.local_size = local_rank, local_size
         self.config, self.rank, self.mesh = config, rank, ProcessMesh.of(mesh, rank)
         self.peaks = PeakMemory()
@@ -268,7 +268,7 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
         )
 
     def _optimizer_present(self) -> AbstractContextManager[None]:
-        return optimizer_present(self.model, self.config.ds.enable_sleep)
+        return optimizer_loaded(self.model, self.config.ds.enable_sleep)
 
     @property
     def _checkpoint_folder(self) -> str:
@@ -311,7 +311,7 @@ class PolicyWorker(TrainedWorker):
         if texts is not None:
             self.text_windows = self._lay_out(texts)
         self._find_place_in_texts()
-        rest_optimizer(self.model, self.config.ds.enable_sleep)
+        offload_optimizer(self.model, self.config.ds.enable_sleep)
 
     def build_model(self, path: str, flag: str) -> RowModel:
         ds = self.config.ds
@@ -390,7 +390,7 @@ class PolicyWorker(TrainedWorker):
     def send_weights(
         self, version: int, probe: Probe | None, adapter_seed: int | None = None
     ) -> Tensor | None:
-        """See `PolicyGroup.send_weights`."""
+        """See `PolicyRanks.send_weights`."""
         adapter = nullcontext() if adapter_seed is None else self.model.random_adapter(adapter_seed)
         with self.peaks.during("sync"), adapter:
             log_probs = None if probe is None else self._log_probs_of(probe)
@@ -405,7 +405,7 @@ class PolicyWorker(TrainedWorker):
         return self.model.forward([row], lambda model, row: model(row).log_probs)[0]
 
     def weight_sketches(self) -> dict[str, Sketch]:
-        """See `PolicyGroup`. Collective."""
+        """See `PolicyRanks`. Collective."""
         return sketches(self.model.weights(part=self.sender.source.whole_part))
 
 
@@ -422,7 +422,7 @@ class CriticWorker(TrainedWorker):
             total_steps,
             config.actor.gradient_checkpointing_enable if checkpointing is None else checkpointing,
         )
-        rest_optimizer(self.model, config.ds.enable_sleep)
+        offload_optimizer(self.model, config.ds.enable_sleep)
 
     def build_model(self, path: str, flag: str) -> ValueModel:
         """A reward model keeps its head; a plain language model gets a new one."""

@@ -12,22 +12,22 @@ from openrlhf.agents.mcp import McpServer
 from openrlhf.agents.tools import ToolServer
 from openrlhf.backends import offload
 from openrlhf.backends.base import (
-    ModelGroup,
+    ModelRanks,
     Objective,
     Pending,
     Rollout,
     Row,
-    TrainableGroup,
+    TrainableRanks,
     TrainEngine,
 )
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, FrozenModel
 from openrlhf.backends.vllm import weight_sender
 from openrlhf.backends.vllm.engine import VLLMEngine
-from openrlhf.cluster import engine_pool, residency
+from openrlhf.cluster import engine_memory, engine_pool
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.engine_pool import EngineActor, EnginePool
 from openrlhf.cluster.pending import Gathered
-from openrlhf.cluster.rank_groups import CriticGroup, FrozenGroup, PolicyGroup, RewardGroup
+from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks, RewardRanks
 from openrlhf.data import batches
 from openrlhf.data.batches import FirstItems, TokenisedDataset, Windows
 from openrlhf.data.cache import Cacheable
@@ -55,10 +55,10 @@ from openrlhf.training.objectives.rm import RewardObjective, ScoreMoments
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import (
     ExperienceRow,
-    Group,
     Metrics,
     PackedRow,
     PairRow,
+    PromptGroup,
     StepsRow,
     UnpairedRow,
 )
@@ -67,15 +67,15 @@ ResultT = TypeVar("ResultT")
 RowT = TypeVar("RowT", bound=Row)
 
 
-def trainable_group(group: PolicyGroup | CriticGroup) -> TrainableGroup:
+def trainable_group(group: PolicyRanks | CriticRanks) -> TrainableRanks:
     return group
 
 
-def model_group(group: PolicyGroup | CriticGroup | FrozenGroup) -> ModelGroup:
+def model_group(group: PolicyRanks | CriticRanks | FrozenRanks) -> ModelRanks:
     return group
 
 
-def rollout(pool: EnginePool) -> Rollout[PolicyGroup]:
+def rollout(pool: EnginePool) -> Rollout[PolicyRanks]:
     return pool
 
 
@@ -151,7 +151,7 @@ def engine_client(client: RayEngineClient) -> weight_sender.EngineClient:
     return client
 
 
-def memory(engines: residency.Residency) -> dispatch.Memory:
+def memory(engines: engine_memory.EngineMemory) -> dispatch.Memory:
     return engines
 
 
@@ -159,7 +159,7 @@ def sampler(engine: engine_pool._Sampler) -> dispatch.Sampler:
     return engine
 
 
-def scored(models: RewardGroup) -> Callable[[list[Group]], list[Group]]:
+def scored(models: RewardRanks) -> Callable[[list[PromptGroup]], list[PromptGroup]]:
     return models.score
 
 

@@ -11,7 +11,7 @@ import pytest
 from ray.scripts.scripts import cli
 
 from openrlhf.cli import data, main
-from openrlhf.cli.train_ppo_ray import plan, settle
+from openrlhf.cli.train_ppo_ray import plan, resolve
 from openrlhf.cluster import environment
 from openrlhf.config.commands import COMMANDS, PPO
 from openrlhf.config.fields import fields_of
@@ -182,7 +182,7 @@ def test_plans_are_those_of_the_page(
     assert len(shown) == 2
     for command, table in shown:
         with pytest.raises(SystemExit):
-            parse(PPO, shlex.split(command)[3:], settle=settle, plan=plan)
+            parse(PPO, shlex.split(command)[3:], resolve=resolve, plan=plan)
         assert capsys.readouterr().out == dedent(table)
 
 

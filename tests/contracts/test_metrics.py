@@ -14,7 +14,7 @@ from openrlhf.training.credit import assign_credit
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.worker import PHASES
-from openrlhf.types import Batch, Outcome, Scores, Trajectory, runs
+from openrlhf.types import Batch, ForwardOutputs, Outcome, Trajectory, runs
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text().partition("## What looks unhealthy")[0]
@@ -40,7 +40,7 @@ def emitted() -> set[str]:
     ones = np.ones(batch.num_actions.sum(), np.float32)
     credit = assign_credit(
         batch,
-        Scores(log_probs=-ones, ref_log_probs=-ones, teacher_log_probs=-ones, values=ones),
+        ForwardOutputs(log_probs=-ones, ref_log_probs=-ones, teacher_log_probs=-ones, values=ones),
         finished,
         algo=AlgoConfig(advantage=AdvantageConfig(estimator="gae")),
         reward=RewardConfig(),

@@ -157,7 +157,7 @@ def reward_model(openrlhf, knowing: Knowing, build_once) -> Path:
 
 @pytest.fixture(scope="session")
 def accuracy(knowing: Knowing) -> Callable[..., float]:
-    """Share of the held-out problems that a model solves, greedily."""
+    """Fraction of the held-out problems that a model solves, greedily."""
     rows = [json.loads(line) for line in knowing.files.eval.read_text().splitlines()]
 
     def measure(model_folder: Path, *, chat: bool = True) -> float:

@@ -58,7 +58,7 @@ class Rank:
         return []
 
     def peak_memory(self) -> dict[str, int]:
-        return {"score": 2**30}
+        return {"logprobs": 2**30}
 
     def call(self, method: str, count: int, *arguments: Any) -> Any:
         note(self.name, method)
@@ -82,9 +82,9 @@ class Reference(Rank):
 
 class Engine:
     def __init__(self, *_: Any) -> None:
-        from openrlhf.cluster.engine_queue import Groups
+        from openrlhf.cluster.engine_handle import SamplingTasks
 
-        self.groups = Groups(self.run_group)
+        self.groups = SamplingTasks(self.run_group)
 
     async def start(self, *_: Any) -> None:
         note("Engine", "start")

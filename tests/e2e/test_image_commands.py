@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from openrlhf.observability.trackers import read_metrics
-from openrlhf.tasks.picture import QUESTION, share_right
+from openrlhf.tasks.picture import QUESTION, fraction_right
 from openrlhf.tasks.prepare_pictures import PictureFiles, prepare_pictures
 
 pytestmark = pytest.mark.e2e
@@ -41,8 +41,8 @@ def seeing(openrlhf, pictures: PictureFiles, build_once) -> Path:
 
 @torch.no_grad()
 def right(model_folder: Path, pictures: PictureFiles, show: Callable[[Image.Image], Image.Image]) -> float:
-    """Share of the colours of held-out pictures that transformers' greedy answers name, where each picture is
-    shown as `show` makes it."""
+    """Fraction of the colours of held-out pictures that transformers' greedy answers name, where each picture
+    is shown as `show` makes it."""
     processor = AutoProcessor.from_pretrained(model_folder)
     model = AutoModelForImageTextToText.from_pretrained(model_folder)
     rows = [json.loads(line) for line in pictures.eval.read_text().splitlines()]
@@ -52,7 +52,7 @@ def right(model_folder: Path, pictures: PictureFiles, show: Callable[[Image.Imag
     batch = processor(text=[text] * len(rows), images=[[image] for image in shown], return_tensors="pt")
     written = model.generate(**batch, max_new_tokens=6, do_sample=False)[:, batch["input_ids"].shape[1] :]
     answers = processor.tokenizer.batch_decode(written)
-    return sum(share_right(a, row["label"]) for a, row in zip(answers, rows, strict=True)) / len(rows)
+    return sum(fraction_right(a, row["label"]) for a, row in zip(answers, rows, strict=True)) / len(rows)
 
 
 def test_sft_learns_what_is_in_the_pictures(pictures: PictureFiles, seeing: Path) -> None:

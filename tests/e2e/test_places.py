@@ -265,7 +265,7 @@ def asleep_at(time: float, log: list[order.Event]) -> set[str]:
 
 def test_who_shares_a_gpu_takes_turns(tmp_path, monkeypatch) -> None:
     """The processes of a run with all its models on one GPU, two steps of it by the real controllers of
-    engines and models: residency.py's table."""
+    engines and models: engine_memory.py's table."""
     monkeypatch.setattr(order, "LOG", tmp_path / "log")
     fakes = {"PolicyWorker": order.Policy, "CriticWorker": order.Critic, "FrozenWorker": order.Reference}
     for name, fake in fakes.items():
@@ -298,7 +298,7 @@ def test_who_shares_a_gpu_takes_turns(tmp_path, monkeypatch) -> None:
                 for update in learning:
                     update.result()
                 roles.rollout.sync(roles.policy, step).result()
-            assert roles.peak_memory().result() == {"memory/generate_gb": 0.5, "memory/score_gb": 1.0}
+            assert roles.peak_memory().result() == {"memory/generate_gb": 0.5, "memory/logprobs_gb": 1.0}
         finally:
             roles.end()
     log = order.events()

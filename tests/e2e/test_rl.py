@@ -126,7 +126,7 @@ def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement
     assert all(t.ok and t.num_actions <= 12 for step in sampled for t in step)
 
     # A process with torch, and a small model.
-    for step, phase in product((1, 2), ("generate", "score", "update", "sync")):
+    for step, phase in product((1, 2), ("generate", "logprobs", "update", "sync")):
         assert 0.05 < metrics[step][f"memory/{phase}_gb"] < 8, (step, phase)
 
     # Seeds have addresses: every arrangement samples the same tokens, and learns the same from them.
@@ -418,7 +418,7 @@ def test_a_run_on_problems_of_reasoning_gym_and_what_it_leaves(task: TaskFiles, 
         "--rollout.stop e '1 ' "
         f"--logger.tensorboard_dir {tmp_path / 'tb'}",
     )
-    assert "timing/score" in metrics[1] and "kl/mean" not in metrics[1]
+    assert "timing/logprobs" in metrics[1] and "kl/mean" not in metrics[1]
     assert metrics[1]["mismatch/abs_diff_mean"] < 1e-4
     assert metrics[1]["policy/clip_fraction"] == 0 and metrics[2]["policy/clip_fraction"] == 0
     for source in ("chain_sum", "leg_counting"):

@@ -102,7 +102,7 @@ def test_the_share_of_colours_that_are_right_rises(
 SHOWS_MORE = '''
 from PIL import Image
 
-from openrlhf.tasks.picture import COLOURS, share_right
+from openrlhf.tasks.picture import COLOURS, fraction_right
 from openrlhf.agents.base import AgentInstanceBase, MultiTurnAgentExecutor
 
 
@@ -116,7 +116,7 @@ class Shows(AgentInstanceBase):
             return {"rewards": float(self.asked in states["action_text"]), "done": True}
         self.asked = states["label"].split()[0]
         return {
-            "rewards": share_right(states["action_text"], states["label"]),
+            "rewards": fraction_right(states["action_text"], states["label"]),
             "environment_feedback": "<|user|>And<image>?<|end|><|assistant|>",
             "environment_images": [Image.new("RGB", (112, 56), COLOURS[self.asked])],
             "done": False,

@@ -202,5 +202,5 @@ def test_vllm_takes_the_options_of_a_run_on_shared_gpus(tmp_path: Path, run_work
     """Its batches for throughput, a head in float32 beside weights in bf16, and the memory that is left."""
     model = str(tiny_family(tmp_path / "Qwen3", "Qwen3"))
     options = asdict(replace(SHARED, model=model, float32_head=True))
-    (found,) = run_worker("engine_config", 1, options=options, free_share=0.5)
+    (found,) = run_worker("engine_config", 1, options=options, free_fraction=0.5)
     assert found == {"head": "torch.float32", "sequences": 1024, "tokens": 16384, "memory": 0.475}

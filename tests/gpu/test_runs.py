@@ -36,5 +36,5 @@ def test_hybrid_engine_on_one_gpu(tmp_path: Path, stage: int) -> None:
     whole = torch.cuda.get_device_properties(0).total_memory / 2**30
     for step in (1, 2):
         assert metrics[step]["mismatch/abs_diff_mean"] < 2e-2
-        for phase in ("generate", "score", "update", "sync"):
+        for phase in ("generate", "logprobs", "update", "sync"):
             assert 0 < metrics[step][f"memory/{phase}_gb"] <= whole, (step, phase)

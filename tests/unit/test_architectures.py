@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from openrlhf import device
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.models.self_check import settle_reading, transformers_attention
+from openrlhf.models.self_check import resolve_reading, transformers_attention
 from openrlhf.types import PackedRow, Sample
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -104,7 +104,7 @@ def judged(folder_of):
             policy = PolicyModel(
                 load_causal_lm(path, flag="--model", dtype="fp32", attention=attention)
             ).eval()
-            reading = settle_reading(policy, policy)
+            reading = resolve_reading(policy, policy)
         except ValueError as error:
             return Verdict("refused", 0.0, rounding, str(error).splitlines()[0])
         with torch.no_grad():
@@ -134,7 +134,7 @@ def test_half_precision_finds_the_same(judged, folder_of, model_type: str) -> No
     path = str(folder_of(model_type))
     policy = PolicyModel(load_causal_lm(path, flag="--model", dtype="bf16", attention="auto")).eval()
     try:
-        found = "packed" if settle_reading(policy, policy).packed else "one by one"
+        found = "packed" if resolve_reading(policy, policy).packed else "one by one"
     except ValueError:
         found = "refused"
     else:
@@ -181,7 +181,7 @@ def test_states_start_anew_where_the_kernels_do_that(tmp_path, monkeypatch, mode
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
     path = str(tmp_path / "model")
     policy = PolicyModel(load_causal_lm(path, flag="--model", dtype="fp32", attention="auto")).eval()
-    assert settle_reading(policy, policy).packed
+    assert resolve_reading(policy, policy).packed
     with torch.no_grad():
         found = policy(PackedRow.of(samples())).log_probs
     torch.testing.assert_close(found, one_by_one(model), atol=1e-4, rtol=0)
@@ -194,7 +194,7 @@ def test_the_note_and_the_refusal_say_what_leaked_and_what_to_do(judged, caplog,
     )
     policy = load("auto")
     with caplog.at_level(logging.WARNING):
-        settle_reading(policy, policy)
+        resolve_reading(policy, policy)
     (note,) = [record.getMessage() for record in caplog.records if record.name.startswith("openrlhf")]
     assert note.startswith("StableLmForCausalLM reads one sequence at a time, which is slower")
     assert "a sequence changes the next one" in note or "without saying where" in note
@@ -204,7 +204,7 @@ def test_the_note_and_the_refusal_say_what_leaked_and_what_to_do(judged, caplog,
     with pytest.raises(
         ValueError, match=r"--ds.attn_implementation eager: OPTForCausalLM cannot read"
     ) as error:
-        settle_reading(policy, policy)
+        resolve_reading(policy, policy)
     assert "a sequence changes the next one" in str(error.value)
     assert str(error.value).endswith("Use --ds.attn_implementation auto.")
 
@@ -231,9 +231,9 @@ def test_a_broken_kernel_is_an_error_and_no_property_of_the_model(tmp_path, monk
         patch.setattr("openrlhf.models.attention.has_varlen_kernel", lambda *_: True)
         patch.setattr(varlen, "varlen_attn", broken)
         with pytest.raises(type(error)) as found:
-            settle_reading(policy, policy)
+            resolve_reading(policy, policy)
     assert "--ds.attn_implementation sdpa takes transformers' own" in found.value.__notes__[0]
-    assert settle_reading(policy, policy).packed
+    assert resolve_reading(policy, policy).packed
 
 
 def test_what_was_found_out_is_kept(tmp_path, monkeypatch) -> None:
@@ -241,7 +241,7 @@ def test_what_was_found_out_is_kept(tmp_path, monkeypatch) -> None:
     tiny_model(tiny_config("mamba")).save_pretrained(tmp_path / "model")
     calls = []
 
-    def settle() -> bool:
+    def resolve() -> bool:
         path = str(tmp_path / "model")
         policy = PolicyModel(load_causal_lm(path, flag="--model", dtype="fp32", attention="auto"))
         calls.append(0)
@@ -250,13 +250,13 @@ def test_what_was_found_out_is_kept(tmp_path, monkeypatch) -> None:
             calls[-1] += 1
             return policy()
 
-        return settle_reading(ask, policy).packed
+        return resolve_reading(ask, policy).packed
 
-    assert [settle(), settle()] == [False, False]
+    assert [resolve(), resolve()] == [False, False]
     assert calls[0] > 0 and calls[1] == 0
     (kept,) = (tmp_path / "cache" / "packing").iterdir()
     kept.unlink()
-    settle()
+    resolve()
     assert calls[2] > 0
 
 
@@ -268,12 +268,12 @@ def test_what_was_found_out_holds_for_the_same_engine_and_device(tmp_path, monke
     engines = [{}, {"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 2, "tensor": 2}]
     for count, engine in enumerate(engines, 1):
         for _ in range(2):
-            settle_reading(policy, policy, **engine)
+            resolve_reading(policy, policy, **engine)
             assert kept() == count
     for count, capability in enumerate(((8, 0), (9, 0), (8, 0)), len(engines) + 1):
         monkeypatch.setattr(device, "DEVICE_TYPE", "cuda")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        settle_reading(policy, policy)
+        resolve_reading(policy, policy)
         assert kept() == min(count, len(engines) + 2)
 
 
@@ -284,7 +284,7 @@ def test_the_check_leaves_no_trace(tmp_path) -> None:
         load_causal_lm(str(tmp_path), flag="--model", dtype="fp32", attention="auto")
     ).train()
     own, state = policy.model.config._attn_implementation, torch.get_rng_state()
-    settle_reading(policy, policy)
+    resolve_reading(policy, policy)
     assert policy.training and all(module.training for module in policy.modules())
     assert policy.model.config._attn_implementation == own
     assert torch.equal(torch.get_rng_state(), state)

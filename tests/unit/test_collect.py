@@ -23,7 +23,7 @@ from openrlhf.config.ppo import AlgoConfig, PPOConfig, RewardConfig, RolloutConf
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.training.collect import Admission, Collected, Collector, check_failures
-from openrlhf.types import Group, Prompt, Purpose, Sampled, Trajectory, no_work
+from openrlhf.types import Prompt, PromptGroup, Purpose, Sampled, Trajectory, no_work
 
 Score = float | None
 """None: the sample failed."""
@@ -32,15 +32,15 @@ Address = tuple[int, int]
 
 
 class World:
-    """A rollout that remembers how many prompts were asked for at a time. `scores(episode, prompt_id)` gives
+    """A rollout that remembers how many prompts were asked for at a time. `scores(epoch, prompt_id)` gives
     the scores of a group, `arrival(n)` which of the n prompts under way is the next to finish."""
 
     def __init__(
         self,
-        scores: Callable[[int, int], Sequence[Score]] = lambda episode, prompt: (0.0, 1.0),
+        scores: Callable[[int, int], Sequence[Score]] = lambda epoch, prompt: (0.0, 1.0),
         *,
         num_prompts: int = 8,
-        num_episodes: int | None = 1,
+        num_epochs: int | None = 1,
         shuffle: bool = False,
         seed: int = 1,
         arrival: Callable[[int], int] = lambda under_way: 0,
@@ -51,22 +51,22 @@ class World:
         self.under_way: list[Prompt] = []
         self.arrived: list[Address] = []
         dataset = PromptDataset([Prompt(prompt_id=i, text=f"prompt {i}") for i in range(num_prompts)])
-        self.prompts = PromptSampler(dataset, seed=seed, num_episodes=num_episodes, shuffle=shuffle)
+        self.prompts = PromptSampler(dataset, seed=seed, num_epochs=num_epochs, shuffle=shuffle)
         self.config = config_of(**flags)
         self.collector = Collector(self.config, self.prompts, self, self.on_group)
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
         assert purpose == "train"
-        self.asked.append([(p.episode, p.prompt_id) for p in prompts])
+        self.asked.append([(p.epoch, p.prompt_id) for p in prompts])
         self.under_way += prompts
 
-    def next_group(self, purpose: Purpose, timeout: float | None = None) -> Group:
+    def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
         assert purpose == "train" and timeout == self.config.rollout.timeout
         prompt = self.under_way.pop(self.arrival(len(self.under_way)))
-        return group_of(prompt, self.scores(prompt.episode, prompt.prompt_id))
+        return group_of(prompt, self.scores(prompt.epoch, prompt.prompt_id))
 
-    def on_group(self, group: Group) -> None:
-        self.arrived.append((group.prompt.episode, group.prompt.prompt_id))
+    def on_group(self, group: PromptGroup) -> None:
+        self.arrived.append((group.prompt.epoch, group.prompt.prompt_id))
 
     def run(self, first_step: int = 1) -> list[Collected]:
         """Every step until nothing is left."""
@@ -100,7 +100,7 @@ def addresses(trajectories: Sequence[Trajectory]) -> list[Address]:
     """Of each group, once, after checking that its samples are together and in order."""
     found: list[Address] = []
     for t in trajectories:
-        address = (t.prompt.episode, t.prompt.prompt_id)
+        address = (t.prompt.epoch, t.prompt.prompt_id)
         if t.sample_index == 0:
             found.append(address)
         assert found[-1] == address
@@ -115,7 +115,7 @@ def prompts_of(step: Collected) -> list[int]:
 
 
 def test_without_further_flags_a_step_asks_for_its_batch_once():
-    world = World(num_prompts=10, num_episodes=2)
+    world = World(num_prompts=10, num_epochs=2)
     steps = world.run()
     assert [len(asked) for asked in world.asked] == [4, 4, 2, 4, 4, 2]
     assert [addresses(step.trajectories) for step in steps] == world.asked
@@ -153,7 +153,7 @@ def test_a_step_that_the_buffer_fills_samples_nothing():
 
 
 def test_failed_samples_stay_in_their_batch_without_filtering():
-    world = World(lambda episode, prompt: (None, None), num_prompts=4)
+    world = World(lambda epoch, prompt: (None, None), num_prompts=4)
     (step,) = world.run()
     assert [t.ok for t in step.trajectories] == [False] * 8
 
@@ -163,7 +163,7 @@ def test_failed_samples_stay_in_their_batch_without_filtering():
 
 def solved(*prompts: int) -> Callable[[int, int], Sequence[Score]]:
     """These prompts are solved once in two times, the even ones of the others never, the odd ones always."""
-    return lambda episode, prompt: (0.0, 1.0) if prompt in prompts else (float(prompt % 2),) * 2
+    return lambda epoch, prompt: (0.0, 1.0) if prompt in prompts else (float(prompt % 2),) * 2
 
 
 def test_rejected_groups_are_replaced():
@@ -195,7 +195,7 @@ def test_accepted_groups_above_the_batch_come_first_in_the_next_step():
 
 
 def test_a_batch_goes_on_in_the_next_episode():
-    world = World(solved(1, 2, 3), num_prompts=4, num_episodes=2, filters=True)
+    world = World(solved(1, 2, 3), num_prompts=4, num_epochs=2, filters=True)
     first, second = world.run()
     assert addresses(first.trajectories) == [(0, 1), (0, 2), (0, 3), (1, 1)]
     assert addresses(second.trajectories) == [(1, 2), (1, 3)]
@@ -232,7 +232,7 @@ def test_nothing_is_left_when_the_last_prompts_are_rejected():
 )
 def test_a_group_is_kept_if_the_mean_of_its_finished_samples_is_inside(scores, is_kept):
     world = World(
-        lambda episode, prompt: scores if prompt else (0.5, 0.5),
+        lambda epoch, prompt: scores if prompt else (0.5, 0.5),
         num_prompts=2,
         batch=2,
         filters=True,
@@ -244,7 +244,7 @@ def test_a_group_is_kept_if_the_mean_of_its_finished_samples_is_inside(scores, i
 
 def test_equal_scores_at_a_bound_are_not_inside_by_rounding():
     assert (0.1 + 0.1 + 0.1) / 3 > 0.1
-    world = World(lambda episode, prompt: (0.1,) * 3, batch=1, filters=True, score_range=(0.1, 0.9))
+    world = World(lambda epoch, prompt: (0.1,) * 3, batch=1, filters=True, score_range=(0.1, 0.9))
     with pytest.raises(RuntimeError, match="kept 0 of the 8"):
         world.collector.next_batch(1)
 
@@ -256,9 +256,9 @@ def test_a_step_that_asks_for_too_many_prompts_stops_the_run():
     """Of 0 to 5 one is kept; 0 and 4 are never solved, 1 and 3 always, 5 gives no score."""
     scores = solved(2)
     world = World(
-        lambda episode, prompt: (None, None) if prompt == 5 else scores(episode, prompt),
+        lambda epoch, prompt: (None, None) if prompt == 5 else scores(epoch, prompt),
         num_prompts=9,
-        num_episodes=None,
+        num_epochs=None,
         batch=2,
         at_a_time=4,
         max_batches=3,
@@ -288,7 +288,7 @@ def test_a_buffer_does_not_count_towards_the_bound():
 
 
 def test_a_first_step_without_anything_is_an_error():
-    world = World(lambda episode, prompt: (0.0, 0.0), num_prompts=3, filters=True)
+    world = World(lambda epoch, prompt: (0.0, 0.0), num_prompts=3, filters=True)
     with pytest.raises(
         RuntimeError, match=r"^step 1: dynamic filtering kept 0 of the 3 .* less: 3; 1 or more: 0"
     ) as error:
@@ -300,7 +300,7 @@ def test_a_first_step_without_anything_is_an_error():
 @pytest.mark.parametrize("num_prompts", [2, 1000])
 def test_rewards_that_always_fail_stop_a_filtered_run_after_one_batch(at_a_time, num_prompts):
     world = World(
-        lambda episode, prompt: (None, None), num_prompts=num_prompts, at_a_time=at_a_time, filters=True
+        lambda epoch, prompt: (None, None), num_prompts=num_prompts, at_a_time=at_a_time, filters=True
     )
     text = r"^step 3: (\d+) of \1 samples failed.*--reward.max_failed_ratio .* \1 of them .*\nno opinion$"
     with pytest.raises(RuntimeError, match=text):
@@ -312,7 +312,7 @@ def test_rewards_that_always_fail_stop_a_filtered_run_after_one_batch(at_a_time,
 def test_one_prompt_that_fails_does_not_stop_a_filtered_run():
     """Though it is all of the first portion."""
     world = World(
-        lambda episode, prompt: (0.0, 1.0) if prompt else (None, None),
+        lambda epoch, prompt: (0.0, 1.0) if prompt else (None, None),
         num_prompts=5,
         at_a_time=1,
         filters=True,
@@ -342,7 +342,7 @@ def test_engines_that_finish_in_another_order_change_nothing():
 
         def run_group(self, prompt: Prompt, purpose: Purpose, samples: None = None) -> Future[Sampled]:
             future: Future[Sampled] = Future()
-            group = group_of(prompt, world.scores(prompt.episode, prompt.prompt_id))
+            group = group_of(prompt, world.scores(prompt.epoch, prompt.prompt_id))
             sampled = Sampled(group=group, done=no_work())
             Timer(0.02 * (8 - prompt.prompt_id), future.set_result, [sampled]).start()
             return future
@@ -383,13 +383,13 @@ def test_engines_that_finish_in_another_order_change_nothing():
 )
 def test_what_three_steps_train_on_and_ask_for(options, asked, steps):
     """Figures that must not move: a run that was begun with another version goes on with the same prompts,
-    whose addresses are those of their seeds. Even numbers are solved sometimes in the first episode, odd ones
+    whose addresses are those of their seeds. Even numbers are solved sometimes in the first epoch, odd ones
     in the second; the others never or always."""
     by_kind = ((0.0, 1.0), (0.0, 0.0), (0.0, 1.0), (1.0, 1.0))
     world = World(
-        lambda episode, prompt: by_kind[(episode + prompt) % 4],
+        lambda epoch, prompt: by_kind[(epoch + prompt) % 4],
         num_prompts=10,
-        num_episodes=2,
+        num_epochs=2,
         shuffle=True,
         seed=42,
         arrival=random.Random(0).randrange,
@@ -407,14 +407,14 @@ def test_what_three_steps_train_on_and_ask_for(options, asked, steps):
 @st.composite
 def worlds(draw) -> Callable[..., World]:
     """A function that makes the same world again, with other options."""
-    num_prompts, num_episodes = draw(st.integers(1, 12)), draw(st.integers(1, 3))
+    num_prompts, num_epochs = draw(st.integers(1, 12)), draw(st.integers(1, 3))
     n = draw(st.integers(1, 3))
     score = st.sampled_from((0.0, 1.0, 1.0, 0.5, None))
     group = st.lists(score, min_size=n, max_size=n)
     scores = draw(st.lists(group, min_size=36, max_size=36))
     options: dict[str, Any] = {
         "num_prompts": num_prompts,
-        "num_episodes": num_episodes,
+        "num_epochs": num_epochs,
         "shuffle": draw(st.booleans()),
         "batch": draw(st.integers(1, 6)),
         "at_a_time": draw(st.none() | st.integers(1, 14)),
@@ -422,7 +422,7 @@ def worlds(draw) -> Callable[..., World]:
         "max_batches": 36,
         "max_failed_ratio": 1.0,
     }
-    return lambda **more: World(lambda episode, i: scores[12 * episode + i], **(options | more))
+    return lambda **more: World(lambda epoch, i: scores[12 * epoch + i], **(options | more))
 
 
 def every_prompt(prompts: PromptSampler) -> list[Prompt]:
@@ -446,7 +446,7 @@ def run_or_error(world: World) -> list[Collected] | str:
 def test_no_accepted_group_is_lost_or_used_twice(world_of):
     world = world_of()
     steps = run_or_error(world)
-    everything = [(p.episode, p.prompt_id) for p in every_prompt(world_of().prompts)]
+    everything = [(p.epoch, p.prompt_id) for p in every_prompt(world_of().prompts)]
     asked = [address for prompts in world.asked for address in prompts]
     assert asked == everything[: len(asked)]
     if isinstance(steps, str):  # nothing at all in the first step, or nothing but failures
@@ -460,9 +460,9 @@ def test_no_accepted_group_is_lost_or_used_twice(world_of):
     if filters:
         assert all(len(batch) == size for batch in batches[:-1]) and 0 < len(batches[-1]) <= size
     else:
-        assert all(len({episode for episode, _ in batch}) == 1 for batch in batches)
-        num_episodes = everything[-1][0] + 1
-        assert len(batches) == num_episodes * math.ceil(len(everything) // num_episodes / size)
+        assert all(len({epoch for epoch, _ in batch}) == 1 for batch in batches)
+        num_epochs = everything[-1][0] + 1
+        assert len(batches) == num_epochs * math.ceil(len(everything) // num_epochs / size)
     sampled = [a for step in steps for a in addresses(step.sampled)]
     assert sampled == everything[: len(sampled)]
     assert all(step.metrics["rollout/num_prompts"] == len(addresses(step.sampled)) for step in steps)
@@ -576,11 +576,11 @@ def test_no_more_is_sampled_ahead_than_the_bound(world_of, max_staleness, rng: r
         new = list(itertools.chain(*world.asked))[len(asked_in) :]
         asked_in |= dict.fromkeys(new, number)
         assert len(asked_in) - len(trained) <= bound
-        assert len({episode for episode, _ in step}) == 1
+        assert len({epoch for epoch, _ in step}) == 1
         if portion <= rollout.batch_size:
             assert all(number - asked_in[address] <= max_staleness for address in step)
         trained += step
-    everything = [(p.episode, p.prompt_id) for p in every_prompt(world_of().prompts)]
+    everything = [(p.epoch, p.prompt_id) for p in every_prompt(world_of().prompts)]
     assert trained == everything
     assert world.collector.is_exhausted
 
@@ -632,8 +632,8 @@ def test_what_is_being_sampled_is_asked_for_anew_by_a_resumed_run():
     other.collector.load_state_dict(state)
     assert not other.collector.is_exhausted
     first = addresses(other.collector.next_batch(2).trajectories)
-    there = [(g.prompt.episode, g.prompt.prompt_id) for g in [*state["groups"], *state["finished"]]]
-    again = [(p.episode, p.prompt_id) for p in state["under_way"]]
+    there = [(g.prompt.epoch, g.prompt.prompt_id) for g in [*state["groups"], *state["finished"]]]
+    again = [(p.epoch, p.prompt_id) for p in state["under_way"]]
     assert other.asked[0] == [address for address in again if address not in there]
     trained += first + [a for step in other.run(first_step=3) for a in addresses(step.trajectories)]
     assert trained == [(0, i) for i in range(10)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from openrlhf.algorithms.traits import ESTIMATORS
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
 from openrlhf.training.credit import assign_credit
-from openrlhf.types import Batch, Credit, Metrics, Scores, Trajectory
+from openrlhf.types import Batch, Credit, ForwardOutputs, Metrics, Trajectory
 
 INDICES = count()
 
@@ -30,7 +30,7 @@ def assign(
     reference."""
     batch = Batch.of(trajectories)
     log_probs = np.full(batch.num_actions.sum(), -1.0, np.float32)
-    scores = Scores(
+    scores = ForwardOutputs(
         log_probs=log_probs,
         ref_log_probs=log_probs - np.float32(log_ratio) if reference else None,
         values=np.array([v for own in values for v in own], np.float32) if values else None,
@@ -178,10 +178,10 @@ def test_feedback_between_actions_changes_nothing(gaps, estimator, seed):
 def test_groups_are_prompts_of_one_episode_of_their_real_size():
     trajectories = [
         trajectory(1.0, 1, prompt_id=5),
-        trajectory(7.0, 1, prompt_id=5, episode=1),
+        trajectory(7.0, 1, prompt_id=5, epoch=1),
         trajectory(9.0, 1, prompt_id=6),
         trajectory(2.0, 1, prompt_id=5),
-        trajectory(1.0, 1, prompt_id=5, episode=1),
+        trajectory(1.0, 1, prompt_id=5, epoch=1),
         trajectory(6.0, 1, prompt_id=5),
     ]
     credit, metrics = assign(trajectories, estimator="rloo")
@@ -320,7 +320,7 @@ def test_a_teacher_rewards_every_action(gamma, returns):
     log_probs, one = np.full(2, -1.0, np.float32), trajectory(0.0, 2)
     result = assign_credit(
         Batch.of([one]),
-        Scores(log_probs=log_probs, teacher_log_probs=np.array([-0.5, -2.0], np.float32)),
+        ForwardOutputs(log_probs=log_probs, teacher_log_probs=np.array([-0.5, -2.0], np.float32)),
         [one],
         algo=AlgoConfig(advantage=AdvantageConfig(estimator="reinforce", gamma=gamma)),
         reward=RewardConfig(),

@@ -99,10 +99,10 @@ def test_only_actions_count_as_repetition():
 
 
 def test_only_samples_of_the_same_prompt_and_episode_repeat_each_other():
-    apart = [trajectory(), trajectory(prompt_id=1), trajectory(episode=1), trajectory(None)]
+    apart = [trajectory(), trajectory(prompt_id=1), trajectory(epoch=1), trajectory(None)]
     assert "rollout/duplicate_ratio" not in rollout_metrics(apart, 3)
     # one more in two of the groups: it repeats in one and differs in the other
-    more = [trajectory(prompt_id=1), trajectory(episode=1, actions=(9,))]
+    more = [trajectory(prompt_id=1), trajectory(epoch=1, actions=(9,))]
     assert rollout_metrics(apart + more, 3)["rollout/duplicate_ratio"] == 0.5
 
 

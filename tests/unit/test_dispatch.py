@@ -9,14 +9,14 @@ import pytest
 from records import group_of, trajectory
 
 from openrlhf.rollout.dispatch import SAMPLES_IN_FLIGHT, Dispatcher
-from openrlhf.types import Group, Outcome, Prompt, Purpose, Sampled, Trajectory, Work, no_work, work_of
+from openrlhf.types import Outcome, Prompt, PromptGroup, Purpose, Sampled, Trajectory, Work, no_work, work_of
 
 
 def prompts(*ids: int) -> list[Prompt]:
     return [Prompt(prompt_id=i, text=f"prompt {i}") for i in ids]
 
 
-class Sampler:
+class FakeEngine:
     """`calls`: what happened, in order, shared with others."""
 
     def __init__(self, calls: list[str] | None = None) -> None:
@@ -54,9 +54,9 @@ class Sampler:
     def answer(self, i: int, trajectories: list[Trajectory]) -> None:
         wait_until(lambda: i in self.open)
         prompt = Prompt(prompt_id=i, text="")
-        self._hand_over(Group(prompt=prompt, trajectories=trajectories))
+        self._hand_over(PromptGroup(prompt=prompt, trajectories=trajectories))
 
-    def _hand_over(self, group: Group) -> None:
+    def _hand_over(self, group: PromptGroup) -> None:
         i = group.prompt.prompt_id
         self.done += self.work.pop(i)
         self.open.pop(i).set_result(Sampled(group=group, done=self.done.copy()))
@@ -73,7 +73,7 @@ class Memory:
     def wake(self) -> None:
         self.calls.append("wake")
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         self.calls.append("rest")
 
 
@@ -83,7 +83,7 @@ class Score:
     def __init__(self, calls: list[str]) -> None:
         self.calls, self.permits = calls, threading.Semaphore(0)
 
-    def __call__(self, groups: list[Group]) -> list[Group]:
+    def __call__(self, groups: list[PromptGroup]) -> list[PromptGroup]:
         self.calls.append(f"score {[g.prompt.prompt_id for g in groups]}")
         assert self.permits.acquire(timeout=10)
         self.calls.append("scored")
@@ -98,7 +98,9 @@ def dispatcher_of() -> Iterator[Build]:
     """Builds one, and closes it in the end."""
     made: list[Dispatcher] = []
 
-    def build(samplers: Sequence[Sampler], num_samples: int = 2, calls: list[str] | None = None, **options):
+    def build(
+        samplers: Sequence[FakeEngine], num_samples: int = 2, calls: list[str] | None = None, **options
+    ):
         sizes: dict[Purpose, int] = {"train": num_samples, "eval": num_samples}
         memory = Memory([] if calls is None else calls)
         for sampler in samplers:
@@ -129,7 +131,7 @@ def received(dispatcher: Dispatcher, count: int, purpose: Purpose = "train") -> 
 
 def test_a_sample_that_failed_runs_once_more_on_another_sampler(dispatcher_of: Build):
     """It alone; what it had sampled, in two parts, is replaced. Another failure there stands."""
-    sick, well = Sampler(), Sampler()
+    sick, well = FakeEngine(), FakeEngine()
     dispatcher = dispatcher_of([sick, well], num_samples=3, retry_on=["env_error"])
 
     def sample(i: int, outcome: Outcome = Outcome.OK, part: int = 0) -> Trajectory:
@@ -158,7 +160,7 @@ def test_a_sample_that_failed_runs_once_more_on_another_sampler(dispatcher_of: B
 
 
 def test_groups_come_in_the_order_in_which_they_finish(dispatcher_of: Build):
-    sampler = Sampler()
+    sampler = FakeEngine()
     dispatcher = dispatcher_of([sampler])
     dispatcher.submit(prompts(0, 1, 2, 3), "train")
     wait_until(lambda: len(sampler.open) == 4)
@@ -168,7 +170,7 @@ def test_groups_come_in_the_order_in_which_they_finish(dispatcher_of: Build):
 
 def test_the_least_busy_sampler_gets_the_next_prompt(dispatcher_of: Build):
     """Room for one group in each: the one that finishes gets the next."""
-    slow, fast = Sampler(), Sampler()
+    slow, fast = FakeEngine(), FakeEngine()
     dispatcher = dispatcher_of([slow, fast], num_samples=SAMPLES_IN_FLIGHT)
     dispatcher.submit(prompts(0, 1, 2, 3, 4), "train")
     for i in (1, 2, 3, 4):
@@ -180,7 +182,7 @@ def test_the_least_busy_sampler_gets_the_next_prompt(dispatcher_of: Build):
 
 
 def test_samplers_get_equal_shares_to_begin_with(dispatcher_of: Build):
-    samplers = [Sampler() for _ in range(3)]
+    samplers = [FakeEngine() for _ in range(3)]
     dispatcher_of(samplers).submit(prompts(*range(7)), "train")
     wait_until(lambda: sum(len(s.open) for s in samplers) == 7)
     assert [s.seen for s in samplers] == [[0, 3, 6], [1, 4], [2, 5]]
@@ -189,7 +191,7 @@ def test_samplers_get_equal_shares_to_begin_with(dispatcher_of: Build):
 @pytest.mark.parametrize(("num_samples", "limit"), [(100, 5), (512, 1), (2000, 1)])
 def test_no_more_than_the_limit_in_flight(dispatcher_of: Build, num_samples: int, limit: int):
     """512 samples of a sampler, and a group in any case."""
-    sampler = Sampler()
+    sampler = FakeEngine()
     dispatcher = dispatcher_of([sampler], num_samples=num_samples)
     dispatcher.submit(prompts(*range(12)), "train")
     wait_until(lambda: len(sampler.open) == limit)
@@ -200,7 +202,7 @@ def test_no_more_than_the_limit_in_flight(dispatcher_of: Build, num_samples: int
 
 
 def test_training_and_evaluation_are_kept_apart(dispatcher_of: Build):
-    sampler = Sampler()
+    sampler = FakeEngine()
     dispatcher = dispatcher_of([sampler])
     dispatcher.submit(prompts(0, 1), "train")
     dispatcher.submit(prompts(2, 3), "eval")
@@ -214,7 +216,7 @@ def test_training_and_evaluation_are_kept_apart(dispatcher_of: Build):
 
 
 def test_where_nothing_is_under_way_nobody_waits(dispatcher_of: Build):
-    sampler = Sampler()
+    sampler = FakeEngine()
     dispatcher = dispatcher_of([sampler])
     dispatcher.submit([], "train")
     with pytest.raises(RuntimeError, match="no prompt is under way for train"):
@@ -230,9 +232,9 @@ def test_where_nothing_is_under_way_nobody_waits(dispatcher_of: Build):
 
 def test_who_waited_in_vain_learns_for_what(dispatcher_of: Build):
     """Two samplers with room for two groups each; three prompts of nine have finished."""
-    samplers = [Sampler(), Sampler()]
+    samplers = [FakeEngine(), FakeEngine()]
     dispatcher = dispatcher_of(samplers, num_samples=SAMPLES_IN_FLIGHT // 2)
-    dispatcher.submit([Prompt(prompt_id=i, text="", episode=1) for i in range(9)], "train")
+    dispatcher.submit([Prompt(prompt_id=i, text="", epoch=1) for i in range(9)], "train")
     samplers[0].finish(0, 2)
     samplers[1].finish(1)
     assert received(dispatcher, 3) == [0, 2, 1]
@@ -241,7 +243,7 @@ def test_who_waited_in_vain_learns_for_what(dispatcher_of: Build):
         dispatcher.next_group("train", 0.01)
     first, *more = str(error.value).splitlines()
     assert first == "6 prompts of train are under way."
-    named = [f"{a} (episode 1), {b} (episode 1)" for a, b in (sampler.open for sampler in samplers)]
+    named = [f"{a} (epoch 1), {b} (epoch 1)" for a, b in (sampler.open for sampler in samplers)]
     assert more == [
         f"sampler 0: 2 prompts, such as {named[0]}",
         f"sampler 1: 2 prompts, such as {named[1]}",
@@ -252,7 +254,7 @@ def test_who_waited_in_vain_learns_for_what(dispatcher_of: Build):
 
 
 def test_who_waits_for_reward_models_is_told_so(dispatcher_of: Build):
-    sampler, score = Sampler(), Score([])
+    sampler, score = FakeEngine(), Score([])
     dispatcher = dispatcher_of([sampler], score=score)
     dispatcher.submit(prompts(0), "eval")
     sampler.finish(0)
@@ -267,7 +269,7 @@ def test_who_waits_for_reward_models_is_told_so(dispatcher_of: Build):
 
 
 def test_an_error_of_a_sampler_reaches_whoever_asks_however_often(dispatcher_of: Build):
-    sampler = Sampler()
+    sampler = FakeEngine()
     dispatcher = dispatcher_of([sampler])
     dispatcher.submit(prompts(0, 1), "train")
     dispatcher.submit(prompts(2), "eval")
@@ -283,10 +285,10 @@ def test_an_error_of_a_sampler_reaches_whoever_asks_however_often(dispatcher_of:
 
 
 def test_an_error_of_a_reward_model_reaches_whoever_asks_however_often(dispatcher_of: Build):
-    def score(groups: list[Group]) -> list[Group]:
+    def score(groups: list[PromptGroup]) -> list[PromptGroup]:
         raise ValueError(f"cannot read {groups[0].prompt.prompt_id}")
 
-    sampler = Sampler()
+    sampler = FakeEngine()
     dispatcher = dispatcher_of([sampler], score=score)
     dispatcher.submit(prompts(7, 8), "train")
     sampler.finish(7)
@@ -300,7 +302,7 @@ def test_an_error_while_memory_is_taken_reaches_whoever_asks():
         def wake(self) -> None:
             raise MemoryError("the KV cache does not fit")
 
-    dispatcher = Dispatcher([Sampler()], {"train": 2}, memory=Full([]), longest=100)
+    dispatcher = Dispatcher([FakeEngine()], {"train": 2}, memory=Full([]), longest=100)
     dispatcher.submit(prompts(0), "train")
     with pytest.raises(MemoryError, match="the KV cache does not fit"):
         dispatcher.next_group("train", 10)
@@ -312,7 +314,7 @@ def test_an_error_while_memory_is_taken_reaches_whoever_asks():
 
 def test_reward_models_score_while_samplers_work_and_several_groups_at_a_time(dispatcher_of: Build):
     """What finishes while they work waits for the next time, all together."""
-    sampler, score = Sampler(), Score([])
+    sampler, score = FakeEngine(), Score([])
     dispatcher = dispatcher_of([sampler], score=score)
     dispatcher.submit(prompts(0, 1, 2, 3), "train")
     sampler.finish(1)
@@ -326,7 +328,7 @@ def test_reward_models_score_while_samplers_work_and_several_groups_at_a_time(di
 
 
 def test_scored_groups_go_where_they_were_asked_for(dispatcher_of: Build):
-    sampler, score = Sampler(), Score([])
+    sampler, score = FakeEngine(), Score([])
     score.permits.release(9)
     dispatcher = dispatcher_of([sampler], score=score)
     dispatcher.submit(prompts(0, 1), "train")
@@ -337,24 +339,24 @@ def test_scored_groups_go_where_they_were_asked_for(dispatcher_of: Build):
 
 def test_samplers_keep_the_memory_until_somebody_needs_it(dispatcher_of: Build):
     calls: list[str] = []
-    sampler = Sampler(calls)
+    sampler = FakeEngine(calls)
     dispatcher = dispatcher_of([sampler], calls=calls)
     for _ in range(2):
         for i in (0, 1):
             dispatcher.submit(prompts(i), "train")
             sampler.finish(i)
             received(dispatcher, 1)
-        dispatcher.rest()
+        dispatcher.sleep()
     assert calls == ["wake", "run 0", "run 1", "rest"] * 2
 
 
 def test_who_needs_the_memory_waits_for_what_samplers_were_sent(dispatcher_of: Build):
     calls: list[str] = []
-    sampler = Sampler(calls)
+    sampler = FakeEngine(calls)
     dispatcher = dispatcher_of([sampler], calls=calls)
     dispatcher.submit(prompts(0, 1), "train")
     sampler.finish(0)
-    waiting = threading.Thread(target=dispatcher.rest)
+    waiting = threading.Thread(target=dispatcher.sleep)
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive() and "rest" not in calls
@@ -364,26 +366,26 @@ def test_who_needs_the_memory_waits_for_what_samplers_were_sent(dispatcher_of: B
 
 
 def test_who_needs_the_memory_of_samplers_that_are_gone_does_not_wait(dispatcher_of: Build):
-    sampler = Sampler()
+    sampler = FakeEngine()
     dispatcher = dispatcher_of([sampler])
     dispatcher.submit(prompts(0), "train")
     with ThreadPoolExecutor(1) as thread:
-        freed = thread.submit(dispatcher.rest)
+        freed = thread.submit(dispatcher.sleep)
         with pytest.raises(TimeoutError):
             freed.result(0.1)
         sampler.fail(0, ConnectionError("the engine died"))
         with pytest.raises(ConnectionError, match="the engine died"):
             freed.result(10)
-    dispatcher.rest()  # what happened, `next_group` says
+    dispatcher.sleep()  # what happened, `next_group` says
 
 
 def test_reward_models_that_need_the_memory_wait_until_it_is_free(dispatcher_of: Build):
     """And samplers until those have finished, also for prompts that come meanwhile."""
     calls: list[str] = []
-    sampler, score = Sampler(calls), Score(calls)
+    sampler, score = FakeEngine(calls), Score(calls)
 
-    def score_alone(groups: list[Group]) -> list[Group]:
-        dispatcher.rest()
+    def score_alone(groups: list[PromptGroup]) -> list[PromptGroup]:
+        dispatcher.sleep()
         return score(groups)
 
     dispatcher = dispatcher_of([sampler], calls=calls, score=score_alone, scores_at_once=False)
@@ -402,7 +404,7 @@ def test_reward_models_that_need_the_memory_wait_until_it_is_free(dispatcher_of:
 
 def test_a_closed_dispatcher_leaves_no_thread_behind(dispatcher_of: Build):
     others = set(threading.enumerate())
-    sampler, score = Sampler(), Score([])
+    sampler, score = FakeEngine(), Score([])
     score.permits.release()
     dispatcher = dispatcher_of([sampler], score=score)
     dispatcher.submit(prompts(0), "train")
@@ -419,7 +421,7 @@ def test_a_closed_dispatcher_leaves_no_thread_behind(dispatcher_of: Build):
 
 def test_nothing_runs_while_weights_change(dispatcher_of: Build):
     """What was sent is finished first; what waits is sent afterwards."""
-    sampler = Sampler()
+    sampler = FakeEngine()
     dispatcher = dispatcher_of([sampler], num_samples=SAMPLES_IN_FLIGHT)
     dispatcher.submit(prompts(0, 1), "train")
     wait_until(lambda: 0 in sampler.open)

@@ -15,7 +15,7 @@ from openrlhf.rollout.seeds import seed_at
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Outcome, Prompt, Trajectory
 
-PROMPT = Prompt(prompt_id=5, text="1 + 1 =", label="2", episode=3)
+PROMPT = Prompt(prompt_id=5, text="1 + 1 =", label="2", epoch=3)
 TOKENIZER = tiny_tokenizer()
 PROMPT_IDS = TOKENIZER(PROMPT.text, add_special_tokens=False)["input_ids"]
 STOP = TOKENIZER.eos_token_id
@@ -84,7 +84,7 @@ def test_every_field():
 def test_seeds_are_addresses():
     engine = Engine(ANSWER)
     trajectories = run_group(engine)
-    seeds = [seed_at(42, "train", PROMPT.episode, PROMPT.prompt_id, i) for i in range(3)]
+    seeds = [seed_at(42, "train", PROMPT.epoch, PROMPT.prompt_id, i) for i in range(3)]
     assert [t.seed for t in trajectories] == seeds
     assert [params.seed for _, params in engine.asked] == seeds
     assert [t.seed for t in run_group(Engine(ANSWER), purpose="eval")] != seeds
@@ -195,7 +195,7 @@ def test_failed_episodes_run_again_with_other_seeds() -> None:
     """The i-th further try has the address of the episode and its number."""
     engine = Waiting(2)
     (t,) = run_group(engine, options={"timeout": 0.05, "retries": 3, "retry_on": ALL}, num_samples=1)
-    address = (42, "train", PROMPT.episode, PROMPT.prompt_id, 0)
+    address = (42, "train", PROMPT.epoch, PROMPT.prompt_id, 0)
     seeds = [seed_at(*address), seed_at(*address, "attempt", 1), seed_at(*address, "attempt", 2)]
     assert [params.seed for _, params in engine.asked] == seeds
     assert t.ok and t.seed == seeds[-1] and t.action_ids.tolist() == ANSWER
@@ -207,7 +207,7 @@ def test_samples_that_failed_elsewhere_have_the_seeds_of_a_further_try() -> None
     runner = EpisodeRunner(engine, TOKENIZER, executor, [STOP], retries=1, retry_on=ALL)
     group = asyncio.run(runner.run_group(PROMPT, sampling(), samples=[2, 0]))
     assert [t.sample_index for t in group.trajectories] == [2, 0]
-    wanted = [seed_at(42, "train", PROMPT.episode, PROMPT.prompt_id, i, "attempt", 2) for i in (2, 0)]
+    wanted = [seed_at(42, "train", PROMPT.epoch, PROMPT.prompt_id, i, "attempt", 2) for i in (2, 0)]
     assert [params.seed for _, params in engine.asked] == wanted
 
 

@@ -101,7 +101,7 @@ def test_prompts_of_the_same_text_in_two_sources_are_told_apart():
 
 
 def test_only_verdicts_pass():
-    """Scores of a reward model have a mean and a best, and nothing that they pass."""
+    """ForwardOutputs of a reward model have a mean and a best, and nothing that they pass."""
     metrics = evaluation_metrics([trajectory(0, i, s) for i, s in enumerate([30.5, -2.0, 0.0, 1.0])])
     assert not [name for name in metrics if "pass" in name]
     assert metrics["eval/math_score_mean"] == pytest.approx(29.5 / 4)

@@ -15,18 +15,18 @@ def printed(code: str) -> list[str]:
 def test_a_process_imports_with_few_collections_and_works_with_as_many_as_ever(package: str) -> None:
     code = (
         f"import gc; before = gc.get_threshold(); import {package}; from openrlhf import heap\n"
-        "print(gc.get_threshold() == heap.GROWING); own = [[] for _ in range(1000)]; heap.settle()\n"
+        "print(gc.get_threshold() == heap.GROWING); own = [[] for _ in range(1000)]; heap.freeze()\n"
         "print(gc.get_threshold() == before, gc.get_freeze_count() > 1000)\n"
         "print(any(o is own for o in gc.get_objects()))"
     )
     assert printed(code) == ["True", "True", "True", "False"]
 
 
-def test_a_process_that_did_not_grow_and_one_that_has_settled_stay_as_they_are() -> None:
+def test_a_process_that_did_not_grow_and_one_that_has_frozen_stay_as_they_are() -> None:
     code = (
         "import gc; from openrlhf import heap\n"
-        "before = gc.get_freeze_count(); heap.settle(); print(gc.get_freeze_count() - before)\n"
-        "heap.grow(); heap.settle(); count = gc.get_freeze_count(); more = [[] for _ in range(1000)]\n"
-        "heap.settle(); print(gc.get_freeze_count() == count)"
+        "before = gc.get_freeze_count(); heap.freeze(); print(gc.get_freeze_count() - before)\n"
+        "heap.grow(); heap.freeze(); count = gc.get_freeze_count(); more = [[] for _ in range(1000)]\n"
+        "heap.freeze(); print(gc.get_freeze_count() == count)"
     )
     assert printed(code) == ["0", "True"]

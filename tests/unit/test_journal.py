@@ -34,7 +34,7 @@ from openrlhf.observability.run_folder import RunFolder
 from openrlhf.types import Batch, Image, Outcome, Prompt, Trajectory, runs
 
 TWO_TURNS = Trajectory(
-    prompt=Prompt(prompt_id=7, text="2+2?", label={"answer": [4]}, source="sums", episode=2),
+    prompt=Prompt(prompt_id=7, text="2+2?", label={"answer": [4]}, source="sums", epoch=2),
     sample_index=3,
     part=1,
     token_ids=np.array([10, 11, 20, 21, 30, 22], np.int32),
@@ -221,6 +221,17 @@ OLD = r"""
 {"prompt_id": 7, "episode": 2, "sample_index": 3, "seed": 9223372036854775809, "source": "sums", "label": {"answer": [4]}, "prompt": "2+2?", "response": null, "reward": "NaN", "score": "Infinity", "outcome": "ok", "error": "", "finish_reason": "length", "truncated": true, "extra_logs": {"format": "-Infinity"}, "token_ids": [10, 11, 20, 21, 30, 22], "action_ranges": [[2, 4], [5, 6]], "rollout_log_probs": [-0.1, -1e-09, -3.141592653589793], "weight_versions": [[4, 2], [5, 1]]}
 """.lstrip()  # noqa: E501
 """In JSON lines, written by release 0.1.0."""
+
+
+def test_columns_of_earlier_versions_are_read_by_the_names_of_today(tmp_path):
+    path = write(tmp_path, 1, [TWO_TURNS, FAILED])
+    now = pq.read_table(path)
+    old = now.rename_columns(["episode" if name == "epoch" else name for name in now.column_names])
+    pq.write_table(old.replace_schema_metadata(now.schema.metadata), path)
+    assert "epoch" not in pq.read_schema(path).names
+    check_same(read_journal(path), [TWO_TURNS, FAILED])
+    assert read_table(path, ["reward", "epoch"])["epoch"].to_pylist() == [2, 0]
+    assert [row["epoch"] for row in read_rows(path, [1, 0])] == [0, 2] and num_samples(read_table(path)) == 2
 
 
 def test_journals_in_json_lines(tmp_path):

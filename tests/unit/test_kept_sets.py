@@ -22,7 +22,7 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.types import Batch, Group, KeptSets, PackedRow, Trajectory, Turn, present
+from openrlhf.types import Batch, KeptSets, PackedRow, PromptGroup, Trajectory, Turn, present
 
 A, H, V = 9, 5, 17
 
@@ -191,7 +191,7 @@ def test_the_share_of_a_set_that_is_too_large() -> None:
     logits = torch.cat([logits, torch.full((2, V - 4), -50.0)], dim=1)
     turn, _ = recorded(logits, [3, 0], 2, top_p=0.93)
     assert sorted(sets_of(turn.kept, 2)[0]) == [0, 1, 3]  # what was sampled is always among them
-    np.testing.assert_allclose(np.exp(present(turn.kept).log_shares), [0.8, 0.9 / 0.95], rtol=1e-6)
+    np.testing.assert_allclose(np.exp(present(turn.kept).log_masses), [0.8, 0.9 / 0.95], rtol=1e-6)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, V])
@@ -204,11 +204,11 @@ def test_with_the_samplers_weights_the_log_probs_are_the_samplers(limit: int, pa
     sets = present(turn.kept)
     tokens, ids = torch.from_numpy(turn.action_ids).long(), torch.from_numpy(sets.padded())
     found, _ = linear_log_probs(logits, torch.eye(V), tokens, kept=ids)
-    found = found + torch.from_numpy(sets.log_shares)
+    found = found + torch.from_numpy(sets.log_masses)
     # Each side rounds three numbers below 16, by 2^-21 each.
     torch.testing.assert_close(found, torch.from_numpy(turn.log_probs), atol=6 * 2**-21, rtol=0)
     whole = sets.counts == sampler.isfinite().sum(1).numpy()
-    assert (sets.log_shares[whole] > -1e-6).all() and (sets.log_shares[~whole] < -1e-6).all()
+    assert (sets.log_masses[whole] > -1e-6).all() and (sets.log_masses[~whole] < -1e-6).all()
     assert whole.all() or limit < V or "top_k" in params
 
 
@@ -245,7 +245,7 @@ def test_parts_put_together() -> None:
     assert sets.padded().tolist() == [[4, 7, 4], [-1, -1, -1], [3, 3, 3], [1, 2, 3]]
     both = present(KeptSets.joined(sets.parts([slice(3, 4), slice(0, 2)])))
     assert sets_of(both, 3) == [[1, 2, 3], [4, 7], []]
-    np.testing.assert_allclose(np.exp(both.log_shares), [0.25, 0.5, 1])
+    np.testing.assert_allclose(np.exp(both.log_masses), [0.25, 0.5, 1])
     assert kept_sets().padded().shape == (0, 1)
 
 
@@ -259,18 +259,18 @@ def test_a_row_of_some_sequences() -> None:
     assert sets_of(batch.kept, 3) == [[], [4, 7], [3]]
     row = PackedRow.of_batch(batch.select([1, 0]))
     assert present(row.kept_ids).tolist() == [[4, 7], [3, 3], [-1, -1]]
-    np.testing.assert_allclose(present(row.log_shares).exp(), [0.5, 1, 1])
+    np.testing.assert_allclose(present(row.log_masses).exp(), [0.5, 1, 1])
     alone = PackedRow.of_batch(Batch.of([OTHER]))
-    assert alone.kept_ids is None and alone.log_shares is None
+    assert alone.kept_ids is None and alone.log_masses is None
     assert PackedRow.of_batch(batch.select([])).kept_ids is None
 
 
 def test_a_group_arrives_with_its_sets() -> None:
-    group = Group(prompt=ONE.prompt, trajectories=[OTHER, ONE, replace(ONE, part=1)])
+    group = PromptGroup(prompt=ONE.prompt, trajectories=[OTHER, ONE, replace(ONE, part=1)])
     arrived = pickle.loads(pickle.dumps(group)).trajectories
     assert [sets_of(t.kept, t.num_actions) for t in arrived] == [[[]], [[4, 7], [3]], [[4, 7], [3]]]
     assert plain(arrived[1:]) == plain(group.trajectories[1:])
-    without = pickle.loads(pickle.dumps(Group(prompt=ONE.prompt, trajectories=[OTHER])))
+    without = pickle.loads(pickle.dumps(PromptGroup(prompt=ONE.prompt, trajectories=[OTHER])))
     assert without.trajectories[0].kept is None
 
 

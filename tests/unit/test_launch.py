@@ -15,8 +15,9 @@ from openrlhf.cli.train_ppo_ray import rank_counts
 from openrlhf.cluster import folder, launch
 from openrlhf.cluster.launch import cluster_address
 from openrlhf.cluster.layout import resource_problems
+from openrlhf.config.command import Source
 from openrlhf.config.commands import PPO
-from openrlhf.config.parse import Source, parse
+from openrlhf.config.parse import parse
 from openrlhf.config.ppo import (
     ActorConfig,
     AdvantageConfig,
@@ -186,7 +187,7 @@ def test_where_all_ranks_are_counted_nothing_is_asked(monkeypatch):
     assert rank_counts(config(colocate_all=True), said) == {}
 
 
-def test_what_nobody_set_is_settled_checked_and_shown(tmp_path, monkeypatch, capsys):
+def test_what_nobody_set_is_resolved_checked_and_shown(tmp_path, monkeypatch, capsys):
     """The batch divides among the ranks that there are, and what is printed is what would run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text("")
@@ -196,9 +197,9 @@ def test_what_nobody_set_is_settled_checked_and_shown(tmp_path, monkeypatch, cap
         parse(PPO, [*argv, "--print_config"])
     assert "--train.batch_size 3: does not divide among 8 ranks" in capsys.readouterr().err
 
-    settled = {"actor.num_gpus_per_node": 1}
+    resolved = {"actor.num_gpus_per_node": 1}
     with pytest.raises(SystemExit) as stop:
-        parse(PPO, [*argv, "--print_config"], settle=lambda config, explicit, cluster: settled)
+        parse(PPO, [*argv, "--print_config"], resolve=lambda config, explicit, cluster: resolved)
     printed = capsys.readouterr()
     assert stop.value.code == 0
     assert yaml.safe_load(printed.out)["actor"]["num_gpus_per_node"] == 1
@@ -228,7 +229,7 @@ def test_what_is_wrong_with_flags_is_said_before_anything_is_imported(monkeypatc
     """Neither the cluster nor files are looked at: both need libraries."""
     argv = f"--data.prompt_dataset c/d --reward.remote_url http://r:1 {wrong}".split()
     with pytest.raises(SystemExit) as stop:
-        parse(PPO, argv, settle=never, inspect=never)
+        parse(PPO, argv, resolve=never, inspect=never)
     err = capsys.readouterr().err
     assert stop.value.code == 2
     assert f"error: {wrong.split()[0]}" in err and "error: --actor.model_name_or_path: is required" in err

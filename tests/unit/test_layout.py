@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.backends.offload import DeviceMemory, optimizer_present
-from openrlhf.backends.vllm.engine import memory_share
-from openrlhf.cli.train_ppo_ray import plan, settle
-from openrlhf.cluster import residency, roles
+from openrlhf.backends.offload import DeviceMemory, optimizer_loaded
+from openrlhf.backends.vllm.engine import memory_fraction
+from openrlhf.cli.train_ppo_ray import plan, resolve
+from openrlhf.cluster import engine_memory, roles
+from openrlhf.cluster.engine_memory import EngineMemory, ExclusiveDevices, free_fraction
 from openrlhf.cluster.layout import (
     ENGINES,
     Device,
@@ -24,7 +25,6 @@ from openrlhf.cluster.layout import (
     layout_of,
     resource_problems,
 )
-from openrlhf.cluster.residency import ExclusiveDevices, Residency, free_share
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import (
@@ -114,7 +114,7 @@ def nothing_is_promised_twice(layout: Layout) -> None:
     for role, place in layout.roles.items():
         for device in place.devices:
             assert homes.setdefault(device, layout.home(role)) == layout.home(role)
-            shares[device] += layout.share(role)
+            shares[device] += layout.gpu_claim(role)
     assert all(share <= 1 + 1e-9 for share in shares.values())
     assert len(homes) == sum(layout.bundles)
 
@@ -218,7 +218,7 @@ RUN = "--actor.model_name_or_path a/b --data.prompt_dataset c/d --reward.remote_
 
 def printed(capsys: pytest.CaptureFixture, flags: str) -> tuple[int | str | None, str, str]:
     with pytest.raises(SystemExit) as stop:
-        parse(PPO, f"{RUN} {flags}".split(), settle=settle, plan=plan)
+        parse(PPO, f"{RUN} {flags}".split(), resolve=resolve, plan=plan)
     said = capsys.readouterr()
     return stop.value.code, said.out, said.err
 
@@ -278,7 +278,7 @@ def test_the_plan_of_the_page_is_what_is_printed(
     assert printed(capsys, flags)[:2] == (0, textwrap.dedent(shown))
 
 
-# ---- residency
+# ---- engines that sleep
 
 
 class Sleeper:
@@ -291,38 +291,38 @@ class Sleeper:
 
 
 def test_a_step_wakes_what_its_phases_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency.ray, "get", lambda refs: refs)
+    monkeypatch.setattr(engine_memory.ray, "get", lambda refs: refs)
     log: list = []
-    engines = Residency([Sleeper(log)], sleep=True)
-    engines.rest()
+    engines = EngineMemory([Sleeper(log)], sleep=True)
+    engines.sleep()
     for _ in range(2):
         engines.wake_for_sync()
         log.append("sync")
         engines.wake()
         log.append("generate")
-        engines.rest()
-        with optimizer_present(Sleeper(log), True):
+        engines.sleep()
+        with optimizer_loaded(Sleeper(log), True):
             log.append("update")
     step = [("wake", "weights"), "sync", ("wake", "kv_cache"), "generate", "sleep"]
     assert log == ["sleep", *[*step, "reload", "update", "offload"] * 2]
 
 
 def test_who_sleeps_already_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency.ray, "get", lambda refs: refs)
+    monkeypatch.setattr(engine_memory.ray, "get", lambda refs: refs)
     log: list = []
-    engines = Residency([Sleeper(log)], sleep=True)
+    engines = EngineMemory([Sleeper(log)], sleep=True)
     for _ in range(2):
-        engines.rest()
+        engines.sleep()
     assert log == ["sleep"]
 
 
 def test_without_sleep_everyone_stays() -> None:
     log: list = []
-    engines = Residency([Sleeper(log)], sleep=False)
+    engines = EngineMemory([Sleeper(log)], sleep=False)
     engines.wake_for_sync()
     engines.wake()
-    engines.rest()
-    with optimizer_present(Sleeper(log), False):
+    engines.sleep()
+    with optimizer_loaded(Sleeper(log), False):
         pass
     assert log == []
 
@@ -337,7 +337,7 @@ def test_models_on_the_same_gpus_wait_for_each_other(shared: bool, waits: list) 
 
 def test_engines_make_room_before_a_model_computes() -> None:
     devices, log = ExclusiveDevices(shared=True), []
-    devices.vacate = lambda: log.append("rest")
+    devices.release = lambda: log.append("rest")
     for name in "ab":
         devices.run(lambda after, name=name: log.append(name) or [name])
     assert log == ["rest", "a", "rest", "b"]
@@ -352,11 +352,11 @@ def test_engines_take_of_what_the_models_leave() -> None:
         "policy": [DeviceMemory(30 * GIB, 40 * GIB, 80 * GIB), DeviceMemory(45 * GIB, 20 * GIB, 80 * GIB)],
         "reference": [DeviceMemory(15 * GIB, 40 * GIB, 80 * GIB)],
     }
-    assert free_share(models, 15 * GIB) == 0.25
-    assert memory_share(0.95, 0.25) == 0.95 * 0.25 and memory_share(0.2, 0.25) == 0.2
-    assert memory_share(0.98, None) == 0.98
+    assert free_fraction(models, 15 * GIB) == 0.25
+    assert memory_fraction(0.95, 0.25) == 0.95 * 0.25 and memory_fraction(0.2, 0.25) == 0.2
+    assert memory_fraction(0.98, None) == 0.98
     with pytest.raises(ValueError) as error:
-        free_share(models, 20 * GIB)
+        free_fraction(models, 20 * GIB)
     for figure in ("20.0 GiB of each GPU", "policy 45.0 GiB", "reference 15.0 GiB", "20.0 GiB of 80.0 GiB"):
         assert figure in str(error.value)
     assert "--ref.offload" in str(error.value)
@@ -380,7 +380,7 @@ class Started:
     def weight_bytes(self) -> int:
         return 15 * GIB
 
-    def give_way(self) -> None:
+    def sleep_between(self) -> None:
         self.log.append("give way")
 
 
@@ -396,7 +396,7 @@ class Started:
 def test_engines_start_last_where_models_share_their_gpus(
     monkeypatch: pytest.MonkeyPatch, shares: bool, on_gpu: bool, order: list
 ) -> None:
-    for group in ("EnginePool", "PolicyGroup", "FrozenGroup"):
+    for group in ("EnginePool", "PolicyRanks", "FrozenRanks"):
         monkeypatch.setattr(roles, group, Started)
     monkeypatch.setattr(roles.ray, "put", lambda texts: texts)
     monkeypatch.setattr(Started, "log", [])

@@ -18,7 +18,7 @@ from openrlhf.models.backbone import reading_of
 from openrlhf.models.liger import apply_liger, transformers_kernels
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.models.self_check import settle_reading, why_not_liger
+from openrlhf.models.self_check import resolve_reading, why_not_liger
 from openrlhf.types import PackedRow, Sample
 
 IDS = torch.tensor([5, 17, 9, 33, 21, 40])
@@ -159,7 +159,7 @@ def test_kernels_that_compute_something_else_are_refused(package, model, monkeyp
     reading_of(model).liger = True
     policy = PolicyModel(model)
     with pytest.raises(ValueError, match=r"with --ds.use_liger_kernel its hidden states differ by"):
-        settle_reading(policy, policy)
+        resolve_reading(policy, policy)
 
 
 def test_an_architecture_without_kernels_is_refused(package, model) -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from openrlhf.config import resume
+from openrlhf.config.command import SECRETS
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.fields import fields_of, values_of, with_values
-from openrlhf.config.parse import SECRETS
 from openrlhf.config.resume import CONTENT, FREE, FREE_SECTIONS, Change, change_of, remarks_of
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.training.origin import Origin, compare

@@ -38,12 +38,12 @@ def test_a_phase_needs_what_it_held_at_a_time() -> None:
 def test_a_phase_that_comes_again_has_the_larger_peak() -> None:
     memory = PeakMemory()
     for size in (64, 1):
-        with memory.during("score"):
+        with memory.during("logprobs"):
             hold(size * MIB)
     with memory.during("other"):
         hold(MIB)
     peaks = memory.take()
-    assert peaks["score"] - peaks["other"] >= 48 * MIB
+    assert peaks["logprobs"] - peaks["other"] >= 48 * MIB
 
 
 def test_on_a_gpu_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,9 +75,9 @@ def test_where_the_kernel_starts_no_new_peak_it_is_that_of_the_process(
 
 
 def test_the_process_that_needs_most_counts() -> None:
-    processes = [{"score": 2**30, "update": 2**31}, {"score": 3 * 2**29}, {"generate": 2**30}, {}]
+    processes = [{"logprobs": 2**30, "update": 2**31}, {"logprobs": 3 * 2**29}, {"generate": 2**30}, {}]
     assert memory_metrics(processes) == {
         "memory/generate_gb": 1.0,
-        "memory/score_gb": 1.5,
+        "memory/logprobs_gb": 1.5,
         "memory/update_gb": 2.0,
     }

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from openrlhf.tasks.picture import COLOURS, QUESTION, Picture, make_pictures, share_right
+from openrlhf.tasks.picture import COLOURS, QUESTION, Picture, fraction_right, make_pictures
 from openrlhf.tasks.picture_reward import reward_func
 from openrlhf.tasks.prepare_pictures import prepare_pictures
 from openrlhf.tasks.tiny_vision_model import IMAGE_TOKEN, PLACEHOLDER
@@ -49,7 +49,7 @@ def test_pictures_depend_on_the_seed_and_leave_out_what_is_excluded():
     ],
 )
 def test_the_reward_counts_colours_at_their_place(text, share):
-    assert share_right(text, "red blue white red") == share
+    assert fraction_right(text, "red blue white red") == share
     assert reward_func(["<|user|>red" + text], ["<|user|>red"], ["red blue white red"])["rewards"] == [share]
 
 
@@ -68,7 +68,7 @@ def test_files_agree_and_the_held_out_pictures_are_in_no_other_file(files):
     assert images["sft"] == images["prompts"] == images["pairs"]
     assert not images["sft"] & images["eval"]
     for row in rows["pairs"]:
-        assert share_right(row["rejected"], row["chosen"]) == 0
+        assert fraction_right(row["rejected"], row["chosen"]) == 0
 
 
 def test_the_files_of_the_model_are_those_of_a_vision_language_model(files):

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from test_layout import printed
 from transformers import LlamaConfig
 
-from openrlhf.cli.train_ppo_ray import settle
+from openrlhf.cli.train_ppo_ray import resolve
 from openrlhf.cluster.layout import ENGINES, Layout, Nodes, described, layout_of, resource_problems, total
 from openrlhf.cluster.planner import least_tensor_parallel_size, suitable_flags
+from openrlhf.config.command import Source
 from openrlhf.config.fields import with_values
-from openrlhf.config.parse import Source
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.resume import Change, change_of
 
@@ -220,12 +220,12 @@ def test_the_size_of_an_engine_comes_from_the_model_and_the_gpu(
     config = with_values(PPOConfig(placement="auto"), {"actor.model_name_or_path": str(tmp_path)})
     for memory, size in [(848, None), (847, 2), (424, 2), (423, 4)]:
         monkeypatch.setattr("openrlhf.device.gpu_bytes", lambda memory=memory: memory)
-        assert settle(config, {}).get("vllm.tensor_parallel_size") == size
-        assert "vllm.tensor_parallel_size" not in settle(config, {"vllm.tensor_parallel_size": Source()})
+        assert resolve(config, {}).get("vllm.tensor_parallel_size") == size
+        assert "vllm.tensor_parallel_size" not in resolve(config, {"vllm.tensor_parallel_size": Source()})
 
 
 def test_nothing_is_asked_of_a_model_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openrlhf.device.gpu_bytes", lambda: None)
     monkeypatch.setattr("openrlhf.cluster.launch.available_nodes", lambda: [{"CPU": 2}])
-    chosen = settle(PPOConfig(placement="auto"), {})
+    chosen = resolve(PPOConfig(placement="auto"), {})
     assert chosen == {"actor.num_gpus_per_node": 1, "train.colocate_all": True}

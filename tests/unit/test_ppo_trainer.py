@@ -34,8 +34,8 @@ from openrlhf.observability.progress import Progress
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers import read_metrics
 from openrlhf.training.checkpoints import CheckpointFolder
-from openrlhf.training.ppo import PPOTrainer, restore
-from openrlhf.types import Batch, Group, Outcome, Prompt, Purpose, Schedule, Trajectory, Updated, runs
+from openrlhf.training.ppo import PPOTrainer, check_version, restore
+from openrlhf.types import Batch, Outcome, Prompt, PromptGroup, Purpose, Schedule, Trajectory, Updated, runs
 
 PROMPTS = [Prompt(prompt_id=i, text=f"prompt {i}") for i in range(8)]
 EVAL_PROMPTS = [Prompt(prompt_id=i, text=f"held out {i}", source="math") for i in range(2)]
@@ -71,13 +71,15 @@ class Rollout:
         self.calls.append(f"generate {[p.prompt_id for p in prompts]}" if purpose == "train" else "evaluate")
         self.under_way[purpose] += prompts
 
-    def next_group(self, purpose: Purpose, timeout: float | None = None) -> Group:
+    def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
         prompt = self.under_way[purpose].pop()
         if purpose == "train":
             rewards = [self.reward(prompt, i) for i in range(2)]
         else:
             rewards = [self.score(prompt, self.version)] * 2
-        return Group(prompt=prompt, trajectories=[self.sampled(prompt, i, r) for i, r in enumerate(rewards)])
+        return PromptGroup(
+            prompt=prompt, trajectories=[self.sampled(prompt, i, r) for i, r in enumerate(rewards)]
+        )
 
     def sampled(self, prompt: Prompt, i: int, reward: float | None) -> Trajectory:
         return trajectory(
@@ -173,7 +175,7 @@ def trainer_of(
         policy=policy,
         reference=Model(calls, "reference", REF_LOG_PROB) if config.uses_reference else None,
         critic=critic,
-        prompts=PromptSampler(PromptDataset(PROMPTS), seed=1, num_episodes=4),
+        prompts=PromptSampler(PromptDataset(PROMPTS), seed=1, num_epochs=4),
         eval_prompts=eval_prompts,
         checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
         observer=observer,
@@ -465,11 +467,11 @@ def sample_when_asked(rollout: Rollout) -> None:
     submit, sampled, versions = rollout.submit, rollout.sampled, {}
 
     def submitted(prompts: Sequence[Prompt], purpose: Purpose) -> None:
-        versions.update({(p.episode, p.prompt_id): rollout.version for p in prompts})
+        versions.update({(p.epoch, p.prompt_id): rollout.version for p in prompts})
         submit(prompts, purpose)
 
     def of_then(prompt: Prompt, i: int, reward: float | None) -> Trajectory:
-        t, version = sampled(prompt, i, reward), versions[prompt.episode, prompt.prompt_id]
+        t, version = sampled(prompt, i, reward), versions[prompt.epoch, prompt.prompt_id]
         return replace(t, weight_versions=runs([version] * t.num_actions))
 
     rollout.submit, rollout.sampled = submitted, of_then
@@ -500,6 +502,12 @@ def test_without_evaluation(tmp_path, eval_prompts, steps):
     fit(trainer)
     assert "evaluate" not in trainer.policy.calls
     assert list(metrics_of(tmp_path)) == [1, 2, 3]
+
+
+def test_a_checkpoint_of_a_later_release_is_refused(tmp_path):
+    trainer = trainer_of(tmp_path, config_of(tmp_path))
+    with pytest.raises(ValueError, match=r"--ckpt.load_enable: .* has version 3, .* reads up to 2"):
+        check_version(trainer.state() | {"version": 3})
 
 
 def test_a_resumed_run_continues(tmp_path):
@@ -624,7 +632,7 @@ def test_a_run_whose_last_prompts_are_rejected_is_evaluated_at_its_end(tmp_path)
         tmp_path,
         filtering(config_of(tmp_path)),
         total_steps=16,
-        reward=lambda p, i: float(i) if p.episode == 0 and p.prompt_id < 6 else 0.0,
+        reward=lambda p, i: float(i) if p.epoch == 0 and p.prompt_id < 6 else 0.0,
     )
     fit(trainer)
     metrics = metrics_of(tmp_path)

@@ -208,26 +208,26 @@ def make_sampler(size=10, **options):
 
 
 def ids(batch):
-    return [(prompt.episode, prompt.prompt_id) for prompt in batch]
+    return [(prompt.epoch, prompt.prompt_id) for prompt in batch]
 
 
-def test_each_prompt_once_in_an_episode_and_the_last_batch_is_short():
-    sampler = make_sampler(num_episodes=2)
+def test_each_prompt_once_in_an_epoch_and_the_last_batch_is_short():
+    sampler = make_sampler(num_epochs=2)
     batches = [sampler.next_batch(4) for _ in range(7)]
     assert [len(batch) for batch in batches] == [4, 4, 2, 4, 4, 2, 0]
     assert sampler.next_batch(1) == []
-    episodes = [ids(chain(*batches[:3])), ids(chain(*batches[3:6]))]
-    assert sorted(episodes[0]) == [(0, i) for i in range(10)]
-    assert sorted(episodes[1]) == [(1, i) for i in range(10)]
-    assert [i for _, i in episodes[0]] != [i for _, i in episodes[1]]
+    epochs = [ids(chain(*batches[:3])), ids(chain(*batches[3:6]))]
+    assert sorted(epochs[0]) == [(0, i) for i in range(10)]
+    assert sorted(epochs[1]) == [(1, i) for i in range(10)]
+    assert [i for _, i in epochs[0]] != [i for _, i in epochs[1]]
 
 
-def test_a_batch_that_ends_with_the_episode_is_not_followed_by_an_empty_one():
-    sampler = make_sampler(num_episodes=2)
+def test_a_batch_that_ends_with_the_epoch_is_not_followed_by_an_empty_one():
+    sampler = make_sampler(num_epochs=2)
     assert [len(sampler.next_batch(5)) for _ in range(5)] == [5, 5, 5, 5, 0]
 
 
-def test_the_order_depends_on_seed_and_episode_alone():
+def test_the_order_depends_on_seed_and_epoch_alone():
     one, other = make_sampler(), make_sampler()
     in_threes = ids(chain(*(one.next_batch(3) for _ in range(4))))
     in_fives = ids(chain(*(other.next_batch(5) for _ in range(2))))
@@ -238,15 +238,23 @@ def test_the_order_depends_on_seed_and_episode_alone():
 
 @pytest.mark.parametrize("consumed", range(12))
 def test_a_resumed_sampler_continues_exactly(consumed):
-    whole = make_sampler(num_episodes=3)
+    whole = make_sampler(num_epochs=3)
     for _ in range(consumed):
         whole.next_batch(4)
     state = json.loads(json.dumps(whole.state_dict()))
-    resumed = make_sampler(num_episodes=3)
+    resumed = make_sampler(num_epochs=3)
     resumed.load_state_dict(state)
     assert resumed.state_dict() == whole.state_dict()
     for _ in range(12 - consumed):
         assert ids(resumed.next_batch(4)) == ids(whole.next_batch(4))
+
+
+def test_a_checkpoint_that_calls_epochs_episodes_is_read():
+    whole, resumed = make_sampler(num_epochs=3), make_sampler(num_epochs=3)
+    whole.next_batch(4)
+    state = whole.state_dict()
+    resumed.load_state_dict({"episode": state.pop("epoch"), **state})
+    assert ids(resumed.next_batch(4)) == ids(whole.next_batch(4))
 
 
 @pytest.mark.parametrize(("changes", "key"), [({"seed": 4}, "seed"), ({"size": 9}, "num_prompts")])

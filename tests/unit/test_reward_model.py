@@ -181,7 +181,7 @@ def test_prompts_of_older_checkpoints_are_read():
     state = [5, "text", "label", "source", 2]  # without a conversation
     old = Prompt.__new__(Prompt)
     old.__setstate__(state)
-    assert old == Prompt(prompt_id=5, text="text", label="label", source="source", episode=2)
+    assert old == Prompt(prompt_id=5, text="text", label="label", source="source", epoch=2)
     new = Prompt(prompt_id=5, text="text", messages=MESSAGES)
     assert pickle.loads(pickle.dumps(old)) == old and pickle.loads(pickle.dumps(new)) == new
 

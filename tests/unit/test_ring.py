@@ -11,7 +11,7 @@ from torch.nn.attention import varlen
 
 from openrlhf.models import attention, ring
 from openrlhf.models.attention import packed_attention, packing_kwargs
-from openrlhf.models.sequence_parallel import Block, RowShare, RowSharing
+from openrlhf.models.sequence_parallel import Block, RowShard, SequenceParallel
 from openrlhf.types import present
 
 CPU = torch.device("cpu")
@@ -25,18 +25,18 @@ ROWS = {
 }
 
 
-def sharing() -> RowSharing:
+def sharing() -> SequenceParallel:
     group = dist.group.WORLD
     assert group is not None
-    return RowSharing(group=group, mode="ring")
+    return SequenceParallel(group=group, mode="ring")
 
 
-def share_of(rank: int, num_ranks: int, lengths: tuple[int, ...], monkeypatch) -> RowShare:
+def share_of(rank: int, num_ranks: int, lengths: tuple[int, ...], monkeypatch) -> RowShard:
     """That of any rank, without ranks."""
-    monkeypatch.setattr(RowSharing, "size", num_ranks)
-    monkeypatch.setattr(RowSharing, "rank", rank)
+    monkeypatch.setattr(SequenceParallel, "size", num_ranks)
+    monkeypatch.setattr(SequenceParallel, "rank", rank)
     nobody: dist.ProcessGroup = None  # pyrefly: ignore[bad-assignment]  what is asked of it is above
-    return RowShare.of(RowSharing(group=nobody, mode="ring"), lengths, CPU)
+    return RowShard.of(SequenceParallel(group=nobody, mode="ring"), lengths, CPU)
 
 
 @pytest.mark.parametrize(
@@ -66,21 +66,23 @@ def test_a_single_sequence_is_the_same_work_for_all_ranks(monkeypatch, num_ranks
 
     tokens, found = 20 * num_ranks, []
     for rank in range(num_ranks):
-        share = share_of(rank, num_ranks, (tokens,), monkeypatch)
-        found.append([sum(map(pairs, share.blocks(other))) for other in range(num_ranks)])
+        shard = share_of(rank, num_ranks, (tokens,), monkeypatch)
+        found.append([sum(map(pairs, shard.blocks(other))) for other in range(num_ranks)])
     assert {sum(of_rank) for of_rank in found} == {tokens * (tokens + 1) // 2 // num_ranks}
     assert {of_rank[i] for rank, of_rank in enumerate(found) for i in range(num_ranks) if i != rank} == {200}
 
 
-def attended(lengths: tuple[int, ...], dtype: torch.dtype, share: RowSharing | None = None) -> list[Tensor]:
+def attended(
+    lengths: tuple[int, ...], dtype: torch.dtype, shard: SequenceParallel | None = None
+) -> list[Tensor]:
     """Output and gradients of queries, keys and values: of a whole row, or of a slice of it."""
     random = torch.Generator().manual_seed(0)
     shapes = (HEADS, SIZE), (KV_HEADS, SIZE), (KV_HEADS, SIZE - 5)
     whole = [torch.randn(sum(lengths), *shape, generator=random) for shape in shapes]
     weights = torch.randn(sum(lengths), HEADS, SIZE - 5, generator=random)
-    own = (lambda x: x) if share is None else share.own
+    own = (lambda x: x) if shard is None else shard.own
     qkv = [own(x).transpose(0, 1)[None].to(dtype).requires_grad_() for x in whole]
-    packing = packing_kwargs(attention.PACKED, lengths, CPU, share)["packing"]
+    packing = packing_kwargs(attention.PACKED, lengths, CPU, shard)["packing"]
     output, _ = packed_attention(nn.Module(), *qkv, None, scaling=0.3, packing=packing)
     output.backward(own(weights)[None].to(dtype))
     return [output.transpose(1, 2).detach(), *(present(x.grad) for x in qkv)]

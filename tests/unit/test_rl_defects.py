@@ -36,10 +36,10 @@ from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.cli.train_ppo_ray import build_trainer
 from openrlhf.cluster import rank_groups
+from openrlhf.cluster.engine_memory import ExclusiveDevices
 from openrlhf.cluster.layout import ENGINES, layout_of
 from openrlhf.cluster.placement import Bundles, place
-from openrlhf.cluster.rank_groups import CriticGroup, FrozenGroup, ModelRanks, PolicyGroup
-from openrlhf.cluster.residency import ExclusiveDevices
+from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks, RankGroup
 from openrlhf.config import choices
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
@@ -80,14 +80,14 @@ from openrlhf.training.worker import CriticWorker, FrozenWorker, PolicyWorker, r
 from openrlhf.types import (
     Batch,
     ExperienceRow,
-    Group,
+    ForwardOutputs,
     LossNorm,
     Metrics,
     PackedRow,
     Prompt,
+    PromptGroup,
     Purpose,
     Schedule,
-    Scores,
     Trajectory,
     present,
 )
@@ -167,7 +167,7 @@ def group_of(group_class: type, config: PPOConfig, ranks: int | Mesh, slope: flo
     return made
 
 
-def engines_of(models: ModelRanks) -> list[Engine]:
+def engines_of(models: RankGroup) -> list[Engine]:
     return [handle.worker.model for handle in models.workers]
 
 
@@ -246,9 +246,9 @@ class Run:
     def __post_init__(self) -> None:
         config = self.config
         prompts = PromptDataset([Prompt(prompt_id=i, text="the same") for i in range(self.num_prompts)])
-        self.policy = group_of(PolicyGroup, config, self.num_ranks, slope=-0.1)
+        self.policy = group_of(PolicyRanks, config, self.num_ranks, slope=-0.1)
         reference = {"path": "", "flag": "", "offload": False}
-        critic = group_of(CriticGroup, config, self.num_ranks) if config.uses_critic else None
+        critic = group_of(CriticRanks, config, self.num_ranks) if config.uses_critic else None
         others = [f"{config.ckpt.path}/_critic"] if config.uses_critic else []
         checkpoints = CheckpointFolder(f"{config.ckpt.path}/_actor", config.ckpt, others)
         tag = checkpoints.latest() if self.resume else None
@@ -256,9 +256,9 @@ class Run:
             config=config,
             rollout=self,
             policy=self.policy,
-            reference=group_of(FrozenGroup, config, 1, **reference) if config.uses_reference else None,
+            reference=group_of(FrozenRanks, config, 1, **reference) if config.uses_reference else None,
             critic=critic,
-            prompts=PromptSampler(prompts, seed=3, num_episodes=config.train.num_episodes),
+            prompts=PromptSampler(prompts, seed=3, num_epochs=config.train.num_episodes),
             eval_prompts=[Prompt(prompt_id=0, text="held out")] if config.eval.dataset else [],
             checkpoints=checkpoints,
             observer=Silent(),
@@ -268,23 +268,25 @@ class Run:
             restored=restore(tag, self.policy, critic) if tag else None,
         )
 
-    def sync(self, policy: PolicyGroup, version: int) -> SimpleNamespace:
+    def sync(self, policy: PolicyRanks, version: int) -> SimpleNamespace:
         self.version = version
         return SimpleNamespace(result=dict)
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
         self.under_way += prompts
         if purpose == "train":
-            self.asked += [(p.episode, p.prompt_id) for p in prompts]
+            self.asked += [(p.epoch, p.prompt_id) for p in prompts]
 
-    def next_group(self, purpose: Purpose, timeout: float | None = None) -> Group:
+    def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
         """What was asked for last finishes first."""
         prompt = self.under_way.pop()
         if purpose == "train":
-            rewards = self.opinion(prompt.episode, prompt.prompt_id)
+            rewards = self.opinion(prompt.epoch, prompt.prompt_id)
         else:
             rewards = [self.evaluation(self.version)] * 2
-        return Group(prompt=prompt, trajectories=[self.sampled(prompt, i, r) for i, r in enumerate(rewards)])
+        return PromptGroup(
+            prompt=prompt, trajectories=[self.sampled(prompt, i, r) for i, r in enumerate(rewards)]
+        )
 
     def sampled(self, prompt: Prompt, i: int, reward: float | None) -> Trajectory:
         count = 1 + (prompt.prompt_id + 2 * i) % 4
@@ -292,7 +294,7 @@ class Run:
             reward,
             prompt=prompt,
             sample_index=i,
-            token_ids=[self.number_of(prompt.episode, prompt.prompt_id, i), *range(1, count + 1)],
+            token_ids=[self.number_of(prompt.epoch, prompt.prompt_id, i), *range(1, count + 1)],
             rollout_log_probs=[0.0] * count,
             versions=[self.version] * count,
         )
@@ -300,7 +302,7 @@ class Run:
     def number_of(self, episode: int, prompt_id: int, i: int) -> int:
         return (episode * self.num_prompts + prompt_id) * NUM_SAMPLES + i
 
-    def learned(self, models: ModelRanks) -> list[list[list[int]]]:
+    def learned(self, models: RankGroup) -> list[list[list[int]]]:
         """[optimizer step][rank] -> numbers of samples."""
         ranks = [[learned_in(step) for step in engine.steps] for engine in engines_of(models)]
         return [list(step) for step in zip(*ranks, strict=True)]
@@ -462,7 +464,7 @@ def test_every_rank_has_a_row_and_no_row_is_too_long(lengths, num_ranks, dynamic
     )
     config = replace(config, rollout=replace(config.rollout, micro_batch_size=most))
     batch = batch_of([sample_of(length, number) for number, length in enumerate(lengths)], log_probs=0.0)
-    policy = group_of(PolicyGroup, config, num_ranks, slope=1.0)
+    policy = group_of(PolicyRanks, config, num_ranks, slope=1.0)
     answers = policy.forward(batch).result()
     updated = policy.update(replace(batch, log_probs=None), schedule_of(batch, 1, num_ranks), 0.0).result()
 
@@ -483,7 +485,7 @@ def test_every_rank_has_a_row_and_no_row_is_too_long(lengths, num_ranks, dynamic
 
 def test_nine_samples_occupy_all_of_four_ranks():
     """Not three ranks with three samples each."""
-    policy = group_of(PolicyGroup, config_of(), 4)
+    policy = group_of(PolicyRanks, config_of(), 4)
     batch = batch_of([sample_of(5, number) for number in range(9)], log_probs=0.0)
     policy.forward(batch).result()
     policy.update(batch, schedule_of(batch, 1, 4), 0.0).result()
@@ -495,7 +497,7 @@ def test_nine_samples_occupy_all_of_four_ranks():
 @pytest.mark.parametrize("mesh", [Mesh(data=2, sequence=2), Mesh(data=2, tensor=2)])
 def test_ranks_that_share_samples_get_the_same_ones(mesh):
     """Each sample is scored and learned from once along the data dimension."""
-    policy = group_of(PolicyGroup, config_of(), mesh, slope=1.0)
+    policy = group_of(PolicyRanks, config_of(), mesh, slope=1.0)
     batch = batch_of([sample_of(5, number) for number in range(9)], log_probs=0.0)
     assert policy.forward(batch).result().tolist() == batch.token_ids[batch.action_mask].tolist()
     policy.update(batch, schedule_of(batch, 1, mesh.data), 0.0).result()
@@ -513,7 +515,7 @@ def test_one_more_token_than_two_rows_hold_needs_a_third():
 
 def test_a_sample_travels_to_one_rank_only():
     """Once to be scored and once to be learned from, whatever the other ranks get."""
-    policy = group_of(PolicyGroup, config_of(train_batch=4), 3)
+    policy = group_of(PolicyRanks, config_of(train_batch=4), 3)
     batch = batch_of([sample_of(3 + number % 5, number) for number in range(12)], log_probs=0.0)
     policy.forward(batch).result()
     policy.update(batch, schedule_of(batch, 3, 3), 0.0).result()
@@ -524,7 +526,7 @@ def test_a_sample_travels_to_one_rank_only():
 
 
 def test_a_sample_of_several_epochs_travels_once():
-    policy = group_of(PolicyGroup, config_of(), 1)
+    policy = group_of(PolicyRanks, config_of(), 1)
     batch = batch_of([sample_of(3, number) for number in range(4)], log_probs=0.0)
     policy.update(batch, [[[3, 1]], [[0]], [[1, 0]], [[3]]], 0.0).result()
     ((share, windows, _),) = [args for name, args in policy.workers[0].sent if name == "update"]
@@ -535,7 +537,7 @@ def test_a_sample_of_several_epochs_travels_once():
 
 def test_an_update_tells_log_probs_of_the_policy_before_it():
     """Those that its first optimizer step reads, and no later one; none of a batch that brings them."""
-    policy = group_of(PolicyGroup, config_of(), 2)
+    policy = group_of(PolicyRanks, config_of(), 2)
     batch = batch_of([sample_of(3 + number, number) for number in range(4)])
 
     def told(schedule: Schedule) -> list[int]:
@@ -624,7 +626,7 @@ def credit_of(
     """Where the policy's log-prob of every action is -1, and the reference's `log_ratio` less."""
     batch = Batch.of(trajectories)
     ones = np.ones(batch.num_actions.sum(), np.float32)
-    scores = Scores(log_probs=-ones, ref_log_probs=(-1 - log_ratio) * ones, values=ones / 2)
+    scores = ForwardOutputs(log_probs=-ones, ref_log_probs=(-1 - log_ratio) * ones, values=ones / 2)
     result = assign_credit(
         batch,
         scores,

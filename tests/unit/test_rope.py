@@ -17,7 +17,7 @@ from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.loading import load_causal_lm, room_of
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.rope import fix_frequencies
-from openrlhf.models.sequence_parallel import RowSharing
+from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.types import PackedRow, Sample, present
 
 SHAPE = {
@@ -208,7 +208,7 @@ def test_slices_have_the_angles_of_their_sequence(
 
     def of_rank() -> tuple[Tensor, dict[str, Tensor]]:
         own = copy.deepcopy(policy)
-        reading_of(own.model).sharing = RowSharing(group=present(dist.group.WORLD), mode=mode)
+        reading_of(own.model).sharing = SequenceParallel(group=present(dist.group.WORLD), mode=mode)
         return of_packed_row(own)
 
     expected = of_packed_row(stretched(kind))

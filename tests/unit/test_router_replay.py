@@ -24,17 +24,17 @@ from vllm import SamplingParams
 from openrlhf.backends.vllm import routing as vllm_routing
 from openrlhf.backends.vllm.engine import _set_routing
 from openrlhf.backends.vllm.routing import RoutingRecorder
-from openrlhf.cluster.rank_groups import CriticGroup, FrozenGroup, PolicyGroup
+from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import backbone_of, reading_of
 from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.router_replay import ROUTER, Replay, check_replay
-from openrlhf.models.self_check import settle_reading
-from openrlhf.models.sequence_parallel import RowSharing
+from openrlhf.models.self_check import resolve_reading
+from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.rollout.trajectories import chosen_turns, trajectories
-from openrlhf.types import Batch, Episode, Group, PackedRow, Prompt, Turn, own_choice, present
+from openrlhf.types import Batch, Episode, PackedRow, Prompt, PromptGroup, Turn, own_choice, present
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen2_moe")
 OWN = 255
@@ -196,7 +196,7 @@ def test_every_architecture_replays_or_is_refused(model_type: str) -> None:
         return
     reading = reading_of(policy.model)
     try:
-        settle_reading(policy, policy)
+        resolve_reading(policy, policy)
     except ValueError as error:
         assert model_type == "longcat_flash", error  # chooses among more experts than it has
         assert "remove --algo.router_replay" in str(error)
@@ -249,7 +249,9 @@ def test_ranks_that_share_a_row_have_their_slices(threads: Any) -> None:
 
     def part() -> Tensor:
         policy = policies[dist.get_rank()]
-        reading_of(policy.model).sharing = RowSharing(group=dist.group.WORLD, mode="auto", heads_at_a_time=1)
+        reading_of(policy.model).sharing = SequenceParallel(
+            group=dist.group.WORLD, mode="auto", heads_at_a_time=1
+        )
         with torch.no_grad():
             return policy(replayed).log_probs
 
@@ -271,14 +273,14 @@ def test_who_cannot_be_told(tmp_path: Any) -> None:
 def test_a_model_whose_layers_are_not_told_is_refused_once_loaded(monkeypatch: Any, tmp_path: Any) -> None:
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path))
     policy = policy_of("qwen3_moe")
-    settle_reading(policy, policy)
+    resolve_reading(policy, policy)
     present(reading_of(policy.model).replay).choices[2].sizes = [7, 2]
     for kept in (tmp_path / "packing").iterdir():
         kept.unlink()
     with pytest.raises(
         ValueError, match=r"its routers in layers \[2\] do not choose .* remove --algo.router"
     ):
-        settle_reading(policy, policy)
+        resolve_reading(policy, policy)
 
 
 # ---- from the engine to rows
@@ -360,7 +362,7 @@ def test_the_recorder_adds_the_token_that_nobody_has_read() -> None:
 def test_batches_groups_and_rows_keep_it_with_its_tokens() -> None:
     known = trajectory(actions=(4, 3), routing=experts(1, 2, OWN))
     unknown = trajectory(actions=(5,), sample_index=1)
-    group = Group(prompt=known.prompt, trajectories=[unknown, known])
+    group = PromptGroup(prompt=known.prompt, trajectories=[unknown, known])
     arrived = pickle.loads(pickle.dumps(group)).trajectories
     assert [first_experts(t.routing) for t in arrived] == [[OWN, OWN], [1, 2, OWN]]
     batch = Batch.of([known, unknown, known]).select([1, 2])
@@ -372,7 +374,7 @@ def test_batches_groups_and_rows_keep_it_with_its_tokens() -> None:
 
 def test_only_the_policy_is_told() -> None:
     batch = Batch.of([trajectory(actions=(4, 3), routing=experts(1, 2, OWN))])
-    groups: dict[Any, bool] = {PolicyGroup: True, CriticGroup: False, FrozenGroup: False}
+    groups: dict[Any, bool] = {PolicyRanks: True, CriticRanks: False, FrozenRanks: False}
     for group, is_told in groups.items():
         ranks = group.__new__(group)
         assert (ranks.share_of(batch, [0]).routing is not None) == is_told

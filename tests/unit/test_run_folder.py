@@ -141,6 +141,12 @@ def test_each_step_is_there_once_after_100_restarts(tmp_path):
     assert len(list(folder.rollouts_path.iterdir())) == reached
 
 
+def test_metrics_of_earlier_versions_are_read_by_the_names_of_today(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "timing/score": 2.5, "memory/score_gb": 1, "timing/update": 3}\n')
+    assert read_metrics(path) == {1: {"timing/logprobs": 2.5, "memory/logprobs_gb": 1, "timing/update": 3}}
+
+
 def test_rewind_when_there_is_nothing(tmp_path):
     folder = create(tmp_path, resume=True)
     folder.rewind(10)

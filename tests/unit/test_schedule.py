@@ -17,7 +17,7 @@ from openrlhf.training.schedule import (
     prompts_of_steps,
     training_schedule,
 )
-from openrlhf.types import Group, Prompt, Purpose
+from openrlhf.types import Prompt, PromptGroup, Purpose
 
 LENGTHS = st.lists(st.integers(2, 50), min_size=1, max_size=40)
 
@@ -120,7 +120,7 @@ class Solved:
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
         self.under_way += prompts
 
-    def next_group(self, purpose: Purpose, timeout: float | None = None) -> Group:
+    def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
         return group_of(self.under_way.pop(), [0.5] * self.num_samples)
 
 
@@ -130,7 +130,7 @@ def updates_of(config: PPOConfig, num_prompts: int) -> list[int]:
     samples = config.rollout.n_samples_per_prompt
 
     dataset = PromptDataset([Prompt(prompt_id=i, text="") for i in range(num_prompts)])
-    sampler = PromptSampler(dataset, seed=0, num_episodes=config.train.num_episodes)
+    sampler = PromptSampler(dataset, seed=0, num_epochs=config.train.num_episodes)
     collector, made = Collector(config, sampler, Solved(samples), lambda group: None), []
     while len(made) != config.train.max_steps and (batch := collector.next_batch(len(made) + 1).trajectories):
         count = num_batches(len(batch), config.train.batch_size)

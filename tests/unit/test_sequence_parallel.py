@@ -27,8 +27,8 @@ from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.process_reward import ProcessRewardModel
 from openrlhf.models.scorer import CLASSIFIER_HEAD, ScoreModel, ValueModel
-from openrlhf.models.self_check import settle_reading
-from openrlhf.models.sequence_parallel import Cut, RowSharing, cut
+from openrlhf.models.self_check import resolve_reading
+from openrlhf.models.sequence_parallel import Cut, SequenceParallel, cut
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
@@ -76,10 +76,10 @@ def test_what_of_a_row_is_in_a_slice(start: int, end: int, expected: Cut) -> Non
     assert cut((5, 1, 7, 2, 1), start, end) == expected
 
 
-def sharing(mode: SequenceParallelMode = "auto", heads_at_a_time: int = 1) -> RowSharing:
+def sharing(mode: SequenceParallelMode = "auto", heads_at_a_time: int = 1) -> SequenceParallel:
     group = dist.group.WORLD
     assert group is not None
-    return RowSharing(group=group, mode=mode, heads_at_a_time=heads_at_a_time)
+    return SequenceParallel(group=group, mode=mode, heads_at_a_time=heads_at_a_time)
 
 
 def row_of(*lengths: int) -> PackedRow:
@@ -412,12 +412,12 @@ def test_a_rank_keeps_its_share_of_the_activations(
 # ---- the check of a loaded model
 
 
-def settled(module: RowModel) -> str:
+def resolved(module: RowModel) -> str:
     """What is said of a model whose rows two ranks share."""
     own = copy.deepcopy(module).float()
     reading_of(own.model).sharing = sharing()
     try:
-        settle_reading(lambda: own(), own)
+        resolve_reading(lambda: own(), own)
     except ValueError as error:
         return str(error)
     return ""
@@ -425,7 +425,7 @@ def settled(module: RowModel) -> str:
 
 def test_a_model_that_computes_slices_right_passes(threads: Callable) -> None:
     module = PolicyModel(policy())
-    assert threads(2, lambda: settled(module)) == ["", ""]
+    assert threads(2, lambda: resolved(module)) == ["", ""]
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_a_model_that_computes_slices_right_passes(threads: Callable) -> None:
 )
 def test_a_model_that_does_not_is_refused(threads: Callable, model: Callable, reason: str) -> None:
     module = PolicyModel(model())
-    said, same = threads(2, lambda: settled(module))
+    said, same = threads(2, lambda: resolved(module))
     name = type(module.model).__name__
     assert said == same
     assert said.startswith(f"--ds.ring_attn_size 2: ranks cannot share a row of {name}: {reason}")

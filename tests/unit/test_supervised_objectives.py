@@ -444,9 +444,9 @@ def test_kto_metrics_by_hand(desirable):
     )
     model = lambda row, temperature, with_entropy: TokenScores(torch.tensor([0.0, -0.5, -3.0]), None)
     norm = LossNorm(6, 6)  # as many answers again in other rows, of the same kinds
-    share = MismatchedLogRatio()(model, row, norm)[1]["desirable_share"].item()
+    share = MismatchedLogRatio()(model, row, norm)[1]["desirable_fraction"].item()
     assert share == pytest.approx(sum(desirable) / 6)
-    objective = KTOObjective(beta=0.1, kl=0.3, desirable_share=2 * share)
+    objective = KTOObjective(beta=0.1, kl=0.3, desirable_fraction=2 * share)
     metrics = {name: value.item() for name, value in objective(model, row, norm)[1].items()}
     rewards = [0.1, 0.05, -0.2]
     assert metrics["kto/kl"] == pytest.approx(0.3 / 2)

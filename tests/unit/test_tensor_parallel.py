@@ -39,10 +39,10 @@ from openrlhf.models.backbone import RowModel
 from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel
-from openrlhf.models.self_check import read_one_by_one, settle_reading, share_matrices_rightly
+from openrlhf.models.self_check import read_one_by_one, resolve_reading, shard_matrices_checked
 from openrlhf.models.tensor_parallel import (
-    check_shares_matrices,
-    share_matrices,
+    check_tensor_parallel,
+    shard_matrices,
     whole,
     whole_shape,
     why_not,
@@ -80,7 +80,7 @@ def in_full(p: torch.nn.Parameter) -> Tensor:
 def on_ranks(threads: Callable, module: RowModel, row: Any, objective_of: Callable, num_ranks: int) -> list:
     def part() -> Any:
         own = copy.deepcopy(module)
-        share_matrices(own.model, group())
+        shard_matrices(own.model, group())
         return passed(own, row, objective_of)
 
     return threads(num_ranks, part)
@@ -145,7 +145,7 @@ def test_layers_with_the_same_input_sum_its_gradients_once(
 
     def part() -> tuple[int, int]:
         shared = copy.deepcopy(module)
-        share_matrices(shared.model, group())
+        shard_matrices(shared.model, group())
         loss = shared(row).log_probs.sum()
         forward = of_states.count(group().rank())
         dist.barrier()
@@ -187,12 +187,12 @@ def readable(config: hf.PreTrainedConfig) -> PolicyModel:
 def test_the_check_of_a_loaded_model(threads: Callable) -> None:
     """Of its logits too, of which each rank has some."""
 
-    def settled() -> bool:
+    def resolved() -> bool:
         module = PolicyModel(language_model(QWEN).float())
-        share_matrices(module.model, group())
-        return settle_reading(lambda: module(), module).packed
+        shard_matrices(module.model, group())
+        return resolve_reading(lambda: module(), module).packed
 
-    assert threads(2, settled) == [True, True]
+    assert threads(2, resolved) == [True, True]
 
 
 SINGLE = {
@@ -212,7 +212,7 @@ def shared_rightly(threads: Callable, module: RowModel, **plan: str | None) -> l
         model._tp_plan = {name: style for name, style in own.items() if style}
         before = {name: (p.dtype, p.device) for name, p in model.named_parameters()}
         try:
-            share_matrices_rightly(model, group())
+            shard_matrices_checked(model, group())
         except ValueError as error:
             return str(error)
         assert before == {name: (p.dtype, p.device) for name, p in model.named_parameters()}
@@ -248,7 +248,7 @@ def test_a_wrong_plan_is_refused(
     threads: Callable, monkeypatch: pytest.MonkeyPatch, plan: dict, reason: str
 ) -> None:
     """Also where each rank computes something of the right shape."""
-    no_sum = partial(tensor_parallel._share_rows, kind=type("NoSum", (torch.nn.Linear,), {}))
+    no_sum = partial(tensor_parallel._shard_rows, kind=type("NoSum", (torch.nn.Linear,), {}))
     monkeypatch.setitem(tensor_parallel.STYLES, "no sum", no_sum)
     for dtype in (torch.float32, torch.bfloat16):
         for said in shared_rightly(threads, BUILT["qwen3, tied"]().to(dtype), **plan):
@@ -264,7 +264,7 @@ def test_one_layer_without_its_sum_shows(threads: Callable, monkeypatch: pytest.
         wrong = f"layers.{layers - 1}.mlp.down_proj"
         return [(n, module, "no sum" if n.endswith(wrong) else style) for n, module, style in own(model)]
 
-    no_sum = partial(tensor_parallel._share_rows, kind=type("NoSum", (torch.nn.Linear,), {}))
+    no_sum = partial(tensor_parallel._shard_rows, kind=type("NoSum", (torch.nn.Linear,), {}))
     monkeypatch.setitem(tensor_parallel.STYLES, "no sum", no_sum)
     monkeypatch.setattr(tensor_parallel, "_planned", planned)
     module = BUILT["qwen3, tied"]().to(torch.bfloat16)
@@ -292,7 +292,7 @@ def test_what_each_rank_keeps(threads: Callable) -> None:
 
     def kept() -> dict[str, tuple[int, ...]]:
         module = copy.deepcopy(original)
-        share_matrices(module.model, group())
+        shard_matrices(module.model, group())
         unshared = dict(original.model.named_parameters())
         for name, p in module.model.named_parameters():
             assert torch.equal(whole(p), unshared[name]) and whole_shape(p) == unshared[name].shape
@@ -324,7 +324,7 @@ def test_what_is_new_is_the_same_on_every_rank(threads: Callable) -> None:
     def head() -> Tensor:
         module = copy.deepcopy(original)
         module.model.score.weight.data += dist.get_rank()
-        share_matrices(module.model, group())
+        shard_matrices(module.model, group())
         return module.model.score.weight.data
 
     assert all(torch.equal(found, original.model.score.weight) for found in threads(2, head))
@@ -338,7 +338,7 @@ def test_a_gradient_that_is_not_contiguous_is_summed(threads: Callable) -> None:
     def gradient() -> Tensor | None:
         module, x = copy.deepcopy(model), states.clone().requires_grad_()
         if dist.is_initialized():
-            share_matrices(module, group())
+            shard_matrices(module, group())
         module.model.layers[0].mlp(x.t()).square().sum().backward()
         return x.grad
 
@@ -370,7 +370,7 @@ def test_a_gradient_that_is_not_contiguous_is_summed(threads: Callable) -> None:
 def test_refusals(config: hf.PreTrainedConfig, size: int, reason: str, tmp_path) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError) as refused:
-        check_shares_matrices(str(tmp_path), "--model.model_name_or_path", size)
+        check_tensor_parallel(str(tmp_path), "--model.model_name_or_path", size)
     said = str(refused.value)
     head = f"--model.model_name_or_path {tmp_path}: --ds.tensor_parallel_size {size}: ranks cannot share the"
     assert said.startswith(f"{head} matrices of ") and reason in said

@@ -242,13 +242,13 @@ def test_kto(folders, kto_trainer, mismatched_seed, sign):
     ask = lambda row: reference(row).log_probs
     with torch.no_grad():
         figures = MismatchedLogRatio(reference=ask)(policy, row, norm_of(row))[1]
-        estimate, share = figures["log_ratio"].item(), figures["desirable_share"].item()
+        estimate, share = figures["log_ratio"].item(), figures["desirable_fraction"].item()
         objective = KTOObjective(
             beta=0.2,
             desirable_weight=1.5,
             undesirable_weight=0.5,
             kl=max(0.0, estimate),
-            desirable_share=share,
+            desirable_fraction=share,
             reference=ask,
         )
         loss, metrics = objective(policy, row, norm_of(row))

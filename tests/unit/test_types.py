@@ -1,6 +1,8 @@
 """Records of a rollout: how they are cut, joined and sent."""
 
+import base64
 import pickle
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +16,10 @@ from openrlhf.types import (
     _ARRAYS,
     Batch,
     ExperienceRow,
-    Group,
     Image,
     PackedRow,
     Prompt,
+    PromptGroup,
     Trajectory,
     runs,
 )
@@ -51,14 +53,14 @@ def test_runs_say_everything_and_no_more(values):
 
 
 def test_what_a_trajectory_knows_of_its_actions():
-    t = trajectory(token_ids=[9, 8, 7, 6, 5], action_mask=[False, False, True, False, True], episode=2)
+    t = trajectory(token_ids=[9, 8, 7, 6, 5], action_mask=[False, False, True, False, True], epoch=2)
     assert t.action_ids.tolist() == [7, 5]
     assert (t.num_actions, t.prompt_length, t.group) == (2, 2, (2, 0))
     nothing = trajectory(token_ids=[9, 8], action_mask=[False, False])
     assert (nothing.num_actions, nothing.prompt_length) == (0, 2)
 
 
-def group(size: int) -> Group:
+def group(size: int) -> PromptGroup:
     """Samples of different lengths, the first without a turn or an action."""
     prompt = Prompt(prompt_id=4, text="why?", messages=[{"role": "user", "content": "why?"}])
     samples = [
@@ -77,10 +79,10 @@ def group(size: int) -> Group:
         )
         for i in range(size)
     ]
-    return Group(prompt=prompt, trajectories=samples)
+    return PromptGroup(prompt=prompt, trajectories=samples)
 
 
-def sent(group: Group) -> tuple[Group, list[pickle.PickleBuffer]]:
+def sent(group: PromptGroup) -> tuple[PromptGroup, list[pickle.PickleBuffer]]:
     """As processes send it, and the arrays that travelled apart from the rest."""
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(group, protocol=5, buffer_callback=buffers.append)
@@ -252,6 +254,36 @@ def test_images_go_with_their_sequences():
     assert PackedRow.empty().images == Batch.of(samples[1:2]).images == ()
     prompt = Prompt(prompt_id=0, text="?", images=(a,))
     same = [replace(t, images=(a,), prompt=prompt) for t in samples * 4]
-    sent = pickle.dumps(Group(prompt=prompt, trajectories=same))
+    sent = pickle.dumps(PromptGroup(prompt=prompt, trajectories=same))
     assert len(sent) < 2 * len(a.data)
     assert [t.images for t in pickle.loads(sent).trajectories] == [(a,)] * 12
+
+
+GROUP_OF_VERSION_1 = """
+    eNp9UsFq20AQXcly7NZu0lAogfbQo03BkBDIpeBDDoEuqKU99dAukrz2CltasVo1GGpID04r2Fuml/5MfqWf0D9oR9o4uEHp
+    wohZ7bz39s3OhffjZ4vUy+zKjKdqIaYjvcx4DuYRK9IsiOZspmSRwRUMBDE7b5VMMo274Vf4CAPaMd7Ry6MxGOcYjJcXSQ7U
+    9YeU8HAFA/NAyzlPWTxBwqdpkWTLEYuk4qOkWOg4UCpYgukzxSOZ5loVUUVt2nUlmE46sSVXQMkaTp0QvsE7VHWotwaxZ9qT
+    6rIVxI2PofxuT1vGeQW+77/+g6v+UKIhLE8fO+jUw2hjVDng78pFizr8EkwviHQsU5YE+RzErtivVMWTbc0D44aH20pfGpU8
+    4jh32feVXCxkodlCzlimZJg3aLhWY7rlRjxvUugScnFdxUbFxZ6jyt45j2dCs89c5eilUYO6lyCeYT9aN33w7vTjhqunC5Wy
+    XAdKN/FUG2S5RRGL6tcoxc8DNbkPdlIK+g+qwLTOh2fjX3YkbxOcu86bQkcysU8t57BGLkOqidMyg5L2VmB2plIlgYaz8W+L
+    y7XVG/q++GD69kaMKyWVJXiYyhcyi1PsE4hPJSUrtMJRrkt5pt9zdL0Z9OaXQvfd7d7dX+XaK/2n6gSrDtTh9aaKh77G49Ff
+    P6hHxw==
+"""
+"""A group of a checkpoint of release 0.1, which calls an epoch episode: its pickle, packed, as base64."""
+
+
+def test_groups_in_checkpoints_of_earlier_versions_are_read():
+    group = pickle.loads(zlib.decompress(base64.b64decode(GROUP_OF_VERSION_1)))
+    prompt = Prompt(prompt_id=7, text="2+2?", label="4", source="sums", epoch=2)
+    learned = trajectory(
+        0.5,
+        (4, 5),
+        prompt=prompt,
+        versions=(3, 4),
+        seed=11,
+        extra_logs={"format": 1.0},
+        kept=kept_sets([4, 1], [], shares=[0.5, 1.0]),
+    )
+    failed = trajectory(None, (), prompt=prompt, sample_index=1, kept=kept_sets())
+    assert group.prompt == prompt
+    assert [plain(t) for t in group.trajectories] == [plain(t) for t in (learned, failed)]

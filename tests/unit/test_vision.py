@@ -22,7 +22,7 @@ from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
-from openrlhf.models.self_check import read_one_by_one, settle_reading
+from openrlhf.models.self_check import read_one_by_one, resolve_reading
 from openrlhf.models.vision import freeze_vision
 from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
 from openrlhf.types import Image, PackedRow, Sample
@@ -93,7 +93,7 @@ def policy(folder: Path, attention: str = "auto") -> PolicyModel:
     module = PolicyModel(
         load_causal_lm(str(folder), flag="--model", dtype="fp32", attention=attention, images=True)
     )
-    settle_reading(module, module)
+    resolve_reading(module, module)
     return module
 
 
@@ -212,7 +212,7 @@ def test_a_critic_reads_images(folder: Path, tmp_path: Path) -> None:
 
     module, row = critic(folder), PackedRow.of(samples(folder))
     torch.nn.init.normal_(module.model.score.weight)
-    settle_reading(module, module)
+    resolve_reading(module, module)
     assert reading_of(module.model).packed
     with torch.no_grad():
         values = module(row)

@@ -49,8 +49,8 @@ from openrlhf.models.lora import (
     merged_weights,
     save_adapter,
 )
-from openrlhf.models.self_check import settle_reading, share_matrices_rightly
-from openrlhf.models.sequence_parallel import RowSharing
+from openrlhf.models.self_check import resolve_reading, shard_matrices_checked
+from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.tensor_parallel import whole, whole_shape
 from openrlhf.types import LossNorm, Metrics
 
@@ -110,7 +110,7 @@ class DeepSpeedEngine:
         self._zero3_init = HfDeepSpeedConfig(config) if self.stage == 3 else None
         module = build_model()
         if self.mesh.tensor_group is not None:
-            share_matrices_rightly(module.model, self.mesh.tensor_group)
+            shard_matrices_checked(module.model, self.mesh.tensor_group)
         module.register_state_dict_post_hook(_leave_out_frozen)
         # Without noise nothing has to be done, and to some architectures evaluation means no gradients.
         self.plain_training = dropout or not has_noise(module.model.config)
@@ -132,8 +132,8 @@ class DeepSpeedEngine:
             config=config,
         )
         self.optimizer_state = OptimizerState(self.engine, on_host=ds.adam_offload)
-        share_rows(self.module, self.mesh, ds)
-        settle_reading(self.engine, self.module, zero_stage=self.stage, tensor=self.mesh.tensor)
+        shard_rows(self.module, self.mesh, ds)
+        resolve_reading(self.engine, self.module, zero_stage=self.stage, tensor=self.mesh.tensor)
         self.device = current_device()
         self.average = None
         if ema_beta is not None:
@@ -215,17 +215,17 @@ class DeepSpeedEngine:
 
     def row_memory(self, num_tokens: int) -> RowMemory:
         """Of this rank, at the peak of a step with a row of `num_tokens`. Said before there is one."""
-        model, parameters, sharers = self.module.model, list(self.module.parameters()), self.mesh.tensor
+        model, parameters, tensor_ranks = self.module.model, list(self.module.parameters()), self.mesh.tensor
         shape = ModelShape.of(
             model.config,
-            weight_bytes=sum(map(num_bytes, parameters)) // sharers,
-            trainable=sum(math.prod(whole_shape(p)) for p in parameters if p.requires_grad) // sharers,
+            weight_bytes=sum(map(num_bytes, parameters)) // tensor_ranks,
+            trainable=sum(math.prod(whole_shape(p)) for p in parameters if p.requires_grad) // tensor_ranks,
             normed_heads=any(name.endswith("q_norm") for name, _ in model.named_modules()),
         )
         return row_memory(
             shape,
             self.ds,
-            ranks=self.mesh.size // sharers,
+            ranks=self.mesh.size // tensor_ranks,
             tokens=-(-num_tokens // self.mesh.sequence),
             checkpointing=self.checkpoints_layers,
             gpu=torch.cuda.get_device_properties(self.device).total_memory if DEVICE_TYPE == "cuda" else None,
@@ -434,13 +434,13 @@ class FrozenModel:
         self._zero3_init = HfDeepSpeedConfig(config) if self.sharded else None
         module, mesh = build_model().eval(), mesh or ProcessMesh.joined()
         if mesh.tensor_group is not None:
-            share_matrices_rightly(module.model, mesh.tensor_group)
+            shard_matrices_checked(module.model, mesh.tensor_group)
         if self.sharded:
             self.model, *_ = deepspeed.initialize(model=module, config=config)
         else:
             self.model = module.to(self.device)
-        share_rows(module, mesh, ds)
-        settle_reading(self.model, module, zero_stage=3 if self.sharded else None, tensor=mesh.tensor)
+        shard_rows(module, mesh, ds)
+        resolve_reading(self.model, module, zero_stage=3 if self.sharded else None, tensor=mesh.tensor)
 
     @torch.no_grad()
     def __call__(self, row: Row) -> Any:
@@ -465,10 +465,10 @@ class FrozenModel:
         return on_cpu([read(self.model, row.to(self.device)) for row in padded])[: len(rows)]
 
 
-def share_rows(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig) -> None:
+def shard_rows(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig) -> None:
     """From now on, among the ranks of the mesh's sequence dimension."""
     if mesh.sequence_group is not None:
-        reading_of(module.model).sharing = RowSharing(
+        reading_of(module.model).sharing = SequenceParallel(
             group=mesh.sequence_group,
             mode=ds.sequence_parallel_mode,
             heads_at_a_time=ds.ring_attn_head_stride,

@@ -88,7 +88,7 @@ class Piece(NamedTuple):
     """Of the first of them in the flat tensor."""
 
 
-class Group(NamedTuple):
+class ParameterGroup(NamedTuple):
     """Parameters that share a tensor on each rank, in which a rank has pieces of some."""
 
     master: Tensor
@@ -271,7 +271,7 @@ def load_resharded(engine: Any, checkpoint: Checkpoint) -> dict[str, Any]:
     return model_states
 
 
-def _load_optimizer(optimizer: Any, groups: Sequence[Group], saved: SavedStates) -> None:
+def _load_optimizer(optimizer: Any, groups: Sequence[ParameterGroup], saved: SavedStates) -> None:
     masters = [_put_together(saved, group, MASTER) for group in groups]
     states = {i: state for i, group in enumerate(groups) if (state := _state_of(saved, group))}
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -294,14 +294,14 @@ def _load_optimizer(optimizer: Any, groups: Sequence[Group], saved: SavedStates)
             param.copy_(master)
 
 
-def _state_of(saved: SavedStates, group: Group) -> dict[str, Any]:
+def _state_of(saved: SavedStates, group: ParameterGroup) -> dict[str, Any]:
     """Empty before the optimizer's first step."""
     vectors = {key: _put_together(saved, group, key) for key in saved.keys(group.names)}
     scalars = next((found for name in group.names if (found := saved.scalars[name])), {})
     return vectors | deepcopy(scalars) if vectors else {}  # of a group's parameters each counts by itself
 
 
-def _put_together(saved: SavedStates, group: Group, key: str) -> Tensor:
+def _put_together(saved: SavedStates, group: ParameterGroup, key: str) -> Tensor:
     """In the shape that the optimizer keeps of it."""
     if key == MOMENTUM and group.has_whole_momentum:
         whole = [saved.read(piece.name, key, 0, saved.numel(piece.name)) for piece in group.pieces]
@@ -312,13 +312,13 @@ def _put_together(saved: SavedStates, group: Group, key: str) -> Tensor:
     return values.view(group.master.shape)
 
 
-def _groups_of(engine: Any) -> Iterator[Group]:
+def _groups_of(engine: Any) -> Iterator[ParameterGroup]:
     """The tensors that the engine's optimizer steps on, in its order."""
     optimizer, name_of = engine.optimizer, engine.param_names
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         for master, params in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
             names = [name_of[param] for param in params]
-            yield Group(master, names, list(_slices(names, params, optimizer.dp_process_group)))
+            yield ParameterGroup(master, names, list(_slices(names, params, optimizer.dp_process_group)))
     elif hasattr(optimizer, "update_lp_params"):
         if isinstance(optimizer, BF16_Optimizer):
             masters, grouped = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
@@ -326,11 +326,11 @@ def _groups_of(engine: Any) -> Iterator[Group]:
             masters, grouped = optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups
         for master, params in zip(masters, grouped, strict=True):
             names = [name_of[param] for param in params]
-            yield Group(master, names, list(_mapped(names, params)), has_whole_momentum=True)
+            yield ParameterGroup(master, names, list(_mapped(names, params)), has_whole_momentum=True)
     else:
         for param, stepped_on in _whole(optimizer):
             name = name_of[param]
-            yield Group(stepped_on, [name], [Piece(name, 0, stepped_on.numel(), 0)])
+            yield ParameterGroup(stepped_on, [name], [Piece(name, 0, stepped_on.numel(), 0)])
 
 
 def _slices(names: Sequence[str], params: Sequence[Any], ranks: Any) -> Iterator[Piece]:

@@ -41,7 +41,7 @@ GiB."""
 CPU_BATCHED_TOKENS = 4096
 """Tokens of one step of an engine without a GPU."""
 
-LEFT_SHARE = 0.95
+USABLE_FRACTION = 0.95
 """Of the memory that models on its GPUs leave, what an engine may take. The rest is for a weight sync."""
 
 TAGS = frozenset({"weights", "kv_cache"})
@@ -166,9 +166,9 @@ def has_second_runner() -> bool:
     return HAS_TRITON if envs.VLLM_USE_V2_MODEL_RUNNER is None else envs.VLLM_USE_V2_MODEL_RUNNER
 
 
-def memory_share(asked: float, free: float | None) -> float:
+def memory_fraction(asked: float, free: float | None) -> float:
     """Of a GPU's memory, what vLLM is told to take: at most `asked`, where others leave `free`."""
-    return asked if free is None else min(asked, LEFT_SHARE * free)
+    return asked if free is None else min(asked, USABLE_FRACTION * free)
 
 
 def _lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
@@ -224,8 +224,8 @@ class VLLMEngine:
         self.records_routing = False
         """Because vLLM does not return it by itself."""
 
-    async def start(self, free_share: float | None = None) -> None:
-        """Load the model. `free_share`: of its GPUs' memory, what models that stay there leave; None where
+    async def start(self, free_fraction: float | None = None) -> None:
+        """Load the model. `free_fraction`: of its GPUs' memory, what models that stay there leave; None where
         there are none."""
         from vllm.config import WeightTransferConfig
         from vllm.config.model import ModelDType
@@ -233,7 +233,7 @@ class VLLMEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        heap.settle()
+        heap.freeze()
         dtypes: dict[str, ModelDType] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
         options = self.options
         self.records_routing = options.returns_routing and not (options.on_gpu or has_second_runner())
@@ -263,7 +263,7 @@ class VLLMEngine:
                 enable_chunked_prefill=None if options.on_gpu else False,
                 max_num_batched_tokens=None if options.on_gpu else max(options.max_len, CPU_BATCHED_TOKENS),
                 enable_sleep_mode=options.enable_sleep and options.on_gpu,
-                gpu_memory_utilization=memory_share(options.gpu_memory_utilization, free_share),
+                gpu_memory_utilization=memory_fraction(options.gpu_memory_utilization, free_fraction),
                 kv_cache_memory_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
                 disable_log_stats=True,
                 use_tqdm_on_load=False,

@@ -26,7 +26,7 @@ class KTOObjective:
     undesirable_weight: float = 1.0
     kl: float = 0.0
     """Estimate of KL(policy || reference) over the step's whole batch, see `MismatchedLogRatio`."""
-    desirable_share: float = 0.5
+    desirable_fraction: float = 0.5
     """Of the desirable answers among those of the step, which only metrics divide by."""
     reference: Reference | None = None
     """Not needed for rows that know their reference log-probs."""
@@ -53,8 +53,9 @@ class KTOObjective:
             "kto/loss": loss.detach(),
             "kto/kl": loss.new_full((), self.kl * count / norm.num_sequences),
             "kto/accuracy": mean((rewards > 0) == batch.desirable),
-            "kto/desirable_reward": mean(rewards * batch.desirable) / max(self.desirable_share, 1e-6),
-            "kto/undesirable_reward": mean(rewards * ~batch.desirable) / max(1 - self.desirable_share, 1e-6),
+            "kto/desirable_reward": mean(rewards * batch.desirable) / max(self.desirable_fraction, 1e-6),
+            "kto/undesirable_reward": mean(rewards * ~batch.desirable)
+            / max(1 - self.desirable_fraction, 1e-6),
         }
         return loss, metrics
 
@@ -74,6 +75,6 @@ class MismatchedLogRatio:
         ratios = answer_log_probs(model, batch.mismatched)[:count] - ref[:count]
         figures = {
             "log_ratio": ratios.sum() / norm.num_sequences,
-            "desirable_share": batch.desirable.sum() / norm.num_sequences,
+            "desirable_fraction": batch.desirable.sum() / norm.num_sequences,
         }
         return ratios.sum() * 0, figures

@@ -30,7 +30,7 @@ class Made(Exception):
     pass
 
 
-def config_of(options: EngineOptions, free_share: float | None) -> Any:
+def config_of(options: EngineOptions, free_fraction: float | None) -> Any:
     def stop(args: Any, **given: Any) -> None:
         raise Made(args.create_engine_config(**given))
 
@@ -39,13 +39,13 @@ def config_of(options: EngineOptions, free_share: float | None) -> Any:
         patch.object(AsyncLLM, "from_engine_args", stop),
     ):
         try:
-            asyncio.run(VLLMEngine(options).start(free_share))
+            asyncio.run(VLLMEngine(options).start(free_fraction))
         except Made as made:
             return made.args[0]
 
 
 def main(spec: dict) -> None:
-    config = config_of(EngineOptions(**spec["options"]), spec["free_share"])
+    config = config_of(EngineOptions(**spec["options"]), spec["free_fraction"])
     found = {
         "head": str(config.model_config.head_dtype),
         "sequences": config.scheduler_config.max_num_seqs,

@@ -77,7 +77,7 @@ def error_of(trainer: Trainer, turn: Turn, params: SamplingParams, actions: slic
     expected = torch.log_softmax(logits / (params.temperature or 1.0), -1)
     if turn.kept is not None:
         kept = torch.from_numpy(turn.kept.ids).split(turn.kept.counts.tolist())
-        shares = zip(expected, kept, turn.kept.log_shares.tolist(), strict=True)
+        shares = zip(expected, kept, turn.kept.log_masses.tolist(), strict=True)
         rows = [row - row[of.long()].logsumexp(0) + share for row, of, share in shares]
         expected = torch.stack(rows)
     expected = expected.gather(1, torch.from_numpy(turn.action_ids)[:, None].long())[:, 0]

@@ -18,7 +18,7 @@ from openrlhf.cli.agent import play, prepare
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.training.objectives.policy import ActorObjective
-from openrlhf.types import Batch, Credit, ExperienceRow, LossNorm, Scores, Trajectory
+from openrlhf.types import Batch, Credit, ExperienceRow, ForwardOutputs, LossNorm, Trajectory
 
 TEMPERATURE = 0.7
 FEEDBACK = " No.\n Again, number {}: "
@@ -71,7 +71,7 @@ def of_the_row(path: str, trajectories: list[Trajectory], advantages: Tensor) ->
     """As a training step computes them: all sequences in one packed row."""
     policy = PolicyModel(load_causal_lm(path, flag="--model", dtype="fp32", attention="auto"))
     batch, credit = Batch.of(trajectories), Credit(advantages=advantages.numpy(), returns=advantages.numpy())
-    row = ExperienceRow.of(batch.credited(Scores(log_probs=None), credit))
+    row = ExperienceRow.of(batch.credited(ForwardOutputs(log_probs=None), credit))
     norm = LossNorm(num_tokens=len(advantages), num_sequences=len(trajectories))
     ActorObjective(temperature=TEMPERATURE)(policy, row, norm)[0].backward()
     return gradients(policy.model)

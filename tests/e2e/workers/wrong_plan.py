@@ -23,7 +23,7 @@ class NoSum(nn.Linear):
 
 def main(spec: dict) -> None:
     init_distributed()
-    tensor_parallel.STYLES["rowwise"] = partial(tensor_parallel._share_rows, kind=NoSum)
+    tensor_parallel.STYLES["rowwise"] = partial(tensor_parallel._shard_rows, kind=NoSum)
     argv = shlex.split(spec["flags"])
     try:
         Run(SFTTask(parse(SFTTask.command, argv).config), argv, ExitStack())

@@ -1,4 +1,4 @@
-"""cluster/engine_queue.py between a dispatcher and an engine that answers when the test says so."""
+"""cluster/engine_handle.py between a dispatcher and an engine that answers when the test says so."""
 
 import asyncio
 from concurrent.futures import Future
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from openrlhf.cluster.engine_queue import EngineSampler, Groups
-from openrlhf.types import Group, Prompt, Sampled, no_work
+from openrlhf.cluster.engine_handle import RayEngineHandle, SamplingTasks
+from openrlhf.types import Prompt, PromptGroup, Sampled, no_work
 
 
 class Method:
@@ -36,7 +36,7 @@ def prompt(number: int) -> Prompt:
 
 
 def group(number: int) -> Sampled:
-    return Sampled(group=Group(prompt=prompt(number), trajectories=[]), done=no_work())
+    return Sampled(group=PromptGroup(prompt=prompt(number), trajectories=[]), done=no_work())
 
 
 def ids(groups: dict[int, Sampled]) -> dict[int, int]:
@@ -45,7 +45,7 @@ def ids(groups: dict[int, Sampled]) -> dict[int, int]:
 
 def test_what_is_asked_for_while_a_call_is_on_its_way_goes_with_the_next() -> None:
     actor = engine()
-    sampler = EngineSampler(actor)
+    sampler = RayEngineHandle(actor)
     futures = [sampler.run_group(prompt(i), "train", [i]) for i in range(5)]
     assert [list(requests) for (requests,), _ in actor.submit_groups.calls] == [[0]]
     actor.submit_groups.last.set_result(None)
@@ -62,7 +62,7 @@ def test_what_is_asked_for_while_a_call_is_on_its_way_goes_with_the_next() -> No
 @pytest.mark.parametrize("method", ["submit_groups", "finished_groups"])
 def test_a_dead_engine_fails_all_that_wait_and_all_who_ask_later(method: str) -> None:
     actor = engine()
-    sampler = EngineSampler(actor)
+    sampler = RayEngineHandle(actor)
     futures = [sampler.run_group(prompt(i), "train") for i in range(2)]
     getattr(actor, method).last.set_exception(RuntimeError("died"))
     for future in futures:
@@ -83,7 +83,7 @@ def test_groups_are_fetched_as_soon_as_one_has_finished() -> None:
             await ready[prompt.prompt_id].wait()
             return group(prompt.prompt_id)
 
-        groups = Groups(run)
+        groups = SamplingTasks(run)
         groups.submit({10 + i: (prompt(i), "train", None) for i in range(3)})
         ready[1].set()
         assert ids(await groups.finished()) == {11: 1}
@@ -100,7 +100,7 @@ def test_what_a_group_raises_is_raised_to_who_fetches() -> None:
         async def run(*_: Any) -> Sampled:
             raise ValueError("no room")
 
-        groups = Groups(run)
+        groups = SamplingTasks(run)
         groups.submit({0: (prompt(0), "train", None)})
         with pytest.raises(ValueError, match="no room"):
             await groups.finished()

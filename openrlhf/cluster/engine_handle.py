@@ -1,7 +1,5 @@
-"""Groups asked of an engine's process and brought back, several in one call: a call of Ray's takes as long as
-an answer of a few tokens.
-
-`EngineSampler` is the dispatcher's end, `Groups` the engine's.
+"""A handle of an engine in an actor, which asks for several groups in one call of Ray's: a call takes as long
+as an answer of a few tokens. `RayEngineHandle` is the dispatcher's end, `SamplingTasks` the engine's.
 """
 
 import asyncio
@@ -14,11 +12,11 @@ from openrlhf.cluster.pending import Handle
 from openrlhf.types import Prompt, Purpose, Sampled
 
 Request = tuple[Prompt, Purpose, Sequence[int] | None]
-"""Arguments of `Sampler.run_group`."""
+"""Arguments of `EngineHandle.run_group`."""
 
 
-class Groups:
-    """Those that an engine's process works on, and those that nobody has fetched yet."""
+class SamplingTasks:
+    """The groups that an engine's process works on, and those that are finished and not yet fetched."""
 
     def __init__(self, run: Callable[[Prompt, Purpose, Sequence[int] | None], Awaitable[Sampled]]) -> None:
         self._run = run
@@ -40,9 +38,8 @@ class Groups:
         return {self._numbers.pop(task): task.result() for task in tasks}
 
 
-class EngineSampler:
-    """The dispatcher's Sampler, whose groups run in an engine's process. What is asked for while a call is on
-    its way goes with the next one."""
+class RayEngineHandle:
+    """Has an engine's process sample groups. Requests made during a call go with the next one."""
 
     def __init__(self, engine: Handle) -> None:
         """`engine`: an actor with `submit_groups` and `finished_groups`."""

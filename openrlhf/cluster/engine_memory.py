@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray.actor import ActorHandle
 
-from openrlhf.backends.vllm.engine import LEFT_SHARE
+from openrlhf.backends.vllm.engine import USABLE_FRACTION
 
 if TYPE_CHECKING:  # loads deepspeed, which engines are without
     from openrlhf.backends.offload import DeviceMemory
@@ -24,12 +24,12 @@ if TYPE_CHECKING:  # loads deepspeed, which engines are without
 EVERYTHING = ("weights", "kv_cache")
 
 
-class Residency:
+class EngineMemory:
     """Puts engines to sleep and wakes what a phase needs."""
 
     def __init__(self, engines: Sequence[ActorHandle], sleep: bool) -> None:
         """The engines are awake, as they are after they started."""
-        self.engines, self.sleep = engines, sleep
+        self.engines, self.sleeps = engines, sleep
         self.awake = set(EVERYTHING)
 
     def wake(self) -> None:
@@ -39,23 +39,23 @@ class Residency:
     def wake_for_sync(self) -> None:
         self._wake(("weights",))
 
-    def rest(self) -> None:
-        if self.sleep and self.awake:
+    def sleep(self) -> None:
+        if self.sleeps and self.awake:
             ray.get([e.sleep.remote() for e in self.engines])
             self.awake = set()
 
     def _wake(self, tags: Sequence[str]) -> None:
         missing = [tag for tag in tags if tag not in self.awake]
-        if self.sleep and missing:
+        if self.sleeps and missing:
             ray.get([e.wake.remote(missing) for e in self.engines])
             self.awake |= set(missing)
 
 
-def free_share(models: Mapping[str, "Sequence[DeviceMemory]"], weights: int) -> float:
+def free_fraction(models: Mapping[str, "Sequence[DeviceMemory]"], weights: int) -> float:
     """What `models` of these names leave of the fullest GPU to an engine, `weights` bytes of whose weights
     are on each. ValueError where those do not fit."""
     fullest = min((gpu for gpus in models.values() for gpu in gpus), key=lambda gpu: gpu.free / gpu.total)
-    if weights > LEFT_SHARE * fullest.free:
+    if weights > USABLE_FRACTION * fullest.free:
         held = ", ".join(f"{name} {_gib(max(gpu.held for gpu in gpus))}" for name, gpus in models.items())
         raise ValueError(
             f"--train.colocate_all: an engine's weights take {_gib(weights)} of each GPU. The models there "
@@ -77,14 +77,14 @@ class ExclusiveDevices:
     def __init__(self, shared: bool) -> None:
         """`shared`: off where whoever starts may compute at once, as on a CPU."""
         self.shared = shared
-        self.vacate: Callable[[], None] = lambda: None
+        self.release: Callable[[], None] = lambda: None
         """Engines on these devices make room. Returns when they have."""
         self.under_way: list[ray.ObjectRef] = []
         self._lock = threading.Lock()
 
     def run(self, start: Callable[[list[ray.ObjectRef]], list[ray.ObjectRef]]) -> list[ray.ObjectRef]:
         """`start(after)` returns at once; what it starts waits, where it runs, for the results `after`."""
-        self.vacate()
+        self.release()
         with self._lock:
             self.under_way = start(self.under_way if self.shared else [])
             return self.under_way
