@@ -5,13 +5,12 @@ points of the groups `openrlhf.KIND`.
 """
 
 import hashlib
-import importlib
 import inspect
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from openrlhf.user_file import import_file, import_problem
+from openrlhf.user_file import import_place, import_problem, source_of, split
 
 
 def is_reference(name: str) -> bool:
@@ -20,14 +19,21 @@ def is_reference(name: str) -> bool:
 
 
 def file_of(reference: str) -> str | None:
-    """Returns the path in `folder/file.py:Name`; None for an object of an importable module."""
-    path, _, _ = reference.rpartition(":")
-    return path if path.endswith(".py") else None
+    """Returns the path in `folder/file.py:Name` and in a bare `folder/file.py`; None for anything else."""
+    place, _ = split(reference)
+    return place if place.endswith(".py") else None
 
 
 def registered(kind: str) -> dict[str, EntryPoint]:
     """Maps names to the entry points that installed packages register in the group `openrlhf.KIND`."""
     return {point.name: point for point in entry_points(group=f"openrlhf.{kind}")}
+
+
+def resolve(name: str, kind: str) -> str:
+    """Returns the reference that a registered name stands for, and anything else as it is."""
+    if is_reference(name) or file_of(name) or (point := registered(kind).get(name)) is None:
+        return name
+    return f"{point.module}:{point.attr}"
 
 
 def load(reference: str, *, flag: str) -> Any:
@@ -36,31 +42,31 @@ def load(reference: str, *, flag: str) -> Any:
     Raises ValueError where the module cannot be imported or lacks the object. It names the flag, the file
     with its line, and what the module has instead.
     """
-    place, _, name = reference.rpartition(":")
+    place, name = split(reference)
+    if file_of(reference) and not Path(place).is_file():
+        raise ValueError(f"{flag} {reference}: there is no file {place}")
     try:
-        module = _module(place)
-    except FileNotFoundError:
-        raise ValueError(f"{flag} {reference}: there is no file {place}") from None
+        module = import_place(*_as_module(place))
     except Exception as error:
-        raise ValueError(f"{flag} {reference}: {import_problem(error, place)}") from error
+        raise ValueError(f"{flag} {import_problem(error, reference)}") from error
     if not hasattr(module, name):
         own = [n for n, x in vars(module).items() if inspect.getmodule(x) is module and not n.startswith("_")]
-        raise ValueError(f"{flag} {reference}: {place} has no {name}. It has {', '.join(own) or 'nothing'}.")
+        problem = f"{place} has no {name}" if name else f"say which object of {place}"
+        raise ValueError(f"{flag} {reference}: {problem}. It has {', '.join(own) or 'nothing'}.")
     return getattr(module, name)
 
 
 def digest(reference: str) -> str:
     """Returns a fingerprint of the source file that the reference names."""
-    place = file_of(reference)
-    if place is None:
-        place = inspect.getsourcefile(importlib.import_module(reference.rpartition(":")[0]))
-    if place is None:  # a module without a source: only its name is known
+    source = source_of(split(reference)[0])
+    if source is None:  # a module without a source: only its name is known
         return reference
-    return hashlib.sha256(Path(place).read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest()[:16]
 
 
-def _module(place: str) -> Any:
+def _as_module(place: str) -> tuple[str, str]:
+    """Returns the place, and for a file its whole path, with the name of the module that it becomes."""
     if not place.endswith(".py"):
-        return importlib.import_module(place)
-    path = Path(place).resolve(strict=True)
-    return import_file(str(path), f"user_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}")
+        return place, place
+    path = Path(place).resolve()
+    return str(path), f"user_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"

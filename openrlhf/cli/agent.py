@@ -83,7 +83,7 @@ async def play(config: "PPOConfig", prompt: "Prompt") -> "PromptGroup":
 
         options = engine_options(config, DEVICE_TYPE == "cuda", from_files=True)
         os.environ.update(engine_environment(options))
-        engine = RolloutWorker(config, options, UserFiles.of(config.train.agent_func_path))
+        engine = RolloutWorker(config, options, UserFiles.of(config.train.agent))
         await engine.start()
     count = config.rollout.n_samples_per_prompt
     try:

@@ -126,7 +126,7 @@ def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
     from openrlhf.rewards.function import check_reward_file
     from openrlhf.rollout.executors import check_agent_file
 
-    if path := config.train.agent_func_path:
+    if agent := config.train.agent:
         limits = {
             "max_turns": config.train.max_turns,
             "step_timeout": config.rollout.step_timeout,
@@ -138,9 +138,9 @@ def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
             tokenizer=partial(_tokenizer, config),
             is_chat=config.data.apply_chat_template,
         )
-        ask("--train.agent_func_path", _check_file, check, path, "--train.agent_func_path")
-    elif path := config.reward.function_path:
-        ask("--reward.remote_url", _check_file, check_reward_file, path, "--reward.remote_url")
+        ask("--train.agent_func_path", _check_file, check, agent, "--train.agent_func_path")
+    elif function := config.reward.function:
+        ask("--reward.remote_url", _check_file, check_reward_file, function, "--reward.remote_url")
 
 
 def _tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":

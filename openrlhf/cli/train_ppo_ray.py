@@ -15,6 +15,7 @@ from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.errors import catch_signals, short_errors, telling
+from openrlhf.plugins import digest
 from openrlhf.training.publish import publish
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data
 from openrlhf.training.start import begin, make_room, origin_of, position
@@ -190,9 +191,6 @@ def checkpoints_of(config: PPOConfig, data: RLData) -> "CheckpointFolder":
 
 
 def _origin(config: PPOConfig, data: RLData) -> "Origin":
-    from pathlib import Path
-
-    from openrlhf.data.cache import file_digest
     from openrlhf.data.sources import rows_digest
 
     models: dict[str, Sequence[str]] = {ACTOR_FLAG: [config.actor.model_name_or_path]}
@@ -206,8 +204,8 @@ def _origin(config: PPOConfig, data: RLData) -> "Origin":
     if texts := config.data.pretrain_dataset:
         checksum = rows_digest(texts, flag=PRETRAIN_FLAG, split=config.data.pretrain_split)
         more[PRETRAIN_FLAG] = f"checksum {checksum[:16]}"
-    if path := config.reward.function_path:
-        more["--reward.remote_url"] = f"checksum {file_digest(Path(path))[:16]}"
+    users = {"--reward.remote_url": config.reward.function, "--train.agent_func_path": config.train.agent}
+    more |= {flag: f"checksum {digest(name)}" for flag, name in users.items() if name}
     return origin_of(config, PPO, models, more)
 
 

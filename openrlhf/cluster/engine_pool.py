@@ -72,7 +72,7 @@ class EnginePool:
         `sync` to fill. `reward`: the models that add their rewards to what was sampled."""
         self.config, self.on_gpu, self.bundles = config, on_gpu, bundles
         self.options = engine_options(config, on_gpu, from_files=from_files)
-        self.files = UserFiles.of(config.train.agent_func_path, config.reward_function_path)
+        self.files = UserFiles.of(config.train.agent, config.reward_function)
         self.members = [self._create(index) for index in range(config.num_engines)]
         self.epoch = 0
         """How often the members have changed."""

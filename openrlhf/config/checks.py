@@ -17,6 +17,7 @@ from openrlhf.config.command import Explicit, NotYet, Problem
 from openrlhf.config.fields import fields_of, values_of
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.config.sections import CkptConfig, DeepSpeedConfig, LoggerConfig, OptimConfig
+from openrlhf.plugins import file_of, is_reference, registered
 
 SCATTERED = (
     "not shared with {}: parts of a checkpoint would be on several disks.\nName a folder that all machines "
@@ -267,13 +268,23 @@ def image_rows(config: Any) -> Iterator[Problem]:
 _HOST = re.compile(r"[a-z0-9.-]+")
 
 
-def python_file(key: str, path: str, *, alone: bool) -> Iterator[Problem]:
+def reward_function(key: str, name: str, *, alone: bool) -> Iterator[Problem]:
     if not alone:
-        yield Problem(key=key, text=f"{path} must stand alone: one .py file, or several http URLs")
-    elif not path.endswith(".py"):
-        yield Problem(key=key, text="is neither a .py file nor a URL that starts with http:// or https://")
-    elif not os.path.isfile(path):
-        yield Problem(key=key, text=missing(path, path))
+        yield Problem(key=key, text=f"{name} must stand alone: one .py file, or several http URLs")
+    else:
+        form = "is neither a .py file nor a URL that starts with http:// or https://"
+        yield from plugged(key, name, "rewards", f"{form}, nor a function as folder/file.py:NAME")
+
+
+def plugged(key: str, name: str, kind: str, form: str) -> Iterator[Problem]:
+    """Lists what is wrong with the name of a user's object, short of importing it. `form`: what was
+    expected."""
+    if file := file_of(name):
+        if not os.path.isfile(file):
+            yield Problem(key=key, text=missing(file, name))
+    elif not is_reference(name) and name not in (names := registered(kind)):
+        known = f"; installed packages register {', '.join(names)}" if names else ""
+        yield Problem(key=key, text=f"{form} or package.module:NAME{known}")
 
 
 def four_bits(ds: DeepSpeedConfig) -> Iterator[Problem]:

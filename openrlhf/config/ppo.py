@@ -41,6 +41,7 @@ from openrlhf.config.sections import (
     wandb_for,
 )
 from openrlhf.mesh import Mesh
+from openrlhf.plugins import resolve
 
 ACTOR_FLAG = "--actor.model_name_or_path"
 CRITIC_FLAG = "--critic.model_name_or_path"
@@ -154,7 +155,9 @@ class RewardConfig:
     """Where rewards come from, and how they are shaped."""
 
     remote_url: str | None = None
-    """A .py file with `reward_func(queries, prompts, labels)`, or a comma list of http URLs."""
+    """A .py file with `reward_func(queries, prompts, labels)`, a function as `folder/file.py:NAME` or
+    `package.module:NAME`, a name that an installed package registers (openrlhf.rewards), or a comma list of
+    http URLs."""
     model_name_or_path: str | None = None
     """Hugging Face name or folder of a reward model; a comma list adds up several. Where remote_url gives
     rewards it is only used with model_weights."""
@@ -213,9 +216,9 @@ class RewardConfig:
         return tuple(url for url in self.urls if url.startswith(("http://", "https://")))
 
     @property
-    def function_path(self) -> str | None:
-        """The file with the reward function, if that is what remote_url names."""
-        return self.remote_url if self.remote_url and self.remote_url.endswith(".py") else None
+    def function(self) -> str | None:
+        """The file or the reference of the reward function, if that is what remote_url names."""
+        return resolve(self.urls[0], "rewards") if self.urls and not self.servers else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -447,10 +450,16 @@ class TrainConfig:
     ema_beta: Decay = 0.992
     """Decay rate of the moving average."""
     agent_func_path: str | None = None
-    """A .py file with the class `AgentExecutor`, or in older ones a function `step`, which runs episodes of
-    several turns and gives their rewards."""
+    """Runs episodes of several turns and gives their rewards: a .py file with the class `AgentExecutor`, or
+    in older ones a function `step`; a class as `folder/file.py:NAME` or `package.module:NAME`; or a name that
+    an installed package registers (openrlhf.agents)."""
     max_turns: Count | None = None
     """Turns of one agent episode at most. None: as many as fit in data.max_len."""
+
+    @property
+    def agent(self) -> str | None:
+        """The file or the reference of the agent's class."""
+        return resolve(self.agent_func_path, "agents") if self.agent_func_path else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -630,9 +639,9 @@ class PPOConfig:
         return not others and bool(items) and all(is_gym(item) for item in items)
 
     @property
-    def reward_function_path(self) -> str | None:
-        """The file whose reward_func gives rewards, if one does."""
-        return GYM_VERIFIER if self.gym_verifies else self.reward.function_path
+    def reward_function(self) -> str | None:
+        """The file or the reference of the function that gives rewards, if one does."""
+        return GYM_VERIFIER if self.gym_verifies else self.reward.function
 
     @property
     def label_key(self) -> str | None:

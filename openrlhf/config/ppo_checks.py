@@ -22,9 +22,10 @@ from openrlhf.config.checks import (
     modelscope,
     optimizer,
     outputs,
+    plugged,
     precision,
-    python_file,
     required,
+    reward_function,
     secondary_partition,
     sequence_parallel,
     split_spec,
@@ -268,7 +269,7 @@ PPO_UNREAD = (
     ),
     Unread(
         keys=("reward.timeout", "reward.num_workers", "reward.batch"),
-        when=lambda c: c.reward_function_path is None,
+        when=lambda c: c.reward_function is None,
         why="reward.remote_url names no reward function",
     ),
     Unread(
@@ -351,7 +352,7 @@ def _reward_source(config: PPOConfig) -> Iterator[Problem]:
         if url in reward.servers:
             yield from _server_url(key, url)
         else:
-            yield from python_file(key, url, alone=len(reward.urls) == 1)
+            yield from reward_function(key, url, alone=len(reward.urls) == 1)
     if reward.model_weights and not any(reward.model_weights):
         yield Problem(key="reward.model_weights", text="leaves nothing of the reward models; remove them")
     if reward.model_weights is not None and reward.models and len(reward.model_weights) != len(reward.models):
@@ -361,14 +362,8 @@ def _reward_source(config: PPOConfig) -> Iterator[Problem]:
             "model one",
         )
     if config.train.agent_func_path is not None:
-        yield from _agent_file("train.agent_func_path", config.train.agent_func_path)
-
-
-def _agent_file(key: str, path: str) -> Iterator[Problem]:
-    if path.endswith(".py"):
-        yield from python_file(key, path, alone=True)
-    else:
-        yield Problem(key=key, text="must name a .py file with the class AgentExecutor")
+        form = "must name a .py file with the class AgentExecutor, or a class as folder/file.py:NAME"
+        yield from plugged("train.agent_func_path", config.train.agent_func_path, "agents", form)
 
 
 def _gym_datasets(config: PPOConfig) -> Iterator[Problem]:

@@ -39,6 +39,8 @@ RL_REMARKS = {
     "train.num_episodes": _LENGTH,
     "train.max_steps": _LENGTH,
     "reward.remote_url": "rewards before and after cannot be compared where their source is another one",
+    "train.agent_func_path": "episodes and rewards before and after cannot be compared where the agent is "
+    "another one",
 }
 
 CONTENT = {

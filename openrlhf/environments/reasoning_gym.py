@@ -16,7 +16,7 @@ class ReasoningGymExecutor(GymExecutor):
 
     draws_globally = False
 
-    def __init__(self, max_tries: int, feedback: str = "This is not right. Try again.") -> None:
+    def __init__(self, max_tries: int = 3, feedback: str = "This is not right. Try again.") -> None:
         super().__init__()
         self.max_tries, self.feedback = max_tries, feedback
 

@@ -5,26 +5,29 @@ import asyncio
 import atexit
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from openrlhf.agents.base import Reward, RewardError
 from openrlhf.rewards.calls import BatchedReward, Call
 from openrlhf.rewards.process import RewardProcess, load_reward_func
+from openrlhf.user_file import resolved
 
 IMPORT_LIMIT = 60.0
 """Seconds that the check waits for a file. An engine waits longer: user_file.IMPORT_DEADLINE."""
 
 
-def check_reward_file(path: str, flag: str, limit: float = IMPORT_LIMIT) -> str:
-    """As `check_file`, for its function."""
-    return check_file(path, flag, load_reward_func, limit)
+def check_reward_file(reference: str, flag: str, limit: float = IMPORT_LIMIT) -> str:
+    """As `check_file`, for a reward function."""
+    return check_file(reference, flag, load_reward_func, limit)
 
 
-def check_file(path: str, flag: str, load: Callable[[str], Any], limit: float) -> str:
-    """Import the file in a process of its own, which then ends. Raise ValueError where `load` finds nothing
-    in it that could be called. Returns a remark where that took more than `limit` seconds, otherwise ""."""
-    process = RewardProcess(path, timeout=limit, load=load)
+def check_file(reference: str, flag: str, load: Callable[[str], Any], limit: float) -> str:
+    """Imports the file or module in a process of its own, which then ends.
+
+    Returns a remark where that took more than `limit` seconds, otherwise "". Raises ValueError where `load`
+    finds nothing in it that could be called.
+    """
+    process = RewardProcess(reference, timeout=limit, load=load)
 
     async def ready() -> None:
         async with asyncio.timeout(limit):
@@ -33,7 +36,7 @@ def check_file(path: str, flag: str, load: Callable[[str], Any], limit: float) -
     try:
         asyncio.run(ready())
     except TimeoutError:
-        return f"{flag} {path}: its import takes more than {limit:g} s, so nobody knows whether it works"
+        return f"{flag} {reference}: its import takes more than {limit:g} s, so nobody knows whether it works"
     except RewardError as error:
         raise ValueError(f"{flag} {error}") from None
     finally:
@@ -52,14 +55,14 @@ class NoReward:
 
 
 class RewardFunction(BatchedReward):
-    """`reward_func` of a file, in processes that each work on one batch at a time."""
+    """A user's function, in processes that each work on one batch at a time."""
 
-    def __init__(self, path: str, *, timeout: float, num_workers: int = 1, batch_size: int = 1) -> None:
+    def __init__(self, reference: str, *, timeout: float, num_workers: int = 1, batch_size: int = 1) -> None:
         """`timeout`: seconds for one call of the function, after which its process is killed. `batch_size`:
         samples in one call at most."""
         super().__init__(batch_size=batch_size, concurrency=num_workers)
-        path = str(Path(path).resolve())
-        self._processes = [RewardProcess(path, timeout=timeout) for _ in range(num_workers)]
+        reference = resolved(reference)
+        self._processes = [RewardProcess(reference, timeout=timeout) for _ in range(num_workers)]
         self._idle = deque(self._processes)
         atexit.register(self._stop)  # before multiprocessing waits for processes that wait for calls
 

@@ -20,11 +20,14 @@ from openrlhf.user_file import (
     ImportTimeout,
     UnusableFile,
     headline,
-    import_file,
+    import_place,
     import_problem,
+    split,
 )
 
-FORM = "Define `def reward_func(queries, prompts, labels)` that returns {'rewards': [...]}."
+DEFAULT = "reward_func"
+"""The function of a bare file."""
+FORM = "Define `def {}(queries, prompts, labels)` that returns {{'rewards': [...]}}."
 ALONE = (
     ". The call had one sample: a function that compares the samples of a call\n(mean, deviation) needs "
     "several; --reward.batch 64 hands over up to 64 that finish together."
@@ -33,28 +36,36 @@ ALONE = (
 RewardFunc = Callable[[list[str], list[str], list[Any]], Any]
 
 
-def load_reward_func(path: str) -> RewardFunc:
-    """The file's function, if three lists can be handed to it. UnusableFile otherwise, or what the file
-    raises."""
-    module = import_file(path, "reward_func")
-    function = getattr(module, "reward_func", None)
+def load_reward_func(reference: str) -> RewardFunc:
+    """Imports the function that `reference` names, in a bare file `reward_func`.
+
+    Raises UnusableFile where it is missing or three lists cannot be handed to it, and what the import raises.
+    """
+    place, name = split(reference)
+    name, form = name or DEFAULT, FORM.format(name or DEFAULT)
+    module = import_place(place, "reward_func")
+    function = getattr(module, name, None)
     if not callable(function):
-        found = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value))
-        raise UnusableFile(f"the file has no reward_func (its functions: {found or 'none'}).\n{FORM}")
-    if problem := _no_three_lists(function):
-        raise UnusableFile(f"{problem}.\n{FORM}")
+        found = ", ".join(own for own, value in vars(module).items() if inspect.isfunction(value))
+        kind = "file" if place.endswith(".py") else "module"
+        raise UnusableFile(f"the {kind} has no {name} (its functions: {found or 'none'}).\n{form}")
+    if problem := _no_three_lists(function, name):
+        raise UnusableFile(f"{problem}.\n{form}")
     return function
 
 
 class RewardProcess:
-    """One process with the function of one file, started when it is first asked and after every death.
+    """One process with one function of a user's, started when it is first asked and after every death.
 
     It has a pipe of its own: it is always known which batch a death belongs to, and no other batch suffers.
     """
 
-    def __init__(self, path: str, *, timeout: float, load: Callable[[str], Any] = load_reward_func) -> None:
-        """`timeout`: seconds for one call. `load`: from the path to what is called."""
-        self.path, self.timeout, self._load = path, timeout, load
+    def __init__(
+        self, reference: str, *, timeout: float, load: Callable[[str], Any] = load_reward_func
+    ) -> None:
+        """`timeout`: seconds for one call. `load`: from the reference to what is called."""
+        self.name = split(reference)[1] or DEFAULT
+        self.reference, self.timeout, self._load = reference, timeout, load
         self._import_problem = ""
         # Not fork: the parent runs vLLM's and Ray's threads.
         self._context = multiprocessing.get_context("spawn")
@@ -74,11 +85,11 @@ class RewardProcess:
         except TimeoutError:
             self.stop()
             raise BatchFailed(
-                f"{self.path}: reward_func took longer than --reward.timeout {self.timeout:g} s"
+                f"{self.reference}: {self.name} took longer than --reward.timeout {self.timeout:g} s"
             ) from None
         except (EOFError, ConnectionError):
             raise BatchFailed(
-                f"{self.path}: reward_func's process died with exit code {self.stop()}"
+                f"{self.reference}: {self.name}'s process died with exit code {self.stop()}"
             ) from None
         except BaseException:  # nobody would receive the answer
             self.stop()
@@ -107,7 +118,7 @@ class RewardProcess:
             return self._pipe
         self.stop()
         self._pipe, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=_serve, args=(self.path, self._load, theirs))
+        self._process = self._context.Process(target=_serve, args=(self.reference, self._load, theirs))
         self._process.start()
         theirs.close()  # so that the pipe ends when the process does
         try:
@@ -115,10 +126,10 @@ class RewardProcess:
                 self._import_problem = await self._receive(self._pipe)
         except TimeoutError:
             self.stop()
-            raise ImportTimeout(self.path, IMPORT_DEADLINE) from None
+            raise ImportTimeout(self.reference, IMPORT_DEADLINE) from None
         except (EOFError, ConnectionError):
             raise RewardError(
-                f"{self.path}: the process that imported the file died with exit code {self.stop()}"
+                f"{self.reference}: the process that imported the file died with exit code {self.stop()}"
             ) from None
         if self._import_problem:
             raise RewardError(self._import_problem)
@@ -143,14 +154,15 @@ class RewardProcess:
         return pipe.recv()
 
 
-def _serve(path: str, load: Callable[[str], Any], pipe: Connection) -> None:
+def _serve(reference: str, load: Callable[[str], Any], pipe: Connection) -> None:
     """What the process does until the other end of the pipe is gone."""
+    name = split(reference)[1] or DEFAULT
     os.setpgid(0, 0)  # to be killed together with what the function starts, and by no Ctrl-C
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
-        function = load(path)
+        function = load(reference)
     except BaseException as error:  # SystemExit too
-        pipe.send(import_problem(error, path))
+        pipe.send(import_problem(error, reference))
         return
     pipe.send("")
     with asyncio.Runner() as runner:  # one loop for all calls: what a file keeps open belongs to its loop
@@ -159,7 +171,7 @@ def _serve(path: str, load: Callable[[str], Any], pipe: Connection) -> None:
                 queries, prompts, labels = pipe.recv()
             except EOFError:
                 return
-            pipe.send(_call(function, queries, prompts, labels, runner))
+            pipe.send(_call(function, name, queries, prompts, labels, runner))
 
 
 def _die_with_parent() -> None:
@@ -170,7 +182,7 @@ def _die_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _no_three_lists(function: Callable) -> str:
+def _no_three_lists(function: Callable, name: str) -> str:
     """Why they cannot be handed to it; "" where they can."""
     try:
         signature = inspect.signature(function)
@@ -179,12 +191,17 @@ def _no_three_lists(function: Callable) -> str:
     try:
         signature.bind([], [], [])
     except TypeError as error:
-        return f"reward_func{signature} cannot be called with three lists: {error}"
+        return f"{name}{signature} cannot be called with three lists: {error}"
     return ""
 
 
 def _call(
-    function: RewardFunc, queries: list[str], prompts: list[str], labels: list[Any], runner: asyncio.Runner
+    function: RewardFunc,
+    name: str,
+    queries: list[str],
+    prompts: list[str],
+    labels: list[Any],
+    runner: asyncio.Runner,
 ) -> list[Reward] | str:
     """The rewards, or what went wrong: the exception itself may not survive the way between processes."""
     try:
@@ -194,7 +211,7 @@ def _call(
     except RewardError as error:
         return str(error)
     except BaseException as error:  # SystemExit too
-        return f"reward_func raised {headline(error)}\n{traceback.format_exc(limit=-3)}"
+        return f"{name} raised {headline(error)}\n{traceback.format_exc(limit=-3)}"
     try:
         return read_rewards(answer, len(queries))
     except NotFinite as error:

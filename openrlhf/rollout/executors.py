@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, Engine, MultiTurnAgentExecutor, RewardError, StepTimeout
@@ -17,9 +16,11 @@ from openrlhf.user_file import (
     IMPORT_DEADLINE,
     ImportTimeout,
     UnusableFile,
-    import_file,
+    import_place,
     import_problem,
     located,
+    resolved,
+    split,
 )
 
 if TYPE_CHECKING:  # the import of a file is checked without what takes seconds
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # the import of a file is checked without what takes seconds
     from vllm.sampling_params import SamplingParams
 
 FORM = (
-    "Define `class AgentExecutor(AgentExecutorBase)` with\n`async def execute(self, prompt, label, "
+    "Define `class {}(AgentExecutorBase)` with\n`async def execute(self, prompt, label, "
     "sampling_params, max_length, hf_tokenizer, llm_engine)`, which returns a dict."
 )
 
@@ -37,18 +38,18 @@ class EnvironmentFailed(Exception):
 
 
 def check_agent_file(
-    path: str,
+    reference: str,
     flag: str,
     limits: Sequence[str] = (),
     limit: float = IMPORT_LIMIT,
     tokenizer: "Callable[[], PreTrainedTokenizerBase] | None" = None,
     is_chat: bool = False,
 ) -> str:
-    """As rewards.function.check_file, for its class AgentExecutor. No object is made. `limits`: of LIMITS,
+    """As rewards.function.check_file, for an agent's class. No object is made. `limits`: of LIMITS,
     those that the run sets. `tokenizer` loads the policy's, for executors that need its chat template.
     `is_chat`: prompts have its markup."""
     load = partial(load_agent, limits=tuple(limits), tokenizer=tokenizer, is_chat=is_chat)
-    return check_file(path, flag, load, limit)
+    return check_file(reference, flag, load, limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,29 +63,37 @@ class AgentSetting:
 
 
 def load_agent(
-    path: str,
+    reference: str,
     limits: Sequence[str] = (),
     tokenizer: "Callable[[], PreTrainedTokenizerBase] | None" = None,
     is_chat: bool = False,
 ) -> Callable[[AgentSetting], AgentExecutorBase]:
-    """What makes the file's executor, if it can be made and called and would keep to `limits`. UnusableFile
-    otherwise, or what the file raises."""
-    module = import_file(path, "agent_func")
-    found = getattr(module, "AgentExecutor", None)
+    """Imports the class that `reference` names, in a bare file `AgentExecutor`, and returns what makes its
+    executor.
+
+    Raises UnusableFile where it is missing, cannot be made or called or would not keep to `limits`, and what
+    the import raises.
+    """
+    place, given = split(reference)
+    name = given or "AgentExecutor"
+    form = FORM.format(name)
+    module = import_place(place, "agent_func")
+    found = getattr(module, name, None)
     if not inspect.isclass(found):
-        if has_step(module):
-            return lambda setting: MultiTurnAgentExecutor(step_environment(path))
+        if not given and has_step(module):
+            return lambda setting: MultiTurnAgentExecutor(step_environment(place))
         own = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
+        kind = "file" if place.endswith(".py") else "module"
         names = ", ".join(own) or "none"
-        raise UnusableFile(f"the file has no class AgentExecutor (its classes: {names}).\n{FORM}")
+        raise UnusableFile(f"the {kind} has no class {name} (its classes: {names}).\n{form}")
     if not issubclass(found, AgentExecutorBase):
-        problem = "AgentExecutor is no subclass of openrlhf.agents.base.AgentExecutorBase"
-        raise UnusableFile(f"{problem}.\n{FORM}")
+        problem = f"{name} is no subclass of openrlhf.agents.base.AgentExecutorBase"
+        raise UnusableFile(f"{problem}.\n{form}")
     if is_handed_everything(found):
         if "images" in limits:
             raise UnusableFile(
                 f"{LIMITS['images']} is set, and executors that are handed everything at their start know no "
-                f"images.\n{FORM}"
+                f"images.\n{form}"
             )
         return lambda setting: QueueExecutor(
             found,
@@ -93,7 +102,7 @@ def load_agent(
             tokenizer=setting.tokenizer,
         )
     if problem := _unusable(found) or _unlimited(found, limits):
-        raise UnusableFile(f"{problem}.\n{FORM}")
+        raise UnusableFile(f"{problem}.\n{form}")
     if tokenizer is not None and found.writes_messages:
         _check_template(tokenizer(), is_chat, with_tools=found.calls_tools)
     return lambda setting: found()
@@ -116,13 +125,14 @@ def _check_template(tokenizer: "PreTrainedTokenizerBase", is_chat: bool, *, with
 def _unusable(executor: type[AgentExecutorBase]) -> str:
     """Why; "" where it can be made and called."""
     if executor.execute is AgentExecutorBase.execute:
-        return "AgentExecutor does not define execute"
+        return f"{executor.__name__} does not define execute"
     if inspect.isabstract(executor):
-        return f"AgentExecutor does not define {', '.join(sorted(getattr(executor, '__abstractmethods__')))}"  # noqa: B009
+        missing = ", ".join(sorted(getattr(executor, "__abstractmethods__")))  # noqa: B009
+        return f"{executor.__name__} does not define {missing}"
     try:
         inspect.signature(executor).bind()
     except TypeError as error:
-        return f"AgentExecutor{inspect.signature(executor)} cannot be made without arguments: {error}"
+        return f"{executor.__name__}{inspect.signature(executor)} cannot be made without arguments: {error}"
     signature = inspect.signature(executor.execute)
     try:
         signature.bind(None, **dict.fromkeys(_accepted(executor.execute)))
@@ -159,36 +169,37 @@ def _accepted(execute: Callable) -> tuple[str, ...]:
 
 
 class UserExecutor(AgentExecutorBase):
-    """The executor of a user's file. What it raises is EnvironmentFailed; RewardError and StepTimeout stay
+    """A user's executor. What it raises is EnvironmentFailed; RewardError and StepTimeout stay
     what they are."""
 
-    def __init__(self, path: str, executor: AgentExecutorBase, setting: AgentSetting) -> None:
+    def __init__(self, reference: str, executor: AgentExecutorBase, setting: AgentSetting) -> None:
         super().__init__()
-        self.path, self.executor, self.source, self.setting = path, executor, f"{path}: execute", setting
+        self.reference, self.source = reference, f"{reference}: execute"
+        self.executor, self.setting = executor, setting
         self._accepted = _accepted(executor.execute)
 
     @classmethod
     async def load(
-        cls, path: str, setting: AgentSetting | None = None, deadline: float = IMPORT_DEADLINE
+        cls, reference: str, setting: AgentSetting | None = None, deadline: float = IMPORT_DEADLINE
     ) -> "UserExecutor":
-        """Import the file into this process, and make its executor. ImportTimeout after `deadline` seconds;
-        RuntimeError, which names the line, for what is raised."""
-        path = str(Path(path).resolve())
+        """Imports the file or module into this process, and makes its executor. Raises ImportTimeout after
+        `deadline` seconds, and RuntimeError, which names the line, for what is raised."""
+        reference = resolved(reference)
         try:
             async with asyncio.timeout(deadline):
-                make = await asyncio.to_thread(load_agent, path)
+                make = await asyncio.to_thread(load_agent, reference)
         except TimeoutError:
-            raise ImportTimeout(path, deadline) from None
+            raise ImportTimeout(reference, deadline) from None
         except Exception as error:
-            raise RuntimeError(import_problem(error, path)) from error
+            raise RuntimeError(import_problem(error, reference)) from error
         try:
             setting = setting or AgentSetting()
             executor = make(setting)
             if setting.tokenizer is not None:
                 executor.check_tokenizer(setting.tokenizer)
-            return cls(path, executor, setting)
+            return cls(reference, executor, setting)
         except Exception as error:
-            raise RuntimeError(located(error, path)) from error
+            raise RuntimeError(located(error, reference)) from error
 
     async def execute(
         self,
@@ -217,4 +228,4 @@ class UserExecutor(AgentExecutorBase):
             raise
         except Exception as error:
             trace = "".join(traceback.format_exception(error, limit=-3)).rstrip()
-            raise EnvironmentFailed(f"{located(error, self.path)}\n{trace}") from error
+            raise EnvironmentFailed(f"{located(error, self.reference)}\n{trace}") from error

@@ -39,7 +39,7 @@ class RolloutWorker(VLLMEngine):
         tokenizer = text_tokenizer(processor)
         self.reward = self._build_reward()
         executor = SingleTurnAgentExecutor(self.reward, is_chat=config.data.apply_chat_template)
-        if agent := config.train.agent_func_path:
+        if agent := config.train.agent:
             executor = await UserExecutor.load(
                 self.files.here(agent),
                 AgentSetting(
@@ -69,9 +69,9 @@ class RolloutWorker(VLLMEngine):
         reward = self.config.reward
         if self.config.train.agent_func_path:
             return NoReward()
-        if path := self.config.reward_function_path:
+        if function := self.config.reward_function:
             return RewardFunction(
-                self.files.here(path),
+                self.files.here(function),
                 timeout=reward.timeout,
                 num_workers=reward.num_workers,
                 batch_size=reward.batch,

@@ -267,6 +267,22 @@ def test_a_reward_file_that_is_not_there(refused, files):
     assert f"error: --reward.remote_url {wrong}: does not exist; near it: reward.py" in text
 
 
+def test_a_module_that_is_not_there(refused):
+    reward, agent = "--reward.remote_url", "--train.agent_func_path"
+    for flag, others in ((reward, ()), (agent, (reward, "None"))):
+        text = refused("ppo", flag, "no_such.module:judge", *others)
+        assert f"error: {flag} no_such.module:judge: ModuleNotFoundError: No module named 'no_such'." in text
+        assert "add its folder to PYTHONPATH, or name a file: folder/file.py:judge." in text
+
+
+def test_a_name_that_a_module_has_not(refused, files):
+    text = refused("ppo", "--reward.remote_url", f"{files['no_reward']}:grade")
+    assert f"error: --reward.remote_url {files['no_reward']}:grade: the file has no grade" in text
+    flags = ("--train.agent_func_path", "openrlhf.environments.gym:Gym", "--reward.remote_url", "None")
+    text = refused("ppo", *flags)
+    assert "--train.agent_func_path openrlhf.environments.gym:Gym: the module has no class Gym" in text
+
+
 def test_no_source_of_rewards(refused):
     text = refused("ppo", "--reward.remote_url", "None")
     assert "--reward.remote_url: nothing gives a reward; name a .py file with reward_func" in text

@@ -304,7 +304,8 @@ def test_all_problems_are_listed_at_once(capsys):
         "error: --data.prompt_dataset: is required: Comma list of `path[@data_dir]`: .json .jsonl .csv "
         ".parquet .arrow files, also packed (.jsonl.gz), and folders of them, here or at URLs (s3://, gs://, "
         "hf://, https://), hub names; or of `reasoning_gym:NAME?size=N&seed=S`.",
-        "error: --reward.remote_url r.txt: is neither a .py file nor a URL that starts with http:// or https://",
+        "error: --reward.remote_url r.txt: is neither a .py file nor a URL that starts with http:// or "
+        "https://, nor a function as folder/file.py:NAME or package.module:NAME",
     ]
     assert err[-1].startswith("13 problems; nothing was started.")
 
@@ -932,6 +933,17 @@ CHECKS = [
         "--train.agent_func_path agent.txt: must name a .py file with the class AgentExecutor",
     ),
     (PPO, "--train.agent_func_path agent.py", "--train.agent_func_path agent.py: does not exist"),
+    (PPO, "--train.agent_func_path agent.py:Mine", "agent.py:Mine: agent.py does not exist"),
+    (
+        PPO,
+        "--reward.remote_url rewar.py:judge",
+        "rewar.py:judge: rewar.py does not exist; near it: reward.py",
+    ),
+    (
+        PPO,
+        "--reward.remote_url reward.py:a,reward.py:b",
+        "reward.py:a must stand alone: one .py file, or several http URLs",
+    ),
 ]
 
 
@@ -1476,7 +1488,7 @@ def test_derived_values(say):
         and not config.uses_critic
     )
     assert config.longest_response == 2048 and config.rollout_tokens_per_gpu == 16192
-    assert config.reward.function_path == "reward.py"
+    assert config.reward.function == "reward.py"
     line = (
         "--train.colocate_all --vllm.tensor_parallel_size 2 --actor.num_gpus_per_node 4 --actor.num_nodes 2"
     )

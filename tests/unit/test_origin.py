@@ -114,3 +114,15 @@ def test_no_secret_is_kept():
     origin = Origin.of("sft", with_values(SFTConfig(), values), {})
     assert "MARKER" not in json.dumps(origin.as_dict())
     assert origin.flags.keys() == values_of(SFTConfig()).keys() - {"logger.wandb.key", "api_key"}
+
+
+def test_a_changed_reward_or_agent_is_remarked_upon():
+    """Wherever its file lies, and however it is named."""
+    name, why = "--train.agent_func_path", "cannot be compared where the agent is another one"
+    before = origin_of("ppo", {name: "checksum a"}, train__agent_func_path="agent.py")
+    moved = origin_of("ppo", {name: "checksum a"}, train__agent_func_path="/x/agent.py:AgentExecutor")
+    assert compare(before, moved) == ([], [])
+    changed = origin_of("ppo", {name: "checksum b"}, train__agent_func_path="agent.py")
+    differences, (remark,) = compare(before, changed)
+    assert differences == [] and remark.endswith(why)
+    assert remark.startswith(f"{name} was agent.py (checksum a), is agent.py (checksum b): ")

@@ -208,13 +208,13 @@ def configured(prompts, evaluation=None, url=None, label_key=None):
 
 
 def test_who_gives_the_reward():
-    assert configured(f"{LEGS},{CHAIN}").reward_function_path == GYM_VERIFIER
+    assert configured(f"{LEGS},{CHAIN}").reward_function == GYM_VERIFIER
     assert configured(LEGS, evaluation=CHAIN).label_key == "label"
     assert configured(LEGS, label_key="other").label_key == "other"
-    assert configured(LEGS, url="own.py").reward_function_path == "own.py"
+    assert configured(LEGS, url="own.py").reward_function == "own.py"
     assert configured(LEGS, url="own.py").label_key is None
     for other in (configured(f"{LEGS},own.jsonl"), configured(LEGS, evaluation="own.jsonl"), configured("")):
-        assert other.reward_function_path is None
+        assert other.reward_function is None
 
 
 PPO_FLAGS = (

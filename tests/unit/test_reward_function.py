@@ -437,8 +437,8 @@ def test_a_function_that_normalises_over_a_call_is_told_which_flag_fills_calls(t
     )
     function, runner = process.load_reward_func(str(path)), asyncio.Runner()
     with runner:
-        alone = process._call(function, ["a"], [""], [None], runner)
-        several = process._call(function, ["a", "abc"], [""] * 2, [None] * 2, runner)
+        alone = process._call(function, "reward_func", ["a"], [""], [None], runner)
+        several = process._call(function, "reward_func", ["a", "abc"], [""] * 2, [None] * 2, runner)
     assert "rewards that are not finite: [nan]. The call had one sample:" in alone
     assert "--reward.batch 64" in alone
     assert [r.reward for r in several] == pytest.approx([-(0.5**0.5), 0.5**0.5])

@@ -1,0 +1,182 @@
+"""Rewards and agents by reference: in a file, in a module, registered by an installed package."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from openrlhf import plugins
+from openrlhf.config.commands import PPO
+from openrlhf.config.parse import parse
+from openrlhf.rewards.function import RewardFunction, check_reward_file
+from openrlhf.rollout.executors import UserExecutor, check_agent_file
+from openrlhf.user_file import OtherModule, UserFiles
+
+REWARD, AGENT = "--reward.remote_url", "--train.agent_func_path"
+FLAGS = "--actor.model_name_or_path org/model --data.prompt_dataset org/rows --rollout.n_samples_per_prompt 2"
+JUDGE = "def judge(queries, prompts, labels):\n    return [7.0] * len(queries)\n"
+EXECUTORS = """
+from openrlhf.agents.base import AgentExecutorBase
+
+class Mine(AgentExecutorBase):
+    async def execute(self, prompt):
+        return {"reward": float(len(prompt))}
+
+class Bare(AgentExecutorBase):
+    pass
+
+def run(): pass
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An installed package `house`, with a reward and an agent that it registers."""
+    folder = tmp_path / "site" / "house"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "rewards.py").write_text(JUDGE)
+    (folder / "agents.py").write_text(EXECUTORS)
+    (folder / "broken.py").write_text("x = 1\nimport no_such_package\n")
+    info = folder.with_name("house-1.0.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: house\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[openrlhf.rewards]\njudge = house.rewards:judge\n\n[openrlhf.agents]\nmine = house.agents:Mine\n"
+    )
+    monkeypatch.syspath_prepend(folder.parent)
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == "house"]:
+        del sys.modules[name]
+
+
+def value_of(reference: str) -> float:
+    function = RewardFunction(reference, timeout=60)
+    reward = asyncio.run(function("", "", None)).reward
+    function.close()
+    return reward
+
+
+def test_a_reward_function_has_any_name_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("score.py").write_text(JUDGE)
+    config = parse(PPO, f"{FLAGS} {REWARD} score.py:judge".split()).config
+    assert config.reward_function == "score.py:judge"
+    assert check_reward_file(config.reward_function, REWARD) == ""
+    assert value_of(config.reward_function) == 7
+
+
+def test_a_reward_function_of_a_module_and_one_that_is_registered(package: Path) -> None:
+    """In the processes that call it the module is imported by its name."""
+    for name in ("house.rewards:judge", "judge"):
+        config = parse(PPO, [*FLAGS.split(), REWARD, name]).config
+        assert config.reward_function == "house.rewards:judge"
+    assert check_reward_file("house.rewards:judge", REWARD) == ""
+    assert value_of("house.rewards:judge") == 7
+
+
+@pytest.mark.parametrize(
+    ("reference", "text"),
+    [
+        ("house.rewards:mark", "the module has no mark (its functions: judge).\nDefine `def mark(queries"),
+        (
+            "house.broken:judge",
+            "line 2: ModuleNotFoundError: No module named 'no_such_package'\nFix that line",
+        ),
+        (
+            "huose.rewards:judge",
+            "ModuleNotFoundError: No module named 'huose'.\nInstall the package on every machine, or add its "
+            "folder to PYTHONPATH, or name a file: folder/file.py:judge.",
+        ),
+        ("house.marks:judge", "ModuleNotFoundError: No module named 'house.marks'.\nInstall the package"),
+    ],
+)
+def test_modules_that_have_no_reward(package: Path, reference: str, text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        check_reward_file(reference, REWARD)
+    assert str(error.value).startswith(f"{REWARD} {reference}: {text}")
+
+
+def test_a_name_that_nobody_registers(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(PPO, [*FLAGS.split(), REWARD, "juge", AGENT, "mien"])
+    text = capsys.readouterr().err
+    assert f"error: {REWARD} juge: is neither a .py file nor a URL" in text
+    assert "package.module:NAME; installed packages register judge" in text
+    assert f"error: {AGENT} mien: must name a .py file with the class AgentExecutor" in text
+    assert "package.module:NAME; installed packages register mine" in text
+
+
+def test_an_agent_of_any_name(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(EXECUTORS)
+    assert parse(PPO, [*FLAGS.split(), AGENT, "mine"]).config.train.agent == "house.agents:Mine"
+    for reference in (f"{tmp_path}/agent.py:Mine", "house.agents:Mine"):
+        assert check_agent_file(reference, AGENT) == ""
+        executor = asyncio.run(UserExecutor.load(reference))
+        assert asyncio.run(executor.execute("four", None, None, 9, None, None)) == {"reward": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Other", "the {} has no class Other (its classes: Mine, Bare)"),
+        ("run", "the {} has no class run (its classes: Mine, Bare)"),
+        ("Bare", "Bare does not define execute.\nDefine `class Bare(AgentExecutorBase)`"),
+    ],
+)
+def test_classes_that_are_no_agents(package: Path, tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "agent.py").write_text(EXECUTORS)
+    for place, kind in ((f"{tmp_path}/agent.py", "file"), ("house.agents", "module")):
+        with pytest.raises(ValueError) as error:
+            check_agent_file(f"{place}:{name}", AGENT)
+        assert str(error.value).startswith(f"{AGENT} {place}:{name}: {text.format(kind)}")
+
+
+def test_environments_of_ours_by_their_names() -> None:
+    environments = "openrlhf.environments"
+    assert check_agent_file(f"{environments}.reasoning_gym:ReasoningGymExecutor", AGENT) == ""
+    assert check_agent_file(f"{environments}.textarena:TextArenaExecutor", AGENT) == ""
+    with pytest.raises(ValueError, match="GymExecutor does not define make"):
+        check_agent_file(f"{environments}.gym:GymExecutor", AGENT)
+
+
+def test_every_machine_has_the_file_and_must_have_the_module(package: Path, tmp_path: Path) -> None:
+    path = tmp_path / "score.py"
+    path.write_text(JUDGE)
+    file, module = f"{path}:judge", "house.rewards:judge"
+    files = UserFiles.of(file, module, None)
+    assert (files.here(file), files.here(module)) == (file, module)
+    path.unlink()
+    copy, _, name = files.here(file).rpartition(":")
+    assert (Path(copy).read_text(), name) == (JUDGE, "judge")
+    (package / "rewards.py").write_text(JUDGE.replace("7.0", "0.0"))
+    with pytest.raises(OtherModule, match=r"house\.rewards:judge: on .*rewards\.py is not the same"):
+        files.here(module)
+    (package / "rewards.py").unlink()
+    with pytest.raises(OtherModule, match=r"it is not found\.\nInstall the same package on every machine"):
+        files.here(module)
+
+
+def test_a_fingerprint_follows_the_source(package: Path, tmp_path: Path) -> None:
+    path = tmp_path / "score.py"
+    path.write_text(JUDGE)
+    same = plugins.digest("house.rewards:judge")
+    assert plugins.digest(f"{path}:judge") == plugins.digest(str(path)) == same
+    (package / "rewards.py").write_text(JUDGE.replace("7.0", "0.0"))
+    assert plugins.digest("house.rewards:judge") != same
+
+
+def test_what_a_file_lacks_is_told_with_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "score.py"
+    path.write_text(JUDGE)
+    assert plugins.load(f"{path}:judge", flag="--x")([1], [1], [1]) == [7.0]
+    with pytest.raises(ValueError, match=rf"^--x {path}:mark: {path} has no mark\. It has judge\.$"):
+        plugins.load(f"{path}:mark", flag="--x")
+    path.write_text("x = 1\nopen('/no/such/file')\n")
+    with pytest.raises(ValueError, match=rf"^--x {path}:judge: line 2: FileNotFoundError"):
+        plugins.load(f"{path}:judge", flag="--x")
+    path.unlink()
+    with pytest.raises(ValueError, match=f"there is no file {path}"):
+        plugins.load(f"{path}:judge", flag="--x")
