@@ -27,6 +27,11 @@ def _renamed(*keys: str) -> OldFlag:
     return OldFlag(to=keys, translate=lambda words, said: dict.fromkeys(keys, words))
 
 
+def _into(section: str, *names: str, prefix: str = "") -> dict[str, OldFlag]:
+    """Flags that have moved into `section`, where they lost the prefix."""
+    return {f"{prefix}{name}": _renamed(f"{section}.{name}") for name in names}
+
+
 def _meaning(key: str, value: str) -> OldFlag:
     """A bare flag that stands for one value of another."""
 
@@ -91,40 +96,24 @@ def _sum(words: Words, more: Words) -> Words:
 
 
 _COMMON: dict[str, OldFlag] = {
-    "eval_dataset": _renamed("eval.dataset"),
-    "eval_split": _renamed("eval.split"),
-    "eval_steps": _renamed("eval.steps"),
-    "max_samples": _renamed("data.max_samples"),
-    "max_len": _renamed("data.max_len"),
-    "disable_fast_tokenizer": _renamed("data.disable_fast_tokenizer"),
-    "dataloader_num_workers": _renamed("data.dataloader_num_workers"),
+    **_into("eval", "dataset", "split", "steps", prefix="eval_"),
+    **_into("data", "max_samples", "max_len", "disable_fast_tokenizer", "dataloader_num_workers"),
     "train_batch_size": _renamed("train.batch_size"),
     "micro_train_batch_size": _renamed("train.micro_batch_size"),
     "use_dynamic_batch": _renamed("train.dynamic_batch_enable"),
     "train_max_tokens_per_gpu": _renamed("train.max_tokens_per_gpu"),
-    "max_epochs": _renamed("train.max_epochs"),
-    "seed": _renamed("train.seed"),
+    **_into("train", "max_epochs", "seed"),
     "full_determinism": _renamed("train.full_determinism_enable"),
-    "zero_stage": _renamed("ds.zero_stage"),
-    "param_dtype": _renamed("ds.param_dtype"),
+    **_into("ds", "zero_stage", "param_dtype"),
     "data_type": _renamed("ds.param_dtype"),
     "bf16": _meaning("ds.param_dtype", "bf16"),
-    "zpg": _renamed("ds.zpg"),
-    "adam_offload": _renamed("ds.adam_offload"),
-    "grad_accum_dtype": _renamed("ds.grad_accum_dtype"),
-    "overlap_comm": _renamed("ds.overlap_comm"),
-    "deepcompile": _renamed("ds.deepcompile"),
+    **_into("ds", "zpg", "adam_offload", "grad_accum_dtype", "overlap_comm", "deepcompile"),
+    **_into("ds", "ring_attn_size", "packing_samples", "attn_implementation"),
+    **_into("ds", "use_liger_kernel", "load_in_4bit"),
     "ds_tensor_parallel_size": _renamed("ds.tensor_parallel_size"),
-    "ring_attn_size": _renamed("ds.ring_attn_size"),
     "ring_head_stride": _renamed("ds.ring_attn_head_stride"),
-    "packing_samples": _renamed("ds.packing_samples"),
-    "attn_implementation": _renamed("ds.attn_implementation"),
     "flash_attn": _meaning("ds.attn_implementation", "flash_attention_2"),
-    "use_liger_kernel": _renamed("ds.use_liger_kernel"),
-    "load_in_4bit": _renamed("ds.load_in_4bit"),
-    "lora_rank": _renamed("ds.lora.rank"),
-    "lora_alpha": _renamed("ds.lora.alpha"),
-    "lora_dropout": _renamed("ds.lora.dropout"),
+    **_into("ds.lora", "rank", "alpha", "dropout", prefix="lora_"),
     "target_modules": _renamed("ds.lora.target_modules"),
     "use_ds_universal_ckpt": _renamed("ds.use_universal_ckpt"),
     "universal_ckpt": _renamed("ds.use_universal_ckpt"),
@@ -138,10 +127,7 @@ _COMMON: dict[str, OldFlag] = {
     "load_checkpoint": _renamed("ckpt.load_enable"),
     "logging_steps": _renamed("logger.logging_steps"),
     "use_wandb": _renamed("logger.wandb.key"),
-    "wandb_org": _renamed("logger.wandb.org"),
-    "wandb_group": _renamed("logger.wandb.group"),
-    "wandb_project": _renamed("logger.wandb.project"),
-    "wandb_run_name": _renamed("logger.wandb.run_name"),
+    **_into("logger.wandb", "org", "group", "project", "run_name", prefix="wandb_"),
     "use_tensorboard": _renamed("logger.tensorboard_dir"),
     "torch_compile": OldFlag(bare=True, ignored="models are not compiled"),
     "perf": OldFlag(bare=True, ignored="timings are always logged"),
@@ -149,9 +135,7 @@ _COMMON: dict[str, OldFlag] = {
 
 _SUPERVISED: dict[str, OldFlag] = _COMMON | {
     "pretrain": _renamed("model.model_name_or_path"),
-    "dataset": _renamed("data.dataset"),
-    "dataset_probs": _renamed("data.dataset_probs"),
-    "dataset_split": _renamed("data.dataset_split"),
+    **_into("data", "dataset", "dataset_probs", "dataset_split"),
     "train_split": OldFlag(ignored="--data.dataset_split chooses the split"),
     "learning_rate": _renamed("adam.lr"),
     "adam_betas": _renamed("adam.betas"),
@@ -160,16 +144,8 @@ _SUPERVISED: dict[str, OldFlag] = _COMMON | {
     "gradient_checkpointing_use_reentrant": _renamed("model.gradient_checkpointing_reentrant"),
     "aux_loss_coef": _renamed("model.aux_loss_coef"),
 }
-_TEMPLATES: dict[str, OldFlag] = {
-    "input_template": _renamed("data.input_template"),
-    "apply_chat_template": _renamed("data.apply_chat_template"),
-    "tokenizer_chat_template": _renamed("data.tokenizer_chat_template"),
-}
-_PAIRS: dict[str, OldFlag] = _TEMPLATES | {
-    "prompt_key": _renamed("data.prompt_key"),
-    "chosen_key": _renamed("data.chosen_key"),
-    "rejected_key": _renamed("data.rejected_key"),
-}
+_TEMPLATES = _into("data", "input_template", "apply_chat_template", "tokenizer_chat_template")
+_PAIRS = _TEMPLATES | _into("data", "prompt_key", "chosen_key", "rejected_key")
 _HEAD: dict[str, OldFlag] = {
     "value_head_prefix": _renamed("ds.value_head_prefix"),
     "value_prefix_head": _renamed("ds.value_head_prefix"),
@@ -180,9 +156,7 @@ SFT_OLD_FLAGS: dict[str, OldFlag] = (
     _SUPERVISED
     | _TEMPLATES
     | {
-        "input_key": _renamed("data.input_key"),
-        "output_key": _renamed("data.output_key"),
-        "multiturn": _renamed("data.multiturn"),
+        **_into("data", "input_key", "output_key", "multiturn"),
         "pretrain_mode": _renamed("model.pretrain_mode_enable"),
     }
 )
@@ -204,32 +178,24 @@ DPO_OLD_FLAGS: dict[str, OldFlag] = (
         "ref_offload": _renamed("ref.offload"),
         "beta": _renamed("model.beta"),
         "ipo": _renamed("model.ipo_enable"),
-        "label_smoothing": _renamed("model.label_smoothing"),
-        "nll_loss_coef": _renamed("model.nll_loss_coef"),
+        **_into("model", "label_smoothing", "nll_loss_coef"),
     }
 )
 KTO_OLD_FLAGS: dict[str, OldFlag] = (
     _SUPERVISED
     | _TEMPLATES
     | {
-        "input_key": _renamed("data.input_key"),
-        "output_key": _renamed("data.output_key"),
-        "label_key": _renamed("data.label_key"),
+        **_into("data", "input_key", "output_key", "label_key"),
         "ref_offload": _renamed("ref.offload"),
-        "beta": _renamed("model.beta"),
-        "desirable_loss_weight": _renamed("model.desirable_loss_weight"),
-        "undesirable_loss_weight": _renamed("model.undesirable_loss_weight"),
+        **_into("model", "beta", "desirable_loss_weight", "undesirable_loss_weight"),
         "vanilla_loss": OldFlag(
             bare=True, removed="the loss on pairs is gone; use train_dpo, or rows with a label"
         ),
     }
 )
-PRM_OLD_FLAGS: dict[str, OldFlag] = _SUPERVISED | {
-    "input_key": _renamed("data.input_key"),
-    "label_key": _renamed("data.label_key"),
-    "placeholder_token": _renamed("data.placeholder_token"),
-    "reward_tokens": _renamed("data.reward_tokens"),
-}
+PRM_OLD_FLAGS: dict[str, OldFlag] = _SUPERVISED | _into(
+    "data", "input_key", "label_key", "placeholder_token", "reward_tokens"
+)
 KD_OLD_FLAGS: dict[str, OldFlag] = SFT_OLD_FLAGS | {
     "teacher_model": _renamed("teacher.model_name_or_path"),
     "teacher_offload": _renamed("teacher.offload"),
@@ -242,111 +208,80 @@ PPO_OLD_FLAGS: dict[str, OldFlag] = (
     | _HEAD
     | {
         # who runs where
-        "actor_num_nodes": _renamed("actor.num_nodes"),
-        "actor_num_gpus_per_node": _renamed("actor.num_gpus_per_node"),
-        "critic_num_nodes": _renamed("critic.num_nodes"),
-        "critic_num_gpus_per_node": _renamed("critic.num_gpus_per_node"),
-        "ref_num_nodes": _renamed("ref.num_nodes"),
-        "ref_num_gpus_per_node": _renamed("ref.num_gpus_per_node"),
-        "reward_num_nodes": _renamed("reward.num_nodes"),
-        "reward_num_gpus_per_node": _renamed("reward.num_gpus_per_node"),
-        "colocate_actor_ref": _renamed("train.colocate_actor_ref"),
-        "colocate_critic_reward": _renamed("train.colocate_critic_reward"),
+        **_into("actor", "num_nodes", "num_gpus_per_node", prefix="actor_"),
+        **_into("critic", "num_nodes", "num_gpus_per_node", prefix="critic_"),
+        **_into("ref", "num_nodes", "num_gpus_per_node", prefix="ref_"),
+        **_into("reward", "num_nodes", "num_gpus_per_node", prefix="reward_"),
+        **_into("train", "colocate_actor_ref", "colocate_critic_reward", "async_queue_size"),
         "colocate_all_models": _renamed("train.colocate_all"),
         "async_train": _renamed("train.async_enable"),
-        "async_queue_size": _renamed("train.async_queue_size"),
         "partial_rollout": _renamed("train.partial_rollout_enable"),
         # engines
-        "vllm_num_engines": _renamed("vllm.num_engines"),
-        "vllm_tensor_parallel_size": _renamed("vllm.tensor_parallel_size"),
-        "vllm_sync_backend": _renamed("vllm.sync_backend"),
-        "vllm_sync_with_ray": _renamed("vllm.sync_with_ray"),
-        "enable_prefix_caching": _renamed("vllm.enable_prefix_caching"),
-        "enforce_eager": _renamed("vllm.enforce_eager"),
-        "vllm_enable_sleep": _renamed("vllm.enable_sleep"),
-        "vllm_gpu_memory_utilization": _renamed("vllm.gpu_memory_utilization"),
+        **_into("vllm", "enable_prefix_caching", "enforce_eager"),
+        **_into("vllm", "num_engines", "tensor_parallel_size", "enable_sleep", prefix="vllm_"),
+        **_into("vllm", "sync_backend", "sync_with_ray", "gpu_memory_utilization", prefix="vllm_"),
         "deepspeed_enable_sleep": _renamed("ds.enable_sleep"),
         # sampling
         "rollout_batch_size": _renamed("rollout.batch_size"),
-        "vllm_generate_batch_size": _renamed("rollout.vllm_generate_batch_size"),
+        **_into("rollout", "vllm_generate_batch_size", "n_samples_per_prompt", "temperature", "top_p"),
         "micro_rollout_batch_size": _renamed("rollout.micro_batch_size"),
         "rollout_micro_batch_size": _renamed("rollout.micro_batch_size"),
-        "n_samples_per_prompt": _renamed("rollout.n_samples_per_prompt"),
         "n_samples_per_prompts": _renamed("rollout.n_samples_per_prompt"),
-        "temperature": _renamed("rollout.temperature"),
-        "top_p": _renamed("rollout.top_p"),
         "generate_max_len": _renamed("rollout.max_new_tokens"),
         "max_new_tokens": _renamed("rollout.max_new_tokens"),
         "prompt_max_len": OldFlag(to=("data.max_len", "rollout.max_new_tokens"), translate=_prompt_length),
         "rollout_max_tokens_per_gpu": _renamed("rollout.max_tokens_per_gpu"),
         # data
-        "input_key": _renamed("data.input_key"),
+        **_into("data", "input_key", "prompt_split", "label_key", "pretrain_split"),
         "prompt_data": _renamed("data.prompt_dataset"),
         "prompt_data_probs": _renamed("data.prompt_probs"),
-        "prompt_split": _renamed("data.prompt_split"),
-        "label_key": _renamed("data.label_key"),
         "pretrain_data": _renamed("data.pretrain_dataset"),
         "pretrain_data_probs": _renamed("data.pretrain_probs"),
-        "pretrain_split": _renamed("data.pretrain_split"),
         # evaluation
-        "eval_temperature": _renamed("eval.temperature"),
-        "eval_n_samples_per_prompt": _renamed("eval.n_samples_per_prompt"),
+        **_into("eval", "temperature", "n_samples_per_prompt", prefix="eval_"),
         # training
-        "num_episodes": _renamed("train.num_episodes"),
-        "enable_ema": _renamed("train.enable_ema"),
-        "ema_beta": _renamed("train.ema_beta"),
-        "agent_func_path": _renamed("train.agent_func_path"),
+        **_into("train", "num_episodes", "enable_ema", "ema_beta", "agent_func_path"),
         "max_steps": _renamed("train.max_turns"),
         # algorithm
         "advantage_estimator": _renamed("algo.advantage.estimator"),
-        "gamma": _renamed("algo.advantage.gamma"),
-        "lambd": _renamed("algo.advantage.lambd"),
+        **_into("algo.advantage", "gamma", "lambd"),
         "no_advantage_std_norm": _renamed("algo.advantage.no_std_norm"),
         "enable_vllm_is_correction": _renamed("algo.advantage.is_correction_enable"),
         "vllm_is_correction_type": _converted("algo.advantage.is_correction_type", _correction_type),
         "use_icepop": _meaning("algo.advantage.is_correction_type", "icepop"),
         "vllm_is_truncated_threshold": _converted("algo.advantage.is_correction_threshold", _high_only),
         "init_kl_coef": _renamed("algo.kl.init_coef"),
-        "kl_target": _renamed("algo.kl.target"),
-        "kl_horizon": _renamed("algo.kl.horizon"),
-        "kl_estimator": _renamed("algo.kl.estimator"),
+        **_into("algo.kl", "target", "horizon", "estimator", prefix="kl_"),
         "use_kl_estimator_k3": _meaning("algo.kl.estimator", "k3"),
         "use_kl_loss": _renamed("algo.kl.use_loss"),
         "dynamic_filtering": _renamed("algo.dynamic_filtering_enable"),
         "dynamic_filtering_reward_range": _renamed("algo.dynamic_filtering_range"),
         # actor and critic
         "pretrain": _renamed("actor.model_name_or_path"),
-        "eps_clip": _renamed("actor.eps_clip"),
-        "eps_clip_low_high": _renamed("actor.eps_clip_low_high"),
+        **_into("actor", "eps_clip", "eps_clip_low_high", "dual_clip", "policy_loss_type"),
+        **_into("actor", "aux_loss_coef", "ptx_coef"),
         "clip_eps_low": _converted("actor.eps_clip_low_high", _clip_low),
         "clip_eps_high": _converted("actor.eps_clip_low_high", _clip_high),
-        "dual_clip": _renamed("actor.dual_clip"),
-        "policy_loss_type": _renamed("actor.policy_loss_type"),
         "entropy_loss_coef": _renamed("actor.entropy_coef"),
-        "aux_loss_coef": _renamed("actor.aux_loss_coef"),
-        "ptx_coef": _renamed("actor.ptx_coef"),
         "gradient_checkpointing": _renamed("actor.gradient_checkpointing_enable"),
         "gradient_checkpointing_use_reentrant": _renamed("actor.gradient_checkpointing_reentrant"),
         "actor_learning_rate": _renamed("actor.adam.lr"),
         "critic_learning_rate": _renamed("critic.adam.lr"),
         "adam_betas": _renamed("actor.adam.betas", "critic.adam.betas"),
         "l2": _renamed("actor.adam.weight_decay", "critic.adam.weight_decay"),
-        "lr_scheduler": _renamed("actor.lr_scheduler", "critic.lr_scheduler"),
-        "lr_warmup_ratio": _renamed("actor.lr_warmup_ratio", "critic.lr_warmup_ratio"),
-        "min_lr_ratio": _renamed("actor.min_lr_ratio", "critic.min_lr_ratio"),
-        "max_norm": _renamed("actor.max_norm", "critic.max_norm"),
+        **{
+            name: _renamed(f"actor.{name}", f"critic.{name}")
+            for name in ("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio", "max_norm")
+        },
         "critic_pretrain": _renamed("critic.model_name_or_path"),
-        "value_clip": _renamed("critic.value_clip"),
         "freezing_actor_steps": _renamed("critic.freezing_steps"),
-        "save_value_network": _renamed("critic.save_value_network"),
+        **_into("critic", "value_clip", "save_value_network"),
         # reward
         "reward_pretrain": _renamed("reward.model_name_or_path"),
         "remote_rm_url": _renamed("reward.remote_url"),
         "normalize_reward": _renamed("reward.normalize_enable"),
         "reward_clip_range": _converted("reward.clip_range", _symmetric),
-        "overlong_buffer_len": _renamed("reward.overlong_buffer_len"),
-        "overlong_penalty_factor": _renamed("reward.overlong_penalty_factor"),
-        "stop_properly_penalty_coef": _renamed("reward.stop_properly_penalty_coef"),
+        **_into("reward", "overlong_buffer_len", "overlong_penalty_factor", "stop_properly_penalty_coef"),
         "ref_reward_offload": _renamed("ref.offload", "reward.offload"),
         # the rest
         "best_metric_key": _renamed("ckpt.best_metric_key"),
@@ -354,40 +289,30 @@ PPO_OLD_FLAGS: dict[str, OldFlag] = (
     }
 )
 
+_PRECISION = ("param_dtype", "data_type", "bf16", "attn_implementation", "flash_attn")
 _INFERENCE: dict[str, OldFlag] = _TEMPLATES | {
     "pretrain": _renamed("model.model_name_or_path"),
-    "max_len": _renamed("data.max_len"),
-    "disable_fast_tokenizer": _renamed("data.disable_fast_tokenizer"),
-    "max_new_tokens": _renamed("rollout.max_new_tokens"),
+    **_into("data", "max_len", "disable_fast_tokenizer"),
+    **_into("rollout", "max_new_tokens", "temperature", "top_p", "repetition_penalty"),
     "greedy_sampling": _renamed("rollout.greedy"),
-    "temperature": _renamed("rollout.temperature"),
-    "top_p": _renamed("rollout.top_p"),
-    "repetition_penalty": _renamed("rollout.repetition_penalty"),
     "enable_csft": _renamed("csft.enable"),
     "csft_prompt": _renamed("csft.prompt"),
     "tp_size": _renamed("vllm.tensor_parallel_size"),
     "seed": _renamed("train.seed"),
-    **{name: _COMMON[name] for name in ("param_dtype", "data_type", "bf16")},
-    **{name: _COMMON[name] for name in ("attn_implementation", "flash_attn")},
+    **{name: _COMMON[name] for name in _PRECISION},
 }
 BATCH_INFERENCE_OLD_FLAGS: dict[str, OldFlag] = (
     _INFERENCE
     | _HEAD
     | {
         "eval_task": _renamed("task"),
-        "dataset": _renamed("data.dataset"),
-        "dataset_probs": _renamed("data.dataset_probs"),
-        "dataset_split": _renamed("data.dataset_split"),
-        "input_key": _renamed("data.input_key"),
-        "output_key": _renamed("data.output_key"),
-        "max_samples": _renamed("data.max_samples"),
-        "prompt_max_len": _renamed("data.prompt_max_len"),
+        **_into("data", "dataset", "dataset_probs", "dataset_split", "max_samples"),
+        **_into("data", "input_key", "output_key", "prompt_max_len"),
         "best_of_n": _renamed("rollout.n_samples_per_prompt"),
         "rollout_batch_size": _renamed("rollout.batch_size"),
         "normalize_reward": _renamed("reward.normalize_enable"),
         "reward_template": _renamed("reward.template"),
-        "max_num_seqs": _renamed("vllm.max_num_seqs"),
-        "enable_prefix_caching": _renamed("vllm.enable_prefix_caching"),
+        **_into("vllm", "max_num_seqs", "enable_prefix_caching"),
         "zero_stage": _renamed("ds.zero_stage"),
         "micro_batch_size": _renamed("train.micro_batch_size"),
         "full_determinism": _renamed("train.full_determinism_enable"),
@@ -396,12 +321,10 @@ BATCH_INFERENCE_OLD_FLAGS: dict[str, OldFlag] = (
 SERVE_RM_OLD_FLAGS: dict[str, OldFlag] = _HEAD | {
     "reward_pretrain": _renamed("reward.model_name_or_path"),
     "normalize_reward": _renamed("reward.normalize_enable"),
-    "max_len": _renamed("data.max_len"),
-    "disable_fast_tokenizer": _renamed("data.disable_fast_tokenizer"),
-    **{name: _COMMON[name] for name in ("param_dtype", "data_type", "bf16", "load_in_4bit")},
-    **{name: _COMMON[name] for name in ("attn_implementation", "flash_attn", "packing_samples")},
+    **_into("data", "max_len", "disable_fast_tokenizer"),
+    **{name: _COMMON[name] for name in (*_PRECISION, "load_in_4bit", "packing_samples")},
 }
-CHAT_OLD_FLAGS: dict[str, OldFlag] = _INFERENCE | {"load_in_4bit": _renamed("ds.load_in_4bit")}
+CHAT_OLD_FLAGS = _INFERENCE | _into("ds", "load_in_4bit")
 LORA_COMBINER_OLD_FLAGS: dict[str, OldFlag] = {
     name: _COMMON[name] for name in ("param_dtype", "data_type", "bf16")
 }
