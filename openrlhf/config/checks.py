@@ -330,7 +330,31 @@ def optimizer(prefix: str, optim: OptimConfig, ds: DeepSpeedConfig) -> Iterator[
         yield Problem(key="ds.adam_offload", text="keeps states of Adam on the CPU, not of Muon; remove it")
 
 
-MUON_FIXED = "DeepSpeed's Muon always takes 5 steps with Nesterov momentum"
+def optimizer_unread(prefix: str, optim_of: Callable[[Any], OptimConfig]) -> tuple[Unread, ...]:
+    """Flags of one model's optimizer that nothing reads. `prefix`: of their names; `optim_of`: the section of
+    a configuration that holds them."""
+    return (
+        Unread(
+            keys=(f"{prefix}muon.ns_steps", f"{prefix}muon.nesterov"),
+            when=lambda c: optim_of(c).optim == "muon",
+            why="DeepSpeed's Muon always takes 5 steps with Nesterov momentum",
+        ),
+        Unread(
+            keys=(f"{prefix}muon.",),
+            when=lambda c: optim_of(c).optim == "adam",
+            why="the optimizer is adam",
+        ),
+        Unread(
+            keys=(f"{prefix}min_lr_ratio",),
+            when=lambda c: not optim_of(c).lr_scheduler.endswith("_with_min_lr"),
+            why=f"the schedule has no floor; {prefix}lr_scheduler cosine_with_min_lr has one",
+        ),
+        Unread(
+            keys=(f"{prefix}lr_decay_ratio",),
+            when=lambda c: optim_of(c).lr_scheduler != "warmup_stable_decay",
+            why="only the schedule warmup_stable_decay ends in a decay of its own",
+        ),
+    )
 
 
 def batches(config: Any, ranks: int, samples: int | None, made: str) -> Iterator[Problem]:

@@ -11,7 +11,6 @@ from openrlhf.config.checks import (
     DEEPCOMPILE,
     IMAGES_UNREAD,
     IN_BASH,
-    MUON_FIXED,
     Unread,
     batches,
     first_of_each,
@@ -21,6 +20,7 @@ from openrlhf.config.checks import (
     local_models,
     modelscope,
     optimizer,
+    optimizer_unread,
     outputs,
     plugged,
     precision,
@@ -207,38 +207,8 @@ PPO_UNREAD = (
         when=lambda c: c.ratio_is_one,
         why="an RL step is one optimizer step, so the ratio is 1, inside every bound",
     ),
-    Unread(
-        keys=("actor.muon.ns_steps", "actor.muon.nesterov"),
-        when=lambda c: c.actor.optim == "muon",
-        why=MUON_FIXED,
-    ),
-    Unread(
-        keys=("critic.muon.ns_steps", "critic.muon.nesterov"),
-        when=lambda c: c.critic.optim == "muon",
-        why=MUON_FIXED,
-    ),
-    Unread(keys=("actor.muon.",), when=lambda c: c.actor.optim == "adam", why="the optimizer is adam"),
-    Unread(keys=("critic.muon.",), when=lambda c: c.critic.optim == "adam", why="the optimizer is adam"),
-    Unread(
-        keys=("actor.min_lr_ratio",),
-        when=lambda c: not c.actor.lr_scheduler.endswith("_with_min_lr"),
-        why="the schedule has no floor; actor.lr_scheduler cosine_with_min_lr has one",
-    ),
-    Unread(
-        keys=("critic.min_lr_ratio",),
-        when=lambda c: not c.critic.lr_scheduler.endswith("_with_min_lr"),
-        why="the schedule has no floor; critic.lr_scheduler cosine_with_min_lr has one",
-    ),
-    Unread(
-        keys=("actor.lr_decay_ratio",),
-        when=lambda c: c.actor.lr_scheduler != "warmup_stable_decay",
-        why="only the schedule warmup_stable_decay ends in a decay of its own",
-    ),
-    Unread(
-        keys=("critic.lr_decay_ratio",),
-        when=lambda c: c.critic.lr_scheduler != "warmup_stable_decay",
-        why="only the schedule warmup_stable_decay ends in a decay of its own",
-    ),
+    *optimizer_unread("actor.", lambda c: c.actor),
+    *optimizer_unread("critic.", lambda c: c.critic),
     Unread(
         keys=("actor.gradient_checkpointing_reentrant", "ds.activation_offload"),
         when=lambda c: (

@@ -8,7 +8,6 @@ from openrlhf.config.checks import (
     COMMON_UNREAD,
     DEEPCOMPILE,
     IMAGES_UNREAD,
-    MUON_FIXED,
     Unread,
     batches,
     first_of_each,
@@ -18,6 +17,7 @@ from openrlhf.config.checks import (
     local_models,
     modelscope,
     optimizer,
+    optimizer_unread,
     outputs,
     precision,
     required,
@@ -135,22 +135,7 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
 SUPERVISED_NOT_YET = {"ds.deepcompile": DEEPCOMPILE}
 
 SUPERVISED_UNREAD = (
-    Unread(
-        keys=("muon.ns_steps", "muon.nesterov"),
-        when=lambda c: c.optim == "muon",
-        why=MUON_FIXED,
-    ),
-    Unread(keys=("muon.",), when=lambda c: c.optim == "adam", why="the optimizer is adam"),
-    Unread(
-        keys=("min_lr_ratio",),
-        when=lambda c: not c.lr_scheduler.endswith("_with_min_lr"),
-        why="the schedule has no floor; lr_scheduler cosine_with_min_lr has one",
-    ),
-    Unread(
-        keys=("lr_decay_ratio",),
-        when=lambda c: c.lr_scheduler != "warmup_stable_decay",
-        why="only the schedule warmup_stable_decay ends in a decay of its own",
-    ),
+    *optimizer_unread("", lambda c: c),
     Unread(
         keys=("model.gradient_checkpointing_reentrant", "ds.activation_offload"),
         when=lambda c: not c.model.gradient_checkpointing_enable,
