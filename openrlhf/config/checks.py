@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.config.choices import FLASH_PACKAGES, HUB_KERNELS, LR_SCHEDULERS, ROW_KERNELS
-from openrlhf.config.command import Explicit, NotYet, Problem
+from openrlhf.config.command import Explicit, NotYet, Problem, remark
 from openrlhf.config.fields import fields_of, values_of
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.config.sections import CkptConfig, DeepSpeedConfig, LoggerConfig, OptimConfig
@@ -123,11 +123,14 @@ def first_of_each(problems: list[Problem]) -> list[Problem]:
     return list(first.values())
 
 
-DEEPCOMPILE = NotYet(
-    "DeepCompile",
-    "DeepSpeed then reduces the gradients of compiled graphs alone, and of rows of many lengths torch "
-    "compiles only some",
-)
+NOT_YET = {
+    "ds.deepcompile": NotYet(
+        "DeepCompile",
+        "DeepSpeed then reduces the gradients of compiled graphs alone, and of rows of many lengths torch "
+        "compiles only some",
+    )
+}
+"""Flags of training whose feature does not exist."""
 
 IMAGES_UNREAD = Unread(
     keys=("data.image_key", "data.image_root", "data.image_hosts"),
@@ -143,7 +146,7 @@ def unread(config: Any, explicit: Explicit, table: tuple[Unread, ...]) -> Iterat
             continue
         for row in table:
             if row.covers(key) and row.when(config):
-                yield Problem(key=key, text=f"has no effect: {row.why}", fatal=False)
+                yield remark(key, f"has no effect: {row.why}")
                 break
 
 
@@ -151,9 +154,7 @@ def required(config: Any, *keys: str) -> Iterator[Problem]:
     values = values_of(config)
     for key in keys:
         if not values[key]:
-            yield Problem(
-                key=key, text=f"is required: {fields_of(type(config))[key].help.removesuffix(' Required.')}"
-            )
+            yield Problem(key, f"is required: {fields_of(type(config))[key].help.removesuffix(' Required.')}")
 
 
 def local_models(config: Any, *keys: str) -> Iterator[Problem]:
@@ -162,7 +163,7 @@ def local_models(config: Any, *keys: str) -> Iterator[Problem]:
         for name in (values[key] or "").split(","):
             if _looks_local(name) and not os.path.isdir(name):
                 text = f"{missing(name, values[key])}; give the folder of a model, or a name on the hub"
-                yield Problem(key=key, text=text)
+                yield Problem(key, text)
 
 
 def local_datasets(config: Any, *keys: tuple[str, str | None]) -> Iterator[Problem]:
@@ -171,7 +172,7 @@ def local_datasets(config: Any, *keys: tuple[str, str | None]) -> Iterator[Probl
         items = split_spec(values[key] or "")
         for item in items:
             if _looks_local(item) and not os.path.exists(path := _dataset_path(item)):
-                yield Problem(key=key, text=missing(path, values[key]))
+                yield Problem(key, missing(path, values[key]))
         if probs and values[probs] is not None:
             yield from _probabilities(probs, values[probs], key, len(items))
 
@@ -198,14 +199,12 @@ def _probabilities(key: str, text: str, dataset_key: str, count: int) -> Iterato
     try:
         probs = [float(word) for word in text.split(",")]
     except ValueError:
-        yield Problem(key=key, text="expects numbers with commas between them, as 0.7,0.3")
+        yield Problem(key, "expects numbers with commas between them, as 0.7,0.3")
         return
     if len(probs) != count:
-        yield Problem(
-            key=key, text=f"has {len(probs)} probabilities for {count} in {dataset_key}; give one for each"
-        )
+        yield Problem(key, f"has {len(probs)} probabilities for {count} in {dataset_key}; give one for each")
     elif min(probs) < 0 or abs(sum(probs) - 1) > 1e-6:
-        yield Problem(key=key, text=f"must be at least 0 and add up to 1; they add up to {sum(probs):g}")
+        yield Problem(key, f"must be at least 0 and add up to 1; they add up to {sum(probs):g}")
 
 
 _FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".py", ".gz")
@@ -240,28 +239,25 @@ def template(config: Any, explicit: Explicit) -> Iterator[Problem]:
     try:
         has_place = template.format("<prompt>") != template.format("")
     except (KeyError, IndexError, ValueError):
-        yield Problem(key=key, text="must have one {} for the prompt; write other braces twice: {{ }}")
+        yield Problem(key, "must have one {} for the prompt; write other braces twice: {{ }}")
         return
     if not has_place:
-        yield Problem(key=key, text="has no {} for the prompt to go to; use None for the prompt alone")
+        yield Problem(key, "has no {} for the prompt to go to; use None for the prompt alone")
     elif "\\n" in template:
-        yield Problem(key=key, text=IN_BASH, fatal=False)
+        yield remark(key, IN_BASH)
 
 
 def image_rows(config: Any) -> Iterator[Problem]:
     data, key = config.data, "data.max_images_per_prompt"
     if data.max_images_per_prompt and not data.apply_chat_template:
-        yield Problem(key=key, text="needs --data.apply_chat_template, which writes where an image stands")
+        yield Problem(key, "needs --data.apply_chat_template, which writes where an image stands")
     if data.max_images_per_prompt and config.ds.use_liger_kernel:
-        yield Problem(key="ds.use_liger_kernel", text=f"its kernels read no images (--{key}); remove it")
+        yield Problem("ds.use_liger_kernel", f"its kernels read no images (--{key}); remove it")
     if data.image_root is not None and not os.path.isdir(data.image_root):
-        yield Problem(
-            key="data.image_root", text="is no folder; name the one that the paths of images begin at"
-        )
+        yield Problem("data.image_root", "is no folder; name the one that the paths of images begin at")
     if not all(_HOST.fullmatch(host) for host in data.image_hosts or ()):
         yield Problem(
-            key="data.image_hosts",
-            text="names of hosts are without https:// and paths, as images.example.org",
+            "data.image_hosts", "names of hosts are without https:// and paths, as images.example.org"
         )
 
 
@@ -270,7 +266,7 @@ _HOST = re.compile(r"[a-z0-9.-]+")
 
 def reward_function(key: str, name: str, *, alone: bool) -> Iterator[Problem]:
     if not alone:
-        yield Problem(key=key, text=f"{name} must stand alone: one .py file, or several http URLs")
+        yield Problem(key, f"{name} must stand alone: one .py file, or several http URLs")
     else:
         form = "is neither a .py file nor a URL that starts with http:// or https://"
         yield from plugged(key, name, "rewards", f"{form}, nor a function as folder/file.py:NAME")
@@ -281,10 +277,10 @@ def plugged(key: str, name: str, kind: str, form: str) -> Iterator[Problem]:
     expected."""
     if file := file_of(name):
         if not os.path.isfile(file):
-            yield Problem(key=key, text=missing(file, name))
+            yield Problem(key, missing(file, name))
     elif not is_reference(name) and name not in (names := registered(kind)):
         known = f"; installed packages register {', '.join(names)}" if names else ""
-        yield Problem(key=key, text=f"{form} or package.module:NAME{known}")
+        yield Problem(key, f"{form} or package.module:NAME{known}")
 
 
 def four_bits(ds: DeepSpeedConfig) -> Iterator[Problem]:
@@ -292,42 +288,36 @@ def four_bits(ds: DeepSpeedConfig) -> Iterator[Problem]:
     if not ds.load_in_4bit:
         return
     if ds.lora.rank == 0:
-        yield Problem(
-            key=key, text="leaves nothing to train, 4-bit weights are frozen; add --ds.lora.rank 16"
-        )
+        yield Problem(key, "leaves nothing to train, 4-bit weights are frozen; add --ds.lora.rank 16")
     elif ds.zero_stage == 3:
-        yield Problem(
-            key=key, text="gives wrong gradients where weights are sharded; use --ds.zero_stage 0, 1 or 2"
-        )
+        yield Problem(key, "gives wrong gradients where weights are sharded; use --ds.zero_stage 0, 1 or 2")
     else:
         yield from bitsandbytes(ds.load_in_4bit)
 
 
 def bitsandbytes(is_used: bool) -> Iterator[Problem]:
     if is_used and importlib.util.find_spec("bitsandbytes") is None:
-        yield Problem(
-            key="ds.load_in_4bit", text='needs the package bitsandbytes: pip install "openrlhf[qlora]"'
-        )
+        yield Problem("ds.load_in_4bit", 'needs the package bitsandbytes: pip install "openrlhf[qlora]"')
 
 
 def modelscope(config: Any) -> Iterator[Problem]:
     if config.use_ms and importlib.util.find_spec("modelscope") is None:
-        yield Problem(key="use_ms", text='needs the package modelscope: pip install "openrlhf[modelscope]"')
+        yield Problem("use_ms", 'needs the package modelscope: pip install "openrlhf[modelscope]"')
 
 
 def optimizer(prefix: str, optim: OptimConfig, ds: DeepSpeedConfig) -> Iterator[Problem]:
     if optim.lr_scheduler not in LR_SCHEDULERS:
         near = difflib.get_close_matches(optim.lr_scheduler, LR_SCHEDULERS, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(LR_SCHEDULERS)}"
-        yield Problem(key=f"{prefix}lr_scheduler", text=f"there is no such schedule; {remedy}")
+        yield Problem(f"{prefix}lr_scheduler", f"there is no such schedule; {remedy}")
     if optim.optim == "muon" and optim.max_norm > 0 and ds.zero_stage > 0:
         yield Problem(
-            key=f"{prefix}max_norm",
-            text="DeepSpeed clips what Muon has made orthogonal, and little is left of it; "
+            f"{prefix}max_norm",
+            "DeepSpeed clips what Muon has made orthogonal, and little is left of it; "
             f"use --{prefix}max_norm 0",
         )
     if optim.optim == "muon" and ds.adam_offload:
-        yield Problem(key="ds.adam_offload", text="keeps states of Adam on the CPU, not of Muon; remove it")
+        yield Problem("ds.adam_offload", "keeps states of Adam on the CPU, not of Muon; remove it")
 
 
 def optimizer_unread(prefix: str, optim_of: Callable[[Any], OptimConfig]) -> tuple[Unread, ...]:
@@ -374,7 +364,7 @@ def batches(config: Any, ranks: int, samples: int | None, made: str) -> Iterator
         above = next((n for n in range(batch + 1, end) if not wrong(n)), None)
         near = " or ".join(str(n) for n in (below, above) if n is not None)
         other = "train.micro_batch_size" if samples is None else "rollout.batch_size"
-        yield Problem(key="train.batch_size", text=f"{text}; use {near or f'another {other}'}")
+        yield Problem("train.batch_size", f"{text}; use {near or f'another {other}'}")
 
 
 def uneven_batch(config: Any, batch: int, ranks: int) -> str:
@@ -394,9 +384,7 @@ _SEARCH = 10_000
 def precision(config: Any) -> Iterator[Problem]:
     ds = config.ds
     if ds.adam_offload and ds.zero_stage == 0:
-        yield Problem(
-            key="ds.adam_offload", text="needs sharded optimizer states; use --ds.zero_stage 1, 2 or 3"
-        )
+        yield Problem("ds.adam_offload", "needs sharded optimizer states; use --ds.zero_stage 1, 2 or 3")
     yield from _accumulation(ds)
     yield from row_attention(ds.attn_implementation)
     yield from attention_packages(ds)
@@ -409,9 +397,7 @@ def secondary_partition(ds: DeepSpeedConfig, ranks: Mapping[str, int]) -> Iterat
     for whose, number in trained.items():
         if ds.zero_stage == 3 and number % min(ds.zpg, number):
             sizes = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-            yield Problem(
-                key="ds.zpg", text=f"does not divide the {number} ranks of the {whose}; use one of {sizes}"
-            )
+            yield Problem("ds.zpg", f"does not divide the {number} ranks of the {whose}; use one of {sizes}")
 
 
 def sequence_parallel(
@@ -423,14 +409,12 @@ def sequence_parallel(
         return
     yield from _torn(key, ranks, size, "share each row")
     if reads_images:
-        yield Problem(
-            key=key, text="ranks do not share rows with images (data.max_images_per_prompt); remove one"
-        )
+        yield Problem(key, "ranks do not share rows with images (data.max_images_per_prompt); remove one")
     if ds.attn_implementation != "auto":
         is_flash = ds.attn_implementation in FLASH_PACKAGES
         yield Problem(
-            key="ds.attn_implementation",
-            text="sees whole rows, which ranks share (ds.ring_attn_size); "
+            "ds.attn_implementation",
+            "sees whole rows, which ranks share (ds.ring_attn_size); "
             + ("auto takes its place, flash attention too" if is_flash else "use auto"),
             fatal=not is_flash,
         )
@@ -442,18 +426,18 @@ def tensor_parallel(config: Any, ranks: Mapping[str, int]) -> Iterator[Problem]:
     if ds.tensor_parallel_size == 1:
         return
     if ds.zero_stage == 3:
-        yield Problem(key=key, text="ds.zero_stage 3 shards the same weights; use --ds.zero_stage 2")
+        yield Problem(key, "ds.zero_stage 3 shards the same weights; use --ds.zero_stage 2")
     if ds.zero_stage == 0 and ds.param_dtype != "fp32":
         yield Problem(
-            key=key,
-            text=f"at ds.zero_stage 0 DeepSpeed counts a part of the norm of gradients in {ds.param_dtype}; "
+            key,
+            f"at ds.zero_stage 0 DeepSpeed counts a part of the norm of gradients in {ds.param_dtype}; "
             "use --ds.zero_stage 1 or 2",
         )
     for other, why in NOT_TENSOR_PARALLEL.items():
         if values.get(other) not in (None, False, 0):
-            yield Problem(key=key, text=f"{why} ({other}); remove one")
+            yield Problem(key, f"{why} ({other}); remove one")
     for other in (name for name, value in values.items() if name.endswith("optim") and value == "muon"):
-        yield Problem(key=key, text=f"Muon makes whole matrices orthogonal ({other}); remove one")
+        yield Problem(key, f"Muon makes whole matrices orthogonal ({other}); remove one")
     each = ds.tensor_parallel_size * ds.ring_attn_size
     yield from _torn(key, ranks, each, "have the same samples")
 
@@ -463,8 +447,8 @@ def _torn(key: str, ranks: Mapping[str, int], each: int, how: str) -> Iterator[P
     for whose, number in ranks.items():
         if number % each:
             yield Problem(
-                key=key,
-                text=f"does not divide the {number} rank{'s' * (number > 1)} of the {whose}, of which {each} "
+                key,
+                f"does not divide the {number} rank{'s' * (number > 1)} of the {whose}, of which {each} "
                 f"{how}; use a multiple of {each}",
             )
 
@@ -485,11 +469,10 @@ def _accumulation(ds: Any) -> Iterator[Problem]:
         return
     if accumulated != "fp32":
         kinds = "fp32" if own == "fp32" else f"{own} or fp32"
-        yield Problem(key=key, text=f"gradients of ds.param_dtype {own} add up in {kinds}; use that")
+        yield Problem(key, f"gradients of ds.param_dtype {own} add up in {kinds}; use that")
     elif ds.zero_stage == 0:
         yield Problem(
-            key=key,
-            text=f"at ds.zero_stage 0 they add up in ds.param_dtype {own}; use --ds.zero_stage 2 or 3",
+            key, f"at ds.zero_stage 0 they add up in ds.param_dtype {own}; use --ds.zero_stage 2 or 3"
         )
 
 
@@ -499,24 +482,20 @@ def row_attention(name: str) -> Iterator[Problem]:
         remedy = (
             f"did you mean {near[0]}?" if near else f"use {', '.join(ROW_KERNELS)} or a {HUB_KERNELS} name"
         )
-        yield Problem(
-            key="ds.attn_implementation", text=f"is not known to keep packed sequences apart; {remedy}"
-        )
+        yield Problem("ds.attn_implementation", f"is not known to keep packed sequences apart; {remedy}")
 
 
 def attention_packages(ds: Any) -> Iterator[Problem]:
     """Kernels that come in packages of their own."""
     key, package = "ds.attn_implementation", FLASH_PACKAGES.get(ds.attn_implementation)
     if ds.attn_implementation.startswith(HUB_KERNELS) and importlib.util.find_spec("kernels") is None:
-        yield Problem(key=key, text='needs the package kernels: pip install "openrlhf[kernels]"; or use auto')
+        yield Problem(key, 'needs the package kernels: pip install "openrlhf[kernels]"; or use auto')
     if package is None:
         return
     if importlib.util.find_spec(package) is None:
-        yield Problem(
-            key=key, text=f"the package {package} is not installed: auto takes its place", fatal=False
-        )
+        yield remark(key, f"the package {package} is not installed: auto takes its place")
     elif ds.param_dtype == "fp32":
-        yield Problem(key=key, text="flash attention has no float32; use auto, or ds.param_dtype bf16")
+        yield Problem(key, "flash attention has no float32; use auto, or ds.param_dtype bf16")
 
 
 def _liger(ds: Any) -> Iterator[Problem]:
@@ -524,17 +503,16 @@ def _liger(ds: Any) -> Iterator[Problem]:
     if not ds.use_liger_kernel:
         return
     if importlib.util.find_spec("liger_kernel") is None:
-        yield Problem(key=key, text='needs the package liger-kernel: pip install "openrlhf[liger]"')
+        yield Problem(key, 'needs the package liger-kernel: pip install "openrlhf[liger]"')
     elif ds.experts_implementation is not None:
-        yield Problem(key="ds.experts_implementation", text=f"{key} brings a kernel for experts; remove one")
+        yield Problem("ds.experts_implementation", f"{key} brings a kernel for experts; remove one")
 
 
 def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
     if ckpt.save_steps > 0 and ckpt.disable_ds and not ckpt.save_hf:
-        yield Problem(
-            key="ckpt.disable_ds",
-            text="leaves nothing to save every ckpt.save_steps; --ckpt.save_hf would write copies",
-            fatal=False,
+        yield remark(
+            "ckpt.disable_ds",
+            "leaves nothing to save every ckpt.save_steps; --ckpt.save_hf would write copies",
         )
     folders = {
         "ckpt.output_dir": ckpt.output_dir,
@@ -544,14 +522,14 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
     }
     for key, folder in folders.items():
         if folder is not None and os.path.isfile(folder):
-            yield Problem(key=key, text="is a file; name a folder")
+            yield Problem(key, "is a file; name a folder")
     if logger.wandb.key == "***":
-        yield Problem(key="logger.wandb.key", text="is a mask, not a key; use True and set WANDB_API_KEY")
+        yield Problem("logger.wandb.key", "is a mask, not a key; use True and set WANDB_API_KEY")
     elif logger.wandb.key is not None and not logger.wandb.is_used:
-        yield Problem(key="logger.wandb.key", text="has no effect: WANDB_MODE is disabled", fatal=False)
+        yield remark("logger.wandb.key", "has no effect: WANDB_MODE is disabled")
     elif logger.wandb.is_used and importlib.util.find_spec("wandb") is None:
         yield Problem(
-            key="logger.wandb.key",
-            text='needs the package wandb: pip install "openrlhf[wandb]".\nTo go on without it set '
+            "logger.wandb.key",
+            'needs the package wandb: pip install "openrlhf[wandb]".\nTo go on without it set '
             "WANDB_MODE=disabled, or leave it out: metrics.jsonl and report.html are written all the same",
         )

@@ -28,14 +28,21 @@ Explicit = Mapping[str, Source]
 """The flags that somebody set, by key."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Problem:
+    """Something that is wrong with a flag, so that nothing starts."""
+
     key: str
     """The flag it is about."""
     text: str
     """What is wrong, and what to do."""
     fatal: bool = True
-    """Nothing starts. False: a remark."""
+    """False for a remark."""
+
+
+def remark(key: str, text: str) -> Problem:
+    """Makes a problem that is only told: the command starts all the same."""
+    return Problem(key, text, fatal=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """The commands that exist, as `parse` wants them."""
 
+from openrlhf.config.checks import NOT_YET
 from openrlhf.config.command import Command
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.inference_checks import batch_inference_problems, chat_problems
@@ -18,11 +19,10 @@ from openrlhf.config.old_flags import (
     SFT_OLD_FLAGS,
 )
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.ppo_checks import PPO_NOT_YET, ppo_placement_problems, ppo_problems
+from openrlhf.config.ppo_checks import ppo_placement_problems, ppo_problems
 from openrlhf.config.serve_rm import ServeRMConfig, serve_rm_problems
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
 from openrlhf.config.supervised_checks import (
-    SUPERVISED_NOT_YET,
     dpo_problems,
     kd_problems,
     kto_problems,
@@ -36,7 +36,7 @@ SFT = Command(
     config_type=SFTConfig,
     summary="Supervised fine-tuning: trains a model on prompts and responses.",
     old_flags=SFT_OLD_FLAGS,
-    not_yet=SUPERVISED_NOT_YET,
+    not_yet=NOT_YET,
     problems=sft_problems,
 )
 RM = Command(
@@ -44,7 +44,7 @@ RM = Command(
     config_type=RMConfig,
     summary="Reward model: learns from pairs of answers which one is better.",
     old_flags=RM_OLD_FLAGS,
-    not_yet=SUPERVISED_NOT_YET,
+    not_yet=NOT_YET,
     problems=rm_problems,
 )
 PRM = Command(
@@ -52,7 +52,7 @@ PRM = Command(
     config_type=PRMConfig,
     summary="Process reward model: learns to score every step of a solution.",
     old_flags=PRM_OLD_FLAGS,
-    not_yet=SUPERVISED_NOT_YET,
+    not_yet=NOT_YET,
     problems=prm_problems,
 )
 DPO = Command(
@@ -60,7 +60,7 @@ DPO = Command(
     config_type=DPOConfig,
     summary="Direct preference optimization (DPO, IPO, cDPO): trains a policy on pairs of answers.",
     old_flags=DPO_OLD_FLAGS,
-    not_yet=SUPERVISED_NOT_YET,
+    not_yet=NOT_YET,
     problems=dpo_problems,
 )
 KTO = Command(
@@ -68,7 +68,7 @@ KTO = Command(
     config_type=KTOConfig,
     summary="Kahneman-Tversky optimization: trains a policy on single answers that are good or bad.",
     old_flags=KTO_OLD_FLAGS,
-    not_yet=SUPERVISED_NOT_YET,
+    not_yet=NOT_YET,
     problems=kto_problems,
 )
 KD = Command(
@@ -76,7 +76,7 @@ KD = Command(
     config_type=KDConfig,
     summary="Knowledge distillation: a student learns to answer as a teacher does.",
     old_flags=KD_OLD_FLAGS,
-    not_yet=SUPERVISED_NOT_YET,
+    not_yet=NOT_YET,
     problems=kd_problems,
 )
 PPO = Command(
@@ -84,7 +84,7 @@ PPO = Command(
     config_type=PPOConfig,
     summary="Reinforcement learning (PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO) with Ray, vLLM and DeepSpeed.",
     old_flags=PPO_OLD_FLAGS,
-    not_yet=PPO_NOT_YET,
+    not_yet=NOT_YET,
     problems=ppo_problems,
     placed=ppo_placement_problems,
     variables={

@@ -116,25 +116,23 @@ def _output(config: BatchInferenceConfig) -> Iterator[Problem]:
     if not path:
         return
     if os.path.isdir(path):
-        yield Problem(key="output_path", text="is a folder; name a .jsonl file")
+        yield Problem("output_path", "is a folder; name a .jsonl file")
     elif not path.endswith(".jsonl"):
-        yield Problem(
-            key="output_path", text="must end in .jsonl: by its ending the commands that read it know it"
-        )
+        yield Problem("output_path", "must end in .jsonl: by its ending the commands that read it know it")
     elif os.path.abspath(path) in map(os.path.abspath, config.data.dataset.split(",")):
-        yield Problem(key="output_path", text="is the dataset that is read; name another file")
+        yield Problem("output_path", "is the dataset that is read; name another file")
 
 
 def _processing(config: BatchInferenceConfig) -> Iterator[Problem]:
     if config.post_processor and config.task in ("generate", "generate_vllm"):
         yield Problem(
-            key="post_processor",
-            text=f"works on rewards, and task {config.task} gives none; use it with --task rm on its output",
+            "post_processor",
+            f"works on rewards, and task {config.task} gives none; use it with --task rm on its output",
         )
     if config.post_processor == "csft":
         for place in ("{input}", "{reward}"):
             if place not in config.reward.template:
-                yield Problem(key="reward.template", text=f"has no {place}")
+                yield Problem("reward.template", f"has no {place}")
 
 
 def _answers(config: BatchInferenceConfig) -> Iterator[Problem]:
@@ -143,13 +141,13 @@ def _answers(config: BatchInferenceConfig) -> Iterator[Problem]:
         return
     if rollout.greedy and rollout.n_samples_per_prompt > 1:
         yield Problem(
-            key="rollout.n_samples_per_prompt",
-            text="rollout.greedy gives the same answer every time; remove one of the two",
+            "rollout.n_samples_per_prompt",
+            "rollout.greedy gives the same answer every time; remove one of the two",
         )
     if config.task == "generate_vllm" and ranks != "1":
         yield Problem(
-            key="task",
-            text=f"is one process, but the launcher started {ranks}; start it with python.\n"
+            "task",
+            f"is one process, but the launcher started {ranks}; start it with python.\n"
             "vllm.tensor_parallel_size says how many GPUs it takes",
         )
 
@@ -158,8 +156,8 @@ def _four_bits(is_used: bool, in_vllm: bool, instead: str) -> Iterator[Problem]:
     """instead: by which transformers answers."""
     if is_used and in_vllm:
         yield Problem(
-            key="ds.load_in_4bit",
-            text=f"vLLM has no NF4 weights; use {instead}, or without this flag a model that was saved\n"
+            "ds.load_in_4bit",
+            f"vLLM has no NF4 weights; use {instead}, or without this flag a model that was saved\n"
             "in four bits for vLLM (AWQ or GPTQ, of which its config.json tells)",
         )
     yield from bitsandbytes(is_used)
@@ -167,13 +165,12 @@ def _four_bits(is_used: bool, in_vllm: bool, instead: str) -> Iterator[Problem]:
 
 def _initial_prompt(config: ChatConfig) -> Iterator[Problem]:
     if config.ta_prompt is not None and not os.path.isfile(config.ta_prompt):
-        yield Problem(key="ta_prompt", text=missing(config.ta_prompt, config.ta_prompt))
+        yield Problem("ta_prompt", missing(config.ta_prompt, config.ta_prompt))
 
 
 def _room(config: ChatConfig) -> Iterator[Problem]:
     new = config.rollout.max_new_tokens
     if new is not None and new >= config.data.max_len:
         yield Problem(
-            key="rollout.max_new_tokens",
-            text=f"leaves no room for a prompt in data.max_len {config.data.max_len}",
+            "rollout.max_new_tokens", f"leaves no room for a prompt in data.max_len {config.data.max_len}"
         )

@@ -46,9 +46,9 @@ def lora_combiner_problems(config: LoraCombinerConfig, explicit: Explicit) -> li
 
 def _output(config: LoraCombinerConfig) -> Iterator[Problem]:
     if os.path.isfile(config.output_path):
-        yield Problem(key="output_path", text="is a file; name a folder")
+        yield Problem("output_path", "is a file; name a folder")
     elif os.path.isdir(config.output_path) and os.listdir(config.output_path) and not config.overwrite:
         yield Problem(
-            key="output_path",
-            text="is not empty, and its model would be overwritten; name a new folder, or use --overwrite",
+            "output_path",
+            "is not empty, and its model would be overwritten; name a new folder, or use --overwrite",
         )

@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 from openrlhf.algorithms.traits import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from openrlhf.config.checks import (
     COMMON_UNREAD,
-    DEEPCOMPILE,
     IMAGES_UNREAD,
     IN_BASH,
     Unread,
@@ -34,7 +33,7 @@ from openrlhf.config.checks import (
     unread,
 )
 from openrlhf.config.choices import VLLM_LORA_RANKS
-from openrlhf.config.command import Explicit, Problem
+from openrlhf.config.command import Explicit, Problem, remark
 from openrlhf.config.fields import values_of
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
@@ -99,11 +98,6 @@ def ppo_placement_problems(config: PPOConfig, explicit: Explicit) -> list[Proble
             *tensor_parallel(config, ranks),
         ]
     )
-
-
-PPO_NOT_YET = {
-    "ds.deepcompile": DEEPCOMPILE,
-}
 
 
 BEST = r"_(score_mean|best_of\d+|pass\d+)$"
@@ -313,22 +307,22 @@ def _reward_source(config: PPOConfig) -> Iterator[Problem]:
     if not has_source and not config.uses_teacher:
         verified = any(is_gym(item) for item in split_spec(config.data.prompt_dataset))
         why = "only reasoning_gym's own problems have a verifier" if verified else "nothing gives a reward"
-        yield Problem(key=key, text=f"{why}; {remedy}")
+        yield Problem(key, f"{why}; {remedy}")
     elif not has_source and config.algo.dynamic_filtering_enable:
-        yield Problem(key="algo.dynamic_filtering_enable", text=f"nothing scores the groups; {remedy}")
+        yield Problem("algo.dynamic_filtering_enable", f"nothing scores the groups; {remedy}")
     if not has_source and config.eval.dataset is not None:
-        yield Problem(key="eval.dataset", text=f"nothing scores its answers; {remedy}")
+        yield Problem("eval.dataset", f"nothing scores its answers; {remedy}")
     for url in reward.urls:
         if url in reward.servers:
             yield from _server_url(key, url)
         else:
             yield from reward_function(key, url, alone=len(reward.urls) == 1)
     if reward.model_weights and not any(reward.model_weights):
-        yield Problem(key="reward.model_weights", text="leaves nothing of the reward models; remove them")
+        yield Problem("reward.model_weights", "leaves nothing of the reward models; remove them")
     if reward.model_weights is not None and reward.models and len(reward.model_weights) != len(reward.models):
         yield Problem(
-            key="reward.model_weights",
-            text=f"has {len(reward.model_weights)} weights for {len(reward.models)} reward models; give each "
+            "reward.model_weights",
+            f"has {len(reward.model_weights)} weights for {len(reward.models)} reward models; give each "
             "model one",
         )
     if config.train.agent_func_path is not None:
@@ -344,22 +338,21 @@ def _gym_datasets(config: PPOConfig) -> Iterator[Problem]:
             try:
                 specs[key].append(parse_gym(item))
             except ValueError as error:
-                yield Problem(key=key, text=str(error))
+                yield Problem(key, str(error))
     for trained, held_out in product(*specs.values()):
         if trained.overlaps(held_out):
-            yield Problem(
-                key="eval.dataset",
-                text=f"{held_out.name} has problems of training: the i-th is made with seed + i; use another "
+            yield remark(
+                "eval.dataset",
+                f"{held_out.name} has problems of training: the i-th is made with seed + i; use another "
                 f"seed, such as {trained.seed + trained.size}",
-                fatal=False,
             )
 
 
 def _server_url(key: str, url: str) -> Iterator[Problem]:
     if not _has_host(url) or any(character.isspace() for character in url):
-        yield Problem(key=key, text=f"{url} is no URL; write http://HOST:PORT/get_reward")
+        yield Problem(key, f"{url} is no URL; write http://HOST:PORT/get_reward")
     elif urlsplit(url).path in ("", "/"):
-        yield Problem(key=key, text=f"{url} has no path; serve_rm answers at /get_reward", fatal=False)
+        yield remark(key, f"{url} has no path; serve_rm answers at /get_reward")
 
 
 def _has_host(url: str) -> bool:
@@ -375,14 +368,12 @@ def _reward_shaping(config: PPOConfig) -> Iterator[Problem]:
     buffer, longest = config.reward.overlong_buffer_len, config.longest_response
     if buffer is not None and buffer > longest:
         name = "rollout.max_new_tokens" if config.rollout.max_new_tokens else "data.max_len"
-        yield Problem(
-            key="reward.overlong_buffer_len", text=f"is more than {name} {longest}; use at most {longest}"
-        )
+        yield Problem("reward.overlong_buffer_len", f"is more than {name} {longest}; use at most {longest}")
 
 
 def _rising(key: str, bounds: tuple[float, float]) -> Iterator[Problem]:
     if bounds[0] >= bounds[1]:
-        yield Problem(key=key, text="the first bound must be less than the second")
+        yield Problem(key, "the first bound must be less than the second")
 
 
 def _estimator(config: PPOConfig) -> Iterator[Problem]:
@@ -395,17 +386,15 @@ def _estimator(config: PPOConfig) -> Iterator[Problem]:
     yield from _rising("algo.dynamic_filtering_range", config.algo.dynamic_filtering_range)
     samples = config.rollout.n_samples_per_prompt
     if advantage.traits.needs_group and samples == 1:
-        yield Problem(
-            key="rollout.n_samples_per_prompt",
-            text=f"estimator {advantage.estimator} compares the samples of one prompt: alone each has "
+        yield remark(
+            "rollout.n_samples_per_prompt",
+            f"estimator {advantage.estimator} compares the samples of one prompt: alone each has "
             "advantage 0, and its reward teaches nothing; use 2 or more, or estimator reinforce",
-            fatal=False,
         )
     if not advantage.traits.discounts and advantage.gamma != 1:
-        yield Problem(
-            key="algo.advantage.gamma",
-            text=f"has no effect: estimator {advantage.estimator} does not discount; reinforce does",
-            fatal=False,
+        yield remark(
+            "algo.advantage.gamma",
+            f"has no effect: estimator {advantage.estimator} does not discount; reinforce does",
         )
 
 
@@ -415,44 +404,37 @@ def _collecting(config: PPOConfig) -> Iterator[Problem]:
     if algo.dynamic_filtering_enable:
         if rollout.n_samples_per_prompt == 1:
             yield Problem(
-                key="algo.dynamic_filtering_enable",
-                text="filters groups; rollout.n_samples_per_prompt must be 2 or more",
+                "algo.dynamic_filtering_enable",
+                "filters groups; rollout.n_samples_per_prompt must be 2 or more",
             )
         if config.uses_reward_model and not config.reward.urls and algo.dynamic_filtering_range == (0.0, 1.0):
-            yield Problem(
-                key="algo.dynamic_filtering_range",
-                text="the scores of a reward model need not lie between 0 and 1; set a range of its own",
-                fatal=False,
+            yield remark(
+                "algo.dynamic_filtering_range",
+                "the scores of a reward model need not lie between 0 and 1; set a range of its own",
             )
     if at_a_time > rollout.batch_size and not _corrects(config):
-        yield Problem(
-            key="rollout.vllm_generate_batch_size",
-            text="samples ahead: groups that wait are of an earlier policy; "
+        yield remark(
+            "rollout.vllm_generate_batch_size",
+            "samples ahead: groups that wait are of an earlier policy; "
             "--algo.advantage.is_correction_enable corrects for that",
-            fatal=False,
         )
 
 
 def _kl(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     kl, samples = config.algo.kl, config.samples_per_step
     if config.adapts_kl and samples > kl.horizon:
-        yield Problem(
-            key="algo.kl.horizon",
-            text=f"a step has {samples} samples, and the KL coefficient changes by a fifth a step at most, "
+        yield remark(
+            "algo.kl.horizon",
+            f"a step has {samples} samples, and the KL coefficient changes by a fifth a step at most, "
             f"as for {kl.horizon}; name {samples} or more",
-            fatal=False,
         )
     if not config.uses_reference or not {"algo.kl.estimator", "algo.kl.use_loss"} & set(explicit):
         return
     has_gradient = KL_ESTIMATORS[kl.estimator].has_gradient
     if kl.use_loss and not has_gradient:
-        yield Problem(
-            key="algo.kl.estimator",
-            text="as a loss its gradient is zero on average; k2 or k3 suit",
-            fatal=False,
-        )
+        yield remark("algo.kl.estimator", "as a loss its gradient is zero on average; k2 or k3 suit")
     if has_gradient and not kl.use_loss:
-        yield Problem(key="algo.kl.estimator", text="in the reward k1 is the unbiased estimate", fatal=False)
+        yield remark("algo.kl.estimator", "in the reward k1 is the unbiased estimate")
 
 
 def _policy_loss(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
@@ -461,21 +443,20 @@ def _policy_loss(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     loss = POLICY_LOSSES[name]
     if loss.ratio == "sequence" and actor.loss_aggregation not in (None, loss.aggregation):
         yield Problem(
-            key="actor.loss_aggregation",
-            text=f"{name} compares sequences, which count alike however long they are; leave it at None",
+            "actor.loss_aggregation",
+            f"{name} compares sequences, which count alike however long they are; leave it at None",
         )
     clip_is_set = {"actor.eps_clip", "actor.eps_clip_low_high"} & set(explicit)
     if loss.ratio == "sequence" and not clip_is_set and not config.ratio_is_one:
-        yield Problem(
-            key="actor.policy_loss_type",
-            text=f"the ratio of a sequence hardly ever leaves actor.eps_clip {actor.eps_clip}; its paper has "
+        yield remark(
+            "actor.policy_loss_type",
+            f"the ratio of a sequence hardly ever leaves actor.eps_clip {actor.eps_clip}; its paper has "
             "--actor.eps_clip_low_high 3e-4 4e-4",
-            fatal=False,
         )
     if not loss.dual_clip and actor.dual_clip is not None:
         yield Problem(
-            key="actor.dual_clip",
-            text=f"bounds what {name} bounds already, for every advantage; remove it, and set "
+            "actor.dual_clip",
+            f"bounds what {name} bounds already, for every advantage; remove it, and set "
             "--actor.eps_clip_low_high",
         )
 
@@ -491,16 +472,15 @@ def _proximal_policy(config: PPOConfig) -> Iterator[Problem]:
     key, name = "algo.advantage.proximal_policy", advantage.proximal_policy
     if advantage.proximal.is_sampler and advantage.is_correction_enable:
         yield Problem(
-            key="algo.advantage.is_correction_enable",
-            text=f"weighs the gap between sampler and proximal policy, and {key} {name} makes them one; "
+            "algo.advantage.is_correction_enable",
+            f"weighs the gap between sampler and proximal policy, and {key} {name} makes them one; "
             f"remove it, or use --{key} recomputed",
         )
     if name == "interpolated" and config.largest_staleness <= 1:
-        yield Problem(
-            key=key,
-            text="is the sampler where samples are at most 1 step old, as here; `rollout` says so, and "
+        yield remark(
+            key,
+            "is the sampler where samples are at most 1 step old, as here; `rollout` says so, and "
             "train.async_queue_size 2 or more lets them get older",
-            fatal=False,
         )
 
 
@@ -511,26 +491,23 @@ def _old_log_probs(config: PPOConfig) -> Iterator[Problem]:
     several = config.updates_per_step > 1
     if several and config.algo.advantage.proximal.needs_forward:
         yield Problem(
-            key=key,
-            text=f"an RL step makes {config.updates_per_step} optimizer steps, and only before the first the "
+            key,
+            f"an RL step makes {config.updates_per_step} optimizer steps, and only before the first the "
             f"policy is the old one;\nuse train.batch_size {config.samples_per_step} and train.max_epochs 1, "
             "or remove it",
         )
     if config.uses_reference and not config.algo.kl.use_loss:
         yield Problem(
-            key=key,
-            text="the KL in the reward needs those log-probs; add --algo.kl.use_loss --algo.kl.estimator k2, "
+            key,
+            "the KL in the reward needs those log-probs; add --algo.kl.use_loss --algo.kl.estimator k2, "
             "or --algo.kl.init_coef 0, or remove it",
         )
     if config.uses_teacher:
         yield Problem(
-            key=key, text="the teacher's reward needs those log-probs (teacher.model_name_or_path); remove it"
+            key, "the teacher's reward needs those log-probs (teacher.model_name_or_path); remove it"
         )
     if config.adapts_kl and (several or config.rollout.mask_truncated):
-        yield Problem(
-            key=key,
-            text="algo.kl.target needs those log-probs of all samples; remove one of the two",
-        )
+        yield Problem(key, "algo.kl.target needs those log-probs of all samples; remove one of the two")
 
 
 def _balance(config: PPOConfig) -> Iterator[Problem]:
@@ -543,8 +520,8 @@ def _balance(config: PPOConfig) -> Iterator[Problem]:
     for role, (coef, recomputes) in roles.items():
         if coef > 0 and recomputes and actor.gradient_checkpointing_reentrant:
             yield Problem(
-                key="actor.gradient_checkpointing_reentrant",
-                text=f"hides the routers from the balance loss ({role}.aux_loss_coef); remove one",
+                "actor.gradient_checkpointing_reentrant",
+                f"hides the routers from the balance loss ({role}.aux_loss_coef); remove one",
             )
 
 
@@ -554,27 +531,25 @@ def _replay(config: PPOConfig) -> Iterator[Problem]:
         return
     if not config.vllm.enable_prefix_caching:
         yield Problem(
-            key="algo.router_replay",
-            text="needs the experts of each token, which vLLM keeps with the blocks of its prefix cache; add "
+            "algo.router_replay",
+            "needs the experts of each token, which vLLM keeps with the blocks of its prefix cache; add "
             "--vllm.enable_prefix_caching",
         )
     if config.vllm.pipeline_parallel_size > 1:
         yield Problem(
-            key="algo.router_replay",
-            text="no stage of an engine knows the experts of all layers; use --vllm.pipeline_parallel_size 1",
+            "algo.router_replay",
+            "no stage of an engine knows the experts of all layers; use --vllm.pipeline_parallel_size 1",
         )
     if config.reads_images:
-        yield Problem(
-            key="algo.router_replay", text="is for text alone (data.max_images_per_prompt); remove it"
-        )
+        yield Problem("algo.router_replay", "is for text alone (data.max_images_per_prompt); remove it")
 
 
 def _lengths(config: PPOConfig) -> Iterator[Problem]:
     new, longest = config.rollout.max_new_tokens, config.data.max_len
     if new is not None and new >= longest:
         yield Problem(
-            key="rollout.max_new_tokens",
-            text=f"leaves no room for a prompt in data.max_len {longest}, which counts both; raise that",
+            "rollout.max_new_tokens",
+            f"leaves no room for a prompt in data.max_len {longest}, which counts both; raise that",
         )
 
 
@@ -582,32 +557,29 @@ def _ahead(config: PPOConfig) -> Iterator[Problem]:
     """Sampling while models train."""
     train = config.train
     if train.partial_rollout_enable and not train.async_enable:
-        yield Problem(key="train.partial_rollout_enable", text="needs --train.async_enable")
+        yield Problem("train.partial_rollout_enable", "needs --train.async_enable")
     if config.vllm.keep_cache and not train.partial_rollout_enable:
         yield Problem(
-            key="vllm.keep_cache",
-            text="keeps the cache of requests that a sync pauses, and only --train.partial_rollout_enable "
+            "vllm.keep_cache",
+            "keeps the cache of requests that a sync pauses, and only --train.partial_rollout_enable "
             "pauses any; add that, or remove it",
         )
     if config.vllm.keep_cache and config.reads_images:
         yield Problem(
-            key="vllm.keep_cache",
-            text="would give images of new prompts what the old weights saw in them; remove it",
+            "vllm.keep_cache", "would give images of new prompts what the old weights saw in them; remove it"
         )
     if train.async_enable and train.colocate_all and config.placement == "manual":
         more = config.num_engines * config.vllm.num_gpus
-        yield Problem(
-            key="train.async_enable",
-            text="engines that sample while models train have GPUs of their own; train.colocate_all shares "
+        yield remark(
+            "train.async_enable",
+            "engines that sample while models train have GPUs of their own; train.colocate_all shares "
             f"those of the models. The run needs {more} more",
-            fatal=False,
         )
     if config.max_staleness > 1 and not _corrects(config):
-        yield Problem(
-            key="train.async_queue_size",
-            text=f"samples may be {config.max_staleness} steps older than the weights that they train; "
+        yield remark(
+            "train.async_queue_size",
+            f"samples may be {config.max_staleness} steps older than the weights that they train; "
             "--algo.advantage.is_correction_enable weighs them",
-            fatal=False,
         )
 
 
@@ -618,14 +590,14 @@ def _adapters(config: PPOConfig) -> Iterator[Problem]:
         return
     if rank > VLLM_LORA_RANKS[-1]:
         yield Problem(
-            key="vllm.lora_sync",
-            text=f"vLLM has no adapters of rank {rank} (ds.lora.rank), only up to {VLLM_LORA_RANKS[-1]}; "
+            "vllm.lora_sync",
+            f"vLLM has no adapters of rank {rank} (ds.lora.rank), only up to {VLLM_LORA_RANKS[-1]}; "
             "remove it, which merges them",
         )
     if config.reads_images:
         yield Problem(
-            key="vllm.lora_sync",
-            text="vLLM adapts the language part of a model alone, and ds.lora adapts the vision part too; "
+            "vllm.lora_sync",
+            "vLLM adapts the language part of a model alone, and ds.lora adapts the vision part too; "
             "remove it, which merges them",
         )
 
@@ -633,38 +605,35 @@ def _adapters(config: PPOConfig) -> Iterator[Problem]:
 def _sampling(config: PPOConfig) -> Iterator[Problem]:
     if config.rollout.top_k == 1 and config.rollout.max_kept_tokens > 0:
         yield Problem(
-            key="rollout.top_k",
-            text="keeps one token, whose probability is 1 whatever the policy does, so nothing is learned; "
+            "rollout.top_k",
+            "keeps one token, whose probability is 1 whatever the policy does, so nothing is learned; "
             "use 2 or more, or -1",
         )
     key, texts = "rollout.stop", config.rollout.stop or ()
     if "" in texts:
-        yield Problem(key=key, text="has an empty text, which would end every response; remove it")
+        yield Problem(key, "has an empty text, which would end every response; remove it")
     elif any("\\n" in text for text in texts):
-        yield Problem(key=key, text=IN_BASH, fatal=False)
+        yield remark(key, IN_BASH)
 
 
 def _evaluation(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     samples = config.eval.n_samples_per_prompt
     if config.eval.dataset is not None and config.eval.temperature == 0 and samples > 1:
         yield Problem(
-            key="eval.temperature",
-            text=f"is greedy, and eval.n_samples_per_prompt {samples} would sample the same answer {samples} "
+            "eval.temperature",
+            f"is greedy, and eval.n_samples_per_prompt {samples} would sample the same answer {samples} "
             "times; use --eval.n_samples_per_prompt 1, or a temperature above 0",
             fatal=not explicit["eval.temperature"].old,
         )
     best = config.ckpt.best_metric_key
     if config.eval.dataset and best not in ("", "none") and not re.search(BEST, best):
-        yield Problem(
-            key="ckpt.best_metric_key",
-            text="the largest value is kept as the best; name a metric that ends in _score_mean, "
+        yield remark(
+            "ckpt.best_metric_key",
+            "the largest value is kept as the best; name a metric that ends in _score_mean, "
             "_best_ofK or _passK",
-            fatal=False,
         )
     if config.eval.dataset is not None and config.eval.steps < 1:
-        yield Problem(
-            key="eval.dataset", text="is never used: eval.steps is -1; set --eval.steps N", fatal=False
-        )
+        yield remark("eval.dataset", "is never used: eval.steps is -1; set --eval.steps N")
 
 
 def _made(config: PPOConfig) -> str:
@@ -687,12 +656,12 @@ def optimizer_sleep(config: PPOConfig) -> Iterator[Problem]:
     if not ds.enable_sleep:
         return
     if ds.zero_stage == 0:
-        yield Problem(key=key, text="moves sharded optimizer states; use --ds.zero_stage 1, 2 or 3")
+        yield Problem(key, "moves sharded optimizer states; use --ds.zero_stage 1, 2 or 3")
     types = ds.param_dtype, ds.grad_accum_dtype
     if ds.zero_stage == 1 and types == ("bf16", "fp32") and not ds.adam_offload:  # DeepSpeed's BF16_Optimizer
         yield Problem(
-            key=key,
-            text="cannot move the whole gradients that ds.grad_accum_dtype fp32 keeps at ds.zero_stage 1; "
+            key,
+            "cannot move the whole gradients that ds.grad_accum_dtype fp32 keeps at ds.zero_stage 1; "
             "use --ds.zero_stage 2, where each GPU has a part of them",
         )
 
@@ -709,8 +678,8 @@ def engines_beside_actor(config: PPOConfig) -> Iterator[Problem]:
             "vllm.pipeline_parallel_size)"
         )
         yield Problem(
-            key="vllm.num_engines",
-            text=f"{config.num_engines} engines x {per_engine} GPUs must be the actor's {gpus} GPUs "
+            "vllm.num_engines",
+            f"{config.num_engines} engines x {per_engine} GPUs must be the actor's {gpus} GPUs "
             f"with train.colocate_all; {fits}",
         )
 
@@ -719,20 +688,15 @@ def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     values = values_of(config)
     if config.placement == "auto" and "train.colocate_all" in explicit and not config.train.colocate_all:
         yield Problem(
-            key="train.colocate_all",
-            text="--placement auto has the models share their GPUs; remove one of the two",
+            "train.colocate_all", "--placement auto has the models share their GPUs; remove one of the two"
         )
     for role, (_, host) in config.placements.items():
         for name in ("num_nodes", "num_gpus_per_node"):
             key = f"{role}.{name}"
             if host and key in explicit and values[key] not in (0, values[f"{host}.{name}"]):
-                yield Problem(
-                    key=key,
-                    text=f"shares the GPUs of the {host}: {host}.{name} {values[f'{host}.{name}']} stands",
-                    fatal=False,
+                yield remark(
+                    key, f"shares the GPUs of the {host}: {host}.{name} {values[f'{host}.{name}']} stands"
                 )
             if not host and values[key] == 0:
-                yield Problem(
-                    key=key, text="0 means the actor's GPUs; add --train.colocate_all, or give it some"
-                )
+                yield Problem(key, "0 means the actor's GPUs; add --train.colocate_all, or give it some")
     yield from engines_beside_actor(config)

@@ -127,13 +127,13 @@ def serve_rm_problems(config: ServeRMConfig, explicit: Explicit) -> list[Problem
 
 def _access(config: ServeRMConfig) -> Iterator[Problem]:
     if config.api_key == "True" and not config.key:
-        yield Problem(key="api_key", text=f"the environment variable {KEY_VARIABLE} is not set")
+        yield Problem("api_key", f"the environment variable {KEY_VARIABLE} is not set")
     elif config.api_key == "***":
-        yield Problem(key="api_key", text=f"is a mask, not a key; use True and set {KEY_VARIABLE}")
+        yield Problem("api_key", f"is a mask, not a key; use True and set {KEY_VARIABLE}")
     elif not config.key and not _is_loopback(config.host):
         yield Problem(
-            key="host",
-            text="without a key only this machine may ask; "
+            "host",
+            "without a key only this machine may ask; "
             f"set {KEY_VARIABLE} here and where the rewards are used, or listen at 127.0.0.1",
         )
 
@@ -150,6 +150,5 @@ def _is_loopback(host: str) -> bool:
 def _limits(config: ServeRMConfig) -> Iterator[Problem]:
     if config.max_texts > config.max_queue:
         yield Problem(
-            key="max_texts",
-            text=f"a request of so many could never wait: max_queue is {config.max_queue}; raise that",
+            "max_texts", f"a request of so many could never wait: max_queue is {config.max_queue}; raise that"
         )

@@ -6,7 +6,6 @@ from itertools import chain
 
 from openrlhf.config.checks import (
     COMMON_UNREAD,
-    DEEPCOMPILE,
     IMAGES_UNREAD,
     Unread,
     batches,
@@ -27,7 +26,7 @@ from openrlhf.config.checks import (
     tensor_parallel,
     unread,
 )
-from openrlhf.config.command import Explicit, Problem
+from openrlhf.config.command import Explicit, Problem, remark
 from openrlhf.config.supervised import (
     DPOConfig,
     KDConfig,
@@ -132,8 +131,6 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
     )
 
 
-SUPERVISED_NOT_YET = {"ds.deepcompile": DEEPCOMPILE}
-
 SUPERVISED_UNREAD = (
     *optimizer_unread("", lambda c: c),
     Unread(
@@ -202,16 +199,16 @@ DPO_UNREAD = (
 def _balance(config: SupervisedConfig) -> Iterator[Problem]:
     if config.model.aux_loss_coef > 0 and config.model.gradient_checkpointing_reentrant:
         yield Problem(
-            key="model.gradient_checkpointing_reentrant",
-            text="hides the routers from the balance loss (model.aux_loss_coef); remove one",
+            "model.gradient_checkpointing_reentrant",
+            "hides the routers from the balance loss (model.aux_loss_coef); remove one",
         )
 
 
 def _dropout(config: DPOConfig | KTOConfig) -> Iterator[Problem]:
     if config.model.dropout_enable:
         yield Problem(
-            key="model.dropout_enable",
-            text="the policy would differ from its reference, which has none, before it learned anything; "
+            "model.dropout_enable",
+            "the policy would differ from its reference, which has none, before it learned anything; "
             "remove it",
         )
 
@@ -219,8 +216,8 @@ def _dropout(config: DPOConfig | KTOConfig) -> Iterator[Problem]:
 def _pretrained_images(config: SFTConfig) -> Iterator[Problem]:
     if config.data.reads_images and config.model.pretrain_mode_enable:
         yield Problem(
-            key="data.max_images_per_prompt",
-            text="contradicts model.pretrain_mode_enable, which takes plain text; remove one",
+            "data.max_images_per_prompt",
+            "contradicts model.pretrain_mode_enable, which takes plain text; remove one",
         )
 
 
@@ -229,11 +226,10 @@ def _multiturn(config: SFTConfig | KDConfig) -> Iterator[Problem]:
         return
     if config.model.pretrain_mode_enable:
         yield Problem(
-            key="data.multiturn",
-            text="contradicts model.pretrain_mode_enable, which trains on all tokens; remove one",
+            "data.multiturn", "contradicts model.pretrain_mode_enable, which trains on all tokens; remove one"
         )
     elif not config.data.apply_chat_template:
-        yield Problem(key="data.multiturn", text="needs messages; add --data.apply_chat_template")
+        yield Problem("data.multiturn", "needs messages; add --data.apply_chat_template")
 
 
 def _responses(config: SFTConfig | KTOConfig | KDConfig) -> Iterator[Problem]:
@@ -243,20 +239,17 @@ def _responses(config: SFTConfig | KTOConfig | KDConfig) -> Iterator[Problem]:
             if config.model.pretrain_mode_enable:
                 return
             others += " or --model.pretrain_mode_enable (loss on all tokens)"
-        yield Problem(
-            key="data.output_key", text=f"nothing says what the response is: name its column, or {others}"
-        )
+        yield Problem("data.output_key", f"nothing says what the response is: name its column, or {others}")
 
 
 def _no_template(config: SFTConfig | KTOConfig | KDConfig, explicit: Explicit) -> Iterator[Problem]:
     data, key = config.data, "data.input_template"
     is_plain = isinstance(config, KTOConfig) or not config.model.pretrain_mode_enable
     if is_plain and not data.apply_chat_template and data.input_template is None and key not in explicit:
-        yield Problem(
-            key=key,
-            text="nothing stands between a prompt and its response, here as in RL; to mark them use\n"
+        yield remark(
+            key,
+            "nothing stands between a prompt and its response, here as in RL; to mark them use\n"
             r"--data.apply_chat_template, or --data.input_template $'User: {}\nAssistant: ' in every command",
-            fatal=False,
         )
 
 
@@ -264,6 +257,6 @@ def _reward_tokens(config: PRMConfig) -> Iterator[Problem]:
     key, tokens = "data.reward_tokens", config.data.reward_tokens or ()
     twice = next((token for token in tokens if tokens.count(token) > 1), None)
     if twice is not None:
-        yield Problem(key=key, text=f"names {twice} twice; name each once")
+        yield Problem(key, f"names {twice} twice; name each once")
     elif len(tokens) == 1:
-        yield Problem(key=key, text="a step's label is one of two or more; name them all")
+        yield Problem(key, "a step's label is one of two or more; name them all")
