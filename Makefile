@@ -16,13 +16,13 @@ demo: env  ## Train a tiny model on this machine: SFT, then RL with a verifier
 	.venv/bin/openrlhf demo
 
 test: env  ## Every guarantee, in a quarter of an hour
-	.venv/bin/pytest $(PARALLEL) -m "not slow and not gpu" --junit-xml=$(REPORTS)/cpu.xml
 	.venv/bin/pytest -m "not slow" --junit-xml=$(REPORTS)/gpu.xml tests/gpu
+	.venv/bin/pytest $(PARALLEL) -m "not slow and not gpu" --junit-xml=$(REPORTS)/cpu.xml
 	@.venv/bin/python tools/count_tests.py $(REPORTS)/cpu.xml $(REPORTS)/gpu.xml
 
 test-all: env  ## The same and the exhaustive variants
-	.venv/bin/pytest $(PARALLEL) -m "not gpu" --junit-xml=$(REPORTS)/cpu.xml
 	.venv/bin/pytest --junit-xml=$(REPORTS)/gpu.xml tests/gpu
+	.venv/bin/pytest $(PARALLEL) -m "not gpu" --junit-xml=$(REPORTS)/cpu.xml
 	@.venv/bin/python tools/count_tests.py $(REPORTS)/cpu.xml $(REPORTS)/gpu.xml
 
 test-kernels: env  ## The numeric tests under the instruction sets of other CPUs

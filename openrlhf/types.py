@@ -470,13 +470,14 @@ class Batch:
             **actions,
         )
 
-    def put_together(self, shares: Sequence[Sequence[int]], parts: Sequence[np.ndarray]) -> np.ndarray:
-        """What was said of the actions of each share, `select(share)`, as one (A,) array of this batch."""
-        whole = np.empty(int(self.num_actions.sum()), parts[0].dtype)
-        for share, part in zip(shares, parts, strict=True):
+    def put_together(self, parts: Sequence[Sequence[int]], answers: Sequence[np.ndarray]) -> np.ndarray:
+        """Joins what was computed for the actions of each part, `select(part)`, to one (A,) array of this
+        batch."""
+        whole = np.empty(int(self.num_actions.sum()), answers[0].dtype)
+        for part, answer in zip(parts, answers, strict=True):
             start = 0
-            for place in _slices(self.num_actions, share):
-                whole[place] = part[start : (start := start + place.stop - place.start)]
+            for place in _slices(self.num_actions, part):
+                whole[place] = answer[start : (start := start + place.stop - place.start)]
         return whole
 
 

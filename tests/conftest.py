@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 from filelock import FileLock
 from xdist.scheduler import LoadScopeScheduling
@@ -12,6 +13,8 @@ from openrlhf import heap
 
 pytest_plugins = ["leftovers"]
 heap.grow()
+hypothesis.settings.register_profile("openrlhf", deadline=None)  # no test measures time
+hypothesis.settings.load_profile("openrlhf")
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models of the tests are so small that a second one costs
@@ -37,6 +40,7 @@ class Units(LoadScopeScheduling):
         return f"{file}::{test.partition('[')[0]}" if Path(file).stem in INDEPENDENT else file
 
 
+@pytest.hookimpl(optionalhook=True)  # as with -p no:xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log) -> Units:
     return Units(config, log)
 

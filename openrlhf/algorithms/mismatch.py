@@ -87,7 +87,7 @@ def _percentile(x: Tensor, percent: int) -> float:
 
 
 def _effective_fraction(weights: Tensor) -> float:
-    """Effective sample size as a share of the samples, 1 of nothing."""
+    """Effective sample size as a fraction of the samples, 1 of nothing."""
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())) if len(weights) else 1.0
 
 

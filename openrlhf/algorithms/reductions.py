@@ -1,6 +1,6 @@
 """Sums and means over actions, written once so that every loss divides by the same thing.
 
-A reduction of a loss returns this row's share: the sum of the shares of all rows and ranks is the loss of the
+A reduction of a loss returns this row's contribution: those of all rows and ranks add up to the loss of the
 optimizer step. `x` is (A,) and `counts` (B,) tells which actions belong to which sequence, as in `types.py`.
 """
 
@@ -13,12 +13,12 @@ from openrlhf.types import LossNorm
 
 
 def token_mean(loss: Tensor, norm: LossNorm) -> Tensor:
-    """(A,) -> (): this row's share of the mean over every action of the step."""
+    """(A,) -> (): this row's contribution to the mean over every action of the step."""
     return loss.sum() / max(norm.num_tokens, 1)
 
 
 def sample_mean(loss: Tensor, counts: Tensor, norm: LossNorm) -> Tensor:
-    """(A,) -> (): this row's share of the mean over sequences of each sequence's mean."""
+    """(A,) -> (): this row's contribution to the mean over sequences of each sequence's mean."""
     return segment_mean(loss, counts).sum() / max(norm.num_sequences, 1)
 
 

@@ -40,8 +40,8 @@ class Row(Protocol):
 RowT = TypeVar("RowT", bound=Row)
 
 Objective = Callable[[Callable, RowT, LossNorm], tuple[Tensor, dict[str, Tensor]]]
-"""(model, row, norm) -> (loss, metrics): the row's share of the step's loss and of each metric. The shares of
-all rows on all ranks add up to the value."""
+"""(model, row, norm) -> (loss, metrics): the row's contribution to the step's loss and to each metric. The
+contributions of all rows on all ranks add up to the value."""
 
 
 class TrainEngine(Protocol):

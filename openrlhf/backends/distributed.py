@@ -40,7 +40,7 @@ class ProcessMesh(Mesh):
     """The ranks that share the model's matrices with this one. None: it has whole matrices."""
     copies_group: dist.ProcessGroup | None = None
     """The ranks that have the same part of the matrices, whose gradients and optimizer states DeepSpeed
-    shares out among them. None: all ranks."""
+    partitions among them. None: all ranks."""
 
     @classmethod
     def of(cls, mesh: Mesh, rank: int, **groups: dist.ProcessGroup) -> "ProcessMesh":
@@ -88,7 +88,7 @@ class ProcessMesh(Mesh):
 
 class ModelParallelUnit:
     """The ranks that share a model's matrices, in Megatron's words, which are those of DeepSpeed: with it
-    DeepSpeed reduces gradients, shares out optimizer states and counts norms as it has to."""
+    DeepSpeed reduces gradients, partitions optimizer states and counts norms as it has to."""
 
     def __init__(self, mesh: ProcessMesh) -> None:
         self.mesh, self.at = mesh, mesh.coordinates(mesh.rank)
@@ -140,7 +140,7 @@ def init_distributed(timeout_minutes: int = 60) -> None:
 
 def use_own_cores() -> None:
     """For optimizer steps and averages on the CPU beside a GPU, where torchrun and Ray allow a process one
-    thread: as many as this rank's share of the cores, or what the user says with OMP_NUM_THREADS."""
+    thread: as many as this rank's part of the cores, or what the user says with OMP_NUM_THREADS."""
     if DEVICE_TYPE == "cuda" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))

@@ -12,7 +12,7 @@ from openrlhf.config.sections import OptimConfig
 
 
 def lr_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """Optimizer step, from 0 -> its learning rate as a share of the peak. `total_steps`: of the whole run.
+    """Optimizer step, from 0 -> its learning rate as a fraction of the peak. `total_steps`: of the whole run.
 
     Step k of a warm-up of w steps has (k + 1) / w, so the last of them has the peak; w is at least 1, so
     without a warm-up the peak comes at once. The shapes are those of transformers, whose step 0 has a rate of

@@ -69,8 +69,8 @@ class KTOTask(task.Task[KTOConfig]):
     def prepare(
         self, run: task.Run[KTOConfig], objective: "Objective"
     ) -> "Callable[[Sequence[UnpairedRow]], KTOObjective]":
-        """The KL estimate and the share of desirable answers are those of the whole batch, over all its rows
-        and ranks: they do not depend on the micro-batch size."""
+        """Sets the KL estimate and the fraction of desirable answers of the whole batch, over all rows and
+        ranks: they do not depend on the micro-batch size."""
         from dataclasses import replace
 
         from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio
@@ -80,8 +80,8 @@ class KTOTask(task.Task[KTOConfig]):
 
         def with_figures(rows: "Sequence[UnpairedRow]") -> KTOObjective:
             figures = run.engine.evaluate(rows, log_ratio)
-            kl, share = max(0.0, figures["log_ratio"]), figures["desirable_fraction"]
-            return replace(objective, kl=kl, desirable_fraction=share)
+            kl, desirable = max(0.0, figures["log_ratio"]), figures["desirable_fraction"]
+            return replace(objective, kl=kl, desirable_fraction=desirable)
 
         return with_figures
 

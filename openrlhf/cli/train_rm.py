@@ -65,8 +65,8 @@ class RewardModelTask(task.Task[RMConfig]):
         from openrlhf.data.batches import FirstItems
         from openrlhf.training.objectives.rm import ScoreMoments
 
-        share = math.ceil(STATISTICS_FRACTION * len(run.train_set))
-        pairs = run.eval_set or FirstItems(run.train_set, share)
+        num_pairs = math.ceil(STATISTICS_FRACTION * len(run.train_set))
+        pairs = run.eval_set or FirstItems(run.train_set, num_pairs)
         moments = run.engine.evaluate(run.whole(pairs), ScoreMoments())
         config = run.engine.module.model.config
         config.mean = moments["mean"]

@@ -156,7 +156,7 @@ def described(gpus: Sequence[int]) -> Nodes:
 def table(layout: Layout) -> str:
     """Of every role, for people: one line for each node that it is on."""
     rows = [row for role in layout.roles for row in _rows(layout, role)]
-    head = ("role", "ranks", "node", "devices", "shares with", "share", "leaves by")
+    head = ("role", "ranks", "node", "devices", "shared with", "claim", "offloaded by")
     return "\n".join([*aligned([head, *rows]), _summary(layout)]) + "\n"
 
 
@@ -265,7 +265,7 @@ def _rows(layout: Layout, role: str) -> Iterator[tuple[str, ...]]:
         for node, ranks in sorted(Counter(device.node for device in place.devices).items()):
             yield role, str(ranks), str(node), "cores", "all", "-", "-"
         return
-    others, share = ", ".join(layout.companions(role)) or "-", layout.gpu_claim(role)
+    others, claim = ", ".join(layout.companions(role)) or "-", layout.gpu_claim(role)
     for node in sorted({device.node for device in place.devices}):
         groups = [[d.gpu for d in group if d.node == node] for group in place.tensor_groups]
         if place.mesh.tensor == 1:
@@ -278,7 +278,7 @@ def _rows(layout: Layout, role: str) -> Iterator[tuple[str, ...]]:
             str(node),
             devices,
             others,
-            f"{share:g}" if share else "-",
+            f"{claim:g}" if claim else "-",
             place.offload or "-",
         )
 

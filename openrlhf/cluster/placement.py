@@ -54,7 +54,7 @@ class Bundles:
         }
 
     def engine_options(self, index: int, num_gpus: int) -> tuple[dict, dict[str, str]]:
-        """Ray options and environment of the engine on its share of the bundles. An engine drives all of its
+        """Ray options and environment of the engine on its part of the bundles. An engine drives all of its
         GPUs itself, so it claims none from Ray and is told which are its own."""
         if self.group is None:
             return {"num_cpus": 0, "scheduling_strategy": self._node(index * num_gpus)}, {}

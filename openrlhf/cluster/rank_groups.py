@@ -59,20 +59,20 @@ class RankGroup(Generic[WorkerT]):
 
     def forward(self, batch: Batch, method: str = "forward") -> Gathered[np.ndarray]:
         """(A,) what the model says of every action. `method`: of the workers."""
-        shares = partition(batch.lengths.tolist(), self.data_parallel_size)
-        refs = self.run(method, [(self.share_of(batch, share),) for share in shares])
-        return Gathered(refs, lambda parts: batch.put_together(shares, self.of_leaders(parts)))
+        ranks = partition(batch.lengths.tolist(), self.data_parallel_size)
+        refs = self.run(method, [(self.select(batch, sequences),) for sequences in ranks])
+        return Gathered(refs, lambda answers: batch.put_together(ranks, self.of_leaders(answers)))
 
-    def share_of(self, batch: Batch, share: Sequence[int]) -> Batch:
-        """What a rank reads of it."""
-        return (batch if self.replays_routing else replace(batch, routing=None)).select(share)
+    def select(self, batch: Batch, sequences: Sequence[int]) -> Batch:
+        """Returns these sequences of the batch as a rank reads them."""
+        return (batch if self.replays_routing else replace(batch, routing=None)).select(sequences)
 
     def of_leaders(self, answers: Sequence[AnswerT]) -> list[AnswerT]:
         """Of every rank's answers one for each data parallel rank."""
         return [answers[rank] for rank in self.mesh.leaders]
 
     def run(self, method: str, arguments: Sequence[tuple]) -> list[ray.ObjectRef]:
-        """`method` on every rank with the arguments of its data parallel rank, once what shares its devices
+        """`method` on every rank with the arguments of its data parallel rank, once what parts its devices
         is done."""
         own = [arguments[self.mesh.coordinates(rank).data] for rank in range(self.mesh.size)]
         return self.bundles.devices.run(
@@ -119,11 +119,11 @@ class RewardRanks(RankGroup[RewardWorker]):
     def score(self, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
         """The groups with what the models say of their episodes in the rewards."""
         read = [replace(t, routing=None) for group in groups for t in read_by_models(group.trajectories)]
-        shares = partition([len(t.token_ids) for t in read], self.data_parallel_size)
-        refs = self.run("forward", [([read[i] for i in share],) for share in shares])
+        ranks = partition([len(t.token_ids) for t in read], self.data_parallel_size)
+        refs = self.run("forward", [([read[i] for i in sequences],) for sequences in ranks])
         scores: dict[int, np.ndarray] = {}
-        for share, rows in zip(shares, self.of_leaders(ray.get(refs)), strict=True):
-            scores |= dict(zip(share, rows, strict=True))
+        for sequences, rows in zip(ranks, self.of_leaders(ray.get(refs)), strict=True):
+            scores |= dict(zip(sequences, rows, strict=True))
         in_order = (scores[i] for i in range(len(read)))
         return [replace(group, trajectories=self._add(group.trajectories, in_order)) for group in groups]
 
@@ -156,10 +156,10 @@ class TrainedRanks(RankGroup[TrainedT]):
         arguments = []
         for rank in range(self.data_parallel_size):
             windows = [step[rank] for step in schedule]
-            share = sorted({i for window in windows for i in window})
-            position = {i: k for k, i in enumerate(share)}
+            sequences = sorted({i for window in windows for i in window})
+            position = {i: k for k, i in enumerate(sequences)}
             own = [[position[i] for i in window] for window in windows]
-            arguments.append((self.share_of(batch, share), own, kl_coef))
+            arguments.append((self.select(batch, sequences), own, kl_coef))
 
         def combine(results: list[Learned]) -> Updated:
             steps, parts = zip(*self.of_leaders(results), strict=True)

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT = 10.0
 """Seconds for a connection; a machine that is gone may not even refuse it."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds until the servers are tried again: a random share of the first, which doubles each time up to the
-second."""
+"""Seconds until the servers are tried again: a random fraction of the first, which doubles each time up to
+the second."""
 REMIND = 60.0
 """Seconds between two warnings that servers are being waited for."""
 SPLITTABLE_STATUSES = (400, 413, 422, 500)

@@ -1,4 +1,4 @@
-"""The reward of the pictures, as a file for --reward.remote_url: the share of the label's colours that a
+"""The reward of the pictures, as a file for --reward.remote_url: the fraction of the label's colours that a
 response names at their place."""
 
 from openrlhf.tasks.picture import fraction_right

@@ -24,7 +24,7 @@ def key_of(prompt: Prompt) -> GroupKey:
 
 
 class Verdict(StrEnum):
-    """What dynamic filtering says of a group. The shares of a step's groups are metrics of these names."""
+    """What dynamic filtering says of a group. Metrics of these names are fractions of a step's groups."""
 
     KEPT = "kept"
     LOW = "filtered_low"

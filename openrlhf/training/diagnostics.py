@@ -111,10 +111,10 @@ def _duplicates(finished: Sequence[Trajectory]) -> Metrics:
 
 
 def _repetition(finished: Sequence[Trajectory]) -> Metrics:
-    """The share of a sample's runs of four actions that occurred in it before, averaged over the samples that
-    have one: 0 where none did, near 1 for a word said over and over."""
-    shares = [_repeated_fraction(actions) for t in finished if len(actions := t.action_ids) >= 4]
-    return {"rollout/repetition_ratio": fmean(shares)} if shares else {}
+    """Returns the fraction of a sample's runs of four actions that occurred in it before, a mean over samples
+    that have one: 0 where none did, near 1 for a word said over and over."""
+    fractions = [_repeated_fraction(actions) for t in finished if len(actions := t.action_ids) >= 4]
+    return {"rollout/repetition_ratio": fmean(fractions)} if fractions else {}
 
 
 FACTOR = np.uint64(0x9E3779B97F4A7C15)

@@ -49,10 +49,10 @@ def expected_best(scores: Sequence[float], k: int) -> float:
     """Mean, over all choices of k of the scores, of the largest one."""
     n, total = len(scores), 0.0
     # Of the choices, C(i, k - 1) / C(n, k) have the i-th smallest score (from 0) as their largest.
-    share = k / n
+    probability = k / n
     for i, score in reversed(list(enumerate(sorted(scores)))[k - 1 :]):
-        total += share * score
-        share *= (i - k + 1) / max(i, 1)
+        total += probability * score
+        probability *= (i - k + 1) / max(i, 1)
     return total
 
 

@@ -52,8 +52,8 @@ def training_schedule(
         order = rng.sample(trained_on, len(trained_on))
         for b in range(num_batches):
             batch = order[b::num_batches]
-            shares = partition([lengths[i] for i in batch], num_ranks)
-            steps.append([[batch[i] for i in share] for share in shares])
+            parts = partition([lengths[i] for i in batch], num_ranks)
+            steps.append([[batch[i] for i in part] for part in parts])
     return steps
 
 

@@ -38,7 +38,7 @@ class SupervisedTrainer(Generic[RowT]):
     objective: Objective[RowT]
     windows: Windows[RowT]
     eval_rows: Sequence[RowT]
-    """This rank's share of the evaluation set; empty without one."""
+    """This rank's part of the evaluation set; empty without one."""
     checkpoints: CheckpointFolder
     export: Callable[[str], None]
     """Write model and tokenizer in Hugging Face format to a folder. Collective."""

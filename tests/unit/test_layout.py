@@ -231,7 +231,7 @@ def test_a_plan_for_a_cluster_that_is_described(capsys: pytest.CaptureFixture) -
     )
     assert code == 0 and "not set" not in err
     head, *rows, _ = [re.split("  +", line) for line in out.splitlines()]
-    assert head == ["role", "ranks", "node", "devices", "shares with", "share", "leaves by"]
+    assert head == ["role", "ranks", "node", "devices", "shared with", "claim", "offloaded by"]
     assert rows[:2] == [["actor", "8", n, "0-7", "ref, engines", "0.2", "--ds.enable_sleep"] for n in "01"]
     assert rows[2:4] == [["ref", "8", n, "0-7", "actor, engines", "0.2", "--ref.offload"] for n in "01"]
     assert rows[4:] == [

@@ -169,15 +169,15 @@ class DeepSpeedEngine:
             rows, own_norm = self._agree(more)
             passes += [(row, own_objective, own_norm) for row in rows]
         set_training(self.module, dropout=self.plain_training)
-        shares: dict[str, Tensor] = {}
+        contributions: dict[str, Tensor] = {}
         for i, (row, minimise, totals) in enumerate(passes):
             self.engine.set_gradient_accumulation_boundary(i == len(passes) - 1)
             loss, metrics = minimise(self.engine, row, totals)
-            # DeepSpeed averages gradients over ranks; the shares of ranks with different samples are meant to
-            # add up. Ranks that share rows do so by themselves: models/sequence_parallel.py.
+            # DeepSpeed averages gradients over ranks; contributions of ranks with different samples must add
+            # up. Those of ranks that share rows do so by themselves: models/sequence_parallel.py.
             self.engine.backward(loss * self.mesh.data)
-            for name, share in metrics.items():
-                shares[name] = shares.get(name, 0) + share.detach()
+            for name, contribution in metrics.items():
+                contributions[name] = contributions.get(name, 0) + contribution.detach()
         lr = self.engine.get_lr()[0]
         grad_norm = self._clip() if self.clips_itself else None
         self.engine.step()
@@ -185,7 +185,7 @@ class DeepSpeedEngine:
             found = self.engine.get_global_grad_norm()
             assert found is not None  # but in the one case in which the engine clips itself
             grad_norm = float(found)
-        metrics = self._sum_over_ranks(shares)
+        metrics = self._sum_over_ranks(contributions)
         # With fp16 an overflowing gradient is how DeepSpeed finds its loss scale: it skips that step.
         _check_finite(
             metrics if self.scales_loss else metrics | {"grad_norm": grad_norm}, self.engine.global_steps
@@ -200,11 +200,11 @@ class DeepSpeedEngine:
         one."""
         rows, norm = self._agree(rows)
         self.module.eval()
-        shares: dict[str, Tensor] = {}
+        contributions: dict[str, Tensor] = {}
         for row in rows:
-            for name, share in objective(self.engine, row, norm)[1].items():
-                shares[name] = shares.get(name, 0) + share
-        return self._sum_over_ranks(shares)
+            for name, contribution in objective(self.engine, row, norm)[1].items():
+                contributions[name] = contributions.get(name, 0) + contribution
+        return self._sum_over_ranks(contributions)
 
     @torch.no_grad()
     def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
@@ -386,12 +386,14 @@ class DeepSpeedEngine:
         norm = LossNorm(max(num_tokens, 1.0), max(num_sequences, 1.0))
         return [row.to(self.device) for row in [*rows, *padding]], norm
 
-    def _sum_over_ranks(self, shares: dict[str, Tensor]) -> Metrics:
-        if not shares:
+    def _sum_over_ranks(self, contributions: dict[str, Tensor]) -> Metrics:
+        if not contributions:
             return {}
-        values = torch.stack([torch.as_tensor(s, device=self.device).double() for s in shares.values()])
+        values = torch.stack(
+            [torch.as_tensor(s, device=self.device).double() for s in contributions.values()]
+        )
         dist.all_reduce(values, group=self.mesh.data_group)
-        return dict(zip(shares, values.tolist(), strict=True))
+        return dict(zip(contributions, values.tolist(), strict=True))
 
     def _clip(self) -> float:
         limit = self.max_norm if self.max_norm > 0 else math.inf

@@ -63,7 +63,7 @@ class KTOObjective:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchedLogRatio:
     """Nothing to minimise: the mean log-ratio of policy and reference over answers to other prompts, from
-    which KTO estimates their KL, and the share of desirable answers."""
+    which KTO estimates their KL, and the fraction of desirable answers."""
 
     reference: Reference | None = None
 
