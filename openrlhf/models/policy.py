@@ -31,8 +31,8 @@ class PolicyModel(RowModel):
     ) -> TokenScores:
         """`temperature` divides the logits, as it does in sampling. Where actions have kept sets, their
         distribution is the softmax over these alone; the log of the sets' probability mass, a constant, is
-        added to log-probs. With `summed`, which has no entropy, the gradients of the head are made in the forward
-        pass, see `sum_of_log_probs`."""
+        added to log-probs. With `summed`, which has no entropy, the gradients of the head are made in the
+        forward pass, see `sum_of_log_probs`."""
         states = action_states(self.model, row, row.actions - 1)
         scale, softcap = self.head_options
         log_probs, entropy = head_of(self.model)(
