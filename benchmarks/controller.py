@@ -194,11 +194,13 @@ def answers(batch: Batch) -> np.ndarray:
 
 def credit_of(batch: Batch, scores: ForwardOutputs, trajectories: Sequence[Trajectory]) -> Credit:
     advantage, kl = AdvantageConfig(estimator="group_norm"), KLConfig(use_loss=True, estimator="k3")
+    algo = AlgoConfig(advantage=advantage, kl=kl)
     return assign_credit(
         batch,
         scores,
         trajectories,
-        algo=AlgoConfig(advantage=advantage, kl=kl),
+        estimator=algo.build_estimator(),
+        algo=algo,
         reward=RewardConfig(),
         kl_coef=0.01,
         max_new_tokens=1 << 20,

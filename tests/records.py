@@ -5,8 +5,12 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from openrlhf.types import Batch, KeptSets, Outcome, Prompt, PromptGroup, Trajectory, runs
+from openrlhf.algorithms.advantages.base import StepView
+from openrlhf.algorithms.policy_losses.base import RowView
+from openrlhf.types import Batch, KeptSets, LossNorm, Outcome, Prompt, PromptGroup, Trajectory, runs
 
 DTYPES = {
     "token_ids": np.int32,
@@ -102,3 +106,40 @@ def plain(value: Any) -> Any:
     if is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     return value
+
+
+def step_view(rewards: Tensor, group_ids: Tensor, **changes: Any) -> StepView:
+    """Episodes of one turn and one action, where `changes` say nothing else."""
+    ones = torch.ones(len(rewards), dtype=torch.long)
+    values = {
+        "named_rewards": {"score": rewards},
+        "lengths": ones,
+        "turns": ones,
+        "truncated": ones == 0,
+        "episodes": ones.cumsum(0) - 1,
+        "counts": ones,
+        "log_probs": None,
+        "rollout_log_probs": torch.zeros(len(rewards)),
+        "ref_log_probs": None,
+        "values": None,
+        "gamma": 1.0,
+        "lambd": 1.0,
+    }
+    return StepView(rewards=rewards, group_ids=group_ids, **(values | changes))
+
+
+def row_view(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, **changes: Any) -> RowView:
+    """One sequence, clipped to [0.8, 1.2], where `changes` say nothing else."""
+    values = {
+        "counts": torch.tensor([len(log_probs)]),
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": None,
+        "proximal_log_probs": (log_probs - log_ratio).detach(),
+        "old_log_probs": None,
+        "rollout_log_probs": log_probs.detach(),
+        "staleness": None,
+        "entropy": None,
+        "norm": LossNorm(len(log_probs), 1),
+    }
+    return RowView(log_probs=log_probs, log_ratio=log_ratio, advantages=advantages, **(values | changes))

@@ -4,7 +4,7 @@ docs/algorithms.md: `python -m openrlhf.config.algorithms`."""
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from openrlhf.algorithms.traits import POLICY_LOSSES
+from openrlhf.algorithms.policy_losses import POLICY_LOSSES
 from openrlhf.config.choices import (
     EstimatorName,
     ISCorrectionType,
@@ -45,7 +45,7 @@ class Algorithm:
     def settings(self) -> dict[str, Any]:
         """The choices as values of flags, by key."""
         low, high = self.clip
-        is_usual_mean = self.aggregation == POLICY_LOSSES[self.policy_loss].aggregation
+        is_usual_mean = self.aggregation == POLICY_LOSSES[self.policy_loss].aggregation()
         settings: dict[str, Any] = {
             "algo.advantage.estimator": self.advantage,
             "actor.policy_loss_type": self.policy_loss,

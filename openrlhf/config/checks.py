@@ -142,7 +142,7 @@ IMAGES_UNREAD = Unread(
 def unread(config: Any, explicit: Explicit, table: tuple[Unread, ...]) -> Iterator[Problem]:
     values, defaults = values_of(config), values_of(type(config)())
     for key, source in explicit.items():
-        if source.shared or values[key] == defaults[key]:
+        if key not in defaults or source.shared or values[key] == defaults[key]:
             continue
         for row in table:
             if row.covers(key) and row.when(config):

@@ -2,38 +2,57 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
-from openrlhf.algorithms import traits
+from openrlhf.algorithms.advantages import ESTIMATORS
+from openrlhf.algorithms.corrections import CORRECTIONS
+from openrlhf.algorithms.policy_losses import POLICY_LOSSES
+from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
+from openrlhf.algorithms.registry import Registry
+from openrlhf.algorithms.traits import AGGREGATIONS, KL_ESTIMATORS
+from openrlhf.ranges import Range
+
+
+class HasSummary(Protocol):
+    @property
+    def summary(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneOf:
     """The names of a table, whose rows say what they stand for."""
 
-    rows: Mapping[str, traits.Choice]
+    rows: Mapping[str, HasSummary]
 
     def __contains__(self, name: str) -> bool:
         return name in self.rows
 
     def __str__(self) -> str:
-        return f"one of {', '.join(self.rows)}"
+        return f"one of {', '.join(self.names)}{self.others and f', or {self.others}'}"
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.rows, *(self.rows.registered if isinstance(self.rows, Registry) else ())]
+
+    @property
+    def others(self) -> str:
+        return "package.module:NAME, or folder/file.py:NAME" if isinstance(self.rows, Registry) else ""
 
     @property
     def values(self) -> str:
-        return "{" + ",".join(self.rows) + "}"
+        return "{" + ",".join(self.names) + "}" + (" | FILE.py:NAME" if self.others else "")
 
     @property
     def summary(self) -> str:
-        return " ".join(f"{name}: {row.summary}." for name, row in self.rows.items())
+        return " ".join(f"{name}: {row.summary.removesuffix('.')}." for name, row in self.rows.items())
 
 
-EstimatorName = Annotated[str, OneOf(traits.ESTIMATORS)]
-KLEstimator = Annotated[str, OneOf(traits.KL_ESTIMATORS)]
-PolicyLossType = Annotated[str, OneOf(traits.POLICY_LOSSES)]
-LossAggregation = Annotated[str, OneOf(traits.AGGREGATIONS)]
-ISCorrectionType = Annotated[str, OneOf(traits.CORRECTIONS)]
-ProximalPolicyName = Annotated[str, OneOf(traits.PROXIMAL_POLICIES)]
+EstimatorName = Annotated[str, OneOf(ESTIMATORS)]
+KLEstimator = Annotated[str, OneOf(KL_ESTIMATORS)]
+PolicyLossType = Annotated[str, OneOf(POLICY_LOSSES)]
+LossAggregation = Annotated[str, OneOf(AGGREGATIONS)]
+ISCorrectionType = Annotated[str, OneOf(CORRECTIONS)]
+ProximalPolicyName = Annotated[str, OneOf(PROXIMAL_POLICIES)]
 OptimizerName = Literal["adam", "muon"]
 ParamDtype = Literal["bf16", "fp16", "fp32"]
 SequenceParallelMode = Literal["auto", "allgather", "ring", "ulysses"]
@@ -72,33 +91,6 @@ LR_SCHEDULERS = (
     "warmup_stable_decay",
 )
 """Names that `transformers.get_scheduler` knows and for which flags say all that they need."""
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Bounds of a number; `above` and `below` exclude the bound itself."""
-
-    at_least: float | None = None
-    at_most: float | None = None
-    above: float | None = None
-    below: float | None = None
-
-    def __contains__(self, number: float) -> bool:
-        return (
-            (self.at_least is None or number >= self.at_least)
-            and (self.at_most is None or number <= self.at_most)
-            and (self.above is None or number > self.above)
-            and (self.below is None or number < self.below)
-        )
-
-    def __str__(self) -> str:
-        words = {
-            "at least": self.at_least,
-            "more than": self.above,
-            "at most": self.at_most,
-            "less than": self.below,
-        }
-        return " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
 
 
 Count = Annotated[int, Range(at_least=1)]

@@ -70,6 +70,8 @@ class Command(Generic[ConfigT]):
     """Lists what is wrong between flags. Fatal problems do not depend on values that `resolve` may choose."""
     placed: Callable[[ConfigT, Explicit], list[Problem]] = lambda config, explicit: []
     """Lists what is wrong with the placement, given the values that `resolve` chose."""
+    selected: Callable[[ConfigT], Mapping[str, type]] = lambda config: {}
+    """Flag -> the class that it selects, whose fields are options."""
     not_yet: Mapping[str, NotYet] = field(default_factory=dict)
     """By flag. `--help` and docs/flags.md say so too."""
     variables: Mapping[str, str] = field(default_factory=dict)

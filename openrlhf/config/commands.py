@@ -87,6 +87,7 @@ PPO = Command(
     not_yet=NOT_YET,
     problems=ppo_problems,
     placed=ppo_placement_problems,
+    selected=lambda config: config.selected,
     variables={
         "rollout.max_concurrent_episodes": "OPENRLHF_ASYNC_NUM_TASKS",
         "train.async_queue_size": "OPENRLHF_ASYNC_QUEUE_SIZE",

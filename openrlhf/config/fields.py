@@ -65,12 +65,23 @@ def fields_of(config_type: type) -> Mapping[str, Field]:
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """key -> value, for every flag."""
-    return {key: _get(config, key) for key in fields_of(type(config))}
+    """key -> value, for every flag, and for the options in a mapping."""
+    values: dict[str, Any] = {}
+    for name in (field.name for field in fields(config)):
+        value = getattr(config, name)
+        if is_dataclass(value):
+            values |= {f"{name}.{key}": inner for key, inner in values_of(value).items()}
+        elif isinstance(value, Mapping):
+            values |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            values[name] = value
+    return values
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     """The configuration with these values, by key, in place of its own."""
+    if isinstance(config, Mapping):
+        return {**config, **values}
     here = {key: value for key, value in values.items() if "." not in key}
     for section in dict.fromkeys(key.partition(".")[0] for key in values if "." in key):
         inner = {
@@ -189,14 +200,8 @@ def _walk(config_type: type, prefix: str) -> Iterator[Field]:
         type_ = hints[field.name]
         if is_dataclass(type_):
             yield from _walk(type_, f"{prefix}{field.name}.")
-        else:
+        elif get_origin(type_) is not Mapping:  # whose keys are options, see options.py
             yield Field(key=prefix + field.name, type=type_, owner=config_type)
-
-
-def _get(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
 
 
 @cache

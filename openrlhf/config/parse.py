@@ -17,6 +17,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from openrlhf.config.command import SECRETS, Command, Explicit, Problem, Source
 from openrlhf.config.fields import Field, convert, fields_of, to_words, values_of, with_values
 from openrlhf.config.old_flags import OldFlag, Words
+from openrlhf.config.options import PREFIX, option_defaults, option_fields
 from openrlhf.config.reference import help_text
 
 ConfigT = TypeVar("ConfigT")
@@ -56,6 +57,10 @@ def parse(
     hints += _say_who_wins(variables, chosen)
     values, bad = _convert(chosen, fields_of(command.config_type))
     config = with_values(command.config_type(), values)
+    selected = command.selected(config)
+    options, wrong = _read_options(chosen, selected, bad)
+    values, bad = values | options, bad | wrong
+    config = with_values(config, option_defaults(selected) | options)
     if line.help is not None:
         _show_help(command, config, line.help)
     explicit = {key: setting.source for key, setting in chosen.items()}
@@ -301,7 +306,7 @@ def _say_who_wins(variables: Sequence[_Setting], chosen: Mapping[str, _Setting])
 
 
 def _read_files(files: Sequence[str], config_type: type) -> tuple[list[_Setting], list[str]]:
-    sections = {key.rpartition(".")[0] for key in fields_of(config_type)} - {""}
+    sections = {key.rpartition(".")[0] for key in fields_of(config_type)} - {""} | {PREFIX.rstrip(".")}
     sections |= {section.rpartition(".")[0] for section in sections} - {""}
     settings, problems = [], []
     for file in files:
@@ -368,6 +373,7 @@ def _translate(
     """What was said -> what is set (the last word on each flag), old spellings with their names of today,
     hints on those that mean something else or nothing, problems."""
     fields = fields_of(command.config_type)
+    has_options = bool(command.selected(command.config_type()))
     said = {setting.name: setting.words for setting in settings}
     chosen: dict[str, _Setting] = {}
     renamed: dict[str, str] = {}
@@ -383,7 +389,7 @@ def _translate(
 
     for setting in settings:
         old = command.old_flags.get(setting.name)
-        if setting.name in fields:
+        if setting.name in fields or (has_options and setting.name.startswith(PREFIX)):
             choose(setting.name, setting)
         elif old is not None:
             new, text = _translate_old(setting, old, said)
@@ -456,6 +462,8 @@ def _convert(
     values: dict[str, Any] = {}
     bad: dict[str, str] = {}
     for key, setting in chosen.items():
+        if key not in fields:  # an option, see _read_options
+            continue
         try:
             values[key] = convert(setting.words, fields[key].type)
         except ValueError as error:
@@ -464,12 +472,33 @@ def _convert(
     return values, bad
 
 
+def _read_options(
+    chosen: Mapping[str, _Setting], selected: Mapping[str, type], bad: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values of options, and for those that cannot be, what is wrong. `selected`: flag -> class; `bad`: flags
+    whose words cannot be, so that nobody knows the options of what they select."""
+    said = {key: setting for key, setting in chosen.items() if key.startswith(PREFIX)}
+    try:
+        fields = option_fields(selected)
+    except ValueError as error:
+        return {}, {PREFIX: str(error)}
+    known = {key: setting for key, setting in said.items() if key in fields}
+    values, wrong = _convert(known, fields)
+    if not bad.keys() & selected.keys():
+        there = ", ".join(f"{field.name} (of {field.owner.__name__})" for field in fields.values())
+        for key in said.keys() - known.keys():
+            wrong[key] = f"{said[key].shown}: no class that the flags select has this option; " + (
+                f"there are {there}" if there else "they have none"
+            )
+    return values, wrong
+
+
 def _said_by(problem: Problem, config: Any, explicit: Explicit) -> str:
     """`--flag value: what is wrong`, with the file where it stands."""
     value, source = values_of(config)[problem.key], explicit.get(problem.key, Source())
     silent = value is None or value is True or value == "" or problem.key in SECRETS
     words = "" if silent else " " + _show(*to_words(value))
-    if words and problem.key not in explicit and value == values_of(type(config)())[problem.key]:
+    if words and problem.key not in explicit and value == values_of(type(config)()).get(problem.key):
         words += " (default)"
     place = f"{source.file}: " if source.file else ""
     return f"{place}--{problem.key}{words}: {problem.text}"

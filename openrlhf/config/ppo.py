@@ -1,10 +1,15 @@
 """Everything that `train_ppo_ray` can be told."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from openrlhf.algorithms.traits import ESTIMATORS, PROXIMAL_POLICIES, Estimator, ProximalPolicy
+from openrlhf.algorithms.advantages import ESTIMATORS, AdvantageEstimator
+from openrlhf.algorithms.corrections import CORRECTIONS, Correction
+from openrlhf.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
+from openrlhf.algorithms.proximal import PROXIMAL_POLICIES, ProximalPolicy
+from openrlhf.algorithms.registry import Selectable
 from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import (
     BadRows,
@@ -86,6 +91,10 @@ class ActorConfig(OptimConfig):
     """The reentrant variant of gradient checkpointing."""
     freeze_visual_encoder: bool = False
     """Vision-language models: train the language part only."""
+
+    @property
+    def loss(self) -> type[PolicyLoss]:
+        return POLICY_LOSSES[self.policy_loss_type]
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -494,12 +503,17 @@ class AdvantageConfig:
     one."""
 
     @property
-    def proximal(self) -> ProximalPolicy:
+    def proximal(self) -> type[ProximalPolicy]:
         return PROXIMAL_POLICIES[self.proximal_policy]
 
     @property
-    def traits(self) -> Estimator:
+    def traits(self) -> type[AdvantageEstimator]:
         return ESTIMATORS[self.estimator]
+
+    @property
+    def correction(self) -> type[Correction] | None:
+        """None where nothing is corrected."""
+        return CORRECTIONS[self.is_correction_type] if self.is_correction_enable else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -520,10 +534,12 @@ class KLConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlgoConfig:
-    """The algorithm."""
+    """The algorithm. `--algo.options.NAME VALUE` sets an option of an estimator, a loss, a correction or a
+    proximal policy of yours: a field of its class."""
 
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: KLConfig = field(default_factory=KLConfig)
+    options: Mapping[str, Any] = field(default_factory=dict)
     dynamic_filtering_enable: bool = False
     """Drop groups whose mean score is outside dynamic_filtering_range, and sample others in their place
     (DAPO)."""
@@ -545,6 +561,9 @@ class AlgoConfig:
     """Mixtures of experts: in training every token goes to the experts that it went to when it was sampled
     (rollout routing replay), so that the gap between the sampler's probabilities and the trainer's is no
     matter of which expert a rounding chose. Needs vllm.enable_prefix_caching."""
+
+    def build_estimator(self) -> AdvantageEstimator:
+        return self.advantage.traits.of(self.options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -611,6 +630,18 @@ class PPOConfig:
     def critic_output_dir(self) -> str:
         """Where critic.save_value_network writes the critic."""
         return f"{self.ckpt.output_dir}_critic"
+
+    @property
+    def selected(self) -> dict[str, type[Selectable]]:
+        """Maps flags to the classes that they select."""
+        advantage = self.algo.advantage
+        classes: dict[str, type[Selectable] | None] = {
+            "algo.advantage.estimator": advantage.traits,
+            "actor.policy_loss_type": self.actor.loss,
+            "algo.advantage.is_correction_type": advantage.correction,
+            "algo.advantage.proximal_policy": advantage.proximal,
+        }
+        return {flag: chosen for flag, chosen in classes.items() if chosen}
 
     @property
     def uses_critic(self) -> bool:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from itertools import product
 from urllib.parse import urlsplit
 
-from openrlhf.algorithms.traits import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+from openrlhf.algorithms.advantages import ESTIMATORS
+from openrlhf.algorithms.traits import KL_ESTIMATORS
 from openrlhf.config.checks import (
     COMMON_UNREAD,
     IMAGES_UNREAD,
@@ -152,10 +153,7 @@ PPO_UNREAD = (
     ),
     Unread(
         keys=("algo.advantage.is_correction_sequence_threshold",),
-        when=lambda c: (
-            not c.algo.advantage.is_correction_enable
-            or not CORRECTIONS[c.algo.advantage.is_correction_type].drops_sequences
-        ),
+        when=lambda c: c.algo.advantage.correction is None or not c.algo.advantage.correction.drops_sequences,
         why="only algo.advantage.is_correction_type seq-mask-tis drops sequences",
     ),
     Unread(
@@ -440,8 +438,8 @@ def _kl(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
 def _policy_loss(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     actor = config.actor
     name = actor.policy_loss_type
-    loss = POLICY_LOSSES[name]
-    if loss.ratio == "sequence" and actor.loss_aggregation not in (None, loss.aggregation):
+    loss = actor.loss
+    if loss.ratio == "sequence" and actor.loss_aggregation not in (None, loss.aggregation()):
         yield Problem(
             "actor.loss_aggregation",
             f"{name} compares sequences, which count alike however long they are; leave it at None",

@@ -3,20 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Self
+from math import nan
 
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.advantages import (
-    COMPARISONS,
-    discounted_returns,
-    explained_variance,
-    gae,
-    group_std,
-    token_rewards,
-    without_peers,
-)
+from openrlhf.algorithms.advantages.base import AdvantageEstimator, StepView
+from openrlhf.algorithms.advantages.groups import group_std, without_peers
+from openrlhf.algorithms.advantages.returns import explained_variance, token_rewards
 from openrlhf.algorithms.kl import approx_kl
 from openrlhf.algorithms.mismatch import mismatch_metrics
 from openrlhf.algorithms.reductions import mean, whiten
@@ -38,6 +32,7 @@ def assign_credit(
     outputs: ForwardOutputs,
     trajectories: Sequence[Trajectory],
     *,
+    estimator: AdvantageEstimator,
     algo: AlgoConfig,
     reward: RewardConfig,
     kl_coef: float,
@@ -48,8 +43,8 @@ def assign_credit(
     are not among them, so groups differ in size; a sample alone in its group is compared with nothing and
     earns 0.
 
-    penalties -> group shaping -> clip -> KL and teacher on every action -> returns or GAE -> whitening over
-    all actions
+    penalties -> the estimator's `shape` -> clip -> KL and teacher on every action -> its `advantages` ->
+    whitening over all actions
 
     Where turns are known to have earned a part of their episode's reward, and the estimator looks ahead, that
     part is earned there and the rest at the end.
@@ -58,13 +53,10 @@ def assign_credit(
     `teacher_coef` is the weight of log p_teacher - log p as a reward, where there is a teacher: on-policy
     distillation, minus a sample of KL(policy || teacher). https://arxiv.org/abs/2306.13649
     """
-    estimator, compare = algo.advantage.traits, COMPARISONS.get(algo.advantage.estimator)
-    counts, episodes = torch.from_numpy(batch.num_actions), Episodes.of_parts(trajectories)
-    rewards = _penalised_rewards(episodes, reward, max_new_tokens)
-    shaped = compare(rewards, episodes.group_ids) if compare else rewards
-    clipped = clip(shaped, *reward.clip_range)[episodes.of]
-    log_probs, ref_log_probs = tensor_of(outputs.log_probs), tensor_of(outputs.ref_log_probs)
-    values = tensor_of(outputs.values)
+    step = step_view(batch, outputs, trajectories, algo=algo, reward=reward, max_new_tokens=max_new_tokens)
+    counts, log_probs, ref_log_probs = step.counts, step.log_probs, step.ref_log_probs
+    shaped = estimator.shape(step).to(step.rewards.dtype)
+    clipped = clip(shaped, *reward.clip_range)[step.episodes]
     zeros = torch.zeros(int(counts.sum()))
     kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
     to_teacher = _difference(log_probs, tensor_of(outputs.teacher_log_probs), torch.sub)
@@ -78,12 +70,12 @@ def assign_credit(
         per_action = per_action + earned
     if to_teacher is not None:
         per_action = per_action - teacher_coef * to_teacher
-    advantages, returns = _advantages(per_action, values, counts, algo)
+    advantages, returns = (x.to(per_action.dtype) for x in estimator.advantages(per_action, step))
     if estimator.whiten:
         advantages = whiten(advantages, scale=not algo.advantage.no_std_norm)
 
     credit = Credit(advantages=advantages.numpy(), returns=returns.numpy())
-    metrics = _reward_metrics(rewards, episodes.group_ids) | {
+    metrics = _reward_metrics(step.rewards, step.group_ids) | {
         "reward/return_mean": _total(per_action) / len(counts),
         "advantage/mean": _total(advantages) / max(1, len(advantages)),
         "advantage/std": float(mean((advantages - mean(advantages)) ** 2).sqrt()),
@@ -92,7 +84,7 @@ def assign_credit(
     if to_teacher is not None:
         metrics["teacher/kl_mean"] = float(mean(to_teacher))
     if estimator.needs_critic:
-        metrics["critic/explained_variance"] = explained_variance(present(values), returns)
+        metrics["critic/explained_variance"] = explained_variance(present(step.values), returns)
     if outputs.log_probs is not None:
         metrics |= log_prob_metrics(batch.credited(outputs, credit), algo.kl.estimator)
     return CreditResult(credit=credit, metrics=metrics)
@@ -125,50 +117,67 @@ def log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
     return metrics
 
 
-class Episodes(NamedTuple):
-    """The E episodes that trajectories are parts of. A reward is an episode's."""
+def step_view(
+    batch: Batch,
+    outputs: ForwardOutputs,
+    trajectories: Sequence[Trajectory],
+    *,
+    algo: AlgoConfig,
+    reward: RewardConfig,
+    max_new_tokens: int,
+) -> StepView:
+    """Returns the same samples as an estimator sees them: a reward is an episode's, of which a trajectory is
+    all or a part."""
+    numbers: dict[tuple, int] = {}
+    parts = torch.tensor([numbers.setdefault(t.sample, len(numbers)) for t in trajectories])
+    last = list({t.sample: t for t in trajectories}.values())
+    groups: dict[tuple[int, int], int] = {}
+    counts = torch.from_numpy(batch.num_actions)
+    turns = torch.tensor([max(1, len(t.turn_starts)) for t in trajectories])
+    lengths = counts.new_zeros(len(last)).index_add(0, parts, counts)
+    truncated = torch.tensor([t.truncated for t in last])
+    names = {name for t in last for name in t.extra_logs} | {"score"}
+    values_of = [t.extra_logs | {"score": nan if t.score is None else t.score} for t in last]
+    return StepView(
+        rewards=_penalised(
+            torch.tensor([present(t.reward) for t in last], dtype=torch.float32),
+            lengths,
+            truncated,
+            reward,
+            max_new_tokens,
+        ),
+        group_ids=torch.tensor([groups.setdefault(t.group, len(groups)) for t in last]),
+        named_rewards={
+            name: torch.tensor([values.get(name, nan) for values in values_of]) for name in sorted(names)
+        },
+        lengths=lengths,
+        turns=turns.new_zeros(len(last)).index_add(0, parts, turns),
+        truncated=truncated,
+        episodes=parts,
+        counts=counts,
+        log_probs=tensor_of(outputs.log_probs),
+        rollout_log_probs=torch.from_numpy(batch.rollout_log_probs),
+        ref_log_probs=tensor_of(outputs.ref_log_probs),
+        values=tensor_of(outputs.values),
+        gamma=algo.advantage.gamma,
+        lambd=algo.advantage.lambd,
+    )
 
-    of: Tensor
-    """(B,) the episode of each trajectory."""
-    group_ids: Tensor
-    """(E,) equal for the samples of one prompt."""
-    rewards: Tensor
-    """(E,) float32"""
-    num_actions: Tensor
-    """(E,)"""
-    truncated: Tensor
-    """(E,) bool"""
 
-    @classmethod
-    def of_parts(cls, trajectories: Sequence[Trajectory]) -> Self:
-        numbers: dict[tuple, int] = {}
-        of = [numbers.setdefault(t.sample, len(numbers)) for t in trajectories]
-        last = dict(zip(of, trajectories, strict=True)).values()
-        groups: dict[tuple[int, int], int] = {}
-        counts = torch.tensor([t.num_actions for t in trajectories])
-        index = torch.tensor(of)
-        return cls(
-            of=index,
-            group_ids=torch.tensor([groups.setdefault(t.group, len(groups)) for t in last]),
-            rewards=torch.tensor([present(t.reward) for t in last], dtype=torch.float32),
-            num_actions=counts.new_zeros(len(last)).index_add(0, index, counts),
-            truncated=torch.tensor([t.truncated for t in last]),
-        )
-
-
-def _penalised_rewards(episodes: Episodes, reward: RewardConfig, max_new_tokens: int) -> Tensor:
-    """(E,)"""
-    rewards = episodes.rewards
+def _penalised(
+    rewards: Tensor, lengths: Tensor, truncated: Tensor, reward: RewardConfig, max_new_tokens: int
+) -> Tensor:
+    """(E,) -> (E,)"""
     if reward.overlong_buffer_len is not None:
         rewards = overlong_penalty(
             rewards,
-            episodes.num_actions,
+            lengths,
             max_new_tokens=max_new_tokens,
             buffer_len=reward.overlong_buffer_len,
             factor=reward.overlong_penalty_factor,
         )
     if reward.stop_properly_penalty_coef is not None:
-        rewards = stop_properly_penalty(rewards, episodes.truncated, coef=reward.stop_properly_penalty_coef)
+        rewards = stop_properly_penalty(rewards, truncated, coef=reward.stop_properly_penalty_coef)
     return rewards
 
 
@@ -184,17 +193,6 @@ def _difference(
 ) -> Tensor | None:
     """(A,) None where one of the two is not known."""
     return None if log_probs is None or others is None else measure(log_probs, others)
-
-
-def _advantages(
-    per_action: Tensor, values: Tensor | None, counts: Tensor, algo: AlgoConfig
-) -> tuple[Tensor, Tensor]:
-    """(A,) -> advantages and returns, both (A,)."""
-    advantage, estimator = algo.advantage, algo.advantage.traits
-    if estimator.needs_critic:
-        return gae(per_action, present(values), counts, advantage.gamma, advantage.lambd)
-    returns = discounted_returns(per_action, counts, advantage.gamma if estimator.discounts else 1.0)
-    return returns, returns
 
 
 def _reward_metrics(rewards: Tensor, group_ids: Tensor) -> Metrics:

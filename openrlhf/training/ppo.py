@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+from openrlhf.algorithms.advantages.base import AdvantageEstimator
 from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.mismatch import check_mismatch
 from openrlhf.backends.base import ModelRanks, Pending, Rollout, TrainableRanks
@@ -59,15 +60,19 @@ class PPOTrainer(Generic[PolicyT]):
     eval_sources: list[str] = field(default_factory=list, init=False)
     """Of the prompts that were evaluated last."""
     collector: Collector = field(init=False)
+    estimator: AdvantageEstimator = field(init=False)
 
     def __post_init__(self, prompts: PromptSampler, restored: dict | None) -> None:
         self.collector = Collector(self.config, prompts, self.rollout, self.on_group)
+        self.estimator = self.config.algo.build_estimator()
         if restored is not None:
             check_version(restored)
             self.step, self.best_metric = restored["step"], restored["best_metric"]
             self.optimizer_steps = restored.get("optimizer_steps", 0)
             self.collector.load_state_dict(restored["collector"])
             self.kl = replace(self.kl, coef=restored["kl_coef"])
+            if state := restored.get("estimator"):  # older checkpoints have none
+                self.estimator.load_state_dict(state)
 
     def fit(self) -> None:
         """Generate, compute log-probs, assign credit, update, sync, evaluate, log, save."""
@@ -146,6 +151,7 @@ class PPOTrainer(Generic[PolicyT]):
             batch,
             outputs,
             finished,
+            estimator=self.estimator,
             algo=self.config.algo,
             reward=self.config.reward,
             kl_coef=self.kl.coef,
@@ -267,6 +273,7 @@ class PPOTrainer(Generic[PolicyT]):
             "optimizer_steps": self.optimizer_steps,
             "collector": self.collector.state_dict(),
             "kl_coef": self.kl.coef,
+            "estimator": self.estimator.state_dict(),
             "best_metric": self.best_metric,
         }
 

@@ -11,7 +11,13 @@ from openrlhf.rewards.function import check_reward_file
 
 ROOT = Path(__file__).parents[2]
 DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
-SOURCES = ("openrlhf", "docs/algorithms.md", "tests/unit/test_traits.py", "tests/unit/test_algorithms.py")
+SOURCES = (
+    "openrlhf",
+    "docs/algorithms.md",
+    "tests/unit/test_traits.py",
+    "tests/unit/test_algorithms.py",
+    "tests/records.py",
+)
 
 
 def files_of(diff: str) -> list[str]:
@@ -24,10 +30,11 @@ def apply(diff: str, folder: Path) -> None:
     subprocess.run(["git", "apply"], input=diff, text=True, cwd=folder, env=environment, check=True)
 
 
-def test_an_estimator_and_a_loss_are_a_row_and_a_function() -> None:
+def test_an_estimator_and_a_loss_are_one_new_file() -> None:
     changed = [[name for name in files_of(diff) if name.startswith("openrlhf/")] for diff in DIFFS]
-    functions = "openrlhf/algorithms/advantages.py", "openrlhf/algorithms/policy_loss.py"
-    assert changed == [*([name, "openrlhf/algorithms/traits.py"] for name in functions), [], []]
+    new = "openrlhf/algorithms/advantages/group_mad.py", "openrlhf/algorithms/policy_losses/spo.py"
+    assert changed == [*([name] for name in new), [], []]
+    assert all(f"--- /dev/null\n+++ b/{name}" in diff for name, diff in zip(new, DIFFS, strict=False))
 
 
 def test_what_they_add_works(tmp_path: Path) -> None:
@@ -43,7 +50,7 @@ def test_what_they_add_works(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{tmp_path}/tests"},
         capture_output=True,
         text=True,
     )

@@ -38,11 +38,13 @@ def emitted() -> set[str]:
     everything = finished + [sample(outcome) for outcome in Outcome if outcome is not Outcome.OK]
     batch = Batch.of(finished, version=0)
     ones = np.ones(batch.num_actions.sum(), np.float32)
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator="gae"))
     credit = assign_credit(
         batch,
         ForwardOutputs(log_probs=-ones, ref_log_probs=-ones, teacher_log_probs=-ones, values=ones),
         finished,
-        algo=AlgoConfig(advantage=AdvantageConfig(estimator="gae")),
+        estimator=algo.build_estimator(),
+        algo=algo,
         reward=RewardConfig(),
         kl_coef=0.1,
         max_new_tokens=8,

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.algorithms import traits
+from openrlhf.algorithms.advantages import ESTIMATORS
+from openrlhf.algorithms.corrections import CORRECTIONS
+from openrlhf.algorithms.policy_losses import POLICY_LOSSES
+from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
+from openrlhf.algorithms.traits import AGGREGATIONS, KL_ESTIMATORS
 from openrlhf.config.algorithms import ALGORITHMS, table
 from openrlhf.config.commands import PPO
 from openrlhf.config.fields import values_of
@@ -35,7 +39,7 @@ def test_its_flags_select_its_choices(algorithm):
     values = values_of(config)
     assert {key: values[key] for key in algorithm.settings} == algorithm.settings
     objective = ActorObjective.from_config(config, kl_coef=config.algo.kl.init_coef)
-    mean = objective.aggregation or traits.POLICY_LOSSES[objective.loss_type].aggregation
+    mean = objective.aggregation or POLICY_LOSSES[objective.loss_type].aggregation()
     assert mean == algorithm.aggregation
     assert (objective.clip_low, objective.clip_high) == algorithm.clip
     assert objective.correction == algorithm.correction
@@ -52,10 +56,10 @@ def test_the_page_shows_the_table():
 
 
 def test_the_page_has_every_name():
-    tables = traits.ESTIMATORS, traits.POLICY_LOSSES, traits.AGGREGATIONS, traits.CORRECTIONS
+    tables = ESTIMATORS, POLICY_LOSSES, AGGREGATIONS, CORRECTIONS, PROXIMAL_POLICIES
     text = PAGE.read_text()
     assert not [name for table in tables for name in table if f"`{name}`" not in text]
-    assert not [name for name in traits.KL_ESTIMATORS if f"{name} = " not in text]
+    assert not [name for name in KL_ESTIMATORS if f"{name} = " not in text]
 
 
 def test_it_prints_the_table_without_loading_torch():

@@ -2,50 +2,59 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from openrlhf.algorithms.corrections import CORRECTIONS, PROXIMAL_POLICIES, staleness_weights
-from openrlhf.algorithms.policy_loss import token_log_ratio
+from openrlhf.algorithms.corrections import CORRECTIONS
+from openrlhf.algorithms.corrections.base import Bounds, SamplerGap
+from openrlhf.algorithms.log_ratio import token_log_ratio
+from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
+from openrlhf.algorithms.staleness import staleness_weights
 
 COUNTS = torch.tensor([2, 3])
 RATIO = torch.tensor([0.25, 1.0, 4.0, 8.0, 2.0])  # geometric means 0.5 and 4
 
 
+def correct(
+    name: str, log_ratio: Tensor, counts: Tensor, *bounds: float, of_sequences: Bounds | None = None
+) -> Tensor:
+    gap = SamplerGap(log_ratio=log_ratio, counts=counts, bounds=bounds, sequence_bounds=of_sequences)
+    return CORRECTIONS[name]()(gap)
+
+
 def test_tis_clamps():
-    assert CORRECTIONS["tis"](RATIO.log(), COUNTS, 0.5, 5.0).tolist() == pytest.approx([0.5, 1, 4, 5, 2])
+    assert correct("tis", RATIO.log(), COUNTS, 0.5, 5.0).tolist() == pytest.approx([0.5, 1, 4, 5, 2])
 
 
 def test_icepop_drops_tokens():
-    assert CORRECTIONS["icepop"](RATIO.log(), COUNTS, 0.5, 5.0).tolist() == pytest.approx([0, 1, 4, 0, 2])
+    assert correct("icepop", RATIO.log(), COUNTS, 0.5, 5.0).tolist() == pytest.approx([0, 1, 4, 0, 2])
 
 
 def test_seq_mask_tis_drops_sequences_and_clamps_the_rest():
-    correct = CORRECTIONS["seq-mask-tis"]
-    assert correct(RATIO.log(), COUNTS, 0.6, 5.0).tolist() == pytest.approx([0, 0, 4, 5, 2])
-    assert correct(RATIO.log(), COUNTS, 0.4, 3.0).tolist() == pytest.approx([0.4, 1, 0, 0, 0])
+    assert correct("seq-mask-tis", RATIO.log(), COUNTS, 0.6, 5.0).tolist() == pytest.approx([0, 0, 4, 5, 2])
+    assert correct("seq-mask-tis", RATIO.log(), COUNTS, 0.4, 3.0).tolist() == pytest.approx([0.4, 1, 0, 0, 0])
 
 
 def test_sequences_have_bounds_of_their_own():
     """Ratios 1.2, 1.2 and 0.9, 1.1: geometric means 1.2 and 0.995."""
     ratio, counts = torch.tensor([1.2, 1.2, 0.9, 1.1]), torch.tensor([2, 2])
-    correct = CORRECTIONS["seq-mask-tis"]
-    assert correct(ratio.log(), counts, 0.95, 1.05, (0.99, 1.01)).tolist() == pytest.approx(
-        [0, 0, 0.95, 1.05]
-    )
-    assert correct(ratio.log(), counts, 0.95, 1.3).tolist() == pytest.approx([1.2, 1.2, 0.95, 1.1])
+    own = correct("seq-mask-tis", ratio.log(), counts, 0.95, 1.05, of_sequences=(0.99, 1.01))
+    assert own.tolist() == pytest.approx([0, 0, 0.95, 1.05])
+    shared = correct("seq-mask-tis", ratio.log(), counts, 0.95, 1.3)
+    assert shared.tolist() == pytest.approx([1.2, 1.2, 0.95, 1.1])
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_weights_are_finite_however_far_the_sampler_is(name):
     log_probs, rollout = torch.tensor([0.0, -900, 0, -1, -1]), torch.tensor([-900.0, 0, -torch.inf, -1, -1])
-    weights = CORRECTIONS[name](token_log_ratio(log_probs, rollout, COUNTS), COUNTS, 0.5, 5.0)
+    weights = correct(name, token_log_ratio(log_probs, rollout, COUNTS), COUNTS, 0.5, 5.0)
     assert weights.isfinite().all()
     assert weights.max() <= 5
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_a_faithful_sampler_changes_nothing(name):
-    assert CORRECTIONS[name](torch.zeros(5), COUNTS, 0.5, 5.0).tolist() == [1] * 5
-    assert CORRECTIONS[name](torch.zeros(0), torch.tensor([0]), 0.5, 5.0).tolist() == []
+    assert correct(name, torch.zeros(5), COUNTS, 0.5, 5.0).tolist() == [1] * 5
+    assert correct(name, torch.zeros(0), torch.tensor([0]), 0.5, 5.0).tolist() == []
 
 
 NOW, OLD, SAMPLER = torch.tensor([[-1.0] * 5, [-2.0] * 5, [-3.0] * 5])
@@ -53,7 +62,7 @@ STALENESS = torch.tensor([0, 1, 2, 4, 1], dtype=torch.int32)
 
 
 def test_proximal_policies_by_hand():
-    of = {name: proximal(NOW, OLD, SAMPLER, STALENESS) for name, proximal in PROXIMAL_POLICIES.items()}
+    of = {name: proximal()(NOW, OLD, SAMPLER, STALENESS) for name, proximal in PROXIMAL_POLICIES.items()}
     assert of["recomputed"].tolist() == OLD.tolist()
     assert of["rollout"].tolist() == SAMPLER.tolist()
     # 1 / s of the sampler's -3, the rest of the policy's -1; the sampler's up to staleness 1
@@ -63,7 +72,7 @@ def test_proximal_policies_by_hand():
 def test_proximal_policies_of_what_is_not_known():
     """A step of one update knows no older policy than its own, and where nothing is stale the sampler is the
     one that is interpolated to."""
-    of = {name: proximal(NOW, None, SAMPLER, None) for name, proximal in PROXIMAL_POLICIES.items()}
+    of = {name: proximal()(NOW, None, SAMPLER, None) for name, proximal in PROXIMAL_POLICIES.items()}
     assert of["recomputed"] is NOW and of["rollout"] is of["interpolated"] is SAMPLER
 
 
@@ -73,7 +82,7 @@ def test_the_interpolated_policy_is_between_the_two_and_contracts_the_ratio(valu
     four operations rounds numbers below 20 to float32."""
     log_probs, sampler = torch.tensor([v[:2] for v in values]).T
     staleness = torch.tensor([v[2] for v in values])
-    proximal = PROXIMAL_POLICIES["interpolated"](log_probs, None, sampler, staleness)
+    proximal = PROXIMAL_POLICIES["interpolated"]()(log_probs, None, sampler, staleness)
     error = 4 * 20 * 2**-24
     assert (torch.minimum(log_probs, sampler) - error <= proximal).all()
     assert (proximal <= torch.maximum(log_probs, sampler) + error).all()

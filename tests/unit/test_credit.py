@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.algorithms.traits import ESTIMATORS
+from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
 from openrlhf.training.credit import assign_credit
 from openrlhf.types import Batch, Credit, ForwardOutputs, Metrics, Trajectory
@@ -36,11 +36,13 @@ def assign(
         values=np.array([v for own in values for v in own], np.float32) if values else None,
     )
     kl = KLConfig(use_loss=algo.pop("use_loss", False), estimator=algo.pop("kl_estimator", "k1"))
+    config = AlgoConfig(advantage=AdvantageConfig(**algo), kl=kl)
     result = assign_credit(
         batch,
         scores,
         trajectories,
-        algo=AlgoConfig(advantage=AdvantageConfig(**algo), kl=kl),
+        estimator=config.build_estimator(),
+        algo=config,
         reward=reward or RewardConfig(),
         kl_coef=kl_coef,
         max_new_tokens=4,
@@ -318,11 +320,13 @@ def test_a_teacher_rewards_every_action(gamma, returns):
     """2 (log p_teacher - log p): 2 (-0.5 + 1) = 1 and 2 (-2 + 1) = -2; without discount the first action
     also earns what the second does."""
     log_probs, one = np.full(2, -1.0, np.float32), trajectory(0.0, 2)
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator="reinforce", gamma=gamma))
     result = assign_credit(
         Batch.of([one]),
         ForwardOutputs(log_probs=log_probs, teacher_log_probs=np.array([-0.5, -2.0], np.float32)),
         [one],
-        algo=AlgoConfig(advantage=AdvantageConfig(estimator="reinforce", gamma=gamma)),
+        estimator=algo.build_estimator(),
+        algo=algo,
         reward=RewardConfig(),
         kl_coef=0.0,
         max_new_tokens=4,

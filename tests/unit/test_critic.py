@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import trajectory
 
-from openrlhf.algorithms.advantages import explained_variance
+from openrlhf.algorithms.advantages.returns import explained_variance
 from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.models.self_check import transformers_attention
 from openrlhf.tasks.tiny_model import tiny_chat_model

@@ -2,17 +2,19 @@ import math
 
 import pytest
 import torch
+from records import row_view
 
-from openrlhf.algorithms.policy_loss import cispo_loss, clipped_loss, sequence_log_ratio, token_log_ratio
+from openrlhf.algorithms.log_ratio import sequence_log_ratio, token_log_ratio
+from openrlhf.algorithms.policy_losses.cispo import CISPO
+from openrlhf.algorithms.policy_losses.ppo import PPO
 
 COUNTS = torch.tensor([2, 0, 1])
 
 
 def clipped(ratio, advantages, **bounds):
     """PPO's surrogate, which does not look at the log-probs themselves."""
-    return clipped_loss(
-        torch.zeros(len(ratio)), torch.tensor(ratio).log(), torch.tensor(advantages), **bounds
-    )
+    log_ratio = torch.tensor(ratio).log()
+    return PPO()(row_view(torch.zeros(len(ratio)), log_ratio, torch.tensor(advantages), **bounds))
 
 
 def test_clipped_loss_by_hand():
@@ -33,7 +35,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
 
 def test_gradient_vanishes_where_clipped():
     log_probs = torch.tensor([math.log(1.5), math.log(1.5)], requires_grad=True)
-    loss, _, _ = clipped_loss(log_probs, log_probs, torch.tensor([1.0, -1.0]), clip_low=0.2, clip_high=0.2)
+    loss, _, _ = PPO()(row_view(log_probs, log_probs, torch.tensor([1.0, -1.0])))
     loss.sum().backward()
     # d(-ratio * A) / dlog_prob = -ratio * A
     assert log_probs.grad.tolist() == pytest.approx([0, 1.5])
@@ -43,9 +45,7 @@ def test_cispo_by_hand():
     log_probs = torch.tensor([-1.0, -2.0, -3.0, -4.0], requires_grad=True)
     ratio, advantages = torch.tensor([1.5, 0.5, 1.0, 1.5]), torch.tensor([1.0, 2.0, -1.0, -2.0])
     old_log_probs = log_probs.detach() - ratio.log()
-    loss, at_low, at_high = cispo_loss(
-        log_probs, log_probs - old_log_probs, advantages, clip_low=0.2, clip_high=0.3
-    )
+    loss, at_low, at_high = CISPO()(row_view(log_probs, log_probs - old_log_probs, advantages, clip_high=0.3))
     # weights 1.3, 0.8, 1, 1.3; the loss is -weight * A * log pi
     assert loss.tolist() == pytest.approx([1.3, 0.8 * 2 * 2, -3, -1.3 * 2 * 4])
     # the sign of the advantage does not matter
@@ -58,7 +58,7 @@ def test_cispo_by_hand():
 
 def test_cispo_without_a_lower_bound():
     log_ratio = torch.tensor([-20.0, math.log(3.0), 20.0])
-    loss, at_low, _ = cispo_loss(-torch.ones(3), log_ratio, torch.ones(3), clip_low=1.0, clip_high=4.0)
+    loss, at_low, _ = CISPO()(row_view(-torch.ones(3), log_ratio, torch.ones(3), clip_low=1.0, clip_high=4.0))
     assert loss.tolist() == pytest.approx([math.exp(-20), 3, 5])
     assert not at_low.any()
 

@@ -13,6 +13,7 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers_of_users import llama_2_style
 from transformers import PreTrainedTokenizerFast
 
+from openrlhf.config.ppo import AlgoConfig, RewardConfig
 from openrlhf.data.prompts import build_prompts
 from openrlhf.data.sources import Rows
 from openrlhf.models.scorer import check_reward_model, load_scorer
@@ -24,10 +25,10 @@ from openrlhf.rewards.models import (
     short_names,
 )
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
-from openrlhf.training.credit import Episodes
+from openrlhf.training.credit import step_view
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import evaluation_metrics
-from openrlhf.types import Image, Outcome, Prompt, Trajectory
+from openrlhf.types import Batch, ForwardOutputs, Image, Outcome, Prompt, Trajectory
 from openrlhf.utils import decode
 
 PROMPT, ANSWER = "<|user|>How many?<|end|><|assistant|>", "3 apples"
@@ -240,8 +241,9 @@ def test_an_episode_of_several_sequences_has_one_reward():
         parts, [np.array([2.0]), np.array([-1.0])], names=["rm"], weights=[2.0], has_function=False
     )
     assert [(t.reward, t.score) for t in scored] == [(4.5, 4.5), (4.5, 4.5), (-1.5, -1.5), (-1.5, -1.5)]
-    trained_on = Episodes.of_parts(scored).rewards.tolist()
-    assert trained_on == [4.5, -1.5]
+    options = {"algo": AlgoConfig(), "reward": RewardConfig(), "max_new_tokens": 8}
+    trained_on = step_view(Batch.of(scored), ForwardOutputs(log_probs=None), scored, **options)
+    assert trained_on.rewards.tolist() == trained_on.named_rewards["score"].tolist() == [4.5, -1.5]
     assert rollout_metrics(scored, 0)["rollout/reward_mean"] == 1.5
     assert rollout_metrics(scored, 0)["rollout/reward_model/rm"] == 0.5
     assert evaluation_metrics(scored)["eval/default_score_mean"] == 1.5

@@ -27,9 +27,11 @@ from records import batch_of, by_sequence, trajectory
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.kl import KLController
-from openrlhf.algorithms.traits import AGGREGATIONS, ESTIMATORS, POLICY_LOSSES
+from openrlhf.algorithms.policy_losses import POLICY_LOSSES
+from openrlhf.algorithms.traits import AGGREGATIONS
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
 from openrlhf.backends.distributed import ProcessMesh
@@ -631,6 +633,7 @@ def credit_of(
         batch,
         scores,
         trajectories,
+        estimator=algo.build_estimator(),
         algo=algo,
         reward=reward or RewardConfig(),
         kl_coef=kl_coef,

@@ -2,13 +2,21 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import row_view, step_view
 
-from openrlhf.algorithms import advantages, corrections, kl, policy_loss, reductions, traits
+from openrlhf.algorithms import kl, reductions, traits
+from openrlhf.algorithms.advantages import ESTIMATORS
+from openrlhf.algorithms.corrections import CORRECTIONS
+from openrlhf.algorithms.corrections.base import SamplerGap
+from openrlhf.algorithms.log_ratio import LOG_RATIOS
+from openrlhf.algorithms.policy_losses import POLICY_LOSSES
+from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
 from openrlhf.config.fields import convert, fields_of
 from openrlhf.config.ppo import PPOConfig
 
@@ -18,13 +26,9 @@ HELP = {key: field.help for key, field in fields_of(PPOConfig).items()}
 @pytest.mark.parametrize(
     ("rows", "functions"),
     [
-        ([name for name, row in traits.ESTIMATORS.items() if row.needs_group], advantages.COMPARISONS),
-        (traits.POLICY_LOSSES, policy_loss.SURROGATES),
-        ({row.ratio for row in traits.POLICY_LOSSES.values()}, policy_loss.LOG_RATIOS),
+        ({row.ratio for row in POLICY_LOSSES.values()}, LOG_RATIOS),
         (traits.AGGREGATIONS, reductions.AGGREGATIONS),
         (traits.KL_ESTIMATORS, kl.KL_ESTIMATORS),
-        (traits.CORRECTIONS, corrections.CORRECTIONS),
-        (traits.PROXIMAL_POLICIES, corrections.PROXIMAL_POLICIES),
     ],
 )
 def test_each_row_has_a_function(rows, functions):
@@ -35,25 +39,28 @@ def test_each_row_has_a_function(rows, functions):
 @given(
     data=st.lists(st.tuples(st.floats(-5, 5, width=32), st.integers(0, 3)), min_size=1, max_size=12),
     gifts=st.lists(st.integers(-8, 8), min_size=4, max_size=4),
-    name=st.sampled_from(list(advantages.COMPARISONS)),
+    name=st.sampled_from([name for name, kind in ESTIMATORS.items() if kind.needs_group]),
 )
 def test_what_a_whole_group_earns_teaches_nothing(data, gifts, name):
-    shape, groups = advantages.COMPARISONS[name], torch.tensor([g for _, g in data])
+    groups, shape = (
+        torch.tensor([g for _, g in data]),
+        lambda r: ESTIMATORS[name]().shape(step_view(r, groups)),
+    )
     rewards = torch.tensor([r for r, _ in data], dtype=torch.float64).round()  # where float64 is exact
-    torch.testing.assert_close(shape(rewards + torch.tensor(gifts)[groups], groups), shape(rewards, groups))
+    torch.testing.assert_close(shape(rewards + torch.tensor(gifts)[groups]), shape(rewards))
 
 
-@pytest.mark.parametrize("name", traits.POLICY_LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_the_dual_clip_is_read_where_it_says_so(name):
-    surrogate = policy_loss.SURROGATES[name]
+    surrogate = POLICY_LOSSES[name]()
     inputs = torch.zeros(1), torch.tensor([math.log(5)]), torch.tensor([-1.0])
-    losses = [surrogate(*inputs, clip_low=0.2, clip_high=0.2, dual_clip=c)[0].item() for c in (None, 3.0)]
-    assert (losses[0] != losses[1]) == traits.POLICY_LOSSES[name].dual_clip
+    losses = [surrogate(row_view(*inputs, dual_clip=c))[0].item() for c in (None, 3.0)]
+    assert (losses[0] != losses[1]) == POLICY_LOSSES[name].dual_clip
 
 
-@pytest.mark.parametrize("ratio", policy_loss.LOG_RATIOS)
+@pytest.mark.parametrize("ratio", LOG_RATIOS)
 def test_the_ratio_of_a_sequence_is_the_same_on_each_of_its_actions(ratio):
-    log_ratio = policy_loss.LOG_RATIOS[ratio](torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([2]))
+    log_ratio = LOG_RATIOS[ratio](torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([2]))
     assert (log_ratio[0] == log_ratio[1]) == (ratio == "sequence")
 
 
@@ -69,20 +76,18 @@ def test_an_estimate_with_a_gradient_pulls_towards_the_reference(name):
         assert gradient.abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("name", traits.CORRECTIONS)
+@pytest.mark.parametrize("name", CORRECTIONS)
 def test_the_bounds_of_sequences_are_read_where_it_says_so(name):
-    correct, log_ratio = corrections.CORRECTIONS[name], torch.tensor([1.2, 1.2]).log()
-    weights = [
-        correct(log_ratio, torch.tensor([2]), 0.5, 2.0, bounds).tolist() for bounds in (None, (0.9, 1.1))
-    ]
-    assert (weights[0] != weights[1]) == traits.CORRECTIONS[name].drops_sequences
+    gap = SamplerGap(log_ratio=torch.tensor([1.2, 1.2]).log(), counts=torch.tensor([2]), bounds=(0.5, 2.0))
+    weights = [CORRECTIONS[name]()(replace(gap, sequence_bounds=b)).tolist() for b in (None, (0.9, 1.1))]
+    assert (weights[0] != weights[1]) == CORRECTIONS[name].drops_sequences
 
 
-@pytest.mark.parametrize("name", traits.PROXIMAL_POLICIES)
+@pytest.mark.parametrize("name", PROXIMAL_POLICIES)
 def test_the_proximal_policy_is_what_it_says(name):
     now, old, sampler = torch.tensor([[-1.0], [-2.0], [-3.0]])
-    proximal, row = corrections.PROXIMAL_POLICIES[name], traits.PROXIMAL_POLICIES[name]
-    of = [proximal(now, before, sampler, torch.tensor([2])).item() for before in (old, None)]
+    row = PROXIMAL_POLICIES[name]
+    of = [row()(now, before, sampler, torch.tensor([2])).item() for before in (old, None)]
     assert (of[0] != of[1]) == row.needs_forward
     assert (of == [sampler.item()] * 2) == row.is_sampler
 
@@ -92,14 +97,14 @@ def test_the_proximal_policy_is_what_it_says(name):
     [("algo.advantage.gamma", "discounts"), ("algo.advantage.no_std_norm", "whiten")],
 )
 def test_flags_name_the_estimators_that_read_them(key, trait):
-    named = {name for name in traits.ESTIMATORS if re.search(rf"\b{name}\b", HELP[key])}
-    assert named == {name for name, row in traits.ESTIMATORS.items() if getattr(row, trait)}
+    named = {name for name in ESTIMATORS if re.search(rf"\b{name}\b", HELP[key])}
+    assert named == {name for name, row in ESTIMATORS.items() if getattr(row, trait)}
 
 
 def test_flags_say_what_each_choice_stands_for():
     assert HELP["actor.loss_aggregation"].startswith("Mean of policy loss, KL and entropy. None:")
     assert HELP["actor.loss_aggregation"].endswith("(Dr. GRPO).")
-    assert "gae: PPO with a critic. reinforce: REINFORCE++. rloo: minus" in HELP["algo.advantage.estimator"]
+    assert "gae: PPO with a critic, by generalized" in HELP["algo.advantage.estimator"]
     field = fields_of(PPOConfig)["actor.loss_aggregation"]
     assert field.values == "{token_mean,sample_mean,constant_length} | None"
     assert convert(["None"], field.type) is None

@@ -13,7 +13,9 @@ from records import batch_of, trajectory
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from openrlhf.algorithms.traits import AGGREGATIONS, CORRECTIONS, PROXIMAL_POLICIES
+from openrlhf.algorithms.corrections import CORRECTIONS
+from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
+from openrlhf.algorithms.traits import AGGREGATIONS
 from openrlhf.models.backbone import RowModel
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel

@@ -1,16 +1,20 @@
 """The policy's objective in PPO and its relatives."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 from torch import Tensor
 
-from openrlhf.algorithms.corrections import CORRECTIONS, PROXIMAL_POLICIES, staleness_weights
+from openrlhf.algorithms.corrections import CORRECTIONS
+from openrlhf.algorithms.corrections.base import SamplerGap
 from openrlhf.algorithms.kl import approx_kl
-from openrlhf.algorithms.policy_loss import LOG_RATIOS, SURROGATES
+from openrlhf.algorithms.log_ratio import LOG_RATIOS
+from openrlhf.algorithms.policy_losses import POLICY_LOSSES
+from openrlhf.algorithms.policy_losses.base import RowView
+from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
 from openrlhf.algorithms.reductions import AGGREGATIONS, token_mean
-from openrlhf.algorithms.traits import POLICY_LOSSES
+from openrlhf.algorithms.staleness import staleness_weights
 from openrlhf.config.choices import (
     ISCorrectionType,
     KLEstimator,
@@ -58,6 +62,8 @@ class ActorObjective:
     entropy_coef: float | None = None
     """None does not compute the entropy, 0 only reports it. It is that of the tempered distribution."""
     temperature: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the classes that the names above select, and of others, which are not read here."""
     seen: list[Tensor] | None = None
     """Where the policy's log-probs go, (A,) of each row. None: they are not kept."""
 
@@ -85,6 +91,7 @@ class ActorObjective:
             kl_estimator=algo.kl.estimator,
             entropy_coef=actor.entropy_coef,
             temperature=config.rollout.temperature,
+            options=algo.options,
             seen=seen,
         )
 
@@ -92,22 +99,33 @@ class ActorObjective:
         self, model: Callable, batch: ExperienceRow, norm: LossNorm
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""
-        kind, counts = POLICY_LOSSES[self.loss_type], batch.row.num_actions
-        log_ratio, aggregate = LOG_RATIOS[kind.ratio], AGGREGATIONS[self.aggregation or kind.aggregation]
-        scores = model(batch.row, temperature=self.temperature, with_entropy=self.entropy_coef is not None)
+        surrogate, counts = POLICY_LOSSES[self.loss_type].of(self.options), batch.row.num_actions
+        log_ratio = LOG_RATIOS[surrogate.ratio]
+        aggregate = AGGREGATIONS[self.aggregation or surrogate.aggregation()]
+        with_entropy = self.entropy_coef is not None or surrogate.needs_entropy
+        scores = model(batch.row, temperature=self.temperature, with_entropy=with_entropy)
         now = scores.log_probs.detach()
         if self.seen is not None:
             self.seen.append(now)
-        proximal = PROXIMAL_POLICIES[self.proximal_policy](
+        proximal = PROXIMAL_POLICIES[self.proximal_policy].of(self.options)(
             now, batch.old_log_probs, batch.rollout_log_probs, batch.staleness
         )
-        policy_loss, at_low, at_high = SURROGATES[self.loss_type](
-            scores.log_probs,
-            log_ratio(scores.log_probs, proximal, counts),
-            batch.advantages,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
+        policy_loss, at_low, at_high = surrogate(
+            RowView(
+                log_probs=scores.log_probs,
+                log_ratio=log_ratio(scores.log_probs, proximal, counts),
+                advantages=batch.advantages,
+                counts=counts,
+                clip_low=self.clip_low,
+                clip_high=self.clip_high,
+                dual_clip=self.dual_clip,
+                proximal_log_probs=proximal,
+                old_log_probs=batch.old_log_probs,
+                rollout_log_probs=batch.rollout_log_probs,
+                staleness=batch.staleness,
+                entropy=scores.entropy,
+                norm=norm,
+            )
         )
         metrics = {
             "policy/ppo_kl": token_mean(proximal - scores.log_probs, norm),
@@ -116,15 +134,20 @@ class ActorObjective:
             "policy/clip_high_fraction": token_mean(at_high.float(), norm),
         }
         if self.correction is not None:
-            mismatch = log_ratio(proximal, batch.rollout_log_probs, counts)
-            bounds = self.correction_low, self.correction_high, self.correction_of_sequences
-            weights = CORRECTIONS[self.correction](mismatch, counts, *bounds)
+            gap = SamplerGap(
+                log_ratio=log_ratio(proximal, batch.rollout_log_probs, counts),
+                counts=counts,
+                bounds=(self.correction_low, self.correction_high),
+                sequence_bounds=self.correction_of_sequences,
+                staleness=batch.staleness,
+            )
+            weights = CORRECTIONS[self.correction].of(self.options)(gap)
             policy_loss = policy_loss * weights
             metrics["policy/is_weight_mean"] = token_mean(weights, norm)
             metrics["policy/is_masked_fraction"] = token_mean((weights == 0).float(), norm)
         if batch.staleness is not None and (self.staleness_decay < 1 or self.max_staleness is not None):
             weights = staleness_weights(
-                batch.staleness, counts, self.staleness_decay, self.max_staleness, kind.ratio
+                batch.staleness, counts, self.staleness_decay, self.max_staleness, surrogate.ratio
             )
             policy_loss = policy_loss * weights
             metrics["policy/staleness_weight_mean"] = token_mean(weights, norm)

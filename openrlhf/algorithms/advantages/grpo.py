@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from openrlhf.algorithms.advantages.base import AdvantageEstimator, StepView
+from openrlhf.algorithms.advantages.groups import deviations, group_std
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GRPO(AdvantageEstimator):
+    """Group relative policy optimization (GRPO), minus the group's mean and over its standard deviation.
+
+    DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models,
+    https://arxiv.org/abs/2402.03300
+
+        A_i = (R_i - mean(R)) / (std(R) + 1e-9)
+
+    The standard deviation is the unbiased one, of n - 1. A group whose rewards are all the same earns 0, and
+    so does a sample alone in its group.
+    """
+
+    name = "group_norm"
+    needs_group = True
+
+    def shape(self, step: StepView) -> Tensor:
+        rewards, group_ids = step.rewards, step.group_ids
+        return (deviations(rewards, group_ids) / (group_std(rewards, group_ids) + 1e-9)).to(rewards.dtype)

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from openrlhf.algorithms.advantages.base import AdvantageEstimator, StepView
+from openrlhf.algorithms.advantages.groups import group_sums
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RLOO(AdvantageEstimator):
+    """REINFORCE leave-one-out (RLOO), minus the mean of the group's others.
+
+    Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs,
+    https://arxiv.org/abs/2402.14740
+
+        A_i = R_i - sum_{j != i} R_j / (n - 1)
+
+    The baseline does not depend on the sample itself, so the gradient is unbiased. A sample alone in its
+    group earns 0.
+    """
+
+    name = "rloo"
+    needs_group = True
+
+    def shape(self, step: StepView) -> Tensor:
+        rewards = step.rewards
+        totals, sizes = group_sums(rewards, step.group_ids)
+        baseline = (totals - rewards) / (sizes - 1).clamp(min=1)
+        return (rewards - baseline).where(sizes > 1, 0).to(rewards.dtype)

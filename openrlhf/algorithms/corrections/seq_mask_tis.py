@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from openrlhf.algorithms.corrections.base import SamplerGap
+from openrlhf.algorithms.corrections.tis import TIS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SeqMaskTIS(TIS):
+    """Drops sequences outside their threshold and clips the tokens of the others.
+
+        w_t = clip(ratio, low, high) where the geometric mean of the sequence's ratios is in bounds, else 0
+
+    The bounds of sequences are those of tokens where nothing else is said. A sequence without actions has the
+    geometric mean 1.
+    """
+
+    name = "seq-mask-tis"
+    drops_sequences = True
+
+    def __call__(self, gap: SamplerGap) -> Tensor:
+        from openrlhf.algorithms.reductions import segment_mean, spread
+
+        lowest, highest = gap.sequence_bounds or gap.bounds
+        geometric_mean = segment_mean(gap.log_ratio, gap.counts).exp()
+        kept = (lowest <= geometric_mean) & (geometric_mean <= highest)
+        return super().__call__(gap).masked_fill(~spread(kept, gap.counts, len(gap.log_ratio)), 0)

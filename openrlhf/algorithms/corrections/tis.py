@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from openrlhf.algorithms.corrections.base import Correction, SamplerGap
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TIS(Correction):
+    """Truncated importance sampling (TIS), which clips the weight of each token.
+
+    Your Efficient RL Framework Secretly Brings You Off-Policy RL Training,
+    https://fengyao.notion.site/off-policy-rl
+
+        w_t = clip(ratio, low, high)
+    """
+
+    name = "tis"
+
+    def __call__(self, gap: SamplerGap) -> Tensor:
+        return gap.log_ratio.exp().clamp(*gap.bounds)

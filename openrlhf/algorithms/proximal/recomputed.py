@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from openrlhf.algorithms.proximal.base import ProximalPolicy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Recomputed(ProximalPolicy):
+    """The policy before this step's update.
+
+    AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language Reasoning,
+    https://arxiv.org/abs/2505.24298
+
+        pi_prox = pi_old
+
+    In a step of one update it is the policy itself.
+    """
+
+    name = "recomputed"
+    needs_forward = True
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor | None,
+        rollout_log_probs: Tensor,
+        staleness: Tensor | None,
+    ) -> Tensor:
+        return log_probs if old_log_probs is None else old_log_probs

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from openrlhf.algorithms.proximal.base import ProximalPolicy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Rollout(ProximalPolicy):
+    """The sampler, which costs no forward pass.
+
+    Proximal Policy Optimization Algorithms, https://arxiv.org/abs/1707.06347
+
+        pi_prox = pi_behave
+
+    The ratio is the importance weight, as in PPO as it was written.
+    """
+
+    name = "rollout"
+    is_sampler = True
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor | None,
+        rollout_log_probs: Tensor,
+        staleness: Tensor | None,
+    ) -> Tensor:
+        return rollout_log_probs

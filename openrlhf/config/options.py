@@ -1,0 +1,56 @@
+"""Options of the classes that flags select: their fields become flags, `--algo.options.NAME`."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from openrlhf.config.fields import Field, fields_of
+
+PREFIX = "algo.options."
+
+
+def option_fields(selected: Mapping[str, type]) -> dict[str, Field]:
+    """Returns the options of all selected classes by key.
+
+    Args:
+        selected: flag -> the class that it selects.
+
+    Raises ValueError for an option whose type no flag can have, and for one that two classes share.
+    """
+    found: dict[str, Field] = {}
+    for flag, owner in selected.items():
+        for field in _fields_of(owner, flag):
+            if (other := found.get(field.key)) and other.owner is not owner:
+                raise ValueError(
+                    f"--{flag}: {owner.__name__} and {other.owner.__name__} both have an option "
+                    f"{field.name}; rename one of the two"
+                )
+            found[field.key] = field
+    return found
+
+
+def option_defaults(selected: Mapping[str, type]) -> dict[str, Any]:
+    """Returns the default of every option by key."""
+    return {
+        PREFIX + f.name: f.default if f.default_factory is MISSING else f.default_factory()
+        for owner in selected.values()
+        for f in fields(owner)
+        if f.init
+    }
+
+
+def _fields_of(owner: type, flag: str) -> list[Field]:
+    options = [f.name for f in fields(owner) if f.init]
+    if not options:
+        return []
+    try:
+        declared = fields_of(owner)
+        found = [Field(key=PREFIX + name, type=declared[name].type, owner=owner) for name in options]
+        for field in found:
+            _ = field.values  # raises where it cannot be described
+    except (KeyError, NameError, TypeError) as error:
+        raise ValueError(
+            f"--{flag}: {owner.__name__} has an option of a type that no flag has ({error}); options are "
+            "int, float, str, bool, Literal, tuple, Annotated with a Range, or one of these | None"
+        ) from error
+    return found
