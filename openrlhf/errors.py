@@ -100,5 +100,21 @@ def _notes(error: BaseException | None) -> list[str]:
     return notes
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def is_first_of_machine() -> bool:
+    """Whether this is the process of its machine that speaks for the others."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def tell(text: str) -> None:
+    """Print a line on stderr, in the first process of each machine."""
+    if is_first_of_machine():
+        print(text, file=sys.stderr, flush=True)
+
+
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))

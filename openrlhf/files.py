@@ -5,7 +5,7 @@ import platform
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -78,6 +78,38 @@ def appears(path: str | os.PathLike) -> bool:
 
 def cache_folder() -> Path:
     return Path(os.environ.get("OPENRLHF_CACHE") or "~/.cache/openrlhf").expanduser()
+
+
+@contextmanager
+def writing_to_cache(complaint: str, otherwise: str = "") -> Iterator[Path]:
+    """The cache folder, which exists while the block runs. What the disk refuses there is a ValueError of the
+    `complaint`, the folder, the reason and the remedy; `otherwise`: another remedy."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except OSError as error:
+        if error.errno is None:  # a library's word for a damaged file
+            raise
+        raise ValueError(
+            f"{complaint} {folder}: {error.strerror}.\n"
+            f"Set OPENRLHF_CACHE to a folder with space that you may write to{otherwise}."
+        ) from error
+
+
+def made_once(folder: Path, fill: Callable[[Path], None]) -> Path:
+    """`folder`, which `fill` fills where it is not there yet. One process of the machine does, the others
+    wait."""
+    from filelock import FileLock
+
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f"{folder.name}.lock")):
+            if not folder.exists():
+                with replacing(folder) as beside:
+                    beside.mkdir()
+                    fill(beside)
+    return folder
 
 
 def _flush(path: Path) -> None:

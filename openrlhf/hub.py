@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from openrlhf.errors import first_line
+
 VARIABLE = "OPENRLHF_HUB"
 """Of the environment: every process of a run has it, on whichever machine."""
 
@@ -49,7 +51,7 @@ def _snapshot(name: str, kind: Literal["model", "dataset"], weights: bool) -> Pa
     try:
         return Path(snapshot_download(name, repo_type=kind, ignore_patterns=left_out))
     except Exception as error:  # its own types, and those of whatever it is made with
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         try:
             folder = snapshot_download(name, repo_type=kind, local_files_only=True)
         except Exception:

@@ -174,7 +174,10 @@ def local_datasets(config: Any, *keys: tuple[str, str | None]) -> Iterator[Probl
             if _looks_local(item) and not os.path.exists(path := _dataset_path(item)):
                 yield Problem(key, missing(path, values[key]))
         if probs and values[probs] is not None:
-            yield from _probabilities(probs, values[probs], key, len(items))
+            try:
+                parse_probabilities(values[probs], len(items), key)
+            except ValueError as error:
+                yield Problem(probs, str(error))
 
 
 def split_spec(spec: str) -> list[str]:
@@ -195,16 +198,20 @@ def _dataset_path(item: str) -> str:
     return os.path.join(path, data_dir) if at and not os.path.exists(whole) else whole
 
 
-def _probabilities(key: str, text: str, dataset_key: str, count: int) -> Iterator[Problem]:
+def parse_probabilities(text: str, count: int, dataset_key: str) -> list[float]:
+    """The numbers in `text`, one for each of the `count` datasets of `dataset_key`. ValueError says what is
+    wrong with them."""
     try:
         probs = [float(word) for word in text.split(",")]
     except ValueError:
-        yield Problem(key, "expects numbers with commas between them, as 0.7,0.3")
-        return
+        raise ValueError("expects numbers with commas between them, as 0.7,0.3") from None
     if len(probs) != count:
-        yield Problem(key, f"has {len(probs)} probabilities for {count} in {dataset_key}; give one for each")
-    elif min(probs) < 0 or abs(sum(probs) - 1) > 1e-6:
-        yield Problem(key, f"must be at least 0 and add up to 1; they add up to {sum(probs):g}")
+        raise ValueError(f"has {len(probs)} probabilities for {count} in {dataset_key}; give one for each")
+    total = sum(probs)
+    if min(probs) <= 0 or abs(total - 1) > 1e-6:
+        scaled = ",".join(f"{prob / total:.4g}" for prob in probs)
+        raise ValueError(f"must be above 0 and add up to 1{f', as {scaled}' if min(probs) > 0 else ''}")
+    return probs
 
 
 _FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".py", ".gz")

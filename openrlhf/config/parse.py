@@ -19,6 +19,7 @@ from openrlhf.config.fields import Field, convert, fields_of, to_words, values_o
 from openrlhf.config.old_flags import OldFlag, Words
 from openrlhf.config.options import PREFIX, option_defaults, option_fields
 from openrlhf.config.reference import help_text
+from openrlhf.errors import tell
 
 ConfigT = TypeVar("ConfigT")
 
@@ -89,7 +90,8 @@ def parse(
         _refuse(problems, command, notes)
     if not only_prints and (problems := inspect(config)):
         _refuse(problems, command, notes)
-    _tell(f"note: {note}" for note in notes)
+    for note in notes:
+        tell(f"note: {note}")
     if only_prints:
         sys.exit(0)
     return Invocation(config=config, explicit=explicit)
@@ -510,18 +512,11 @@ def _show(*words: str) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _tell(lines: Any) -> None:
-    """On stderr, by one process of each machine."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        for line in lines:
-            print(line, file=sys.stderr)
-
-
 def _refuse(problems: Sequence[str], command: Command, notes: Sequence[str] = ()) -> NoReturn:
-    _tell(f"note: {note}" for note in notes)
-    _tell(f"error: {problem}" for problem in problems)
     count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
-    _tell([f"{count}; nothing was started. `openrlhf {command.name} --help WORD` explains flags."])
+    lines = [*(f"note: {note}" for note in notes), *(f"error: {problem}" for problem in problems)]
+    end = f"{count}; nothing was started. `openrlhf {command.name} --help WORD` explains flags."
+    tell("\n".join([*lines, end]))
     sys.exit(2)
 
 

@@ -11,9 +11,7 @@ first builds it; the others wait, and read it.
 import hashlib
 import json
 import logging
-import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import numpy as np
 from filelock import BaseFileLock, FileLock, Timeout
 
+from openrlhf.errors import is_first_of_machine, tell
 from openrlhf.files import cache_folder, replacing
 from openrlhf.observability.progress import tracked
 from openrlhf.text import first_token_ids
@@ -75,7 +74,7 @@ def cached(
     entry = folder / digest({**key_parts, "kind": dataset_type.__name__, "versions": _versions()})
     if isinstance(kept := _read(dataset_type, entry), dataset_type):
         return kept
-    if not _is_first_of_machine():
+    if not is_first_of_machine():
         time.sleep(HEAD_START)  # so that the process that shows its progress is the one that builds
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -184,7 +183,7 @@ def _read(dataset_type: type[DatasetT], entry: Path) -> DatasetT | Exception:
         dataset = _load(dataset_type, entry)
     except (OSError, EOFError, ValueError, LookupError, TypeError) as damage:
         return damage
-    _tell(f"tokenised data read from the cache {entry}")
+    tell(f"tokenised data read from the cache {entry}")
     return dataset
 
 
@@ -232,7 +231,7 @@ def _keep(
     except OSError as error:
         logger.warning("%s: tokenised data cannot be kept: %s\n%s", entry, error.strerror or error, _REMEDY)
         return dataset
-    _tell(f"tokenised data kept in {entry}")
+    tell(f"tokenised data kept in {entry}")
     return _load(dataset_type, entry)
 
 
@@ -242,7 +241,7 @@ def _lock(entry: Path) -> BaseFileLock:
     try:
         lock.acquire(timeout=_PATIENCE)
     except Timeout:
-        _tell(f"waiting for another process, which tokenises the same rows into {entry}")
+        tell(f"waiting for another process, which tokenises the same rows into {entry}")
         lock.acquire()
     return lock
 
@@ -260,12 +259,3 @@ def _refuse(folder: Path, cache_dir: str | None, error: Exception) -> None:
     if cache_dir is not None:
         raise ValueError(f"--data.cache_dir {message}\n{_REMEDY}") from error
     logger.warning("%s\n%s", message, _REMEDY)
-
-
-def _is_first_of_machine() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def _tell(text: str) -> None:
-    if _is_first_of_machine():
-        print(text, file=sys.stderr, flush=True)

@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from openrlhf.config.choices import BadRows
-from openrlhf.files import cache_folder
+from openrlhf.files import writing_to_cache
 from openrlhf.observability.progress import tracked
 
 Row = dict[str, Any]
@@ -429,24 +429,17 @@ def _parquet_in_memory(path: Path) -> pa.Table:
 
 def _parquet_on_disk(path: Path) -> pa.Table:
     """Mapped from an Arrow file that has lost its name: it takes disk for as long as the process needs it."""
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as copy, pq.ParquetFile(path) as file:
-            batches = tracked(
-                file.iter_batches(_BATCH), -(-file.metadata.num_rows // _BATCH), f"decoding {path.name}"
-            )
-            with pa.ipc.new_stream(copy.name, file.schema_arrow) as writer:
-                for batch in batches:
-                    writer.write_batch(batch)
-            return _arrow_table(Path(copy.name))
-    except OSError as error:
-        if error.errno is None:  # Arrow's word for a damaged file
-            raise
-        raise ValueError(
-            f"{path}: its rows cannot be decoded to {folder}: {os.strerror(error.errno)}.\n"
-            "Set OPENRLHF_CACHE to a folder with space, or make a .jsonl file of it."
-        ) from error
+    with (
+        writing_to_cache(f"{path}: its rows cannot be decoded to", ", or make a .jsonl file of it") as folder,
+        tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as copy,
+        pq.ParquetFile(path) as file,
+    ):
+        batches = file.iter_batches(_BATCH)
+        count = -(-file.metadata.num_rows // _BATCH)
+        with pa.ipc.new_stream(copy.name, file.schema_arrow) as writer:
+            for batch in tracked(batches, count, f"decoding {path.name}"):
+                writer.write_batch(batch)
+        return _arrow_table(Path(copy.name))
 
 
 _BATCH = 4096

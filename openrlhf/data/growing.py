@@ -1,6 +1,5 @@
 """Flat arrays that grow beyond memory."""
 
-import os
 import tempfile
 from array import array
 from collections.abc import Iterable
@@ -8,7 +7,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from openrlhf.files import cache_folder
+from openrlhf.files import writing_to_cache
 
 IN_MEMORY = 2**24
 """Bytes of an array that are held in memory."""
@@ -40,17 +39,10 @@ class GrowingArray:
         return np.memmap(self._file, dtype=self._last.typecode, mode="r", shape=(self._stored,))
 
     def _store(self) -> None:
-        folder = cache_folder()
-        try:
+        with writing_to_cache("Tokenised data does not fit into") as folder:
             if self._file is None:
-                folder.mkdir(parents=True, exist_ok=True)
                 self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, it lives as long as this
             self._last.tofile(self._file)
             self._file.flush()
-        except OSError as error:
-            raise ValueError(
-                f"Tokenised data does not fit into {folder}: {os.strerror(error.errno or 0)}.\n"
-                "Set OPENRLHF_CACHE to a folder with space."
-            ) from error
         self._stored += len(self._last)
         del self._last[:]

@@ -9,6 +9,7 @@ from typing import Any
 from zlib import crc32
 
 from openrlhf.config.reasoning_gym import GymSpec, parse_gym
+from openrlhf.errors import first_line
 
 COLUMNS = ("input", "label", "datasource")
 NOT_REPEATABLE = (
@@ -58,7 +59,7 @@ def gym_dataset(item: str, flag: str) -> Any:
     try:
         return _create(reasoning_gym, spec)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {spec.name} refuses its parameters: {_first_line(error)}") from error
+        raise ValueError(f"{where}: {spec.name} refuses its parameters: {first_line(error)}") from error
 
 
 def gym_rows(item: str, flag: str) -> Iterator[dict[str, str]]:
@@ -100,7 +101,3 @@ def _digest(question: str) -> str:
 def _near(name: str, names: Any) -> str:
     near = difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {near[0]}?" if near else ""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

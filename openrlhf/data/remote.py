@@ -10,11 +10,9 @@ of change, size): when the file changes, another copy is made, and who reads the
 
 import errno
 import json
-import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import repeat
@@ -24,13 +22,13 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import fsspec
-from filelock import FileLock
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
 from openrlhf.data.cache import digest
 from openrlhf.data.files import ENDINGS, File, has_rows
-from openrlhf.files import cache_folder, replacing, write_atomically
+from openrlhf.errors import first_line, tell
+from openrlhf.files import cache_folder, made_once, write_atomically, writing_to_cache
 from openrlhf.observability.progress import tracked
 
 ResultT = TypeVar("ResultT")
@@ -112,7 +110,7 @@ def _listing(url: str, flag: str) -> _Listing:
         if not kept.exists():
             raise
         on = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.stat().st_mtime))
-        _tell(f"note: {error}\nReading the copy of {on} in {kept.parent}")
+        tell(f"note: {error}\nReading the copy of {on} in {kept.parent}")
         fields = json.loads(kept.read_text())
         files = {name: _Remote(**file) for name, file in fields.pop("files").items()}
         return _Listing(**fields, files=files)
@@ -156,19 +154,16 @@ def _look_up_whole(url: str) -> _Listing:
 
 def _copy(url: str, files: Mapping[str, _Remote], flag: str) -> Path:
     """A folder with the content of the files."""
-    folder = _folder(url) / digest([(name, file.version) for name, file in sorted(files.items())])[:16]
+    version = digest([(name, file.version) for name, file in sorted(files.items())])[:16]
+
+    def fill(folder: Path) -> None:
+        for name, file in files.items():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _tried(partial(_fetch, url, file, target), f"{flag} {url}")
+
     with _writing(flag, url):
-        if folder.exists():
-            return folder
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f"{folder.name}.lock")):
-            if not folder.exists():
-                with replacing(folder) as beside:
-                    for name, file in files.items():
-                        target = beside / name
-                        target.parent.mkdir(parents=True, exist_ok=True)
-                        _tried(partial(_fetch, url, file, target), f"{flag} {url}")
-    return folder
+        return made_once(_folder(url) / version, fill)
 
 
 def _fetch(url: str, file: _Remote, target: Path) -> None:
@@ -236,22 +231,8 @@ def _folder(url: str) -> Path:
     return cache_folder() / "downloads" / digest(url)[:16]
 
 
-@contextmanager
-def _writing(flag: str, url: str) -> Iterator[None]:
-    """ValueError where the cache folder cannot hold it."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"{flag} {url}: it cannot be kept in {cache_folder()}: {error.strerror or error}.\n"
-            "Set OPENRLHF_CACHE to a folder with space that you may write to."
-        ) from error
-
-
-def _tell(text: str) -> None:
-    """Of the processes of a machine the first one speaks."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(text, file=sys.stderr, flush=True)
+def _writing(flag: str, url: str) -> AbstractContextManager[Path]:
+    return writing_to_cache(f"{flag} {url}: it cannot be kept in")
 
 
 class _Wrong(Exception):
@@ -276,7 +257,7 @@ def _tried(action: Callable[[], ResultT], what: str) -> ResultT:
                 raise ValueError(f"{what}: {text}") from error
             if wait is None:
                 raise _Unreachable(f"{what}: not reached in {len(WAITS) + 1} tries: {text}") from error
-            _tell(f"{what}: {text}; next try in {wait:g} s")
+            tell(f"{what}: {text}; next try in {wait:g} s")
             time.sleep(wait)
     raise AssertionError
 
@@ -302,4 +283,4 @@ def _text(error: BaseException) -> str:
         return "there is no such file or folder."
     if isinstance(error, aiohttp.ClientResponseError):
         return f"the server says {error.status} {error.message}"
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)

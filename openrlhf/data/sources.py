@@ -11,7 +11,7 @@ from typing import cast
 import datasets
 import numpy as np
 
-from openrlhf.config.checks import split_spec
+from openrlhf.config.checks import parse_probabilities, split_spec
 from openrlhf.config.choices import BadRows
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.data.cache import digest, file_digest
@@ -19,6 +19,7 @@ from openrlhf.data.files import ENDINGS, READERS, REMEDY, File, Part, Row, Unrea
 from openrlhf.data.gzipped import unpacked
 from openrlhf.data.reasoning_gym import COLUMNS, gym_dataset, gym_rows
 from openrlhf.data.remote import fetched, is_saved_dataset, is_url
+from openrlhf.errors import first_line
 from openrlhf.hub import dataset_folder, uses_modelscope
 from openrlhf.observability.progress import tracked
 
@@ -117,9 +118,7 @@ def load_rows(
         _check_one_type(kinds)
     else:
         usual = {column: max(found, key=lambda kind: found[kind][1]) for _, column, found in kinds if found}
-    mixed = (
-        np.concatenate(items) if probs is None else _interleave(items, _parse_probs(probs, items, flag), seed)
-    )
+    mixed = np.concatenate(items) if probs is None else _interleave(items, probs, flag, seed)
     return Rows(parts, mixed[:max_samples], usual)
 
 
@@ -251,7 +250,7 @@ def _read_hub(item: str, split: str, flag: str) -> Part:
     try:
         return Part.of_table(item, datasets.load_dataset(name, data_dir=data_dir or None, split=split))
     except (FileNotFoundError, ConnectionError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise ValueError(
             f"{flag} {item}: not on this machine, and from the hub: {reason}{_near_names(Path(name))}"
         ) from error
@@ -323,29 +322,14 @@ def _whole(part: int, rows: int) -> np.ndarray:
     return np.stack([np.full(rows, part), np.arange(rows)], axis=1)
 
 
-def _parse_probs(probs: str, items: Sequence[np.ndarray], flag: str) -> list[float]:
+def _interleave(items: Sequence[np.ndarray], probs: str, flag: str, seed: int) -> np.ndarray:
     prob_flag = flag.replace("prompt_dataset", "prompt_probs").replace(".dataset", ".dataset_probs")
     try:
-        values = [float(prob) for prob in probs.split(",")]
+        values = parse_probabilities(probs, len(items), flag.removeprefix("--"))
     except ValueError as error:
-        raise ValueError(
-            f"{prob_flag} {probs}: numbers with commas between them, such as 0.7,0.3."
-        ) from error
-    if len(values) != len(items):
-        raise ValueError(
-            f"{prob_flag} {probs}: {len(values)} probabilities for {len(items)} datasets of {flag}."
-        )
-    if min(values) <= 0 or abs(sum(values) - 1) > 1e-6:
-        shares = (
-            ",".join(f"{value / sum(values):.4g}" for value in values) if min(values) > 0 else "all above 0"
-        )
-        raise ValueError(f"{prob_flag} {probs}: they must be positive and add up to 1 (here {shares}).")
-    return values
-
-
-def _interleave(items: Sequence[np.ndarray], probs: list[float], seed: int) -> np.ndarray:
+        raise ValueError(f"{prob_flag} {probs}: {error}.") from error
     tables = [datasets.Dataset.from_dict({"part": item[:, 0], "row": item[:, 1]}) for item in items]
     mixed = datasets.interleave_datasets(
-        tables, probabilities=probs, seed=seed, stopping_strategy="all_exhausted"
+        tables, probabilities=values, seed=seed, stopping_strategy="all_exhausted"
     )
     return np.stack([np.asarray(mixed["part"]), np.asarray(mixed["row"])], axis=1)

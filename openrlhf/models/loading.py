@@ -22,6 +22,7 @@ from transformers import (
 from openrlhf.config.fields import flag_of, values_of
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.data.cache import digest, file_digest, sampled_digest
+from openrlhf.errors import first_line
 from openrlhf.hub import model_folder
 from openrlhf.models.attention import PACKED, lacks_its_kernel, of_text, resolve_attention
 from openrlhf.models.backbone import reading_of
@@ -174,7 +175,7 @@ def load_tokenizer(
         tokenizer = cast(Any, AutoTokenizer.from_pretrained(model_folder(path), use_fast=use_fast))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{flag} {path}: no tokenizer could be loaded from there: {_first_line(error)}"
+            f"{flag} {path}: no tokenizer could be loaded from there: {first_line(error)}"
         ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -304,7 +305,7 @@ def load_config(path: str, flag: str):
         return AutoConfig.from_pretrained(model_folder(path))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{flag} {path}: no model configuration could be loaded from there: {_first_line(error)}\n"
+            f"{flag} {path}: no model configuration could be loaded from there: {first_line(error)}\n"
             f"Give a folder that holds config.json and weights, or the name of a model on the hub."
         ) from error
 
@@ -313,7 +314,3 @@ def has_experts(path: str, flag: str) -> bool:
     """Whether it is a mixture of experts, by whatever name its architecture gives their number."""
     settings = load_config(path, flag).get_text_config().to_dict()
     return any("expert" in name and isinstance(value, int) and value > 1 for name, value in settings.items())
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

@@ -11,6 +11,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.errors import HfHubHTTPError
 
 from openrlhf.config.reasoning_gym import is_gym
+from openrlhf.errors import first_line
 from openrlhf.hub import uses_modelscope
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers import read_metrics
@@ -69,7 +70,7 @@ def push_to_hub(folder: str | os.PathLike, repository: str) -> str:
             ignore_patterns=["checkpoints*/**", "runs/**"],
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise ValueError(
             f"--ckpt.push_to_hub {repository}: the upload failed: {reason}\n"
             f"The model is complete in {folder}. Log in with `hf auth login`, then\n"

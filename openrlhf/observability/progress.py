@@ -37,6 +37,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, 
 from rich.progress import Progress as Bars
 from rich.text import Text
 
+from openrlhf.errors import is_first_of_machine
 from openrlhf.files import cache_folder, write_atomically
 
 if TYPE_CHECKING:
@@ -362,7 +363,7 @@ def tracked(
     """The items, unchanged, while a bar or a line every 10 seconds says how far they are. A loop of less than
     2 seconds shows nothing, and the bar leaves no trace. Of the processes of a machine the first one speaks.
     `total` may be unknown."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not is_first_of_machine():
         yield from items
         return
     phase, stream = Phase(name=clean_text(title), total=total, now=now), stream or sys.stderr

@@ -514,7 +514,7 @@ CHECKS = [
     (
         SFT,
         "--data.dataset a,b --data.dataset_probs 0.5,0.6",
-        "must be at least 0 and add up to 1; they add up to 1.1",
+        "must be above 0 and add up to 1, as 0.4545,0.5455",
     ),
     (
         SFT,

@@ -332,10 +332,10 @@ def test_mixing_repeats_the_shorter_dataset_until_all_are_used_up(tmp_path):
 @pytest.mark.parametrize(
     ("probs", "message"),
     [
-        ("1", "1 probabilities for 2 datasets"),
+        ("1", "1 probabilities for 2 in data.dataset"),
         ("0.5,x", "numbers with commas"),
-        ("0.5,0.6", r"add up to 1 \(here 0.4545,0.5455\)"),
-        ("0,1", "positive"),
+        ("0.5,0.6", "add up to 1, as 0.4545,0.5455"),
+        ("0,1", "above 0"),
     ],
 )
 def test_probabilities_that_do_not_fit(tmp_path, probs, message):
