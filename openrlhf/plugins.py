@@ -47,7 +47,7 @@ def load(reference: str, *, flag: str) -> Any:
         raise ValueError(f"{flag} {reference}: there is no file {place}")
     try:
         module = import_place(*_as_module(place))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{flag} {import_problem(error, reference)}") from error
     if not hasattr(module, name):
         own = [n for n, x in vars(module).items() if inspect.getmodule(x) is module and not n.startswith("_")]

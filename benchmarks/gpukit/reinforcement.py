@@ -22,7 +22,7 @@ from gpukit.models import SHAPES, VOCABULARY, config_of, language_model
 from gpukit.stage import Figures, Setting
 from gpukit.training import rates_of
 from openrlhf.models.attention import PACKED
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import prepare
 
 MISMATCH = 0.02

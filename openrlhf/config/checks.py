@@ -109,7 +109,7 @@ COMMON_UNREAD = (
     ),
     Unread(
         keys=("logger.wandb.org", "logger.wandb.group", "logger.wandb.project"),
-        when=lambda c: c.logger.wandb.key is None,
+        when=lambda c: c.logger.wandb.key is None and "wandb" not in (c.logger.trackers or ()),
         why="W&B is off (logger.wandb.key)",
     ),
 )
@@ -530,6 +530,9 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
     for key, folder in folders.items():
         if folder is not None and os.path.isfile(folder):
             yield Problem(key, "is a file; name a folder")
+    for name in logger.trackers or ():
+        if (file := file_of(name)) and not os.path.isfile(file):
+            yield Problem("logger.trackers", missing(file, " ".join(logger.trackers or ())))
     if logger.wandb.key == "***":
         yield Problem("logger.wandb.key", "is a mask, not a key; use True and set WANDB_API_KEY")
     elif logger.wandb.key is not None and not logger.wandb.is_used:

@@ -252,6 +252,11 @@ class LoggerConfig:
     tensorboard_dir: str | None = None
     """TensorBoard files go to `{tensorboard_dir}/{run_name}`. None: off."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    trackers: tuple[str, ...] | None = None
+    """More places where metrics go: tensorboard and wandb; classes as `folder/file.py:NAME` or
+    `package.module:NAME`; names that installed packages register (openrlhf.trackers)."""
+    tracker_options: tuple[str, ...] | None = None
+    """`NAME=VALUE ...`: keywords of the constructors of trackers. Written to config.yaml, so no secrets."""
     run_dir: str | None = None
     """Journal, configuration and metrics of this run. None:
     `{ckpt.output_dir}/runs/{logger.wandb.run_name}`."""

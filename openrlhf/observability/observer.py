@@ -14,7 +14,10 @@ from openrlhf.observability.journal import Decode, Journal, Trained, response_of
 from openrlhf.observability.progress import Phase, Progress
 from openrlhf.observability.report import few_samples, print_samples, shorten, write_report
 from openrlhf.observability.run_folder import RunFolder, to_json
-from openrlhf.observability.trackers import JsonlTracker, TensorBoardTracker, Tracker, Trackers, WandbTracker
+from openrlhf.observability.trackers.base import TrackedRun
+from openrlhf.observability.trackers.load import trackers_of
+from openrlhf.observability.trackers.metrics_file import JsonlTracker
+from openrlhf.observability.trackers.mirrors import Trackers
 from openrlhf.types import Metrics, Trajectory
 
 SAMPLES_IN_TABLE = 8
@@ -44,7 +47,8 @@ class Observer:
         self.samples: dict[str, list[Trajectory]] = {}
         """A few of the last training step and of the last evaluation, by the names of `log_rollouts`."""
         self.journal = Journal(folder.rollouts_path, decode=decode, mode=rollouts, say=self.message)
-        self.trackers = Trackers(JsonlTracker(folder.metrics_path), _mirrors(folder, logger, resume_step))
+        run = TrackedRun(folder=folder, logger=logger, resume_step=resume_step)
+        self.trackers = Trackers(JsonlTracker(folder.metrics_path), trackers_of(run))
 
     def start(self, total_steps: int, done: int = 0) -> None:
         self.progress.start(total_steps, done=done)
@@ -132,23 +136,3 @@ class Observer:
         self.message(f"unhealthy: {text}")
         with open(self.folder.health_path, "a", encoding="utf-8") as file:
             file.write(to_json({"step": step, "text": text}) + "\n")
-
-
-def _mirrors(folder: RunFolder, logger: LoggerConfig, resume_step: int | None) -> list[Tracker]:
-    mirrors: list[Tracker] = []
-    wandb = logger.wandb
-    if logger.tensorboard_dir is not None:
-        directory = f"{logger.tensorboard_dir}/{wandb.run_name}"
-        mirrors.append(TensorBoardTracker(directory, resume_step=resume_step))
-    if wandb.key is not None and wandb.is_used:
-        mirrors.append(
-            WandbTracker(
-                wandb.key,
-                folder=folder,
-                project=wandb.project,
-                run_name=wandb.run_name,
-                org=wandb.org,
-                group=wandb.group,
-            )
-        )
-    return mirrors

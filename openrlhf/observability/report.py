@@ -32,7 +32,7 @@ from openrlhf.observability.journal import (
 )
 from openrlhf.observability.progress import clean_text, format_duration, format_number
 from openrlhf.observability.run_folder import RunFolder, read_jsonl
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.types import Trajectory
 
 CURVE_POINTS = 160

@@ -35,7 +35,6 @@ from openrlhf.data.preference import PairDataset
 from openrlhf.data.steps import StepsDataset
 from openrlhf.data.store import SampleStore
 from openrlhf.data.unpaired import UnpairedDataset
-from openrlhf.observability.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
 from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout import dispatch
@@ -195,7 +194,3 @@ def part_of_a_dataset(items: FirstItems) -> batches.Dataset:
 
 def windows(rows: Windows[RowT]) -> supervised.Windows[RowT]:
     return rows
-
-
-def tracker(mirror: JsonlTracker | TensorBoardTracker | WandbTracker) -> Tracker:
-    return mirror

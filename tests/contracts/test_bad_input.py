@@ -283,6 +283,28 @@ def test_a_name_that_a_module_has_not(refused, files):
     assert "--train.agent_func_path openrlhf.environments.gym:Gym: the module has no class Gym" in text
 
 
+@pytest.mark.parametrize("command", ["sft", "ppo"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("wandbb", "there is no such tracker. There are tensorboard, wandb"),
+        ("tracker.py:Mine", "tracker.py does not exist"),
+        (
+            "openrlhf.observability.observer:Observer",
+            "is no subclass of openrlhf.observability.trackers.base.",
+        ),
+    ],
+)
+def test_a_tracker_that_is_none(refused, command, name, text):
+    assert f"error: --logger.trackers {name}: {text}" in refused(command, "--logger.trackers", name)
+
+
+def test_an_option_that_no_tracker_has(refused):
+    flags = ("--logger.trackers", "tensorboard", "--logger.tracker_options", "folder=x")
+    text = refused("sft", *flags)
+    assert "error: --logger.tracker_options folder=x: no tracker has this option; they have none" in text
+
+
 def test_no_source_of_rewards(refused):
     text = refused("ppo", "--reward.remote_url", "None")
     assert "--reward.remote_url: nothing gives a reward; name a .py file with reward_func" in text

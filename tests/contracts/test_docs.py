@@ -65,10 +65,10 @@ def test_command_is_understood(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for word in words:  # what the reader has, and this machine has not
-        if FILES.fullmatch(word):
-            Path(word).parent.mkdir(parents=True, exist_ok=True)
-            Path(word).write_text(
-                RUN if word.endswith(".yaml") else "def reward_func(queries, prompts, labels): ..."
+        if FILES.fullmatch(file := word.partition(":")[0]):
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            Path(file).write_text(
+                RUN if file.endswith(".yaml") else "def reward_func(queries, prompts, labels): ..."
             )
     environment = list(takewhile(re.compile(r"[A-Z_]+=").match, words))
     for setting in environment:

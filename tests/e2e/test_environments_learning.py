@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "python" / "agent_guess.py"
 COMMON = "--data.max_len 320 --ds.param_dtype fp32"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_rl import COMMON, train
 
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
 
 pytestmark = pytest.mark.usefixtures("running_ray")

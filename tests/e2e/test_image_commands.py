@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.picture import QUESTION, fraction_right
 from openrlhf.tasks.prepare_pictures import PictureFiles, prepare_pictures
 

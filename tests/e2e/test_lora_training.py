@@ -14,7 +14,7 @@ from processes import run_ranks
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import LossNorm, PackedRow, Sample

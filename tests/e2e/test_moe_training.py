@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from processes import run_ranks
 
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
 
 STEPS = 12

@@ -8,7 +8,7 @@ import torch
 from processes import run_ranks
 from transformers import AutoModelForCausalLM
 
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
 
 LR = {"muon": 0.02, "adam": 1e-3}

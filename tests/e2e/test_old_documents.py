@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import run_ranks
 
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("running_ray")]
 

@@ -19,7 +19,7 @@ from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.data.order import epoch_order
 from openrlhf.observability.journal import read_journal
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.types import Trajectory, present
 

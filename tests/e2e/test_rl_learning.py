@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 
 COMMON = (
     "--rollout.n_samples_per_prompt 8 --rollout.batch_size 32 --rollout.max_new_tokens 48 --data.max_len 128 "

@@ -10,7 +10,7 @@ import pytest
 from namespaces import needs_namespaces
 
 from openrlhf.backends.distributed import free_port
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.models.scorer import load_scorer
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import PLACEHOLDER
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.types import PackedRow, Sample

@@ -15,7 +15,7 @@ from openrlhf.cli.train_ppo_ray import run
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.observability.journal import read_journal
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare_pictures import PictureFiles, prepare_pictures
 
 IMAGES = "--data.apply_chat_template --data.max_len 96"

@@ -9,7 +9,7 @@ import torch
 from openrlhf.cli.train_ppo_ray import run
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import prepare
 
 pytestmark = [

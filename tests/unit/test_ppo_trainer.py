@@ -32,7 +32,7 @@ from openrlhf.observability.journal import journal_steps, read_journal, read_tab
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.run_folder import RunFolder
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.ppo import PPOTrainer, check_version, restore
 from openrlhf.types import Batch, Outcome, Prompt, PromptGroup, Purpose, Schedule, Trajectory, Updated, runs

@@ -21,7 +21,7 @@ from openrlhf.observability.report import (
     write_report,
 )
 from openrlhf.observability.run_folder import RunFolder, to_json
-from openrlhf.observability.trackers import JsonlTracker
+from openrlhf.observability.trackers.metrics_file import JsonlTracker
 from openrlhf.types import Outcome, Prompt, Trajectory, runs
 
 HOSTILE = "\x1b[2J\x9b<script>alert(1)</script><img src=x onerror=alert(2)>\"'&[bold]\ud800"

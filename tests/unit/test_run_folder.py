@@ -15,7 +15,7 @@ from openrlhf.observability.run_folder import (
     redact,
     to_json,
 )
-from openrlhf.observability.trackers import JsonlTracker, read_metrics
+from openrlhf.observability.trackers.metrics_file import JsonlTracker, read_metrics
 
 SECRET = "0123456789abcdefMARKER"
 CONFIG = "actor:\n  adam:\n    lr: 1.0e-06\n"

@@ -11,7 +11,7 @@ from openrlhf.data.batches import Windows
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.run_folder import RunFolder
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.origin import Origin
 from openrlhf.training.supervised import SupervisedTrainer

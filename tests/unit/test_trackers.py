@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from openrlhf.observability import trackers as trackers_module
+from openrlhf.config.sections import LoggerConfig, WandbConfig
+from openrlhf.observability.observer import Observer
 from openrlhf.observability.run_folder import RunFolder
-from openrlhf.observability.trackers import (
-    JsonlTracker,
-    TensorBoardTracker,
-    Trackers,
-    WandbTracker,
-    read_metrics,
-)
+from openrlhf.observability.trackers import mirrors
+from openrlhf.observability.trackers.base import TrackedRun
+from openrlhf.observability.trackers.load import check_trackers, ours
+from openrlhf.observability.trackers.metrics_file import JsonlTracker, read_metrics
+from openrlhf.observability.trackers.mirrors import Trackers
+from openrlhf.observability.trackers.tensorboard import TensorBoardTracker
+from openrlhf.observability.trackers.wandb import WandbTracker
 
 SECRET = "0123456789abcdef0123456789abcdefMARKER00"
 
@@ -37,6 +38,10 @@ class Recorder:
 
     def close(self):
         self.closed = True
+
+
+def run_of(folder, logger=None, **options):
+    return TrackedRun(folder=RunFolder(folder), logger=logger or LoggerConfig(), **options)
 
 
 def refuse(step):
@@ -104,14 +109,37 @@ def test_a_failing_mirror_is_switched_off_with_one_warning(tmp_path, caplog):
 def test_failures_with_successes_between_them_are_forgiven(tmp_path, caplog):
     flaky = Recorder(lambda step: refuse(step) if step % 3 else None)
     trackers = Trackers(JsonlTracker(tmp_path / "m.jsonl"), [flaky])
-    for step in range(30):
+    for step in range(31):
         trackers.log(step, {})
     trackers.close()
-    assert [step for step, _ in flaky.rows] == list(range(0, 30, 3)) and not caplog.records
+    assert [step for step, _ in flaky.rows] == list(range(0, 31, 3)) and not caplog.records
+
+
+def test_the_last_failures_of_a_run_are_told(tmp_path, caplog):
+    """They are too few to switch the mirror off, and nothing after them shows that it has recovered."""
+    flaky = Recorder(lambda step: refuse(step) if step > 7 else None)
+    trackers = Trackers(JsonlTracker(tmp_path / "m.jsonl"), [flaky])
+    for step in range(10):
+        trackers.log(step, {})
+    trackers.close()
+    (record,) = caplog.records
+    text = "Recorder lacks the last 2 rows (ConnectionError: no route to the host); metrics.jsonl has all"
+    assert record.getMessage() == text
+
+
+def test_a_mirror_that_exits_ends_nothing_but_itself(tmp_path, caplog):
+    leaving = Recorder(lambda step: sys.exit(3))
+    trackers = Trackers(JsonlTracker(tmp_path / "m.jsonl"), [leaving])
+    for step in range(10):
+        trackers.log(step, {})
+    trackers.close()
+    (record,) = caplog.records
+    assert "Recorder is off after 3 failures in a row (SystemExit: 3)" in record.getMessage()
+    assert leaving.closed
 
 
 def test_a_mirror_that_hangs_does_not_delay_training(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(trackers_module, "QUEUE_ROWS", 5)
+    monkeypatch.setattr(mirrors, "QUEUE_ROWS", 5)
     released = threading.Event()
     hanging = Recorder(lambda step: released.wait(20))
     trackers = Trackers(JsonlTracker(tmp_path / "m.jsonl"), [hanging])
@@ -135,13 +163,14 @@ def test_a_failing_record_is_raised(tmp_path):
 def test_tensorboard_files_hold_the_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = TensorBoardTracker(tmp_path / "tb")
+    logger = LoggerConfig(tensorboard_dir=str(tmp_path), wandb=WandbConfig(run_name="tb"))
+    tracker = TensorBoardTracker(run_of(tmp_path, logger))
     for step in range(5):
         tracker.log(step, {"rollout/reward_mean": step / 4, "bad": math.nan})
     tracker.table(4, "samples", ["prompt", "reward"], [["a|b\n<script>", 1.0]])
     tracker.close()
     time.sleep(0.01)
-    resumed = TensorBoardTracker(tmp_path / "tb", resume_step=2)
+    resumed = TensorBoardTracker(run_of(tmp_path, logger, resume_step=2))
     resumed.log(3, {"rollout/reward_mean": 9.0})
     resumed.close()
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
@@ -157,10 +186,10 @@ def test_tensorboard_files_hold_the_numbers(tmp_path):
 def test_tensorboard_tables_are_markdown(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = TensorBoardTracker(tmp_path)
+    tracker = TensorBoardTracker(run_of(tmp_path))  # without logger.tensorboard_dir in the run folder
     tracker.table(4, "samples", ["prompt", "reward"], [["a|b\nc", 1.0]])
     tracker.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     (event,) = events.Tensors("samples/text_summary")
     assert event.tensor_proto.string_val[0].decode().splitlines() == [
         "| prompt | reward |",
@@ -170,21 +199,21 @@ def test_tensorboard_tables_are_markdown(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "flag", "make"),
+    ("package", "logger", "flag"),
     [
-        ("torch.utils.tensorboard", "--logger.tensorboard_dir", lambda path: TensorBoardTracker(path)),
-        (
-            "wandb",
-            "--logger.wandb.key",
-            lambda path: WandbTracker(SECRET, folder=RunFolder(path), project="p", run_name="r"),
-        ),
+        ("tensorboard", LoggerConfig(tensorboard_dir="tb"), "--logger.tensorboard_dir"),
+        ("tensorboard", LoggerConfig(trackers=("tensorboard",)), "--logger.trackers tensorboard"),
+        ("wandb", LoggerConfig(wandb=WandbConfig(key=SECRET)), "--logger.wandb.key"),
+        ("wandb", LoggerConfig(trackers=("wandb",)), "--logger.trackers wandb"),
     ],
 )
-def test_a_missing_package_is_named_with_the_remedy(tmp_path, monkeypatch, module, flag, make):
-    monkeypatch.setitem(sys.modules, module, None)
+def test_a_missing_package_is_named_with_the_remedy(monkeypatch, package, logger, flag):
+    """Before anything starts."""
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match="pip install") as caught:
-        make(tmp_path)
-    assert flag in str(caught.value) and SECRET not in str(caught.value)
+        check_trackers(logger)
+    assert str(caught.value).startswith(f"{flag}: needs the package {package}.")
+    assert SECRET not in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 3
 
 
@@ -196,10 +225,136 @@ def test_wandb_offline_never_writes_the_key(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(sys, "argv", argv)
     folder = RunFolder.create(tmp_path / "run", config_yaml=config, argv=argv, resume=False)
-    tracker = WandbTracker(SECRET, folder=folder, project="p", run_name="r")
+    logger = LoggerConfig(wandb=WandbConfig(key=SECRET, project="p", run_name="r"))
+    tracker = WandbTracker(TrackedRun(folder=folder, logger=logger))
     tracker.log(1, {"rollout/reward_mean": 0.5, "bad": math.nan})
     tracker.table(1, "samples", ["prompt", "reward"], [["hi", 1.0], ["ho", "env_error"]])
     tracker.close()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in files)
     assert [path for path in files if b"MARKER" in path.read_bytes()] == []
+
+
+CSV = """
+from openrlhf.observability.trackers.base import Tracker
+
+class CsvTracker(Tracker):
+    def __init__(self, run, *, delimiter: str = ",", every: int = 1):
+        super().__init__(run)
+        self.delimiter, self.every = delimiter, every
+        self.file = open(run.folder.path / "metrics.csv", "w")
+
+    def log(self, step, metrics):
+        if step % self.every == 0:
+            print(step, *metrics.values(), sep=self.delimiter, file=self.file)
+
+    def close(self):
+        self.file.close()
+
+class Silent(Tracker):
+    pass
+
+class Failing(CsvTracker):
+    def __init__(self, run):
+        raise OSError("no room")
+
+class Needy(CsvTracker):
+    def __init__(self, run, *, where: str): ...
+
+class Aside:
+    pass
+"""
+
+
+@pytest.fixture
+def csv_file(tmp_path, monkeypatch):
+    """A file with trackers, in the folder where the run starts; and an installed package with the same."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(CSV)
+    site = tmp_path / "site"
+    info = site / "watch-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "watch_csv.py").write_text(CSV)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: watch\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[openrlhf.trackers]\ncsv = watch_csv:CsvTracker\n")
+    monkeypatch.syspath_prepend(site)
+    yield tmp_path / "mine.py"
+    sys.modules.pop("watch_csv", None)
+
+
+def observe(folder, logger):
+    observer = Observer(RunFolder.create(folder, config_yaml="", argv=["x"], resume=False), logger)
+    for step in range(1, 5):
+        observer.log_step(step, {"loss": step / 2})
+    observer.close()
+
+
+@pytest.mark.parametrize("name", ["mine.py:CsvTracker", "watch_csv:CsvTracker", "csv"])
+def test_a_tracker_of_a_users(csv_file, tmp_path, name):
+    """From a file, from a module, and by the name under which a package registers it."""
+    logger = LoggerConfig(trackers=(name,), tracker_options=("delimiter=;", "every=2"))
+    check_trackers(logger)
+    observe(tmp_path / "run", logger)
+    rows = [line.split(";")[:2] for line in (tmp_path / "run" / "metrics.csv").read_text().splitlines()]
+    assert rows == [["2", "1.0"], ["4", "2.0"]]
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 4
+
+
+def test_ours_are_named_by_their_files(tmp_path):
+    assert ours() == {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+    observe(tmp_path, LoggerConfig(trackers=("tensorboard",)))
+    assert any((tmp_path / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        (
+            "mine.py:Cvs",
+            (),
+            "mine.py:Cvs: mine.py has no Cvs. It has CsvTracker, Silent, Failing, Needy, Aside",
+        ),
+        ("mine.py", (), "mine.py: say which object of mine.py. It has CsvTracker, "),
+        ("mein.py:CsvTracker", (), "mein.py:CsvTracker: there is no file mein.py"),
+        (
+            "csv_watch:CsvTracker",
+            (),
+            "csv_watch:CsvTracker: ModuleNotFoundError: No module named 'csv_watch'.",
+        ),
+        ("wanbd", (), "wanbd: there is no such tracker. There are tensorboard, wandb, csv.\nOne of yours"),
+        (
+            "mine.py:Aside",
+            (),
+            "mine.py:Aside: is no subclass of openrlhf.observability.trackers.base.Tracker",
+        ),
+        ("mine.py:Silent", (), "mine.py:Silent: Silent does not define log(self, step, metrics)."),
+        ("mine.py:Needy", (), "mine.py:Needy: Needy(run, *, where: str) cannot be made with a run and its "),
+    ],
+)
+def test_what_is_no_tracker(csv_file, name, options, text):
+    with pytest.raises(ValueError) as error:
+        check_trackers(LoggerConfig(trackers=(name,), tracker_options=options))
+    assert str(error.value).startswith(f"--logger.trackers {text}")
+    assert len(str(error.value).splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("every=often", "expects a whole number"),
+        ("every", "expects NAME=VALUE"),
+        ("evry=2", "no tracker has this option; there are delimiter (of CsvTracker), every (of CsvTracker)"),
+    ],
+)
+def test_what_is_no_option(csv_file, word, text):
+    with pytest.raises(ValueError) as error:
+        check_trackers(LoggerConfig(trackers=("csv",), tracker_options=(word,)))
+    assert str(error.value) == f"--logger.tracker_options {word}: {text}"
+
+
+def test_a_file_that_cannot_be_imported_or_a_tracker_that_cannot_be_made(csv_file, tmp_path):
+    with pytest.raises(ValueError, match=r"^--logger\.trackers mine\.py:Failing: line 22: OSError: no room$"):
+        observe(tmp_path / "run", LoggerConfig(trackers=("mine.py:Failing",)))
+    csv_file.write_text("x = 1\nraise SystemExit(3)\n")
+    with pytest.raises(ValueError, match=r"^--logger\.trackers mine\.py:Failing: line 2: SystemExit: 3"):
+        check_trackers(LoggerConfig(trackers=("mine.py:Failing",)))

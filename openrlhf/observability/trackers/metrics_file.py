@@ -1,0 +1,61 @@
+"""metrics.jsonl in the run folder, which every run writes."""
+
+import json
+from pathlib import Path
+
+from openrlhf.observability.run_folder import read_jsonl, to_json
+from openrlhf.types import Metrics
+
+
+class JsonlTracker:
+    """One line per step, `{"step": 12, "rollout/reward_mean": 0.5}`, on disk when `log` returns.
+
+    NaN and infinities are the strings "NaN", "Infinity" and "-Infinity".
+    A half-written last line of a killed run is removed on opening.
+    """
+
+    def __init__(self, path: Path):
+        self._file = _open_to_append(path)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        # One write, so that a kill leaves at most one half line.
+        self._file.write((to_json({"step": step} | values) + "\n").encode())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+RENAMED = {"timing/score": "timing/logprobs", "memory/score_gb": "memory/logprobs_gb"}
+"""Metrics of earlier versions, and their names today."""
+
+
+def read_metrics(path: Path) -> dict[int, Metrics]:
+    """Step -> metrics, by the names of this version. Rows of the same step are merged; NaN and infinities are
+    numbers again."""
+    steps: dict[int, Metrics] = {}
+    for row in read_jsonl(path):
+        step = row.pop("step")
+        steps.setdefault(step, {}).update(
+            {RENAMED.get(name, name): float(value) for name, value in row.items()}
+        )
+    return steps
+
+
+def _open_to_append(path: Path):
+    """Open for appending, after the last complete line."""
+    file = open(path, "ab+")  # noqa: SIM115
+    size = file.seek(0, 2)
+    tail_start = max(0, size - 1)
+    file.seek(tail_start)
+    if size and file.read(1) != b"\n":
+        file.seek(0)
+        complete, _, tail = file.read().rpartition(b"\n")
+        try:
+            json.loads(tail)
+            file.write(b"\n")
+        except ValueError:
+            file.truncate(len(complete) + (1 if complete else 0))
+        file.flush()
+    return file

@@ -1,0 +1,107 @@
+"""All trackers of a run together: its metrics file, and a thread for each other tracker.
+
+trackers = Trackers(JsonlTracker(folder.metrics_path), [TensorBoardTracker(run)])
+trackers.log(12, {"rollout/reward_mean": 0.5})
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from openrlhf.observability.trackers.base import Tracker
+from openrlhf.observability.trackers.metrics_file import JsonlTracker
+from openrlhf.types import Metrics
+
+logger = logging.getLogger(__name__)
+
+FAILURES_ALLOWED = 3
+QUEUE_ROWS = 1000
+CLOSE_SECONDS = 60.0
+
+
+class Trackers:
+    """The record and its mirrors. What fails in the record is raised: it is the source of truth.
+
+    A mirror has a thread of its own, and neither stops nor delays training: one that fails 3 times in a row
+    is switched off with a warning, and rows that a slow one cannot take are dropped and counted."""
+
+    def __init__(self, record: JsonlTracker, mirrors: Sequence[Tracker] = ()):
+        self._record = record
+        self._mirrors = [_Mirror(tracker) for tracker in mirrors]
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        metrics = {name: float(value) for name, value in metrics.items()}
+        self._record.log(step, metrics)
+        for mirror in self._mirrors:
+            mirror.put(lambda tracker: tracker.log(step, metrics))
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        rows = [list(row) for row in rows]
+        for mirror in self._mirrors:
+            mirror.put(lambda tracker: tracker.table(step, name, columns, rows))
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Wait at most `timeout` seconds for each mirror."""
+        self._record.close()
+        for mirror in self._mirrors:
+            mirror.close(timeout)
+
+
+class _Mirror:
+    """A tracker behind a queue and a thread."""
+
+    def __init__(self, tracker: Tracker):
+        self._tracker = tracker
+        self._name = type(tracker).__name__.removesuffix("Tracker")
+        self._jobs: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(QUEUE_ROWS)
+        self._off = False
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{self._name}", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Callable[[Tracker], None]) -> None:
+        if self._off:
+            return
+        try:
+            self._jobs.put_nowait(job)
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self, timeout: float) -> None:
+        try:
+            self._jobs.put(None, timeout=timeout)
+        except queue.Full:
+            self._dropped += self._jobs.qsize()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            logger.warning("%s did not finish in %.0f s; metrics.jsonl is complete", self._name, timeout)
+        if self._dropped:
+            logger.warning("%s was too slow for %d rows; metrics.jsonl has all", self._name, self._dropped)
+
+    def _work(self) -> None:
+        failures, last = 0, ""
+        while job := self._jobs.get():
+            if self._off:
+                continue
+            # A mirror talks to disks, networks and services; whatever it raises, training goes on.
+            try:
+                job(self._tracker)
+                failures = 0
+            except BaseException as error:  # SystemExit too, which would end this thread without a word
+                failures, last = failures + 1, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                if failures == FAILURES_ALLOWED:
+                    self._off = True
+                    logger.warning(
+                        "%s is off after %d failures in a row (%s); metrics.jsonl has everything",
+                        self._name, failures, last,
+                    )  # fmt: skip
+        if failures and not self._off:
+            logger.warning(
+                "%s lacks the last %d rows (%s); metrics.jsonl has all", self._name, failures, last
+            )
+        try:
+            self._tracker.close()
+        except BaseException as error:
+            logger.warning("%s did not close (%s: %s)", self._name, type(error).__name__, error)

@@ -1,0 +1,86 @@
+"""Weights & Biases."""
+
+import logging
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from openrlhf.files import write_atomically
+from openrlhf.observability.run_folder import REDACTED, redact
+from openrlhf.observability.trackers.base import TrackedRun, Tracker
+from openrlhf.types import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+class WandbTracker(Tracker):
+    """Shows a run in Weights & Biases, as `logger.wandb` says.
+
+    Without `logger.wandb.key` it logs in with WANDB_API_KEY or an earlier `wandb login`. The run keeps its
+    identity over resumes of its folder. WANDB_MODE=offline works. When W&B cannot be reached or refuses the
+    key, the run is recorded offline in its folder with a warning; `wandb sync` uploads it.
+    """
+
+    package = "wandb"
+    remedy = 'pip install "openrlhf[wandb]"'
+
+    def __init__(self, run: TrackedRun) -> None:
+        super().__init__(run)
+        import wandb
+
+        self._wandb, flags, folder = wandb, run.logger.wandb, run.folder
+        # The redacted key of a saved config.yaml means: the one of whoever runs it.
+        from_environment = flags.key in (None, "True", "true", REDACTED)
+
+        def start(mode: str | None):
+            return wandb.init(
+                mode=mode,
+                dir=folder.path,
+                id=_wandb_id(folder.path / "wandb_id.txt"),
+                resume="allow",
+                project=flags.project,
+                entity=flags.org,
+                group=flags.group,
+                name=flags.run_name,
+                config=yaml.safe_load((folder.path / "config.yaml").read_text(encoding="utf-8")),
+                # As a setting the key is in memory only; `wandb.login` would write it to ~/.netrc.
+                # Without x_disable_meta, W&B uploads the command line, which may hold secrets.
+                settings=wandb.Settings(
+                    api_key=None if from_environment else flags.key,
+                    x_disable_meta=True,
+                    console="off",
+                    silent=True,
+                ),
+            )
+
+        try:
+            self._run = start(mode=None)
+        except wandb.Error as error:
+            first_line = redact(str(error).strip().partition("\n")[0], {flags.key} if flags.key else set())
+            logger.warning(
+                "W&B is not available (%s); recording offline in %s/wandb", first_line, folder.path
+            )
+            wandb.teardown()  # Else its service still holds the id of the run that did not start.
+            self._run = start(mode="offline")
+        # An own step axis, because W&B drops rows whose built-in step is not larger than the last.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        table = self._wandb.Table(columns=list(columns), data=rows, allow_mixed_types=True)
+        self._run.log({"step": step, name: table})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _wandb_id(path: Path) -> str:
+    if not path.exists():
+        write_atomically(path, [uuid.uuid4().hex[:12]])
+    return path.read_text()
