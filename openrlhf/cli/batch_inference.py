@@ -2,15 +2,16 @@
 tasks generate and rm also under torchrun or deepspeed."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.commands import BATCH_INFERENCE
-from openrlhf.config.inference import BatchInferenceConfig
+from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.parse import parse
+from openrlhf.errors import short_errors
 from openrlhf.hub import choose_hub
+from openrlhf.training.task import load_tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -33,9 +34,7 @@ ONLY_SPEED = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(BATCH_INFERENCE, sys.argv[1:] if argv is None else argv).config
-    from openrlhf.errors import short_errors
-
+    config = parse(BATCH_INFERENCE, argv).config
     with short_errors():
         run(config)
         if config.task != "generate_vllm":
@@ -52,15 +51,9 @@ def run(config: BatchInferenceConfig) -> None:
     with checking():
         check(config)
     from openrlhf.data.result_file import ResultFile, check_origin, finished, write_origin
-    from openrlhf.models.loading import load_tokenizer
     from openrlhf.rollout.batch_inference import Recorder
 
-    tokenizer = load_tokenizer(
-        config.model.model_name_or_path,
-        flag=MODEL_FLAG,
-        use_fast=not config.data.disable_fast_tokenizer,
-        chat_template=config.data.tokenizer_chat_template,
-    )
+    tokenizer = load_tokenizer_of(config)
     work, made_from = build_work(config, tokenizer)
     check_origin(config.raw_path, config.meta_path, made_from)
     done = finished(config.raw_path)
@@ -93,9 +86,7 @@ def run(config: BatchInferenceConfig) -> None:
 
 def check(config: BatchInferenceConfig) -> None:
     """Everything that can be wrong with files, before anything is loaded."""
-    from openrlhf.backends.vllm.support import check_vllm_runs
     from openrlhf.data.sources import check_columns
-    from openrlhf.device import DEVICE_TYPE
 
     check_columns(
         config.data.dataset,
@@ -104,18 +95,30 @@ def check(config: BatchInferenceConfig) -> None:
         split=config.data.dataset_split,
         bad_rows=config.data.bad_rows,
     )
+    lengths = ("data.max_len",) if config.task == "rm" else ("data.prompt_max_len", "rollout.max_new_tokens")
+    check_answering_model(config, lengths, in_vllm=config.task == "generate_vllm")
+
+
+def check_answering_model(
+    config: BatchInferenceConfig | ChatConfig, lengths: Sequence[str], *, in_vllm: bool
+) -> None:
+    """Raise ValueError for a model that is not there, has no room for the tokens that the flags `lengths` ask
+    for together, or does not run in vLLM where it shall."""
+    from openrlhf.backends.vllm.support import check_vllm_runs
+    from openrlhf.config.fields import values_of
+    from openrlhf.device import DEVICE_TYPE
     from openrlhf.models.loading import check_room, load_config
 
-    model_config = load_config(config.model.model_name_or_path, MODEL_FLAG)
-    lengths = ("data.max_len",) if config.task == "rm" else ("data.prompt_max_len", "rollout.max_new_tokens")
-    check_room(model_config, config, *lengths, path=config.model.model_name_or_path)
-    if config.task == "generate_vllm":
+    path, values = config.model.model_name_or_path, values_of(config)
+    model_config = load_config(path, MODEL_FLAG)
+    check_room(model_config, config, *lengths, path=path)
+    if in_vllm:
         check_vllm_runs(
             model_config,
             flag=MODEL_FLAG,
-            path=config.model.model_name_or_path,
+            path=path,
             dtype=config.ds.param_dtype,
-            max_len=_longest(config),
+            max_len=sum(values[key] for key in lengths),
             on_cpu=DEVICE_TYPE == "cpu",
             tensor_parallel_size=config.vllm.tensor_parallel_size or 1,
         )
@@ -194,7 +197,8 @@ def _vllm(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") ->
     )
     os.environ.update(engine_environment(options))
     engine = VLLMEngine(options)
-    decoding, concurrency = _decoding(config, tokenizer), config.vllm.max_num_seqs
+    decoding = decoding_of(config, tokenizer, config.rollout.max_new_tokens)
+    concurrency = config.vllm.max_num_seqs
     with asyncio.Runner() as runner:
         runner.run(engine.start())
         try:
@@ -210,22 +214,13 @@ def _vllm(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") ->
 @contextmanager
 def _transformers(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Work]:
     from openrlhf.backends.distributed import current_device
-    from openrlhf.models.loading import load_generator
     from openrlhf.rollout.batch_inference import answer_with_transformers
 
-    model: Any = load_generator(
-        config.model.model_name_or_path,
-        flag=MODEL_FLAG,
-        dtype=config.ds.param_dtype,
-        attention=config.ds.attn_implementation,
-        max_len=config.data.max_len,
-        in_4bit=config.ds.load_in_4bit,
-    )
-    model.to(current_device()).eval()
+    model = load_answering_model(config).to(current_device()).eval()
     yield lambda requests, recorder: answer_with_transformers(
         model,
         requests,
-        _decoding(config, tokenizer),
+        decoding_of(config, tokenizer, config.rollout.max_new_tokens),
         recorder.answers(tokenizer),
         batch_size=config.train.micro_batch_size,
         pad_token_id=tokenizer.pad_token_id,
@@ -311,13 +306,30 @@ def _post_process(config: BatchInferenceConfig, rows: list[dict]) -> tuple[list[
     return pairs, f" ({dropped} inputs dropped: all their rewards are equal)" if dropped else ""
 
 
-def _decoding(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> "Decoding":
+def load_answering_model(config: BatchInferenceConfig | ChatConfig) -> Any:
+    """The model as transformers samples from it, not yet on its device."""
+    from openrlhf.models.loading import load_generator
+
+    return load_generator(
+        config.model.model_name_or_path,
+        flag=MODEL_FLAG,
+        dtype=config.ds.param_dtype,
+        attention=config.ds.attn_implementation,
+        max_len=config.data.max_len,
+        in_4bit=config.ds.load_in_4bit,
+    )
+
+
+def decoding_of(
+    config: BatchInferenceConfig | ChatConfig, tokenizer: "PreTrainedTokenizerBase", max_new_tokens: int
+) -> "Decoding":
+    """How answers of at most so many tokens are sampled."""
     from openrlhf.models.generation import Decoding
     from openrlhf.models.loading import stop_token_ids
 
     rollout = config.rollout
     return Decoding(
-        max_new_tokens=rollout.max_new_tokens,
+        max_new_tokens=max_new_tokens,
         stop_token_ids=tuple(stop_token_ids(config.model.model_name_or_path, tokenizer)),
         greedy=rollout.greedy,
         temperature=rollout.temperature,

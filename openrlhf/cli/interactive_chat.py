@@ -3,12 +3,15 @@
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from openrlhf.cli.batch_inference import check_answering_model, decoding_of, load_answering_model
 from openrlhf.config.commands import CHAT
 from openrlhf.config.inference import ChatConfig
 from openrlhf.config.parse import parse
+from openrlhf.errors import short_errors
 from openrlhf.hub import choose_hub
+from openrlhf.training.task import load_tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,15 +20,11 @@ if TYPE_CHECKING:
     from openrlhf.data.conversation import Conversation
     from openrlhf.models.streaming import TransformersStream
 
-MODEL_FLAG = "--model.model_name_or_path"
-
 HELP = "clear forgets the conversation, exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(CHAT, sys.argv[1:] if argv is None else argv).config
-    from openrlhf.errors import short_errors
-
+    config = parse(CHAT, argv).config
     with short_errors():
         run(config)
 
@@ -36,15 +35,8 @@ def run(config: ChatConfig) -> None:
     from openrlhf.observability.progress import checking, waiting
 
     with checking():
-        check(config)
-    from openrlhf.models.loading import load_tokenizer
-
-    tokenizer = load_tokenizer(
-        config.model.model_name_or_path,
-        flag=MODEL_FLAG,
-        use_fast=not config.data.disable_fast_tokenizer,
-        chat_template=config.data.tokenizer_chat_template,
-    )
+        check_answering_model(config, ["data.max_len"], in_vllm=config.engine == "vllm")
+    tokenizer = load_tokenizer_of(config)
     conversation = _conversation(config, tokenizer)
     with waiting("loading the model", key=f"{config.model.model_name_or_path} {config.engine}"):
         model = _load(config, tokenizer)
@@ -55,26 +47,6 @@ def run(config: ChatConfig) -> None:
                 conversation.clear()
             elif message:
                 _answer(config, tokenizer, model, conversation, message)
-
-
-def check(config: ChatConfig) -> None:
-    from openrlhf.backends.vllm.support import check_vllm_runs
-    from openrlhf.device import DEVICE_TYPE
-    from openrlhf.models.loading import check_room, load_config
-
-    path = config.model.model_name_or_path
-    model_config = load_config(path, MODEL_FLAG)
-    check_room(model_config, config, "data.max_len", path=path)
-    if config.engine == "vllm":
-        check_vllm_runs(
-            model_config,
-            flag=MODEL_FLAG,
-            path=path,
-            dtype=config.ds.param_dtype,
-            max_len=config.data.max_len,
-            on_cpu=DEVICE_TYPE == "cpu",
-            tensor_parallel_size=config.vllm.tensor_parallel_size or 1,
-        )
 
 
 def _conversation(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "Conversation":
@@ -96,18 +68,10 @@ def _load(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "Transfor
     from openrlhf.device import DEVICE_TYPE
 
     if config.engine == "transformers":
-        from openrlhf.models.loading import load_generator
         from openrlhf.models.streaming import TransformersStream
 
-        model: Any = load_generator(
-            config.model.model_name_or_path,
-            flag=MODEL_FLAG,
-            dtype=config.ds.param_dtype,
-            attention=config.ds.attn_implementation,
-            max_len=config.data.max_len,
-            in_4bit=config.ds.load_in_4bit,
-        )
-        return TransformersStream(model.to(DEVICE_TYPE).eval(), tokenizer.pad_token_id)
+        model = load_answering_model(config).to(DEVICE_TYPE).eval()
+        return TransformersStream(model, tokenizer.pad_token_id)
     from openrlhf.backends.vllm.engine import EngineOptions
     from openrlhf.backends.vllm.stream import VLLMStream
 
@@ -148,14 +112,11 @@ def _answer(
     message: str,
 ) -> None:
     """Prints the answer as it comes. Ctrl-C ends it; what was shown is part of the conversation."""
-    from openrlhf.models.generation import Decoding
-    from openrlhf.models.loading import stop_token_ids
     from openrlhf.models.streaming import PiecewiseText
     from openrlhf.observability.progress import clean_text
     from openrlhf.rollout.seeds import seed_at
     from openrlhf.text import prompt_token_ids
 
-    rollout = config.rollout
     asked = conversation.prompt(message)
     prompt = prompt_token_ids(tokenizer, asked, is_chat=config.data.apply_chat_template)
     room = config.data.max_len - len(prompt)
@@ -165,14 +126,7 @@ def _answer(
             "room for an answer: clear forgets it)"
         )
         return
-    decoding = Decoding(
-        max_new_tokens=min(room, rollout.max_new_tokens or room),
-        stop_token_ids=tuple(stop_token_ids(config.model.model_name_or_path, tokenizer)),
-        greedy=rollout.greedy,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        repetition_penalty=rollout.repetition_penalty,
-    )
+    decoding = decoding_of(config, tokenizer, min(room, config.rollout.max_new_tokens or room))
     seed = seed_at(config.train.seed, "chat", conversation.num_turns)
     text = PiecewiseText(tokenizer, prompt)
     if sys.stdin.isatty():

@@ -1,13 +1,13 @@
 """Merge a LoRA adapter into its base model: `openrlhf lora_combiner`."""
 
 import re
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from openrlhf.config.commands import LORA_COMBINER
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.config.parse import parse
+from openrlhf.errors import short_errors
 from openrlhf.files import clear_for_model
 
 if TYPE_CHECKING:
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(LORA_COMBINER, sys.argv[1:] if argv is None else argv).config
-    from openrlhf.errors import short_errors
-
+    config = parse(LORA_COMBINER, argv).config
     with short_errors():
         run(config)
 

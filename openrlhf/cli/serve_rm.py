@@ -1,6 +1,5 @@
 """A reward model over HTTP: `python -m openrlhf.cli.serve_rm`."""
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -8,6 +7,7 @@ from openrlhf import heap
 from openrlhf.config.commands import SERVE_RM
 from openrlhf.config.parse import parse
 from openrlhf.config.serve_rm import ServeRMConfig
+from openrlhf.errors import short_errors
 from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
@@ -17,9 +17,7 @@ MODEL_FLAG = "--reward.model_name_or_path"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(SERVE_RM, sys.argv[1:] if argv is None else argv).config
-    from openrlhf.errors import short_errors
-
+    config = parse(SERVE_RM, argv).config
     with short_errors():
         run(config)
 

@@ -11,6 +11,7 @@ from openrlhf import heap
 from openrlhf.config.checks import SCATTERED
 from openrlhf.config.command import Command
 from openrlhf.config.fields import flag_of
+from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import catch_signals, short_errors, telling
@@ -332,8 +333,10 @@ def check_files(task: Task) -> None:
     task.check_models()  # imports transformers, which takes longer than all of the above
 
 
-def load_tokenizer_of(config: SupervisedConfig) -> "PreTrainedTokenizerBase":
-    """The tokenizer of the model to train."""
+def load_tokenizer_of(
+    config: SupervisedConfig | BatchInferenceConfig | ChatConfig,
+) -> "PreTrainedTokenizerBase":
+    """The tokenizer of the model to train, or of the one that answers."""
     from openrlhf.models.loading import load_tokenizer
 
     return load_tokenizer(
