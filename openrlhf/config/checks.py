@@ -303,13 +303,20 @@ def four_bits(ds: DeepSpeedConfig) -> Iterator[Problem]:
 
 
 def bitsandbytes(is_used: bool) -> Iterator[Problem]:
-    if is_used and importlib.util.find_spec("bitsandbytes") is None:
-        yield Problem("ds.load_in_4bit", 'needs the package bitsandbytes: pip install "openrlhf[qlora]"')
+    if is_used:
+        yield from package("ds.load_in_4bit", "bitsandbytes", extra="qlora")
 
 
 def modelscope(config: Any) -> Iterator[Problem]:
-    if config.use_ms and importlib.util.find_spec("modelscope") is None:
-        yield Problem("use_ms", 'needs the package modelscope: pip install "openrlhf[modelscope]"')
+    if config.use_ms:
+        yield from package("use_ms", "modelscope", extra="modelscope")
+
+
+def package(key: str, name: str, *, extra: str, otherwise: str = "") -> Iterator[Problem]:
+    """The problem of a flag whose package is not installed. `extra`: the extra of ours that brings it;
+    `otherwise`: what else would do."""
+    if importlib.util.find_spec(name.replace("-", "_")) is None:
+        yield Problem(key, f'needs the package {name}: pip install "openrlhf[{extra}]"{otherwise}')
 
 
 def optimizer(prefix: str, optim: OptimConfig, ds: DeepSpeedConfig) -> Iterator[Problem]:
@@ -494,13 +501,13 @@ def row_attention(name: str) -> Iterator[Problem]:
 
 def attention_packages(ds: Any) -> Iterator[Problem]:
     """Kernels that come in packages of their own."""
-    key, package = "ds.attn_implementation", FLASH_PACKAGES.get(ds.attn_implementation)
-    if ds.attn_implementation.startswith(HUB_KERNELS) and importlib.util.find_spec("kernels") is None:
-        yield Problem(key, 'needs the package kernels: pip install "openrlhf[kernels]"; or use auto')
-    if package is None:
+    key, flash = "ds.attn_implementation", FLASH_PACKAGES.get(ds.attn_implementation)
+    if ds.attn_implementation.startswith(HUB_KERNELS):
+        yield from package(key, "kernels", extra="kernels", otherwise="; or use auto")
+    if flash is None:
         return
-    if importlib.util.find_spec(package) is None:
-        yield remark(key, f"the package {package} is not installed: auto takes its place")
+    if importlib.util.find_spec(flash) is None:
+        yield remark(key, f"the package {flash} is not installed: auto takes its place")
     elif ds.param_dtype == "fp32":
         yield Problem(key, "flash attention has no float32; use auto, or ds.param_dtype bf16")
 
@@ -509,9 +516,8 @@ def _liger(ds: Any) -> Iterator[Problem]:
     key = "ds.use_liger_kernel"
     if not ds.use_liger_kernel:
         return
-    if importlib.util.find_spec("liger_kernel") is None:
-        yield Problem(key, 'needs the package liger-kernel: pip install "openrlhf[liger]"')
-    elif ds.experts_implementation is not None:
+    yield from package(key, "liger-kernel", extra="liger")
+    if ds.experts_implementation is not None:
         yield Problem("ds.experts_implementation", f"{key} brings a kernel for experts; remove one")
 
 
@@ -537,9 +543,7 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
         yield Problem("logger.wandb.key", "is a mask, not a key; use True and set WANDB_API_KEY")
     elif logger.wandb.key is not None and not logger.wandb.is_used:
         yield remark("logger.wandb.key", "has no effect: WANDB_MODE is disabled")
-    elif logger.wandb.is_used and importlib.util.find_spec("wandb") is None:
-        yield Problem(
-            "logger.wandb.key",
-            'needs the package wandb: pip install "openrlhf[wandb]".\nTo go on without it set '
-            "WANDB_MODE=disabled, or leave it out: metrics.jsonl and report.html are written all the same",
-        )
+    elif logger.wandb.is_used:
+        without = ".\nTo go on without it set WANDB_MODE=disabled, or leave it out: metrics.jsonl and "
+        without += "report.html are written all the same"
+        yield from package("logger.wandb.key", "wandb", extra="wandb", otherwise=without)

@@ -127,7 +127,10 @@ PPO_UNREAD = (
     ),
     Unread(keys=("data.pretrain_dataset",), when=lambda c: c.actor.ptx_coef == 0, why="actor.ptx_coef is 0"),
     Unread(
-        keys=("train.colocate_critic_reward",),
+        keys=(
+            *("reward.num_nodes", "reward.num_gpus_per_node", "reward.offload", "reward.normalize_enable"),
+            *("reward.model_weights", "train.colocate_critic_reward"),
+        ),
         when=lambda c: not c.uses_reward_model,
         why="there is no reward model",
     ),
@@ -240,19 +243,9 @@ PPO_UNREAD = (
         why="reward.remote_url names no server",
     ),
     Unread(
-        keys=("reward.num_nodes", "reward.num_gpus_per_node", "reward.offload", "reward.normalize_enable"),
-        when=lambda c: not c.uses_reward_model,
-        why="there is no reward model",
-    ),
-    Unread(
         keys=("reward.model_name_or_path",),
         when=lambda c: bool(c.reward.urls) and c.reward.model_weights is None,
         why="reward.remote_url gives the rewards; reward.model_weights adds those of models",
-    ),
-    Unread(
-        keys=("reward.model_weights",),
-        when=lambda c: not c.uses_reward_model,
-        why="there is no reward model",
     ),
     Unread(
         keys=("ds.value_head_prefix",),

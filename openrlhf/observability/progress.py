@@ -195,7 +195,7 @@ class Progress:
     def _is_line_due(self, metrics: "Metrics") -> bool:
         every = STEPS_EVERY_ON_TERMINAL if self._bars else STEPS_EVERY
         is_old = self._now() - self._told >= every
-        return is_old or self._clock.is_at_an_end or any(map(_is_evaluation, metrics))
+        return is_old or self._clock.is_at_an_end or any(map(is_evaluation, metrics))
 
     def _tell_steps(self) -> None:
         """One line of the steps that have none."""
@@ -221,7 +221,7 @@ class Progress:
         evaluation = [
             (name, value)
             for name, value in metrics.items()
-            if _is_evaluation(name)
+            if is_evaluation(name)
             and not name.endswith(EVALUATION_DETAILS)
             and pass_name(name) not in metrics
         ]
@@ -574,5 +574,6 @@ def pass_name(name: str) -> str | None:
     return f"{name[: found.start()]}_pass{found[1] or 1}" if found else None
 
 
-def _is_evaluation(name: str) -> bool:
+def is_evaluation(name: str) -> bool:
+    """Whether a metric of this name is of held-out data."""
     return name.startswith(("eval/", "eval_"))

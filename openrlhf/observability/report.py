@@ -30,7 +30,7 @@ from openrlhf.observability.journal import (
     response_of,
     spread,
 )
-from openrlhf.observability.progress import clean_text, format_duration, format_number
+from openrlhf.observability.progress import clean_text, format_duration, format_number, is_evaluation
 from openrlhf.observability.run_folder import RunFolder, read_jsonl
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.types import Trajectory
@@ -350,7 +350,7 @@ def _place(name: str, own: set[str]) -> tuple[int, int]:
     if name in own:
         return list(dict(SECTIONS)).index(OWN), 0
     short = name.rpartition("/")[2].lower()
-    if _is_evaluation(name) and not any(word in short for word in dict(SECTIONS)["Answers"]):
+    if is_evaluation(name) and not any(word in short for word in dict(SECTIONS)["Answers"]):
         return 0, -1
     for section, (_, words) in enumerate(SECTIONS):
         for place, word in enumerate(words):
@@ -521,10 +521,6 @@ def _points(curve: Curve, x: _Axis, y: _Axis) -> str:
     return " ".join(f"{x(step)},{y(value)}" for step, value in curve)
 
 
-def _is_evaluation(name: str) -> bool:
-    return name.startswith(("eval/", "eval_"))
-
-
 def _label(name: str) -> Label:
     section, _, short = name.rpartition("/")
     return Label(section=section[:30], words=shorten(short.replace("_", " "), 60))
@@ -573,8 +569,8 @@ def _print_rich(rows: list[tuple[str, str, str, str]], stream: TextIO) -> None:
 
     console = Console(file=stream, width=shutil.get_terminal_size().columns)
     table = Table(title="samples", show_lines=True, expand=True)
-    for heading, justify, ratio in (("reward", "right", None), ("tokens", "right", None)):
-        table.add_column(heading, justify=justify, ratio=ratio)
+    table.add_column("reward", justify="right")
+    table.add_column("tokens", justify="right")
     table.add_column("prompt", ratio=2)
     table.add_column("answer", ratio=3)
     for row in rows:

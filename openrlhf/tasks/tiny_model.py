@@ -14,30 +14,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_chat_model(
-    folder: str | Path,
-    *,
-    seed: int = 0,
-    vocab_size: int = 368,
-    hidden_size: int = 96,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    max_len: int = 512,
-) -> Path:
-    """Write an untrained model and its tokenizer where AutoModelForCausalLM and AutoTokenizer find them."""
+def tiny_chat_model(folder: str | Path, *, seed: int = 0, vocab_size: int = 368, **shape: int) -> Path:
+    """Write an untrained model and its tokenizer where AutoModelForCausalLM and AutoTokenizer find them.
+
+    shape: as in `tiny_model`."""
     folder = Path(folder)
     tokenizer = tiny_tokenizer(vocab_size)
-    model = tiny_model(
-        tokenizer,
-        seed=seed,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        max_len=max_len,
-    )
-    model.save_pretrained(folder)
+    tiny_model(tokenizer, seed=seed, **shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
