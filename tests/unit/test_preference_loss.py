@@ -6,7 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openrlhf.algorithms.preference_loss import dpo_loss, ipo_loss, kto_loss, pairwise_loss
+from openrlhf.algorithms.preference.dpo import dpo_loss
+from openrlhf.algorithms.preference.ipo import ipo_loss
+from openrlhf.algorithms.preference.kto import kto_loss
+from openrlhf.algorithms.preference.reward_model import pairwise_loss
 
 finite = st.floats(-50, 50)
 FAR = [-1e4, -50.0, 0.0, 50.0, 1e4]

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from openrlhf.algorithms.preference_loss import dpo_loss, ipo_loss
+from openrlhf.algorithms.preference.dpo import dpo_loss
+from openrlhf.algorithms.preference.ipo import ipo_loss
 from openrlhf.training.objectives.reference import Reference, answer_log_probs, reference_log_probs
 from openrlhf.types import LossNorm, PairRow
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.preference_loss import kto_loss
+from openrlhf.algorithms.preference.kto import kto_loss
 from openrlhf.training.objectives.reference import Reference, answer_log_probs, reference_log_probs
 from openrlhf.types import LossNorm, UnpairedRow
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from openrlhf.algorithms.preference_loss import pairwise_loss
+from openrlhf.algorithms.preference.reward_model import pairwise_loss
 from openrlhf.types import LossNorm, PairRow
 
 
