@@ -6,7 +6,7 @@ def pairwise_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0
     """Loss of a reward model on pairs, the Bradley-Terry model's.
 
     Training language models to follow instructions with human feedback,
-    https://arxiv.org/abs/2203.02155, eq. 1; the margin is that of Llama 2, https://arxiv.org/abs/2307.09288, eq. 2
+    https://arxiv.org/abs/2203.02155, eq. 1; the margin: Llama 2, https://arxiv.org/abs/2307.09288, eq. 2
 
         l = -log sigmoid(chosen - rejected - margin)
 
