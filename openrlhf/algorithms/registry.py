@@ -67,15 +67,19 @@ class Registry(Mapping[str, type[KindT]], Generic[KindT]):
         return {x.name: x for x in found if issubclass(x, self.base) and x.name}
 
     @property
-    def registered(self) -> Mapping[str, str]:
-        """Maps the names that installed packages register to references."""
-        return {name: point.value for name, point in plugins.registered(self.kind).items()}
+    def names(self) -> list[str]:
+        """Ours, and those that installed packages register."""
+        return [*self.ours, *plugins.registered(self.kind)]
 
     def reference(self, name: str) -> str | None:
-        """Returns where the class of this name is defined; None for one of ours."""
+        """Returns where the class of this name is defined; None for one of ours. Raises KeyError for a name
+        that nobody has."""
         if name in self.ours:
             return None
-        return name if plugins.is_reference(name) else self.registered[name]
+        reference = plugins.resolve(name, self.kind)
+        if not (plugins.is_reference(reference) or plugins.file_of(reference)):
+            raise KeyError(name)
+        return reference
 
     def __getitem__(self, name: str) -> type[KindT]:
         """Raises KeyError for a name that nobody has, ValueError where a reference leads to no such class."""

@@ -9,6 +9,7 @@ from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FL
 from openrlhf.hub import choose_hub
 from openrlhf.training.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
 from openrlhf.training.start import check_output
+from openrlhf.user_file import located
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,6 +144,19 @@ def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
         ask("--train.agent_func_path", _check_file, check, agent, "--train.agent_func_path")
     elif function := config.reward.function:
         ask("--reward.remote_url", _check_file, check_reward_file, function, "--reward.remote_url")
+    for key, reference in config.references.items():
+        ask(f"--{key}", check_algorithm, config, f"--{key}", reference)
+
+
+def check_algorithm(config: PPOConfig, flag: str, reference: str) -> None:
+    """Raises ValueError where the class of a user fails with four samples."""
+    from openrlhf.algorithms.trial import try_out
+
+    kind = config.selected[flag.removeprefix("--")]
+    try:
+        try_out(lambda: kind.of(config.algo.options))
+    except Exception as error:
+        raise ValueError(f"{flag} {located(error, reference)}") from error
 
 
 def _tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":

@@ -19,6 +19,7 @@ from openrlhf.plugins import digest
 from openrlhf.training.publish import publish
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data
 from openrlhf.training.start import begin, make_room, origin_of, position
+from openrlhf.user_file import split
 
 if TYPE_CHECKING:
     from openrlhf.cluster.layout import Layout, Nodes
@@ -206,6 +207,9 @@ def _origin(config: PPOConfig, data: RLData) -> "Origin":
         more[PRETRAIN_FLAG] = f"checksum {checksum[:16]}"
     users = {"--reward.remote_url": config.reward.function, "--train.agent_func_path": config.train.agent}
     more |= {flag: f"checksum {digest(name)}" for flag, name in users.items() if name}
+    more |= {
+        f"--{key}": f"{split(name)[1]}, checksum {digest(name)}" for key, name in config.references.items()
+    }
     return origin_of(config, PPO, models, more)
 
 

@@ -11,6 +11,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.device import DEVICE_TYPE, visible_index
 from openrlhf.mesh import Mesh
 from openrlhf.training.worker import Worker
+from openrlhf.user_file import UserFiles
 
 WorkerT = TypeVar("WorkerT", bound=Worker)
 
@@ -18,13 +19,16 @@ WorkerT = TypeVar("WorkerT", bound=Worker)
 class RankActor:
     """Mixed into the class of a worker: one rank as an actor."""
 
-    def __init__(self, config: PPOConfig, rank: int, mesh: Mesh, private: Mapping[str, str]) -> None:
-        """`private`: see environment.py."""
+    def __init__(
+        self, config: PPOConfig, rank: int, mesh: Mesh, files: UserFiles, private: Mapping[str, str]
+    ) -> None:
+        """`files`: those of `config.references`; `private`: see environment.py."""
         folder.enter()
         environment.take(private)
         place: dict[str, Any] = {}
         if DEVICE_TYPE == "cuda":
             place = {"local_rank": visible_index(ray.get_gpu_ids()[0]), "local_size": gpus_of_node()}
+        config = config.with_references(files.here)
         super().__init__(config, rank, mesh, **place)  # pyrefly: ignore[bad-argument-count]  of the worker
 
     def address(self) -> tuple[str, int]:

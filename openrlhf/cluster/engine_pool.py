@@ -45,7 +45,7 @@ class EngineActor(RolloutWorker):
         """`private`: see environment.py."""
         folder.enter()
         environment.take(private)
-        super().__init__(config, options, files)
+        super().__init__(config.with_references(files.here), options, files)
         self.groups = SamplingTasks(self.run_group)
 
     async def submit_groups(self, requests: dict[int, Request]) -> None:
@@ -72,7 +72,7 @@ class EnginePool:
         `sync` to fill. `reward`: the models that add their rewards to what was sampled."""
         self.config, self.on_gpu, self.bundles = config, on_gpu, bundles
         self.options = engine_options(config, on_gpu, from_files=from_files)
-        self.files = UserFiles.of(config.train.agent, config.reward_function)
+        self.files = UserFiles.of(config.train.agent, config.reward_function, *config.references.values())
         self.members = [self._create(index) for index in range(config.num_engines)]
         self.epoch = 0
         """How often the members have changed."""

@@ -31,6 +31,7 @@ from openrlhf.training.worker import (
     Worker,
 )
 from openrlhf.types import Batch, PromptGroup, Schedule, Trajectory, Updated
+from openrlhf.user_file import UserFiles
 
 WorkerT = TypeVar("WorkerT", bound=Worker)
 AnswerT = TypeVar("AnswerT")
@@ -46,10 +47,11 @@ class RankGroup(Generic[WorkerT]):
     def __init__(self, worker_class: type[WorkerT], config: PPOConfig, bundles: Bundles) -> None:
         """Creates the ranks' processes; `start` loads the model."""
         self.config, self.bundles, self.mesh = config, bundles, bundles.mesh
+        files = UserFiles.of(*config.references.values())
         self.workers: list[Handle] = [
             ray.remote(actor_class(worker_class))
             .options(**bundles.options(rank))
-            .remote(config, rank, self.mesh, environment.private())
+            .remote(config, rank, self.mesh, files, environment.private())
             for rank in range(self.mesh.size)
         ]
 

@@ -32,7 +32,7 @@ class OneOf:
 
     @property
     def names(self) -> list[str]:
-        return [*self.rows, *(self.rows.registered if isinstance(self.rows, Registry) else ())]
+        return self.rows.names if isinstance(self.rows, Registry) else list(self.rows)
 
     @property
     def others(self) -> str:

@@ -1,7 +1,7 @@
 """Everything that `train_ppo_ray` can be told."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -9,7 +9,7 @@ from openrlhf.algorithms.advantages import ESTIMATORS, AdvantageEstimator
 from openrlhf.algorithms.corrections import CORRECTIONS, Correction
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES, ProximalPolicy
-from openrlhf.algorithms.registry import Selectable
+from openrlhf.algorithms.registry import Registry, Selectable
 from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import (
     BadRows,
@@ -34,6 +34,7 @@ from openrlhf.config.choices import (
     Steps,
     SyncBackend,
 )
+from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.reasoning_gym import GYM_VERIFIER, is_gym
 from openrlhf.config.sections import (
     AdamConfig,
@@ -595,6 +596,16 @@ class RolePlacement(NamedTuple):
     """The role whose GPUs it shares; None: its own."""
 
 
+CORRECTION_KEY = "algo.advantage.is_correction_type"
+SELECTING: Mapping[str, Registry] = {
+    "algo.advantage.estimator": ESTIMATORS,
+    "actor.policy_loss_type": POLICY_LOSSES,
+    CORRECTION_KEY: CORRECTIONS,
+    "algo.advantage.proximal_policy": PROXIMAL_POLICIES,
+}
+"""Flags that select a class."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PPOConfig:
     """Reinforcement learning with Ray, vLLM and DeepSpeed."""
@@ -634,14 +645,24 @@ class PPOConfig:
     @property
     def selected(self) -> dict[str, type[Selectable]]:
         """Maps flags to the classes that they select."""
-        advantage = self.algo.advantage
-        classes: dict[str, type[Selectable] | None] = {
-            "algo.advantage.estimator": advantage.traits,
-            "actor.policy_loss_type": self.actor.loss,
-            "algo.advantage.is_correction_type": advantage.correction,
-            "algo.advantage.proximal_policy": advantage.proximal,
-        }
-        return {flag: chosen for flag, chosen in classes.items() if chosen}
+        return {key: SELECTING[key][name] for key, name in self._names.items()}
+
+    @property
+    def references(self) -> dict[str, str]:
+        """Maps flags to references, where they select a class of the user or of an installed package."""
+        found = {key: SELECTING[key].reference(name) for key, name in self._names.items()}
+        return {key: reference for key, reference in found.items() if reference}
+
+    def with_references(self, here: Callable[[str], str]) -> "PPOConfig":
+        """Returns the configuration for another machine, where `here` maps a reference to one that leads to
+        the same class there, see `UserFiles.here`."""
+        return with_values(self, {key: here(reference) for key, reference in self.references.items()})
+
+    @property
+    def _names(self) -> dict[str, str]:
+        values = values_of(self)
+        corrects = self.algo.advantage.is_correction_enable
+        return {key: values[key] for key in SELECTING if corrects or key != CORRECTION_KEY}
 
     @property
     def uses_critic(self) -> bool:

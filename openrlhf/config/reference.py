@@ -2,11 +2,12 @@
 docs/flags.md."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
 from openrlhf.config.command import SECRETS, Command
 from openrlhf.config.fields import Field, fields_of, to_words, values_of
+from openrlhf.config.options import option_defaults, option_fields
 from openrlhf.config.sections import OptimConfig
 
 _ORDER = (
@@ -20,9 +21,10 @@ _WIDTH = 110
 
 def help_text(command: Command, config: Any, word: str) -> str:
     """Every flag with `word` in its present or old name, with its value in `config`. "" without any."""
-    values, defaults = values_of(config), values_of(command.config_type())
+    selected = command.selected(config)
+    values, defaults = values_of(config), values_of(command.config_type()) | option_defaults(selected)
     blocks = []
-    for title, doc, fields in _sections(command, word):
+    for title, doc, fields in _sections(command, word, option_fields(selected)):
         lines = [f"{title}: {doc}" if doc else title]
         for field in fields:
             lines += _help_of(field, values[field.key], defaults[field.key], _refusal(command, field))
@@ -82,12 +84,14 @@ def _head(command: Command) -> str:
         A flag that switches something on takes no value, or true or false. "-" and "_" are the same.""")
 
 
-def _sections(command: Command, word: str) -> Iterator[tuple[str, str, list[Field]]]:
-    """Title, description and flags of each section that has a flag with `word` in its name."""
+def _sections(
+    command: Command, word: str, options: Mapping[str, Field] = {}
+) -> Iterator[tuple[str, str, list[Field]]]:
+    """Title, description and flags of each section that has a flag or an option with `word` in its name."""
     old_names = _old_names(command)
     hints = get_type_hints(command.config_type)
     groups: dict[str, list[Field]] = {name: [] for name in _ORDER}
-    for field in fields_of(command.config_type).values():
+    for field in (*fields_of(command.config_type).values(), *options.values()):
         if any(word in name for name in (field.key, *old_names.get(field.key, ()))):
             groups[_group(field)].append(field)
     shared = fields_of(OptimConfig)
