@@ -208,7 +208,7 @@ def _origin(config: PPOConfig, data: RLData) -> "Origin":
     users = {"--reward.remote_url": config.reward.function, "--train.agent_func_path": config.train.agent}
     more |= {flag: f"checksum {digest(name)}" for flag, name in users.items() if name}
     more |= {
-        f"--{key}": f"{split(name)[1]}, checksum {digest(name)}" for key, name in config.references.items()
+        f"--{key}": f"checksum {digest(name)} of {split(name)[1]}" for key, name in config.references.items()
     }
     return origin_of(config, PPO, models, more)
 

@@ -62,7 +62,7 @@ def parse(
     options, wrong = _read_options(chosen, selected, bad)
     values, bad = values | options, bad | wrong
     config = with_values(config, option_defaults(selected) | options)
-    if line.help is not None:
+    if line.help is not None and NO_OPTIONS not in bad:
         _show_help(command, config, line.help)
     explicit = {key: setting.source for key, setting in chosen.items()}
     problems += more + list(bad.values())
@@ -474,6 +474,10 @@ def _convert(
     return values, bad
 
 
+NO_OPTIONS = PREFIX + "*"
+"""The key of a problem for which no option of any class can be read."""
+
+
 def _read_options(
     chosen: Mapping[str, _Setting], selected: Mapping[str, type], bad: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
@@ -483,12 +487,12 @@ def _read_options(
     try:
         fields = option_fields(selected)
     except ValueError as error:
-        return {}, {PREFIX: str(error)}
+        return {}, {NO_OPTIONS: str(error)}
     known = {key: setting for key, setting in said.items() if key in fields}
     values, wrong = _convert(known, fields)
     if not bad.keys() & selected.keys():
         there = ", ".join(f"{field.name} (of {field.owner.__name__})" for field in fields.values())
-        for key in said.keys() - known.keys():
+        for key in (key for key in said if key not in known):
             wrong[key] = f"{said[key].shown}: no class that the flags select has this option; " + (
                 f"there are {there}" if there else "they have none"
             )

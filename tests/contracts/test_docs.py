@@ -67,9 +67,9 @@ def test_command_is_understood(
     for word in words:  # what the reader has, and this machine has not
         if FILES.fullmatch(file := word.partition(":")[0]):
             Path(file).parent.mkdir(parents=True, exist_ok=True)
-            Path(file).write_text(
-                RUN if file.endswith(".yaml") else "def reward_func(queries, prompts, labels): ..."
-            )
+            stand_in = RUN if file.endswith(".yaml") else "def reward_func(queries, prompts, labels): ..."
+            ours = ROOT / file
+            Path(file).write_text(ours.read_text() if ours.is_file() else stand_in)
     environment = list(takewhile(re.compile(r"[A-Z_]+=").match, words))
     for setting in environment:
         monkeypatch.setenv(*setting.split("=", 1))
