@@ -1,13 +1,13 @@
 """KTO: `python -m openrlhf.cli.train_kto`, or the same under torchrun or deepspeed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from openrlhf.config.commands import KTO
 from openrlhf.config.supervised import KTOConfig
 from openrlhf.training import task
-from openrlhf.training.reference import check_reference, reference_of, reference_path
+from openrlhf.training.reference import ComparedTask, reference_of
 
 if TYPE_CHECKING:
     from openrlhf.backends.base import Objective
@@ -15,24 +15,10 @@ if TYPE_CHECKING:
     from openrlhf.types import UnpairedRow
 
 
-class KTOTask(task.Task[KTOConfig]):
+class KTOTask(ComparedTask[KTOConfig]):
     command = KTO
     module = "openrlhf.cli.train_kto"
-
-    def models(self) -> Mapping[str, str]:
-        return {**super().models(), **reference_path(self.config)}
-
-    def check_models(self) -> None:
-        super().check_models()
-        check_reference(self.config)
-
-    def columns(self) -> Mapping[str, str | None]:
-        data = self.config.data
-        return {
-            "--data.input_key": data.input_key,
-            "--data.output_key": data.output_key,
-            "--data.label_key": data.label_key,
-        }
+    column_keys = ("input_key", "output_key", "label_key")
 
     def builder(self) -> partial:
         from openrlhf.data.unpaired import build_unpaired

@@ -1,6 +1,6 @@
 """Process reward models: `python -m openrlhf.cli.train_prm`, or the same under torchrun or deepspeed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 class ProcessRewardTask(task.Task[PRMConfig]):
     command = PRM
     module = "openrlhf.cli.train_prm"
-
-    def columns(self) -> Mapping[str, str | None]:
-        return {
-            "--data.input_key": self.config.data.input_key,
-            "--data.label_key": self.config.data.label_key,
-        }
+    column_keys = ("input_key", "label_key")
 
     def check_models(self) -> None:
         super().check_models()

@@ -1,9 +1,9 @@
 """Reward models: `python -m openrlhf.cli.train_rm`, or the same under torchrun or deepspeed."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from openrlhf.config.commands import RM
 from openrlhf.config.supervised import DPOConfig, RMConfig
@@ -16,26 +16,56 @@ if TYPE_CHECKING:
     from openrlhf.training.objectives.rm import RewardObjective
     from openrlhf.types import PairRow
 
+ConfigT = TypeVar("ConfigT", RMConfig, DPOConfig)
+
 STATISTICS_FRACTION = 0.01
 """Of the training pairs, to tell mean and deviation of the scores where there is no evaluation set."""
 
 
-class RewardModelTask(task.Task[RMConfig]):
-    command = RM
-    module = "openrlhf.cli.train_rm"
+class PairTask(task.Task[ConfigT]):
+    """Pairs of answers to one prompt."""
 
-    def columns(self) -> Mapping[str, str | None]:
-        return pair_columns(self.config)
+    column_keys = ("prompt_key", "chosen_key", "rejected_key")
+    score_last_token: ClassVar[bool]
+    """As in `build_pairs`."""
+
+    @property
+    def margin_key(self) -> str | None:
+        """The column with the margins, where they are read."""
+        return None
 
     def builder(self) -> partial:
-        model = self.config.model
-        margin_key = "margin" if model.margin_loss_enable and model.loss_type == "sigmoid" else None
-        return pair_builder(self.config, score_last_token=True, margin_key=margin_key)
+        from openrlhf.data.preference import build_pairs
+
+        data = self.config.data
+        return partial(
+            build_pairs,
+            prompt_key=data.prompt_key,
+            chosen_key=data.chosen_key,
+            rejected_key=data.rejected_key,
+            apply_chat_template=data.apply_chat_template,
+            input_template=data.input_template,
+            max_len=data.max_len,
+            score_last_token=self.score_last_token,
+            margin_key=self.margin_key,
+            bad_rows=data.bad_rows,
+        )
 
     def collate(self, items: list) -> "PairRow":
         from openrlhf.types import PairRow
 
         return PairRow.of(items)
+
+
+class RewardModelTask(PairTask[RMConfig]):
+    command = RM
+    module = "openrlhf.cli.train_rm"
+    score_last_token = True
+
+    @property
+    def margin_key(self) -> str | None:
+        model = self.config.model
+        return "margin" if model.margin_loss_enable and model.loss_type == "sigmoid" else None
 
     def load_model(self, tokenizer: "PreTrainedTokenizerBase") -> "ScoreModel":
         from openrlhf.models.scorer import load_scorer
@@ -71,36 +101,6 @@ class RewardModelTask(task.Task[RMConfig]):
         config = run.engine.module.model.config
         config.mean = moments["mean"]
         config.std = max(moments["square"] - moments["mean"] ** 2, 1e-16) ** 0.5
-
-
-def pair_columns(config: RMConfig | DPOConfig) -> dict[str, str | None]:
-    data = config.data
-    return {
-        "--data.prompt_key": data.prompt_key,
-        "--data.chosen_key": data.chosen_key,
-        "--data.rejected_key": data.rejected_key,
-        "--data.image_key": data.image_key if data.reads_images else None,
-    }
-
-
-def pair_builder(
-    config: RMConfig | DPOConfig, *, score_last_token: bool, margin_key: str | None = None
-) -> partial:
-    from openrlhf.data.preference import build_pairs
-
-    data = config.data
-    return partial(
-        build_pairs,
-        prompt_key=data.prompt_key,
-        chosen_key=data.chosen_key,
-        rejected_key=data.rejected_key,
-        apply_chat_template=data.apply_chat_template,
-        input_template=data.input_template,
-        max_len=data.max_len,
-        score_last_token=score_last_token,
-        margin_key=margin_key,
-        bad_rows=data.bad_rows,
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

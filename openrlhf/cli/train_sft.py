@@ -1,6 +1,6 @@
 """Supervised fine-tuning: `python -m openrlhf.cli.train_sft`, or the same under torchrun or deepspeed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,14 +18,11 @@ ConfigT = TypeVar("ConfigT", SFTConfig, KDConfig)
 class ResponsesTask(task.Task[ConfigT]):
     """Samples with loss on the responses, or on everything with model.pretrain_mode_enable."""
 
-    def columns(self) -> Mapping[str, str | None]:
-        data = self.config.data
-        output_key = None if self.config.model.pretrain_mode_enable else data.output_key
-        return {
-            "--data.input_key": data.input_key,
-            "--data.output_key": output_key,
-            "--data.image_key": data.image_key if data.reads_images else None,
-        }
+    column_keys = ("input_key", "output_key")
+
+    def columns(self) -> dict[str, str | None]:
+        plain_text = {"--data.output_key": None} if self.config.model.pretrain_mode_enable else {}
+        return super().columns() | plain_text
 
     def builder(self) -> partial:
         from openrlhf.data.sft import build_sft_samples

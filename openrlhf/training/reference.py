@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from openrlhf.config.supervised import DPOConfig, KTOConfig, RefConfig
+from openrlhf.training.task import Task, load_language_model, load_tokenizer_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,22 +20,31 @@ if TYPE_CHECKING:
 
     ComparingRun = Run[DPOConfig] | Run[KTOConfig]
 
+ConfigT = TypeVar("ConfigT", DPOConfig, KTOConfig)
+
 REF_FLAG = "--ref.model_name_or_path"
 
 
-def check_reference(config: DPOConfig | KTOConfig) -> None:
-    """Raise ValueError for a reference that reads other tokens than the policy."""
-    from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
-    from openrlhf.training.task import load_tokenizer_of
+class ComparedTask(Task[ConfigT]):
+    """A policy that is compared with a reference."""
 
-    path = reference_path(config)[REF_FLAG]
-    if path != config.model.model_name_or_path:
-        check_same_vocabulary(load_tokenizer_of(config), load_tokenizer(path, flag=REF_FLAG), REF_FLAG, path)
+    def models(self) -> dict[str, str]:
+        return {**super().models(), REF_FLAG: reference_path(self.config)}
+
+    def check_models(self) -> None:
+        """Raise ValueError also for a reference that reads other tokens than the policy."""
+        from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
+
+        super().check_models()
+        path = reference_path(self.config)
+        if path != self.config.model.model_name_or_path:
+            own, other = load_tokenizer_of(self.config), load_tokenizer(path, flag=REF_FLAG)
+            check_same_vocabulary(own, other, REF_FLAG, path)
 
 
-def reference_path(config: DPOConfig | KTOConfig) -> dict[str, str]:
-    """Its flag -> where it is loaded from."""
-    return {REF_FLAG: config.ref.model_name_or_path or config.model.model_name_or_path}
+def reference_path(config: DPOConfig | KTOConfig) -> str:
+    """The folder or name that the reference is loaded from."""
+    return config.ref.model_name_or_path or config.model.model_name_or_path
 
 
 def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> "Reference | None":
@@ -45,9 +55,8 @@ def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> "Ref
     from openrlhf.models.policy import PolicyModel
     from openrlhf.observability.progress import waiting
     from openrlhf.training.precompute import answers_of
-    from openrlhf.training.task import load_language_model
 
-    path = reference_path(run.config)[REF_FLAG]
+    path = reference_path(run.config)
     is_policy = path == run.config.model.model_name_or_path
 
     def load() -> FrozenModel:

@@ -45,6 +45,8 @@ class Task(ABC, Generic[ConfigT]):
     command: ClassVar[Command]
     module: ClassVar[str]
     """`python -m` of it."""
+    column_keys: ClassVar[Sequence[str]]
+    """Flags of the section `data` that name a column of the rows; that of images comes by itself."""
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
@@ -69,9 +71,11 @@ class Task(ABC, Generic[ConfigT]):
             for flag, path in self.models().items():
                 check_tensor_parallel(path, flag, size)
 
-    @abstractmethod
-    def columns(self) -> Mapping[str, str | None]:
+    def columns(self) -> dict[str, str | None]:
         """Flag -> the column that it names."""
+        data = self.config.data
+        keys = (*self.column_keys, *(("image_key",) if data.reads_images else ()))
+        return {f"--data.{key}": getattr(data, key) for key in keys}
 
     def images(self, tokenizer: "PreTrainedTokenizerBase") -> "ImageColumn | None":
         """What the rows have of them; None where they have none."""
