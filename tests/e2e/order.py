@@ -2,7 +2,6 @@
 start and end. For workers of Ray, which take the code along and import nothing for it."""
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -35,11 +34,8 @@ def note(who: str, what: str) -> None:
 class Rank:
     """Of any model."""
 
-    def __init__(self, config: Any, rank: int, mesh: Any, private: Mapping[str, str]) -> None:
+    def __init__(self, config: Any, rank: int, mesh: Any, **place: Any) -> None:
         self.name = type(self).__name__
-
-    def address(self) -> tuple[str, int]:
-        return "", 0
 
     def memory(self) -> SimpleNamespace:
         return SimpleNamespace(held=1, free=60, total=80)
