@@ -19,7 +19,7 @@ def problems_outside(config: PPOConfig) -> list[str]:
     """Lists what is wrong with the cluster and with files, before anything is loaded or started: the first
     problem of each flag."""
     from openrlhf.observability.progress import checking
-    from openrlhf.observability.trackers.load import check_trackers
+    from openrlhf.observability.trackers.load import trackers_of
 
     choose_hub(config.use_ms)  # the first that looks for a model, before Ray's processes have the environment
     problems: list[str] = []
@@ -35,7 +35,7 @@ def problems_outside(config: PPOConfig) -> list[str]:
             wrong.add(flag)
 
     ask("--ckpt.output_dir", check_output, config, resumes=config.ckpt.load_enable)
-    ask("--logger.trackers", check_trackers, config.logger)
+    ask("--logger.trackers", trackers_of, config.logger)
     with checking():
         from openrlhf.cluster.launch import check_resources, cluster_has_gpus
 

@@ -256,7 +256,7 @@ class LoggerConfig:
     """More places where metrics go: tensorboard and wandb; classes as `folder/file.py:NAME` or
     `package.module:NAME`; names that installed packages register (openrlhf.trackers)."""
     tracker_options: tuple[str, ...] | None = None
-    """`NAME=VALUE ...`: keywords of the constructors of trackers. Written to config.yaml, so no secrets."""
+    """`NAME=VALUE ...`: options of trackers. Written to config.yaml, so no secrets."""
     run_dir: str | None = None
     """Journal, configuration and metrics of this run. None:
     `{ckpt.output_dir}/runs/{logger.wandb.run_name}`."""

@@ -15,7 +15,7 @@ from openrlhf.observability.progress import Phase, Progress
 from openrlhf.observability.report import few_samples, print_samples, shorten, write_report
 from openrlhf.observability.run_folder import RunFolder, to_json
 from openrlhf.observability.trackers.base import TrackedRun
-from openrlhf.observability.trackers.load import trackers_of
+from openrlhf.observability.trackers.load import open_trackers
 from openrlhf.observability.trackers.metrics_file import JsonlTracker
 from openrlhf.observability.trackers.mirrors import Trackers
 from openrlhf.types import Metrics, Trajectory
@@ -48,7 +48,7 @@ class Observer:
         """A few of the last training step and of the last evaluation, by the names of `log_rollouts`."""
         self.journal = Journal(folder.rollouts_path, decode=decode, mode=rollouts, say=self.message)
         run = TrackedRun(folder=folder, logger=logger, resume_step=resume_step)
-        self.trackers = Trackers(JsonlTracker(folder.metrics_path), trackers_of(run))
+        self.trackers = Trackers(JsonlTracker(folder.metrics_path), open_trackers(run))
 
     def start(self, total_steps: int, done: int = 0) -> None:
         self.progress.start(total_steps, done=done)

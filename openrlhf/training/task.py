@@ -326,9 +326,9 @@ def run(task: Task, argv: Sequence[str] = ()) -> None:
 def check_files(task: Task) -> None:
     """Everything that can be wrong with models and files, before anything is loaded."""
     from openrlhf.data.sources import check_columns
-    from openrlhf.observability.trackers.load import check_trackers
+    from openrlhf.observability.trackers.load import trackers_of
 
-    check_trackers(task.config.logger)
+    trackers_of(task.config.logger)
     data, evaluation = task.config.data, task.config.eval
     check = partial(check_columns, required_columns=task.columns(), bad_rows=data.bad_rows)
     check(data.dataset, flag="--data.dataset", split=data.dataset_split)

@@ -290,8 +290,8 @@ def test_a_name_that_a_module_has_not(refused, files):
         ("wandbb", "there is no such tracker. There are tensorboard, wandb"),
         ("tracker.py:Mine", "tracker.py does not exist"),
         (
-            "openrlhf.observability.observer:Observer",
-            "is no subclass of openrlhf.observability.trackers.base.",
+            "openrlhf.observability.observer:Mine",
+            "openrlhf.observability.observer has no Mine. It has Observer.",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from openrlhf.observability.observer import Observer
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers import mirrors
 from openrlhf.observability.trackers.base import TrackedRun
-from openrlhf.observability.trackers.load import check_trackers, ours
+from openrlhf.observability.trackers.load import TRACKERS, trackers_of
 from openrlhf.observability.trackers.metrics_file import JsonlTracker, read_metrics
 from openrlhf.observability.trackers.mirrors import Trackers
 from openrlhf.observability.trackers.tensorboard import TensorBoardTracker
@@ -40,8 +40,10 @@ class Recorder:
         self.closed = True
 
 
-def run_of(folder, logger=None, **options):
-    return TrackedRun(folder=RunFolder(folder), logger=logger or LoggerConfig(), **options)
+def opened(cls, folder, logger=None, **options):
+    tracker = cls()
+    tracker.open(TrackedRun(folder=RunFolder(folder), logger=logger or LoggerConfig(), **options))
+    return tracker
 
 
 def refuse(step):
@@ -164,13 +166,13 @@ def test_tensorboard_files_hold_the_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = LoggerConfig(tensorboard_dir=str(tmp_path), wandb=WandbConfig(run_name="tb"))
-    tracker = TensorBoardTracker(run_of(tmp_path, logger))
+    tracker = opened(TensorBoardTracker, tmp_path, logger)
     for step in range(5):
         tracker.log(step, {"rollout/reward_mean": step / 4, "bad": math.nan})
     tracker.table(4, "samples", ["prompt", "reward"], [["a|b\n<script>", 1.0]])
     tracker.close()
     time.sleep(0.01)
-    resumed = TensorBoardTracker(run_of(tmp_path, logger, resume_step=2))
+    resumed = opened(TensorBoardTracker, tmp_path, logger, resume_step=2)
     resumed.log(3, {"rollout/reward_mean": 9.0})
     resumed.close()
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
@@ -186,7 +188,7 @@ def test_tensorboard_files_hold_the_numbers(tmp_path):
 def test_tensorboard_tables_are_markdown(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = TensorBoardTracker(run_of(tmp_path))  # without logger.tensorboard_dir in the run folder
+    tracker = opened(TensorBoardTracker, tmp_path)  # without logger.tensorboard_dir in the run folder
     tracker.table(4, "samples", ["prompt", "reward"], [["a|b\nc", 1.0]])
     tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -211,7 +213,7 @@ def test_a_missing_package_is_named_with_the_remedy(monkeypatch, package, logger
     """Before anything starts."""
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match="pip install") as caught:
-        check_trackers(logger)
+        trackers_of(logger)
     assert str(caught.value).startswith(f"{flag}: needs the package {package}.")
     assert SECRET not in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 3
@@ -226,7 +228,7 @@ def test_wandb_offline_never_writes_the_key(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", argv)
     folder = RunFolder.create(tmp_path / "run", config_yaml=config, argv=argv, resume=False)
     logger = LoggerConfig(wandb=WandbConfig(key=SECRET, project="p", run_name="r"))
-    tracker = WandbTracker(TrackedRun(folder=folder, logger=logger))
+    tracker = opened(WandbTracker, folder.path, logger)
     tracker.log(1, {"rollout/reward_mean": 0.5, "bad": math.nan})
     tracker.table(1, "samples", ["prompt", "reward"], [["hi", 1.0], ["ho", "env_error"]])
     tracker.close()
@@ -239,9 +241,10 @@ CSV = """
 from openrlhf.observability.trackers.base import Tracker
 
 class CsvTracker(Tracker):
-    def __init__(self, run, *, delimiter: str = ",", every: int = 1):
-        super().__init__(run)
-        self.delimiter, self.every = delimiter, every
+    delimiter: str = ","
+    every: int = 1
+
+    def open(self, run):
         self.file = open(run.folder.path / "metrics.csv", "w")
 
     def log(self, step, metrics):
@@ -255,11 +258,11 @@ class Silent(Tracker):
     pass
 
 class Failing(CsvTracker):
-    def __init__(self, run):
+    def open(self, run):
         raise OSError("no room")
 
 class Needy(CsvTracker):
-    def __init__(self, run, *, where: str): ...
+    where: str
 
 class Aside:
     pass
@@ -293,7 +296,7 @@ def observe(folder, logger):
 def test_a_tracker_of_a_users(csv_file, tmp_path, name):
     """From a file, from a module, and by the name under which a package registers it."""
     logger = LoggerConfig(trackers=(name,), tracker_options=("delimiter=;", "every=2"))
-    check_trackers(logger)
+    trackers_of(logger)
     observe(tmp_path / "run", logger)
     rows = [line.split(";")[:2] for line in (tmp_path / "run" / "metrics.csv").read_text().splitlines()]
     assert rows == [["2", "1.0"], ["4", "2.0"]]
@@ -301,40 +304,29 @@ def test_a_tracker_of_a_users(csv_file, tmp_path, name):
 
 
 def test_ours_are_named_by_their_files(tmp_path):
-    assert ours() == {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+    assert TRACKERS.ours == {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
     observe(tmp_path, LoggerConfig(trackers=("tensorboard",)))
     assert any((tmp_path / "tensorboard").iterdir())
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "text"),
+    ("name", "text"),
     [
-        (
-            "mine.py:Cvs",
-            (),
-            "mine.py:Cvs: mine.py has no Cvs. It has CsvTracker, Silent, Failing, Needy, Aside",
-        ),
-        ("mine.py", (), "mine.py: say which object of mine.py. It has CsvTracker, "),
-        ("mein.py:CsvTracker", (), "mein.py:CsvTracker: there is no file mein.py"),
-        (
-            "csv_watch:CsvTracker",
-            (),
-            "csv_watch:CsvTracker: ModuleNotFoundError: No module named 'csv_watch'.",
-        ),
-        ("wanbd", (), "wanbd: there is no such tracker. There are tensorboard, wandb, csv.\nOne of yours"),
-        (
-            "mine.py:Aside",
-            (),
-            "mine.py:Aside: is no subclass of openrlhf.observability.trackers.base.Tracker",
-        ),
-        ("mine.py:Silent", (), "mine.py:Silent: Silent does not define log(self, step, metrics)."),
-        ("mine.py:Needy", (), "mine.py:Needy: Needy(run, *, where: str) cannot be made with a run and its "),
+        ("mine.py:Cvs", "mine.py has no Cvs. It has CsvTracker, Silent, Failing, Needy, Aside."),
+        ("mein.py:CsvTracker", "there is no file mein.py"),
+        ("csv_watch:CsvTracker", "ModuleNotFoundError: No module named 'csv_watch'.\nInstall the package on"),
+        ("wanbd", "there is no such tracker. There are tensorboard, wandb, csv.\nOne of yours is named as"),
+        ("mine.py", "there is no such tracker. There are tensorboard, wandb, csv.\nOne of yours is named as"),
+        ("mine.py:Aside", "{file}: line 28: Aside must be a subclass of {base}"),
+        ("mine.py:Silent", "{file}: line 18: Silent must define log, as {base} says"),
+        ("mine.py:Needy", "{file}: line 25: Needy: give the option where a default"),
     ],
 )
-def test_what_is_no_tracker(csv_file, name, options, text):
+def test_what_is_no_tracker(csv_file, name, text):
     with pytest.raises(ValueError) as error:
-        check_trackers(LoggerConfig(trackers=(name,), tracker_options=options))
-    assert str(error.value).startswith(f"--logger.trackers {text}")
+        trackers_of(LoggerConfig(trackers=(name,)))
+    text = text.format(file=csv_file, base="openrlhf.observability.trackers.base.Tracker")
+    assert str(error.value).startswith(f"--logger.trackers {name}: {text}")
     assert len(str(error.value).splitlines()) <= 3
 
 
@@ -348,13 +340,16 @@ def test_what_is_no_tracker(csv_file, name, options, text):
 )
 def test_what_is_no_option(csv_file, word, text):
     with pytest.raises(ValueError) as error:
-        check_trackers(LoggerConfig(trackers=("csv",), tracker_options=(word,)))
+        trackers_of(LoggerConfig(trackers=("csv",), tracker_options=(word,)))
     assert str(error.value) == f"--logger.tracker_options {word}: {text}"
 
 
-def test_a_file_that_cannot_be_imported_or_a_tracker_that_cannot_be_made(csv_file, tmp_path):
-    with pytest.raises(ValueError, match=r"^--logger\.trackers mine\.py:Failing: line 22: OSError: no room$"):
+def test_a_tracker_that_cannot_be_opened_ends_the_run_before_it_trains(csv_file, tmp_path):
+    with pytest.raises(ValueError, match=rf"^--logger\.trackers: {csv_file}: line 23: OSError: no room$"):
         observe(tmp_path / "run", LoggerConfig(trackers=("mine.py:Failing",)))
+
+
+def test_a_file_that_cannot_be_imported(csv_file):
     csv_file.write_text("x = 1\nraise SystemExit(3)\n")
     with pytest.raises(ValueError, match=r"^--logger\.trackers mine\.py:Failing: line 2: SystemExit: 3"):
-        check_trackers(LoggerConfig(trackers=("mine.py:Failing",)))
+        trackers_of(LoggerConfig(trackers=("mine.py:Failing",)))

@@ -2,9 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from openrlhf.algorithms.registry import Selectable
 from openrlhf.config.sections import LoggerConfig
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.types import Metrics
@@ -22,11 +23,11 @@ class TrackedRun:
     """The step that was restored; None for a fresh run."""
 
 
-class Tracker(ABC):
+class Tracker(Selectable, ABC):
     """Shows a team the metrics of a run, in the process that speaks for the run.
 
-    It is made as `Class(run, **options)`, where `--logger.tracker_options NAME=VALUE` sets the keyword `NAME`
-    by its type hint. `metrics.jsonl` is always written, so a tracker neither stops nor delays training: its
+    Annotated fields with a default are options, which `--logger.tracker_options NAME=VALUE` sets.
+    `metrics.jsonl` is always written, so a tracker neither stops nor delays training: once it is open its
     methods run one at a time in a thread of its own, and after three failures in a row, with a warning, no
     more.
     """
@@ -36,17 +37,18 @@ class Tracker(ABC):
     remedy: ClassVar[str] = ""
     """How to install that package."""
 
-    def __init__(self, run: TrackedRun) -> None:
+    run: TrackedRun = field(init=False, repr=False)
+
+    def open(self, run: TrackedRun) -> None:
+        """Begins to track a run: once, before anything is logged. What it raises ends the run."""
         self.run = run
 
     @abstractmethod
     def log(self, step: int, metrics: Metrics) -> None:
         """Takes the numbers of one step, once for each step, in order."""
 
-    def table(  # noqa: B027
-        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
-    ) -> None:
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Takes rows of text and numbers, such as sampled answers. A tracker may leave them out."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Writes out what is pending. Nothing is logged after it."""

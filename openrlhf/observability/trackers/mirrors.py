@@ -1,6 +1,6 @@
 """All trackers of a run together: its metrics file, and a thread for each other tracker.
 
-trackers = Trackers(JsonlTracker(folder.metrics_path), [TensorBoardTracker(run)])
+trackers = Trackers(JsonlTracker(folder.metrics_path), open_trackers(run))
 trackers.log(12, {"rollout/reward_mean": 0.5})
 """
 

@@ -13,11 +13,12 @@ class TensorBoardTracker(Tracker):
     After a resume TensorBoard hides what came after the restored step.
     """
 
+    name = "tensorboard"
     package = "tensorboard"
     remedy = "pip install tensorboard"
 
-    def __init__(self, run: TrackedRun) -> None:
-        super().__init__(run)
+    def open(self, run: TrackedRun) -> None:
+        super().open(run)
         from torch.utils.tensorboard import SummaryWriter
 
         parent = run.logger.tensorboard_dir

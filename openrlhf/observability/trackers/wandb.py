@@ -24,11 +24,12 @@ class WandbTracker(Tracker):
     key, the run is recorded offline in its folder with a warning; `wandb sync` uploads it.
     """
 
+    name = "wandb"
     package = "wandb"
     remedy = 'pip install "openrlhf[wandb]"'
 
-    def __init__(self, run: TrackedRun) -> None:
-        super().__init__(run)
+    def open(self, run: TrackedRun) -> None:
+        super().open(run)
         import wandb
 
         self._wandb, flags, folder = wandb, run.logger.wandb, run.folder
