@@ -29,7 +29,9 @@ import aiohttp
 
 from openrlhf.agents.base import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
 from openrlhf.agents.openai import OpenAIAgentExecutor
-from openrlhf.backends.vllm.engine import EngineOptions, VLLMEngine, engine_environment
+from openrlhf.backends.rollout import EngineOptions
+from openrlhf.backends.vllm.engine import VLLMEngine, engine_environment
+from openrlhf.backends.vllm.requests import vllm_params
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.models.loading import load_tokenizer, stop_token_ids
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
@@ -198,7 +200,8 @@ async def replay(engine: VLLMEngine, requests: Sequence[Sequence[Request]]) -> N
     async def one(of_episode: Sequence[Request]) -> None:
         for token_ids, params in of_episode:
             prompt: Any = {"prompt_token_ids": token_ids}
-            async for _ in engine.llm.generate(prompt, params, request_id=uuid.uuid4().hex):
+            asked = vllm_params(params)
+            async for _ in engine.llm.generate(prompt, asked, request_id=uuid.uuid4().hex):
                 pass
 
     await asyncio.gather(*map(one, requests))

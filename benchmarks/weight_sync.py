@@ -26,7 +26,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from openrlhf.backends.distributed import free_port
-from openrlhf.backends.vllm.engine import EngineOptions, VLLMEngine, engine_environment
+from openrlhf.backends.rollout import EngineOptions
+from openrlhf.backends.vllm.engine import VLLMEngine, engine_environment
 from openrlhf.backends.vllm.weight_sender import WeightSender
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.launch import start_ray

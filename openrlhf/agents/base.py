@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from openrlhf.completions import Completions, SamplingParams
 from openrlhf.text import (
     decode,
     image_data,
@@ -26,11 +27,9 @@ from openrlhf.text import (
     with_placeholders,
 )
 
-if TYPE_CHECKING:  # users' files are checked without what takes seconds, and vLLM reads its environment
+if TYPE_CHECKING:  # users' files are checked without what takes seconds
     from PIL.Image import Image as Picture
     from transformers import PreTrainedTokenizerBase
-    from vllm.outputs import RequestOutput
-    from vllm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +50,9 @@ class Engine(Protocol):
     async def generate(
         self,
         prompt_token_ids: list[int],
-        sampling_params: "SamplingParams",
+        sampling_params: SamplingParams,
         multi_modal_data: dict | None = None,
-    ) -> "RequestOutput":
+    ) -> Completions:
         """One request."""
         ...
 
@@ -87,7 +86,7 @@ class AgentExecutorBase:
         return
 
     async def execute(
-        self, prompt: str, label: Any, sampling_params: "SamplingParams", *args: Any, **kwargs: Any
+        self, prompt: str, label: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
     ) -> Any:
         """One episode. To be defined as `execute(self, prompt, label, sampling_params, max_length,
         hf_tokenizer, llm_engine, images=None)`; what it has no parameter for, it is not handed.
@@ -96,10 +95,11 @@ class AgentExecutorBase:
         `hf_tokenizer` is its processor, and they go to the engine beside the tokens, in which each has one
         placeholder: `generate(prompt_token_ids, sampling_params, {"image": images})`.
 
-        `await llm_engine.generate(prompt_token_ids, sampling_params)` returns vLLM's RequestOutput, as often
-        as it is asked; `sampling_params` is this episode's own, and docs/agents.md says what of it may be
-        changed. `max_length` bounds a sequence, prompt and actions together. `max_turns` and `step_timeout`,
-        where it has such parameters, are those of the flags --train.max_turns and --rollout.step_timeout.
+        `await llm_engine.generate(prompt_token_ids, sampling_params)` returns Completions, which have the
+        names of vLLM's RequestOutput, as often as it is asked; `sampling_params` is this episode's own, and
+        docs/agents.md says what of it may be changed. `max_length` bounds a sequence, prompt and actions
+        together. `max_turns` and `step_timeout`, where it has such parameters, are those of the flags
+        --train.max_turns and --rollout.step_timeout.
 
         Returns a dictionary:
             reward: a number. None: where reward models give it.
@@ -177,7 +177,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         self,
         prompt: str,
         label: Any,
-        sampling_params: "SamplingParams",
+        sampling_params: SamplingParams,
         max_length: int,
         hf_tokenizer: "PreTrainedTokenizerBase",
         llm_engine: Engine,
@@ -360,7 +360,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         self,
         prompt: str,
         label: Any,
-        sampling_params: "SamplingParams",
+        sampling_params: SamplingParams,
         max_length: int,
         hf_tokenizer: "PreTrainedTokenizerBase",
         llm_engine: Engine,

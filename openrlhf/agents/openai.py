@@ -27,13 +27,13 @@ from aiohttp import web
 
 from openrlhf.agents.base import AgentExecutorBase, Engine
 from openrlhf.agents.chat_stream import ChatStream, Message, TemplateProblem, probe
+from openrlhf.agents.tool_calls import find_calls
+from openrlhf.completions import Completion, SamplingParams
 from openrlhf.text import decode, token_ids_within
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
     from transformers import PreTrainedTokenizerBase
-    from vllm.outputs import CompletionOutput
-    from vllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class OpenAIAgentExecutor(AgentExecutorBase, ABC):
         self,
         prompt: str,
         label: Any,
-        sampling_params: "SamplingParams",
+        sampling_params: SamplingParams,
         max_length: int,
         hf_tokenizer: "PreTrainedTokenizerBase",
         llm_engine: Engine,
@@ -106,7 +106,7 @@ class Session:
         self,
         engine: Engine,
         tokenizer: "PreTrainedTokenizerBase",
-        sampling_params: "SamplingParams",
+        sampling_params: SamplingParams,
         max_length: int,
         tool_parser: str | None = None,
         max_turns: int | None = None,
@@ -179,7 +179,7 @@ class Session:
             raise BadRequest(text, "max_turns_reached")
         self.num_turns += 1
 
-    def _params(self, request: Mapping[str, Any], prompt_length: int) -> "SamplingParams":
+    def _params(self, request: Mapping[str, Any], prompt_length: int) -> SamplingParams:
         """The episode's, with what a request may decide."""
         room = self.max_length - prompt_length
         if room < 1:
@@ -203,8 +203,8 @@ class Session:
         messages: Sequence[Message],
         tools: Any,
         prompt_ids: list[int],
-        params: "SamplingParams",
-        answer: "CompletionOutput",
+        params: SamplingParams,
+        answer: Completion,
     ) -> dict:
         token_ids = list(answer.token_ids)
         end = self._end_of(token_ids, params)
@@ -217,25 +217,16 @@ class Session:
         reason = "tool_calls" if calls else answer.finish_reason
         return {"index": answer.index, "message": message, "finish_reason": reason, "token_ids": token_ids}
 
-    def _end_of(self, token_ids: Sequence[int], params: "SamplingParams") -> str:
+    def _end_of(self, token_ids: Sequence[int], params: SamplingParams) -> str:
         """The end-of-turn token of an answer, as text; "" where it was cut off."""
         stops = {*(params.stop_token_ids or ()), *self.tokenizer.all_special_ids}
         return str(self.tokenizer.decode(list(token_ids[-1:]))) if stops.intersection(token_ids[-1:]) else ""
 
     def _tool_calls(self, text: str, tools: Any) -> Message | None:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.tool_parsers import ToolParserManager
+        content, calls = find_calls(str(self.tool_parser), self.tokenizer, tools, text)
+        return {"role": "assistant", "content": content, "tool_calls": calls} if calls else None
 
-        asked = ChatCompletionRequest(messages=[], model=MODEL, tools=tools)
-        make_parser: Any = ToolParserManager.get_tool_parser(str(self.tool_parser))
-        parser = make_parser(self.tokenizer, asked.tools)
-        found = parser.extract_tool_calls(text, asked)
-        if not found.tools_called:
-            return None
-        calls = [call.model_dump() for call in found.tool_calls]
-        return {"role": "assistant", "content": found.content, "tool_calls": calls}
-
-    def _log_probs(self, answer: "CompletionOutput", count: int) -> list[dict]:
+    def _log_probs(self, answer: Completion, count: int) -> list[dict]:
         def entry(token_id: int, log_prob: float) -> dict:
             text = self.tokenizer.convert_ids_to_tokens([token_id])[0]
             return {"token": text, "token_id": token_id, "logprob": log_prob, "bytes": None}

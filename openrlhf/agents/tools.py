@@ -26,10 +26,10 @@ from pydantic import TypeAdapter, ValidationError
 from openrlhf.agents.base import AgentExecutorBase, Engine, called, within
 from openrlhf.agents.chat_stream import TOOL, ChatStream, Message, probe
 from openrlhf.agents.openai import BadRequest, Session
+from openrlhf.completions import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-    from vllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class ToolAgentExecutor(AgentExecutorBase, ABC):
         self,
         prompt: str,
         label: Any,
-        sampling_params: "SamplingParams",
+        sampling_params: SamplingParams,
         max_length: int,
         hf_tokenizer: "PreTrainedTokenizerBase",
         llm_engine: Engine,

@@ -76,13 +76,13 @@ async def play(config: "PPOConfig", prompt: "Prompt") -> "PromptGroup":
     from openrlhf.observability.progress import waiting
 
     with waiting("starting 1 vLLM engine", key=config.actor.model_name_or_path):
-        from openrlhf.backends.vllm.engine import engine_environment
+        from openrlhf.backends.rollout import engine_class
         from openrlhf.device import DEVICE_TYPE
         from openrlhf.rollout.worker import RolloutWorker, engine_options
         from openrlhf.user_file import UserFiles
 
         options = engine_options(config, DEVICE_TYPE == "cuda", from_files=True)
-        os.environ.update(engine_environment(options))
+        os.environ.update(engine_class(options).environment(options))
         engine = RolloutWorker(config, options, UserFiles.of(config.train.agent))
         await engine.start()
     count = config.rollout.n_samples_per_prompt

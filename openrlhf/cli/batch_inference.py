@@ -183,9 +183,9 @@ def origin(config: BatchInferenceConfig, rows: str) -> dict[str, Any]:
 def _vllm(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Work]:
     import asyncio
 
-    from openrlhf.backends.vllm.engine import EngineOptions, VLLMEngine, engine_environment
+    from openrlhf.backends.rollout import EngineOptions, engine_class
     from openrlhf.device import DEVICE_TYPE
-    from openrlhf.rollout.batch_inference import answer_with_vllm
+    from openrlhf.rollout.batch_inference import answer_with_engine
 
     options = EngineOptions.of(
         config,
@@ -195,15 +195,16 @@ def _vllm(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") ->
         enable_prefix_caching=config.vllm.enable_prefix_caching,
         max_num_seqs=config.vllm.max_num_seqs,
     )
-    os.environ.update(engine_environment(options))
-    engine = VLLMEngine(options)
+    make = engine_class(options)
+    os.environ.update(make.environment(options))
+    engine = make(options)
     decoding = decoding_of(config, tokenizer, config.rollout.max_new_tokens)
     concurrency = config.vllm.max_num_seqs
     with asyncio.Runner() as runner:
         runner.run(engine.start())
         try:
             yield lambda requests, recorder: runner.run(
-                answer_with_vllm(
+                answer_with_engine(
                     engine, requests, decoding, recorder.answers(tokenizer), concurrency=concurrency
                 )
             )

@@ -16,9 +16,8 @@ from openrlhf.training.task import load_tokenizer_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from openrlhf.backends.vllm.stream import VLLMStream
+    from openrlhf.backends.rollout import AnswerStream
     from openrlhf.data.conversation import Conversation
-    from openrlhf.models.streaming import TransformersStream
 
 HELP = "clear forgets the conversation, exit or Ctrl-D ends, Ctrl-C stops an answer"
 
@@ -63,7 +62,7 @@ def _conversation(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "
     )
 
 
-def _load(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "TransformersStream | VLLMStream":
+def _load(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "AnswerStream":
     """What streams answers."""
     from openrlhf.device import DEVICE_TYPE
 
@@ -72,7 +71,7 @@ def _load(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "Transfor
 
         model = load_answering_model(config).to(DEVICE_TYPE).eval()
         return TransformersStream(model, tokenizer.pad_token_id)
-    from openrlhf.backends.vllm.engine import EngineOptions
+    from openrlhf.backends.rollout import EngineOptions
     from openrlhf.backends.vllm.stream import VLLMStream
 
     return VLLMStream(
@@ -107,7 +106,7 @@ def _read() -> str | None:
 def _answer(
     config: ChatConfig,
     tokenizer: "PreTrainedTokenizerBase",
-    model: "TransformersStream | VLLMStream",
+    model: "AnswerStream",
     conversation: "Conversation",
     message: str,
 ) -> None:

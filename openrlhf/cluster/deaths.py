@@ -9,6 +9,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from openrlhf.backends.rollout import EngineDied
 from openrlhf.backends.vllm.weight_sender import EnginesFailedError
 
 PATIENCE = 5.0
@@ -62,7 +63,7 @@ def _failed_engines(error: BaseException) -> str | None:
 
 def _death_in(error: BaseException | None) -> str | None:
     cause = _cause(error)
-    if type(cause).__name__ == "EngineDeadError":
+    if isinstance(cause, EngineDied):
         return _engine(str(error))
     if isinstance(cause, RayActorError) and not cause.actor_init_failed:
         return _described(cause)

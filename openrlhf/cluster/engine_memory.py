@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray.actor import ActorHandle
 
-from openrlhf.backends.vllm.engine import USABLE_FRACTION
+from openrlhf.backends.rollout import USABLE_FRACTION
 
 if TYPE_CHECKING:  # loads deepspeed, which engines are without
     from openrlhf.backends.offload import DeviceMemory

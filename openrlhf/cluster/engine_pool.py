@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import ray
 from torch import Tensor
 
+from openrlhf.backends.rollout import EngineOptions, engine_class
 from openrlhf.backends.stored_weights import check_adapter
-from openrlhf.backends.vllm.engine import EngineOptions, engine_environment
 from openrlhf.cluster import environment, folder
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.engine_handle import RayEngineHandle, Request, SamplingTasks
@@ -95,14 +95,14 @@ class EnginePool:
 
     def _create(self, index: int) -> Handle:
         placed, devices = self.bundles.engine_options(index, self.options.num_workers)
-        env_vars = engine_environment(self.options) | devices
+        env_vars = engine_class(self.options).environment(self.options) | devices
         actor = ray.remote(EngineActor).options(
             **placed, runtime_env={"env_vars": env_vars}, max_concurrency=MAX_CALLS
         )
         return actor.remote(self.config, self.options, self.files, environment.private())
 
     def start(self, free_fraction: float | None = None) -> Gathered[None]:
-        """`free_fraction`: see `VLLMEngine.start`."""
+        """`free_fraction`: see `RolloutEngine.start`."""
         return Gathered([member.start.remote(free_fraction) for member in self.members], first)
 
     def sleep_between(self) -> None:

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 from openrlhf.agents.base import Engine
 from openrlhf.agents.openai import BadRequest, Message, Session
+from openrlhf.completions import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-    from vllm.sampling_params import SamplingParams
 
 
 class Conversation:
@@ -18,7 +18,7 @@ class Conversation:
         self,
         engine: Engine,
         tokenizer: "PreTrainedTokenizerBase",
-        sampling_params: "SamplingParams",
+        sampling_params: SamplingParams,
         max_length: int,
         max_turns: int | None = None,
     ) -> None:

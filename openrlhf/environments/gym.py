@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.agents.base import AgentExecutorBase, Engine, call_in_time
+from openrlhf.completions import SamplingParams
 from openrlhf.environments.conversation import Conversation
 from openrlhf.environments.randomness import GlobalRandom
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-    from vllm.sampling_params import SamplingParams
 
 
 class TextEnvironment(Protocol):
@@ -46,7 +46,7 @@ class GymExecutor(AgentExecutorBase, ABC):
         self,
         prompt: str,
         label: Any,
-        sampling_params: "SamplingParams",
+        sampling_params: SamplingParams,
         max_length: int,
         hf_tokenizer: "PreTrainedTokenizerBase",
         llm_engine: Engine,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, Engine, call_in_time
+from openrlhf.completions import SamplingParams
 from openrlhf.environments.conversation import Conversation
 from openrlhf.environments.gym import seed_of
 from openrlhf.environments.packages import package
@@ -11,7 +12,6 @@ from openrlhf.environments.randomness import GlobalRandom
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-    from vllm.sampling_params import SamplingParams
 
 textarena = package("textarena")
 
@@ -40,7 +40,7 @@ class TextArenaExecutor(AgentExecutorBase):
         self,
         prompt: str,
         label: Any,
-        sampling_params: "SamplingParams",
+        sampling_params: SamplingParams,
         max_length: int,
         hf_tokenizer: "PreTrainedTokenizerBase",
         llm_engine: Engine,

@@ -17,6 +17,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from openrlhf.completions import SamplingParams
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
@@ -28,6 +30,19 @@ class Decoding:
     temperature: float = 1.0
     top_p: float = 1.0
     repetition_penalty: float = 1.0
+
+    def sampling_params(self, seed: int) -> SamplingParams:
+        """The request of an engine for one answer, as tokens."""
+        return SamplingParams(
+            temperature=0.0 if self.greedy else self.temperature,
+            top_p=1.0 if self.greedy else self.top_p,
+            repetition_penalty=self.repetition_penalty,
+            max_tokens=self.max_new_tokens,
+            seed=seed,
+            stop_token_ids=list(self.stop_token_ids),
+            detokenize=False,
+            skip_special_tokens=False,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

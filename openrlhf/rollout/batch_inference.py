@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.backends.vllm.engine import sampling_params
+from openrlhf.backends.rollout import RolloutEngine
 from openrlhf.data.inference import Answer, Question
 from openrlhf.data.result_file import ResultFile
 from openrlhf.models.generation import Decoding, Generated, generate
@@ -116,16 +116,20 @@ def requests_for(questions: Sequence[Question], *, num_samples: int, run_seed: i
     ]
 
 
-async def answer_with_vllm(
-    engine: Any, requests: Sequence[Request], decoding: Decoding, on_answers: OnAnswers, *, concurrency: int
+async def answer_with_engine(
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    decoding: Decoding,
+    on_answers: OnAnswers,
+    *,
+    concurrency: int,
 ) -> None:
-    """`engine.generate` as VLLMEngine's; `concurrency` requests are with it at a time. The first
-    error stops all."""
+    """`concurrency` requests are with the engine at a time. The first error stops all."""
     waiting = iter(requests)
 
     async def work() -> None:
         for request in waiting:
-            params = sampling_params(decoding, request.seed)
+            params = decoding.sampling_params(request.seed)
             output = (await engine.generate(request.question.token_ids, params)).outputs[0]
             answer = Generated(token_ids=list(output.token_ids), finish_reason=output.finish_reason)
             on_answers([request], [answer])

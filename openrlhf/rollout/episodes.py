@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, Engine, RewardError, StepTimeout
+from openrlhf.completions import SamplingParams
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.pictures import decoded
 from openrlhf.rollout.executors import EnvironmentFailed, UserExecutor
@@ -17,10 +18,9 @@ from openrlhf.rollout.seeds import seed_at
 from openrlhf.rollout.trajectories import trajectories
 from openrlhf.types import Episode, Outcome, Prompt, PromptGroup, Purpose, Work, no_work, work_of
 
-if TYPE_CHECKING:  # both take seconds, and vLLM reads its environment
+if TYPE_CHECKING:  # takes seconds
     from PIL.Image import Image as Picture
     from transformers import PreTrainedTokenizerBase
-    from vllm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,15 +200,13 @@ class EpisodeRunner:
             **({"images": pictures} if pictures else {}),
         )
 
-    def _sampling_params(self, sampling: Sampling) -> "SamplingParams":
-        from vllm.sampling_params import SamplingParams
-
+    def _sampling_params(self, sampling: Sampling) -> SamplingParams:
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=sampling.max_new_tokens,
-            stop_token_ids=self.stop_token_ids,
+            stop_token_ids=list(self.stop_token_ids),
             stop=list(sampling.stop),
             include_stop_str_in_output=True,
             logprobs=0,  # that of the sampled token alone

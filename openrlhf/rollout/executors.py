@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, Engine, MultiTurnAgentExecutor, RewardError, StepTimeout
 from openrlhf.agents.chat_stream import TemplateProblem, probe
+from openrlhf.completions import SamplingParams
 from openrlhf.rewards.function import IMPORT_LIMIT, check_file
 from openrlhf.rollout.legacy_agents import QueueExecutor, has_step, is_handed_everything, step_environment
 from openrlhf.user_file import (
@@ -25,7 +26,6 @@ from openrlhf.user_file import (
 
 if TYPE_CHECKING:  # the import of a file is checked without what takes seconds
     from transformers import PreTrainedTokenizerBase
-    from vllm.sampling_params import SamplingParams
 
 FORM = (
     "Define `class {}(AgentExecutorBase)` with\n`async def execute(self, prompt, label, "
@@ -205,7 +205,7 @@ class UserExecutor(AgentExecutorBase):
         self,
         prompt: str,
         label: Any,
-        sampling_params: "SamplingParams",
+        sampling_params: SamplingParams,
         max_length: int,
         hf_tokenizer: "PreTrainedTokenizerBase",
         llm_engine: Engine,

@@ -1,23 +1,20 @@
 """The engine that an episode is given: it passes requests on, and records what was asked and answered."""
 
-import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from openrlhf.agents.base import Engine
+from openrlhf.backends.rollout import EngineDied
+from openrlhf.completions import Completion, Completions, SamplingParams
 from openrlhf.data.pictures import encoded
 from openrlhf.rollout.executors import EnvironmentFailed
 from openrlhf.rollout.seeds import seed_at
-from openrlhf.types import Image, KeptSets, Turn, present, unrouted
+from openrlhf.types import Image, Turn, present
 
-if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
+if TYPE_CHECKING:
     from PIL.Image import Image as Picture
-    from vllm.logprobs import FlatLogprobs
-    from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.sampling_params import SamplingParams
-
 
 FREE = frozenset(
     {
@@ -30,8 +27,9 @@ FREE = frozenset(
         *("output_kind", "stream_interval", "skip_clone", "skip_reading_prefix_cache"),
     }
 )
-"""What an executor may change in its SamplingParams. Under any other field, also one that a later vLLM adds,
-the recorded log-probs may be of another distribution than the one that training computes."""
+"""The sampling parameters that an executor may change, options of a single engine among them. Under any
+other, also one that a later vLLM adds, the recorded log-probs may be of another distribution than the one
+that training computes."""
 
 
 class RecordingEngine:
@@ -41,7 +39,7 @@ class RecordingEngine:
         self,
         engine: Engine,
         seed_address: tuple[int | str, ...],
-        sampling_params: "SamplingParams",
+        sampling_params: SamplingParams,
         pictures: Sequence[tuple[Image, "Picture"]] = (),
         image_token_ids: tuple[int, ...] = (),
         max_kept_tokens: int = 0,
@@ -54,7 +52,7 @@ class RecordingEngine:
         self._known = {id(picture): (image, picture) for image, picture in pictures}
         self._image_token_ids, self._max_kept_tokens = image_token_ids, max_kept_tokens
         self._answers: list[list[Turn]] = []  # of each request
-        self._death: Exception | None = None
+        self._death: EngineDied | None = None
 
     @property
     def turns(self) -> list[Turn]:
@@ -64,16 +62,18 @@ class RecordingEngine:
     async def generate(
         self,
         prompt_token_ids: list[int],
-        sampling_params: "SamplingParams",
+        sampling_params: Any,
         multi_modal_data: dict | None = None,
-    ) -> "RequestOutput":
-        """One request. `sampling_params` stay as they are: the request has a copy with the seed of this turn,
-        log-probs, and the stop tokens of training where it has none. ValueError where they change what is
-        not `FREE`; EnvironmentFailed where the answer cannot be read as text."""
-        self._check_params(sampling_params)
+    ) -> Completions:
+        """One request. `sampling_params`, ours or vLLM's, stay as they are: the request has a copy with the
+        seed of this turn, log-probs, and the stop tokens of training where it has none. ValueError where they
+        change what is not `FREE`; EnvironmentFailed where the answer cannot be read as text."""
+        params = self._checked(SamplingParams.of(sampling_params))
         turn = len(self._answers)
-        seed = seed_at(*self._address, *((turn,) if turn else ()))
-        params = self._of_request(sampling_params, seed)
+        params.seed = seed = seed_at(*self._address, *((turn,) if turn else ()))
+        params.stop_token_ids = params.stop_token_ids or self._given.stop_token_ids
+        params.logprobs = params.logprobs or 0  # 0: that of the sampled token; -1: all
+        params.max_kept_tokens = self._max_kept_tokens if params.is_truncated else 0
         pictures = _pictures(multi_modal_data)
         self._check_placeholders(prompt_token_ids, len(pictures))
         images = tuple(self._image(picture) for picture in pictures)
@@ -83,16 +83,12 @@ class RecordingEngine:
         self._answers.append(turns)
         try:
             output = await self._engine.generate(prompt_token_ids, params, multi_modal_data)
-        except Exception as error:
-            if _is_death(error):
-                self._death = error
+        except EngineDied as error:
+            self._death = error
             raise
         # As the policy read it, with all tokens of its images.
         prompt_ids = np.asarray(output.prompt_token_ids if images else prompt_token_ids, np.int32)
-        records_kept = self._num_kept(params) > 0
-        turns += [
-            _turn(prompt_ids, images, answer, seed + answer.index, records_kept) for answer in output.outputs
-        ]
+        turns += [_turn(prompt_ids, images, answer, seed) for answer in output.outputs]
         self._check_answers(turns)
         return output
 
@@ -101,12 +97,17 @@ class RecordingEngine:
         if self._death is not None:
             raise self._death
 
-    def _check_params(self, params: "SamplingParams") -> None:
-        """ValueError where one that is not `FREE` is not the run's. None, 0 and an empty list all mean that a
-        field is not used."""
-        names = [name for name in params.__struct_fields__ if name not in FREE and name[0] != "_"]
-        values = [(name, getattr(params, name), getattr(self._given, name)) for name in names]
-        if changed := [each for each in values if (each[1] or None) != (each[2] or None)]:
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """The run's parameters, with those of `params` that are `FREE`. ValueError where others are not the
+        run's: None, 0 and an empty list all mean that a field is not used."""
+        asked, own, changed = SamplingParams(), vars(self._given), []
+        vars(asked).update(own)
+        for name, value in vars(params).items():
+            if name in FREE:
+                setattr(asked, name, value)
+            elif (value or None) != (own.get(name) or None):
+                changed.append((name, value, own.get(name)))
+        if changed:
             said = ", ".join(f"{name} {value!r} in place of {own!r}" for name, value, own in changed)
             raise ValueError(
                 f"llm_engine.generate got sampling_params with {said}: training computes log-probs of "
@@ -114,6 +115,7 @@ class RecordingEngine:
                 "may change. The temperature of a whole run is --rollout.temperature, in evaluation "
                 "--eval.temperature."
             )
+        return asked
 
     def _check_placeholders(self, token_ids: Sequence[int], num_images: int) -> None:
         """vLLM would leave what has no image as it is, and the trainer would look for one."""
@@ -138,32 +140,6 @@ class RecordingEngine:
             self._known[id(picture)] = encoded(picture), picture
         return self._known[id(picture)][0]
 
-    def _of_request(self, sampling_params: "SamplingParams", seed: int) -> "SamplingParams":
-        from vllm.sampling_params import RequestOutputKind
-
-        params = copy.copy(sampling_params)
-        params.skip_clone = True  # vLLM need not copy it again
-        params.seed = seed
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        params.stop_token_ids = params.stop_token_ids or self._given.stop_token_ids
-        asked = params.logprobs or 0  # 0: that of the sampled token; -1: all
-        params.logprobs = asked if asked < 0 else max(asked, self._num_kept(params))
-        params.flat_logprobs = True  # half the time for each token, and it reads like a list
-        return params
-
-    def _num_kept(self, params: "SamplingParams") -> int:
-        """How many of the most likely tokens show which ones sampling keeps: one more than top-k, so that a
-        whole set ends with a token of probability 0. 0 where it keeps all."""
-        if params.top_p == 1 and params.top_k < 1 and params.min_p == 0:
-            return 0
-        return min(self._max_kept_tokens, params.top_k + 1) if params.top_k > 0 else self._max_kept_tokens
-
-
-def _is_death(error: Exception) -> bool:
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    return isinstance(error, EngineDeadError)
-
 
 def _pictures(multi_modal_data: dict | None) -> "list[Picture]":
     """One or a list, as vLLM takes them."""
@@ -171,57 +147,15 @@ def _pictures(multi_modal_data: dict | None) -> "list[Picture]":
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
-def _turn(
-    prompt_ids: np.ndarray,
-    images: tuple[Image, ...],
-    answer: "CompletionOutput",
-    seed: int,
-    records_kept: bool,
-) -> Turn:
-    action_ids = np.asarray(answer.token_ids, np.int32)
-    log_probs = cast("FlatLogprobs", answer.logprobs)
-    spans = [(int(span.version), span.end - span.start) for span in answer.weight_versions or ()]
-    if not spans and len(action_ids):
-        spans = [(0, len(action_ids))]
+def _turn(prompt_ids: np.ndarray, images: tuple[Image, ...], answer: Completion, seed: int) -> Turn:
     return Turn(
         prompt_ids=prompt_ids,
-        action_ids=action_ids,
-        log_probs=_sampled_log_probs(log_probs),
-        weight_versions=np.array(spans, np.int32).reshape(-1, 2),
-        finish_reason=present(answer.finish_reason),
-        seed=seed,
-        kept=_kept_sets(log_probs) if records_kept else None,
-        routing=_routing(answer.routed_experts, len(prompt_ids) + len(action_ids)),
+        action_ids=np.asarray(answer.token_ids, np.int32),
+        log_probs=present(answer.log_probs),
+        weight_versions=answer.versions,
+        finish_reason=answer.finish_reason,
+        seed=seed + answer.index,
+        kept=answer.kept,
+        routing=answer.routing,
         images=images,
-    )
-
-
-def _routing(of_read: np.ndarray | None, num_tokens: int) -> np.ndarray | None:
-    """Of all tokens, where vLLM knows it of those that it has read: all but the last one."""
-    if of_read is None:
-        return None
-    of_read = of_read[: num_tokens - 1]
-    return np.concatenate([of_read, unrouted(num_tokens - len(of_read), of_read)])
-
-
-def _sampled_log_probs(log_probs: "FlatLogprobs") -> np.ndarray:
-    """The sampled token stands before the likely ones."""
-    values = np.asarray(log_probs.logprobs, np.float32)
-    return values if len(values) == len(log_probs) else values[log_probs.start_indices]
-
-
-def _kept_sets(log_probs: "FlatLogprobs") -> KeptSets:
-    """Of each position, the tokens with a probability: the sampled one stands first, and once more where it
-    is among the likely ones."""
-    shape = len(log_probs), len(log_probs.token_ids) // max(1, len(log_probs))
-    ids = np.asarray(log_probs.token_ids, np.int32).reshape(shape)
-    values = np.asarray(log_probs.logprobs, np.float64).reshape(shape)
-    possible = np.isfinite(values)
-    is_whole = ~possible.all(axis=1)  # where one of the likely tokens has none, all that have one are here
-    possible[:, 1:] &= ids[:, 1:] != ids[:, :1]
-    shares = np.exp(values, out=np.zeros_like(values), where=possible).sum(axis=1)
-    return KeptSets(
-        ids=ids[possible],
-        counts=possible.sum(axis=1, dtype=np.int32),
-        log_masses=np.where(is_whole, 0, np.log(shares.clip(max=1))).astype(np.float32),
     )

@@ -4,12 +4,13 @@ cluster/engine_pool.py puts it into a Ray actor; nothing here knows of Ray.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from openrlhf.agents.base import SingleTurnAgentExecutor
+from openrlhf.backends.rollout import MAX_LOGPROBS, EngineOptions, engine_class
 from openrlhf.backends.stored_weights import EngineProbe, Probe
-from openrlhf.backends.vllm.engine import MAX_LOGPROBS, EngineOptions, VLLMEngine
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.config.serve_rm import KEY_VARIABLE
@@ -25,15 +26,15 @@ from openrlhf.types import Prompt, Purpose, Sampled
 from openrlhf.user_file import UserFiles
 
 
-class RolloutWorker(VLLMEngine):
-    """An engine, and the episodes that run on it, in one process."""
+class RolloutWorker:
+    """An engine, and the episodes that run on it, in one process. Has the engine's control plane too."""
 
     def __init__(self, config: PPOConfig, options: EngineOptions, files: UserFiles) -> None:
-        super().__init__(options)
+        self.engine = engine_class(options)(options)
         self.config, self.files = config, files
 
     async def start(self, free_fraction: float | None = None) -> None:
-        await super().start(free_fraction)
+        await self.engine.start(free_fraction)
         config, path = self.config, self.config.actor.model_name_or_path
         processor = policy_processor(config)
         tokenizer = text_tokenizer(processor)
@@ -50,7 +51,7 @@ class RolloutWorker(VLLMEngine):
                 ),
             )
         self.runner = EpisodeRunner(
-            self,
+            self.engine,
             processor,
             executor,
             stop_token_ids(path, tokenizer),
@@ -62,7 +63,7 @@ class RolloutWorker(VLLMEngine):
             image_token_ids=stand_ins(processor) if config.reads_images else (),
         )
         train = Sampling.for_training(config)
-        train = replace(train, max_kept_tokens=min(train.max_kept_tokens, self.vocabulary))
+        train = replace(train, max_kept_tokens=min(train.max_kept_tokens, self.engine.vocabulary))
         self.samplings = {s.purpose: s for s in (train, Sampling.for_evaluation(config))}
 
     def _build_reward(self) -> RewardFunction | RemoteReward | NoReward:
@@ -94,11 +95,29 @@ class RolloutWorker(VLLMEngine):
         return Sampled(group=group, done=self.runner.done.copy())
 
     async def answer(self, probe: Probe) -> EngineProbe:
-        return await self.probe(probe.asked, [decoded(image.data) for image in probe.images])
+        return await self.engine.probe(probe.asked, [decoded(image.data) for image in probe.images])
 
     async def close(self) -> None:
         self.reward.close()
-        self.shutdown()
+        self.engine.shutdown()
+
+
+def _on_engine(name: str) -> Callable[..., Awaitable[Any]]:
+    """The method of RolloutWorker that calls the engine's of this name."""
+
+    async def call(self: RolloutWorker, *arguments: Any) -> Any:
+        return await getattr(self.engine, name)(*arguments)
+
+    call.__name__ = name
+    return call
+
+
+CONTROL_PLANE = (
+    *("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),
+    *("loaded_checksums", "unwritten_parameters", "layer_sketches", "peak_memory", "sleep", "wake"),
+)
+for _name in CONTROL_PLANE:
+    setattr(RolloutWorker, _name, _on_engine(_name))
 
 
 def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False) -> EngineOptions:

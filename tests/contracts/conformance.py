@@ -21,11 +21,13 @@ from openrlhf.backends.base import (
     TrainEngine,
 )
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, FrozenModel
+from openrlhf.backends.rollout import AnswerStream, RolloutEngine
 from openrlhf.backends.vllm import weight_sender
 from openrlhf.backends.vllm.engine import VLLMEngine
+from openrlhf.backends.vllm.stream import VLLMStream
 from openrlhf.cluster import engine_memory, engine_pool
 from openrlhf.cluster.engine_client import RayEngineClient
-from openrlhf.cluster.engine_pool import EngineActor, EnginePool
+from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.pending import Gathered
 from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks, RewardRanks
 from openrlhf.data import batches
@@ -35,6 +37,7 @@ from openrlhf.data.preference import PairDataset
 from openrlhf.data.steps import StepsDataset
 from openrlhf.data.store import SampleStore
 from openrlhf.data.unpaired import UnpairedDataset
+from openrlhf.models.streaming import TransformersStream
 from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout import dispatch
@@ -162,8 +165,16 @@ def scored(models: RewardRanks) -> Callable[[list[PromptGroup]], list[PromptGrou
     return models.score
 
 
-def engine(sampler: VLLMEngine | EngineActor | RecordingEngine) -> Engine:
+def engine(sampler: RolloutEngine | RecordingEngine) -> Engine:
     return sampler
+
+
+def rollout_engine(sampler: VLLMEngine) -> RolloutEngine:
+    return sampler
+
+
+def answer_stream(stream: VLLMStream | TransformersStream) -> AnswerStream:
+    return stream
 
 
 def executor(agent: SingleTurnAgentExecutor | UserExecutor) -> AgentExecutorBase:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf.backends.vllm.engine import EngineOptions, VLLMEngine, sampling_params
+from openrlhf.backends.rollout import EngineOptions
+from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.backends.vllm.weight_sender import WeightSender
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
 from openrlhf.models.generation import Decoding
@@ -26,7 +27,7 @@ async def sync_under_way(
     engine: VLLMEngine, prompt: list[int], trainer: "Trainer", sender: WeightSender
 ) -> None:
     """Streams an answer of 40 tokens, and after 10 of them sends the next weights, as version 2."""
-    params, seen = sampling_params(Decoding(max_new_tokens=40, stop_token_ids=()), 3, stream=True), 0
+    params, seen = Decoding(max_new_tokens=40, stop_token_ids=()).sampling_params(3), 0
     params.ignore_eos = True
     async for tokens in engine.stream(prompt, params):
         seen += len(tokens)

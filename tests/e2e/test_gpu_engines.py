@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from families import tiny_family
 
-from openrlhf.backends.vllm.engine import EngineOptions, engine_environment
+from openrlhf.backends.rollout import EngineOptions
+from openrlhf.backends.vllm.engine import engine_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cpu_engines")]
 STANDIN = Path(__file__).parents[1] / "standins" / "gpu_engines"

@@ -8,7 +8,8 @@ import pytest
 from families import FAMILIES, tiny_family
 
 from openrlhf.backends.distributed import free_port
-from openrlhf.backends.vllm.engine import EngineOptions, engine_environment
+from openrlhf.backends.rollout import EngineOptions
+from openrlhf.backends.vllm.engine import engine_environment
 
 
 def test_ranks_send_what_the_checkpoint_held(tmp_path: Path, run_worker: Callable) -> None:

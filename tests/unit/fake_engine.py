@@ -1,10 +1,13 @@
-"""A stand-in for the engine: vLLM's own records, answers by hand."""
+"""A stand-in for the engine: requests and answers in vLLM's own records, answers by hand."""
 
 from collections.abc import Callable, Sequence
 
-from vllm import SamplingParams
+import vllm
 from vllm.logprobs import Logprob, create_sample_logprobs
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+
+from openrlhf.backends.vllm.requests import completions, vllm_params
+from openrlhf.completions import Completions, SamplingParams
 
 Answer = Sequence[int] | Callable[[list[int]], Sequence[int]]
 
@@ -21,21 +24,23 @@ class Engine:
         self, *answers: Answer, finish_reason: str = "stop", spans: list[WeightVersionSpan] | None = None
     ) -> None:
         self.answers, self.finish_reason, self.spans = answers, finish_reason, spans
-        self.asked: list[tuple[list[int], SamplingParams]] = []
+        self.asked: list[tuple[list[int], vllm.SamplingParams]] = []
 
     async def generate(
         self,
         prompt_token_ids: list[int],
         sampling_params: SamplingParams,
         multi_modal_data: dict | None = None,
-    ) -> RequestOutput:
+    ) -> Completions:
         answer = self.answers[min(len(self.asked), len(self.answers) - 1)]
-        self.asked.append((prompt_token_ids, sampling_params))
+        params = vllm_params(SamplingParams.of(sampling_params))
+        self.asked.append((prompt_token_ids, params))
         token_ids = list(answer(prompt_token_ids) if callable(answer) else answer)
-        outputs = [self.output(i, token_ids, sampling_params) for i in range(sampling_params.n)]
-        return RequestOutput("id", None, prompt_token_ids, None, outputs, finished=True)
+        outputs = [self.output(i, token_ids, params) for i in range(params.n)]
+        output = RequestOutput("id", None, prompt_token_ids, None, outputs, finished=True)
+        return completions(output, sampling_params)
 
-    def output(self, index: int, token_ids: list[int], params: SamplingParams) -> CompletionOutput:
+    def output(self, index: int, token_ids: list[int], params: vllm.SamplingParams) -> CompletionOutput:
         """The likely tokens stand behind the sampled one, as vLLM has them."""
         log_probs = create_sample_logprobs(params.flat_logprobs)
         for i, token in enumerate(token_ids):

@@ -10,7 +10,8 @@ import torch
 
 from openrlhf import device
 from openrlhf.backends import distributed
-from openrlhf.backends.vllm.engine import EngineOptions, engine_environment
+from openrlhf.backends.rollout import EngineOptions
+from openrlhf.backends.vllm.engine import engine_environment
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.device import gpu_bytes, visible_index
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from vllm.config.lora import MaxLoRARanks
 
-from openrlhf.backends.vllm.engine import EngineOptions, VLLMEngine, _lora_arguments, engine_environment
+from openrlhf.backends.rollout import EngineOptions
+from openrlhf.backends.vllm.engine import VLLMEngine, _lora_arguments, engine_environment
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, ChatVllmConfig, InferenceVllmConfig
 from openrlhf.config.ppo import ActorConfig, PPOConfig, VllmConfig

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from fake_engine import Engine
 from vllm.outputs import WeightVersionSpan
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf.agents.base import AgentExecutorBase, Reward, RewardError, SingleTurnAgentExecutor
+from openrlhf.backends.rollout import EngineDied
 from openrlhf.config.ppo import EvalConfig, PPOConfig, PromptDataConfig, RolloutConfig, TrainConfig
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.seeds import seed_at
@@ -243,9 +243,9 @@ def test_a_reward_that_failed_is_not_tried_again() -> None:
 def test_a_dead_engine_ends_the_run() -> None:
     class Dead(Engine):
         async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
-            raise EngineDeadError
+            raise EngineDied
 
-    with pytest.raises(EngineDeadError):
+    with pytest.raises(EngineDied):
         run_group(Dead(ANSWER), options={"retries": 2, "retry_on": ALL})
 
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from fake_engine import Engine
 from records import kept_sets, plain, sets_of, trajectory
-from vllm import SamplingParams
 from vllm.logprobs import append_logprobs_for_next_position, create_sample_logprobs
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only, apply_top_k_top_p_pytorch
 
 from openrlhf.algorithms.logprobs import linear_log_probs
+from openrlhf.backends.vllm.requests import completions, vllm_params
+from openrlhf.completions import SamplingParams
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.rollout.recorder import RecordingEngine
@@ -130,7 +131,7 @@ class Sampled:
         self.log_probs: torch.Tensor | None = None
 
     async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None) -> Any:
-        params, count = sampling_params, len(self.logits)
+        params, count = vllm_params(sampling_params), len(self.logits)
         top_k = torch.full((count,), params.top_k if params.top_k > 0 else V)
         if params.top_p == 1:
             kept = apply_top_k_only(self.logits.clone(), top_k)
@@ -149,7 +150,8 @@ class Sampled:
             nothing = [None] * len(of_ids)
             append_logprobs_for_next_position(flat, of_ids, of_values, nothing, 1, params.logprobs)
         answer = CompletionOutput(0, "", tokens, None, flat, finish_reason="stop")
-        return type("Output", (), {"outputs": [answer], "prompt_token_ids": prompt_token_ids})()
+        output = RequestOutput("id", None, prompt_token_ids, None, [answer], finished=True)
+        return completions(output, sampling_params)
 
 
 def recorded(

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from fake_engine import Engine
 from PIL import Image as PILImage
-from vllm import SamplingParams
+from vllm import SamplingParams as VLLMParams
 from vllm.outputs import WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-from vllm.v1.engine.exceptions import EngineDeadError
 
+from openrlhf.backends.rollout import EngineDied
+from openrlhf.completions import SamplingParams
 from openrlhf.data.pictures import decoded, encoded
 from openrlhf.rollout.executors import EnvironmentFailed
 from openrlhf.rollout.recorder import FREE, RecordingEngine
@@ -26,9 +27,9 @@ def recording(engine) -> RecordingEngine:
     return RecordingEngine(engine, ADDRESS, GIVEN)
 
 
-def asked_with(**changes: Any) -> SamplingParams:
+def asked_with(**changes: Any) -> VLLMParams:
     """An executor's own."""
-    return SamplingParams(**{"temperature": 0.7, **changes})
+    return VLLMParams(**{"temperature": 0.7, **changes})
 
 
 def test_a_turn_is_what_was_asked_and_answered() -> None:
@@ -119,7 +120,7 @@ def test_what_an_executor_may_change() -> None:
 
 def test_every_field_of_vllm_is_known() -> None:
     """A field that a new vLLM adds is refused until somebody has looked at it."""
-    fields = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    fields = {name for name in VLLMParams.__struct_fields__ if not name.startswith("_")}
     assert fields == FREE | CHANGES_WHAT_IS_SAMPLED.keys() | CHANGES_WHAT_IS_RECORDED.keys()
 
 
@@ -181,14 +182,14 @@ def test_a_request_that_failed_is_no_turn_but_has_had_its_seed() -> None:
 
 
 def test_a_dead_engine_stays_dead_whatever_an_executor_does() -> None:
-    engine = recording(Broken(EngineDeadError()))
+    engine = recording(Broken(EngineDied()))
 
     async def ask() -> None:
-        with pytest.raises(EngineDeadError):
+        with pytest.raises(EngineDied):
             await engine.generate([1, 2], asked_with())
 
     asyncio.run(ask())
-    with pytest.raises(EngineDeadError):
+    with pytest.raises(EngineDied):
         engine.check_alive()
 
 

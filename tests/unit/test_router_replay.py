@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
-from vllm import SamplingParams
+from vllm import SamplingParams as VLLMParams
 
 from openrlhf.backends.vllm import routing as vllm_routing
 from openrlhf.backends.vllm.engine import _set_routing
 from openrlhf.backends.vllm.routing import RoutingRecorder
 from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks
+from openrlhf.completions import SamplingParams
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import backbone_of, reading_of
 from openrlhf.models.dropout import enable_checkpointing
@@ -341,7 +342,7 @@ def test_tokens_that_a_user_chose_keep_theirs() -> None:
 
 
 class Routed(Engine):
-    def output(self, index: int, token_ids: list[int], params: SamplingParams) -> Any:
+    def output(self, index: int, token_ids: list[int], params: VLLMParams) -> Any:
         answer = super().output(index, token_ids, params)
         answer.routed_experts = experts(3, 4)
         return answer

@@ -8,22 +8,21 @@ import gc
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence, Set
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from openrlhf import heap
 from openrlhf.backends.peak_memory import Peaks
+from openrlhf.backends.rollout import USABLE_FRACTION, EngineDied, EngineOptions
 from openrlhf.backends.stored_weights import EngineProbe, Sketch
+from openrlhf.backends.vllm.requests import completions, vllm_params
+from openrlhf.completions import Completions, SamplingParams
 from openrlhf.config.choices import VLLM_LORA_RANKS
-from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
-from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.hub import model_folder
-from openrlhf.models.generation import Decoding
 from openrlhf.text import image_data
 from openrlhf.types import present
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
     from vllm.inputs import TokensInput, TokensPrompt
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
-    from vllm.sampling_params import SamplingParams
 
 CPU_KV_CACHE_GB = 0.25
 """KV cache of an engine without a GPU, unless `--vllm.kv_cache_gb` says otherwise. vLLM's own unit is a whole
@@ -41,89 +39,14 @@ GiB."""
 CPU_BATCHED_TOKENS = 4096
 """Tokens of one step of an engine without a GPU."""
 
-USABLE_FRACTION = 0.95
-"""Of the memory that models on its GPUs leave, what an engine may take. The rest is for a weight sync."""
-
 TAGS = frozenset({"weights", "kv_cache"})
 """What of an engine sleeps, in vLLM's words."""
-
-MAX_LOGPROBS = 20
-"""Likely tokens that OpenAI's clients may ask for."""
 
 ADAPTER = 1
 """vLLM's number of the only adapter of an engine."""
 
 CONTROL_TIMEOUT = 300.0
 """Seconds that a pause, update or resume may take. An engine process that died never answers one."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOptions:
-    model: str
-    dtype: str
-    """bf16, fp16 or fp32."""
-    max_len: int
-    """Prompt and response together."""
-    seed: int
-    transfer_backend: str
-    """gloo, nccl or ipc."""
-    on_gpu: bool
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    enable_prefix_caching: bool = False
-    enforce_eager: bool = False
-    enable_sleep: bool = False
-    """Without a GPU a sleeping engine keeps its memory, and refuses the same calls."""
-    gpu_memory_utilization: float = 0.95
-    kv_cache_gb: float | None = None
-    load_weights: bool = True
-    """Off: the weights are random until a weight sync."""
-    float32_head: bool = False
-    """Logits in float32 whatever the dtype, as a trainer has them."""
-    max_images: int = 0
-    """In one prompt. 0: text only."""
-    max_logprobs: int = MAX_LOGPROBS
-    """Likely tokens of each position that a request may ask for, beside the sampled one."""
-    max_num_seqs: int | None = None
-    """Sequences in one step of the engine. None: as vLLM chooses for offline batches, at least 256."""
-    lora: LoraConfig | None = None
-    """Adapters that weight syncs bring beside the weights, on layers whose last names are its
-    `target_modules`. None: weights are all that comes."""
-    returns_routing: bool = False
-    """Answers say which experts read each token. Needs `enable_prefix_caching`."""
-    keep_cache: bool = False
-    """Requests that a weight sync pauses go on with what their tokens were to the old weights."""
-
-    @property
-    def num_workers(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @classmethod
-    def of(
-        cls,
-        config: PPOConfig | BatchInferenceConfig | ChatConfig,
-        *,
-        model: str,
-        max_len: int,
-        on_gpu: bool,
-        transfer_backend: str | None = None,
-        **own: Any,
-    ) -> Self:
-        """From the flags that all commands with an engine have. `own`: fields that one command decides."""
-        vllm = config.vllm
-        return cls(
-            model=model,
-            dtype=config.ds.param_dtype,
-            max_len=max_len,
-            seed=config.train.seed,
-            transfer_backend=transfer_backend or ("nccl" if on_gpu else "gloo"),
-            on_gpu=on_gpu,
-            tensor_parallel_size=vllm.tensor_parallel_size or (torch.cuda.device_count() if on_gpu else 1),
-            enforce_eager=vllm.enforce_eager,
-            gpu_memory_utilization=vllm.gpu_memory_utilization,
-            kv_cache_gb=vllm.kv_cache_gb,
-            **own,
-        )
 
 
 def engine_environment(options: EngineOptions) -> dict[str, str]:
@@ -194,24 +117,20 @@ def _set_routing(output: "RequestOutput", recorded: dict[int, tuple], num_expert
             answer.routed_experts = answer.routed_experts.astype(dtype, copy=False)
 
 
-def sampling_params(decoding: Decoding, seed: int, *, stream: bool = False) -> "SamplingParams":
-    """vLLM's words for it. stream: tokens come as they are sampled."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+@contextmanager
+def _deaths() -> Iterator[None]:
+    """Calls the death of a vLLM engine by our name."""
+    from vllm.v1.engine.exceptions import EngineDeadError
 
-    return SamplingParams(
-        temperature=0.0 if decoding.greedy else decoding.temperature,
-        top_p=1.0 if decoding.greedy else decoding.top_p,
-        repetition_penalty=decoding.repetition_penalty,
-        max_tokens=decoding.max_new_tokens,
-        seed=seed,
-        stop_token_ids=list(decoding.stop_token_ids),
-        detokenize=False,
-        skip_special_tokens=False,
-        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
-    )
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDied(str(error)) from error
 
 
 class VLLMEngine:
+    environment = staticmethod(engine_environment)
+
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
         self.asleep: frozenset[str] = frozenset()
@@ -293,32 +212,40 @@ class VLLMEngine:
     async def generate(
         self,
         prompt_token_ids: list[int],
-        sampling_params: "SamplingParams",
+        sampling_params: SamplingParams,
         multi_modal_data: dict | None = None,
+    ) -> Completions:
+        """One request. Raises vLLM's errors, and EngineDied."""
+        return completions(
+            await self._answer(prompt_token_ids, sampling_params, multi_modal_data), sampling_params
+        )
+
+    async def _answer(
+        self, prompt_token_ids: list[int], params: SamplingParams, multi_modal_data: dict | None = None
     ) -> "RequestOutput":
-        """One request. Raises vLLM's errors."""
         self._require_awake(TAGS)
         prompt = self._prompt(prompt_token_ids, multi_modal_data)
         output, name, routing = None, uuid.uuid4().hex, {}
-        try:
-            async for latest in self.llm.generate(
-                prompt, sampling_params, request_id=name, lora_request=self.adapter
-            ):
-                output = latest
-        finally:  # what is not taken would stay in the workers
-            if self.records_routing:
-                routing, *_ = await self._bounded(self.llm.collective_rpc("take_routing", args=(name,)))
+        with _deaths():
+            try:
+                async for latest in self.llm.generate(
+                    prompt, vllm_params(params), request_id=name, lora_request=self.adapter
+                ):
+                    output = latest
+            finally:  # what is not taken would stay in the workers
+                if self.records_routing:
+                    routing, *_ = await self._bounded(self.llm.collective_rpc("take_routing", args=(name,)))
         assert output is not None  # vLLM answers or raises
         if self.options.returns_routing:
             _set_routing(output, routing, self.llm.model_config.get_num_experts())
         return output
 
     async def stream(
-        self, prompt_token_ids: list[int], sampling_params: "SamplingParams"
+        self, prompt_token_ids: list[int], sampling_params: SamplingParams
     ) -> AsyncIterator[list[int]]:
-        """The tokens of one answer as they come; `sampling_params` must ask for that."""
-        prompt = self._prompt(prompt_token_ids)
-        async for latest in self.llm.generate(prompt, sampling_params, request_id=uuid.uuid4().hex):
+        """The tokens of one answer as they come."""
+        prompt, params = self._prompt(prompt_token_ids), vllm_params(sampling_params, stream=True)
+        async for latest in self.llm.generate(prompt, params, request_id=uuid.uuid4().hex):
             yield list(latest.outputs[0].token_ids)
 
     def _prompt(
@@ -339,10 +266,8 @@ class VLLMEngine:
     async def probe(self, token_ids: list[int], pictures: Sequence["Picture"] = ()) -> EngineProbe:
         """Computes the log-probs of every token but the first, at temperature 1. `token_ids`: with one
         placeholder for each of the pictures, which is answered as all of its tokens."""
-        from vllm.sampling_params import SamplingParams
-
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        output = await self.generate(token_ids, params, image_data(pictures))
+        output = await self._answer(token_ids, params, image_data(pictures))
         read, of_positions = present(output.prompt_token_ids), present(output.prompt_logprobs)
         log_probs = [present(of)[token].logprob for token, of in zip(read[1:], of_positions[1:], strict=True)]
         return EngineProbe(
@@ -445,6 +370,7 @@ class VLLMEngine:
             if self.llm.errored or time.monotonic() > deadline:
                 task.cancel()
                 if self.llm.errored:
-                    raise self.llm.dead_error
+                    raise EngineDied(str(self.llm.dead_error))
                 raise RuntimeError(f"a vLLM engine did not answer a control call for {CONTROL_TIMEOUT:.0f} s")
-        return task.result()
+        with _deaths():
+            return task.result()

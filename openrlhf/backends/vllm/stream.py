@@ -12,7 +12,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from openrlhf.backends.vllm.engine import EngineOptions, VLLMEngine, engine_environment, sampling_params
+from openrlhf.backends.rollout import EngineOptions
+from openrlhf.backends.vllm.engine import VLLMEngine, engine_environment
 from openrlhf.models.generation import Decoding
 
 
@@ -110,7 +111,7 @@ class _Server:
             self.engine.shutdown()
 
     async def _answer(self, prompt: list[int], seed: int, decoding: Decoding) -> None:
-        async for token_ids in self.engine.stream(prompt, sampling_params(decoding, seed, stream=True)):
+        async for token_ids in self.engine.stream(prompt, decoding.sampling_params(seed)):
             self.connection.send(("tokens", token_ids))
 
     def _ended(self, answer: asyncio.Task) -> None:

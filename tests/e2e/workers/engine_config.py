@@ -11,7 +11,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from openrlhf.backends.vllm.engine import EngineOptions, VLLMEngine
+from openrlhf.backends.rollout import EngineOptions
+from openrlhf.backends.vllm.engine import VLLMEngine
 
 defaults = AsyncEngineArgs.get_batch_defaults
 

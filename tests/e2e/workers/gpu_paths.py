@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from sending import Client, Trainer, options_of, sync_under_way
 from torch import Tensor
-from vllm import SamplingParams
 
 from openrlhf.backends.distributed import free_port
 from openrlhf.backends.stored_weights import random_input
-from openrlhf.backends.vllm.engine import VLLMEngine, sampling_params
+from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.backends.vllm.weight_sender import WeightSender
+from openrlhf.completions import SamplingParams
 from openrlhf.config.sections import LoraConfig
 from openrlhf.models.generation import Decoding
 from openrlhf.rollout.recorder import RecordingEngine
@@ -89,7 +89,7 @@ def error_of(trainer: Trainer, turn: Turn, params: SamplingParams, actions: slic
 async def ask(
     engine: VLLMEngine, name: str, tokens: int, *, seed: int = 0
 ) -> tuple[list[Turn], SamplingParams]:
-    given = sampling_params(Decoding(max_new_tokens=tokens, stop_token_ids=()), 0)
+    given = Decoding(max_new_tokens=tokens, stop_token_ids=()).sampling_params(0)
     given.temperature = ASKED[name].get("temperature", 1.0)
     params = copy.copy(given)
     params.ignore_eos = True

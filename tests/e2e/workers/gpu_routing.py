@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from sending import Client, Trainer, differences, options_of, sync_under_way
-from vllm.outputs import RequestOutput
 
 from openrlhf.backends.distributed import free_port
-from openrlhf.backends.vllm.engine import VLLMEngine, sampling_params
+from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.backends.vllm.weight_sender import WeightSender
+from openrlhf.completions import Completions
 from openrlhf.models.generation import Decoding
 from openrlhf.models.policy import PolicyModel
 from openrlhf.types import present
@@ -30,7 +30,7 @@ def chosen(policy: PolicyModel, token_ids: list[int], top_k: int) -> np.ndarray:
     return torch.stack([layer.topk(top_k).indices.sort().values for layer in layers], 1).numpy()
 
 
-def read(output: RequestOutput) -> list[int]:
+def read(output: Completions) -> list[int]:
     return [*PROMPT, *output.outputs[0].token_ids]
 
 
@@ -48,7 +48,7 @@ async def main(spec: dict) -> None:
     sender = await asyncio.to_thread(WeightSender, trainer, client, **meeting)
     await asyncio.to_thread(sender.send, 1)
 
-    asked = [sampling_params(Decoding(max_new_tokens=n, stop_token_ids=()), n) for n in (8, 12, 40)]
+    asked = [Decoding(max_new_tokens=n, stop_token_ids=()).sampling_params(n) for n in (8, 12, 40)]
     for params in asked:
         params.ignore_eos, params.logprobs = True, 0
     found: dict = {"answers": []}

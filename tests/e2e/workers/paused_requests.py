@@ -9,25 +9,24 @@ from pathlib import Path
 
 import torch
 from sending import Client, Trainer, differences, options_of
-from vllm import SamplingParams
-from vllm.outputs import RequestOutput
 
 from openrlhf.backends.distributed import free_port
-from openrlhf.backends.vllm.engine import VLLMEngine, sampling_params
+from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.backends.vllm.weight_sender import WeightSender
+from openrlhf.completions import Completions, SamplingParams
 from openrlhf.models.generation import Decoding
 
 PROMPT = [3 + i % 200 for i in range(140)]
 """A whole block of vLLM's cache on a CPU, and some."""
 
 
-def params(seed: int, *, stream: bool = False, tokens: int = 100) -> SamplingParams:
-    asked = sampling_params(Decoding(max_new_tokens=tokens, stop_token_ids=()), seed, stream=stream)
+def params(seed: int, *, tokens: int = 100) -> SamplingParams:
+    asked = Decoding(max_new_tokens=tokens, stop_token_ids=()).sampling_params(seed)
     asked.logprobs, asked.ignore_eos = 0, True
     return asked
 
 
-def answer_of(output: RequestOutput) -> tuple[list[int], list[float], list[list[int]]]:
+def answer_of(output: Completions) -> tuple[list[int], list[float], list[list[int]]]:
     answer = output.outputs[0]
     log_probs = [d[t].logprob for t, d in zip(answer.token_ids, answer.logprobs, strict=True)]
     versions = [[int(span.version), span.end - span.start] for span in answer.weight_versions or ()]
@@ -48,7 +47,7 @@ async def main(spec: dict) -> None:
     trainer.learn()
     under_way = asyncio.create_task(engine.generate(PROMPT, params(0)))
     seen = 0
-    async for tokens in engine.stream(PROMPT, params(1, stream=True)):  # beside it
+    async for tokens in engine.stream(PROMPT, params(1)):  # beside it
         seen += len(tokens)
         if seen == 20:
             await asyncio.to_thread(sender.send, 2)

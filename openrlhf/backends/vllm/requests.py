@@ -1,0 +1,79 @@
+"""Requests and answers in vLLM's own records, and back."""
+
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from openrlhf.backends.rollout import kept_sets
+from openrlhf.completions import Completion, Completions, SamplingParams
+from openrlhf.types import KeptSets, present, unrouted
+
+if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
+    import vllm
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+
+def vllm_params(params: SamplingParams, *, stream: bool = False) -> "vllm.SamplingParams":
+    """vLLM's record of a request. ValueError where vLLM does not take it. `stream`: tokens come as they are
+    sampled."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VLLMParams
+
+    asked: dict[str, Any] = dict(vars(params))
+    kept, log_probs = asked.pop("max_kept_tokens"), params.logprobs or 0
+    if kept and log_probs >= 0:
+        # The most likely tokens show which ones were kept: with one more than top-k, a whole set ends with a
+        # token of probability 0.
+        asked["logprobs"] = max(log_probs, min(kept, params.top_k + 1) if params.top_k > 0 else kept)
+    asked["output_kind"] = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+    asked["flat_logprobs"] = True  # half the time for each token, and it reads like a list
+    asked["skip_clone"] = True  # nobody else has it
+    return VLLMParams(**asked)
+
+
+def completions(output: "RequestOutput", params: SamplingParams) -> Completions:
+    """The answers to a request with `params`."""
+    read = present(output.prompt_token_ids)
+    answers = [_completion(answer, len(read), params) for answer in output.outputs]
+    return Completions(prompt_token_ids=read, outputs=answers, own=output)
+
+
+def _completion(answer: "CompletionOutput", prompt_length: int, params: SamplingParams) -> Completion:
+    log_probs = cast("FlatLogprobs | None", answer.logprobs)
+    spans = [(int(span.version), span.end - span.start) for span in answer.weight_versions or ()]
+    if not spans and len(answer.token_ids):
+        spans = [(0, len(answer.token_ids))]
+    return Completion(
+        index=answer.index,
+        token_ids=answer.token_ids,
+        text=answer.text,
+        finish_reason=present(answer.finish_reason),
+        logprobs=cast(Any, log_probs),
+        log_probs=None if log_probs is None else _sampled_log_probs(log_probs),
+        versions=np.array(spans, np.int32).reshape(-1, 2),
+        kept=_kept_sets(present(log_probs)) if params.max_kept_tokens else None,
+        routing=_routing(answer.routed_experts, prompt_length + len(answer.token_ids)),
+        own=answer,
+    )
+
+
+def _routing(of_read: np.ndarray | None, num_tokens: int) -> np.ndarray | None:
+    """Adds what vLLM does not know: the routing of the last token, which it has not read."""
+    if of_read is None:
+        return None
+    of_read = of_read[: num_tokens - 1]
+    return np.concatenate([of_read, unrouted(num_tokens - len(of_read), of_read)])
+
+
+def _sampled_log_probs(log_probs: "FlatLogprobs") -> np.ndarray:
+    """The sampled token stands before the likely ones."""
+    values = np.asarray(log_probs.logprobs, np.float32)
+    return values if len(values) == len(log_probs) else values[log_probs.start_indices]
+
+
+def _kept_sets(log_probs: "FlatLogprobs") -> KeptSets:
+    shape = len(log_probs), len(log_probs.token_ids) // max(1, len(log_probs))
+    ids = np.asarray(log_probs.token_ids, np.int32).reshape(shape)
+    values = np.asarray(log_probs.logprobs, np.float64).reshape(shape)
+    return kept_sets(ids, values)
