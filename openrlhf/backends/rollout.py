@@ -23,7 +23,10 @@ from openrlhf.types import KeptSets
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
-ENGINES = {"vllm": "openrlhf.backends.vllm.engine:VLLMEngine"}
+ENGINES = {
+    "vllm": "openrlhf.backends.vllm.engine:VLLMEngine",
+    "transformers": "openrlhf.backends.transformers.engine:TransformersEngine",
+}
 """Maps names of engines to their classes, which are imported where they are needed."""
 
 MAX_LOGPROBS = 20
@@ -155,7 +158,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def start_weight_update(self) -> None:
-        """Requests in flight wait until `finish_weight_update`, and then go on with the new weights."""
+        """Requests in flight either end first, or wait and go on with the new weights after
+        `finish_weight_update`."""
         ...
 
     async def update_weights(self, update_info: dict | list[dict]) -> None:

@@ -1,8 +1,8 @@
 """Answers of a transformers model, each decided by its own seed: not by what else is in its batch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -10,12 +10,13 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
+    TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from openrlhf.completions import SamplingParams
 
@@ -29,6 +30,9 @@ class Decoding:
     greedy: bool = False
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
 
     def sampling_params(self, seed: int) -> SamplingParams:
@@ -36,6 +40,8 @@ class Decoding:
         return SamplingParams(
             temperature=0.0 if self.greedy else self.temperature,
             top_p=1.0 if self.greedy else self.top_p,
+            top_k=0 if self.greedy else self.top_k,
+            min_p=0.0 if self.greedy else self.min_p,
             repetition_penalty=self.repetition_penalty,
             max_tokens=self.max_new_tokens,
             seed=seed,
@@ -45,12 +51,23 @@ class Decoding:
         )
 
 
+class Likely(NamedTuple):
+    """The sampled token of each position, and behind it the K most likely ones."""
+
+    ids: Tensor
+    """(A, 1 + K)"""
+    log_probs: Tensor
+    """(A, 1 + K) float32, under the distribution that was sampled from. -inf: sampling did not keep it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generated:
     token_ids: list[int]
     """Without the prompt; a stop token that ended it included."""
     finish_reason: str
     """stop, length or abort."""
+    likely: Likely | None = None
+    """None: not asked for."""
 
 
 @torch.inference_mode()
@@ -63,11 +80,13 @@ def generate(
     pad_token_id: int,
     on_token: Callable[[int], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    likely: int | None = None,
 ) -> list[Generated]:
     """Answers to prompts of token ids, padded on the left. One seed for each.
 
     on_token: called with each token of the answer to a single prompt as it comes.
     stop: asked after each token; True ends all answers as they are.
+    likely: log-probs are returned of the sampled token of each position and of so many likely ones.
     """
     longest = max(map(len, prompts))
     input_ids = torch.full((len(prompts), longest), pad_token_id)
@@ -76,6 +95,7 @@ def generate(
         input_ids[i, longest - len(prompt) :] = torch.tensor(prompt)
         mask[i, longest - len(prompt) :] = True
     device = model.device
+    sampling = Sampling(decoding, mask.to(device), seeds, likely)
     # Whatever the model's folder recommends (penalties, top-k) is not what the flags say.
     model.generation_config = GenerationConfig()
     output = cast(Any, model).generate(
@@ -88,11 +108,11 @@ def generate(
             pad_token_id=pad_token_id,
             use_cache=True,
         ),
-        logits_processor=LogitsProcessorList([Sampling(decoding, mask.to(device), seeds)]),
-        stopping_criteria=StoppingCriteriaList([_Asked(stop)]),
-        streamer=None if on_token is None else _Listener(on_token),
+        logits_processor=LogitsProcessorList([sampling]),
+        stopping_criteria=StoppingCriteriaList([_AfterEachToken(on_token, stop)]),
     )
-    return [_generated(ids.tolist(), decoding, stop()) for ids in output[:, longest:]]
+    answers = [_generated(ids.tolist(), decoding, stop()) for ids in output[:, longest:]]
+    return [replace(a, likely=sampling.likely_of(i, len(a.token_ids))) for i, a in enumerate(answers)]
 
 
 class Sampling(LogitsProcessor):
@@ -103,12 +123,19 @@ class Sampling(LogitsProcessor):
     of its own.
     """
 
-    def __init__(self, decoding: Decoding, prompt_mask: Tensor, seeds: Sequence[int]) -> None:
-        """prompt_mask: (B, prompt) bool, False where there is padding."""
+    def __init__(
+        self, decoding: Decoding, prompt_mask: Tensor, seeds: Sequence[int], likely: int | None = None
+    ) -> None:
+        """prompt_mask: (B, prompt) bool, False where there is padding. likely: see `generate`."""
         self.decoding = decoding
         self.prompt_mask = prompt_mask
         self.generators = [torch.Generator(prompt_mask.device).manual_seed(seed) for seed in seeds]
-        self.top_p = TopPLogitsWarper(decoding.top_p) if decoding.top_p < 1 else None
+        self.truncations = [
+            *([MinPLogitsWarper(decoding.min_p)] if decoding.min_p > 0 else []),
+            *([TopKLogitsWarper(decoding.top_k)] if decoding.top_k > 0 else []),
+            *([TopPLogitsWarper(decoding.top_p)] if decoding.top_p < 1 else []),
+        ]
+        self.num_likely, self.found = likely, []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(B, L) tokens so far, (B, V) logits -> (B, V)"""
@@ -117,11 +144,26 @@ class Sampling(LogitsProcessor):
         if decoding.repetition_penalty != 1:
             scores = torch.where(self._seen(input_ids, scores), self._penalised(scores), scores)
         if decoding.greedy:
-            return scores
+            return self._recorded(scores, scores)
         scores = scores / decoding.temperature
-        if self.top_p is not None:
-            scores = self.top_p(cast(Any, input_ids), cast(Any, scores))
-        return scores - self._exponential(scores).log()
+        for truncate in self.truncations:
+            scores = truncate(cast(Any, input_ids), cast(Any, scores))
+        return self._recorded(scores, scores - self._exponential(scores).log())
+
+    def likely_of(self, row: int, length: int) -> Likely | None:
+        """Those of the first `length` tokens of an answer."""
+        if self.num_likely is None:
+            return None
+        ids, log_probs = (torch.stack(of)[:length, row] for of in zip(*self.found, strict=True))
+        return Likely(ids, log_probs)
+
+    def _recorded(self, scores: Tensor, drawn: Tensor) -> Tensor:
+        """Returns `drawn`, whose argmax was sampled from the softmax of `scores`, both (B, V)."""
+        if self.num_likely is not None:
+            log_probs = scores.log_softmax(-1)
+            ids = torch.cat([drawn.argmax(-1, True), log_probs.topk(self.num_likely).indices], 1)
+            self.found.append((ids, log_probs.gather(1, ids)))
+        return drawn
 
     def _seen(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(B, V) True for tokens of the prompt and of the answer; padding does not count."""
@@ -143,27 +185,15 @@ class Sampling(LogitsProcessor):
         return drawn.clamp_min_(torch.finfo(drawn.dtype).tiny)
 
 
-class _Listener(BaseStreamer):
-    """transformers first hands over the prompt, then each token."""
+class _AfterEachToken(StoppingCriteria):
+    """Tells somebody the token, and asks whether to go on."""
 
-    def __init__(self, on_token: Callable[[int], None]) -> None:
-        self.on_token = on_token
-        self.heard_prompt = False
-
-    def put(self, value: Tensor) -> None:
-        if self.heard_prompt:
-            self.on_token(int(value))
-        self.heard_prompt = True
-
-    def end(self) -> None:
-        pass
-
-
-class _Asked(StoppingCriteria):
-    def __init__(self, stop: Callable[[], bool]) -> None:
-        self.stop = stop
+    def __init__(self, on_token: Callable[[int], None] | None, stop: Callable[[], bool]) -> None:
+        self.on_token, self.stop = on_token, stop
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Any:
+        if self.on_token is not None:
+            self.on_token(int(input_ids[0, -1]))
         return torch.full((input_ids.shape[0],), self.stop(), device=input_ids.device, dtype=torch.bool)
 
 

@@ -118,14 +118,17 @@ def _set_routing(output: "RequestOutput", recorded: dict[int, tuple], num_expert
 
 
 @contextmanager
-def _deaths() -> Iterator[None]:
-    """Calls the death of a vLLM engine by our name."""
+def _our_errors() -> Iterator[None]:
+    """EngineDied and ValueError in place of vLLM's own types."""
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
         yield
     except EngineDeadError as error:
         raise EngineDied(str(error)) from error
+    except VLLMValidationError as error:
+        raise ValueError(str(error)) from error
 
 
 class VLLMEngine:
@@ -215,7 +218,7 @@ class VLLMEngine:
         sampling_params: SamplingParams,
         multi_modal_data: dict | None = None,
     ) -> Completions:
-        """One request. Raises vLLM's errors, and EngineDied."""
+        """One request."""
         return completions(
             await self._answer(prompt_token_ids, sampling_params, multi_modal_data), sampling_params
         )
@@ -226,7 +229,7 @@ class VLLMEngine:
         self._require_awake(TAGS)
         prompt = self._prompt(prompt_token_ids, multi_modal_data)
         output, name, routing = None, uuid.uuid4().hex, {}
-        with _deaths():
+        with _our_errors():
             try:
                 async for latest in self.llm.generate(
                     prompt, vllm_params(params), request_id=name, lora_request=self.adapter
@@ -372,5 +375,5 @@ class VLLMEngine:
                 if self.llm.errored:
                     raise EngineDied(str(self.llm.dead_error))
                 raise RuntimeError(f"a vLLM engine did not answer a control call for {CONTROL_TIMEOUT:.0f} s")
-        with _deaths():
+        with _our_errors():
             return task.result()

@@ -1,0 +1,1 @@
+"""Sampling by transformers alone, one request at a time."""

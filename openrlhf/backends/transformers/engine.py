@@ -1,0 +1,259 @@
+"""An engine that samples with transformers, one request at a time.
+
+It serves machines without vLLM, and tests of everything that drives an engine.
+"""
+
+import asyncio
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf.backends.peak_memory import Peaks
+from openrlhf.backends.rollout import EngineOptions, kept_sets
+from openrlhf.backends.stored_weights import EngineProbe, Sketch, sketches
+from openrlhf.backends.vllm.weight_sender import Bucket, Checksum, TensorMeta
+from openrlhf.completions import Completion, Completions, LogProb, SamplingParams
+from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
+from openrlhf.models.generation import Decoding, Likely, generate
+from openrlhf.models.loading import load_generator, load_tokenizer
+from openrlhf.text import decode
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
+FLAG = "--actor.model_name_or_path"
+
+REFUSED = (
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+)
+"""Sampling parameters that this engine does not have."""
+KNOWN = {field.name for field in fields(SamplingParams)}
+
+
+class TransformersEngine:
+    """The model holds the weights of its files until the first weight sync."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        """ValueError where the options ask for what only other engines can do."""
+        asked = {
+            f"tensor or pipeline parallel size {options.num_workers}": options.num_workers > 1,
+            f"transfer backend {options.transfer_backend}; it takes weights by ray": (
+                options.transfer_backend != "ray"
+            ),
+            "images": options.max_images > 0,
+            "adapters apart from the weights": options.lora is not None,
+            "the routing of experts": options.returns_routing,
+        }
+        if missing := [name for name, is_asked in asked.items() if is_asked]:
+            raise ValueError(f"the engine of transformers cannot do this: {', '.join(missing)}")
+        self.options, self.version = options, 0
+        self.device = "cuda" if options.on_gpu else "cpu"
+        self.turn = asyncio.Lock()
+        """Held by whoever uses the model: a request, a probe, a weight update."""
+        self.received: dict[str, Tensor] = {}
+        self.checksum = Checksum()
+        self.unwritten: set[str] | None = None
+
+    @staticmethod
+    def environment(options: EngineOptions) -> dict[str, str]:
+        return {} if options.on_gpu else {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+
+    async def start(self, free_fraction: float | None = None) -> None:
+        """`free_fraction` means nothing here: memory is taken as it is needed."""
+        path = self.options.model
+        model: Any = load_generator(
+            path, flag=FLAG, dtype=self.options.dtype, attention="auto", max_len=self.options.max_len
+        )
+        self.model = model.to(self.device).eval()
+        self.tokenizer = load_tokenizer(path, flag=FLAG)
+
+    def shutdown(self) -> None:
+        del self.model
+
+    @property
+    def vocabulary(self) -> int:
+        return self.model.config.get_text_config().vocab_size
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        multi_modal_data: dict | None = None,
+    ) -> Completions:
+        """ValueError for `REFUSED` parameters and prompts that leave no room. A cancelled request ends with
+        its next token."""
+        room = self.options.max_len - len(prompt_token_ids)
+        refused = [name for name in REFUSED if getattr(sampling_params, name)]
+        refused += [name for name in vars(sampling_params) if name not in KNOWN]
+        if refused or multi_modal_data or room < 1:
+            problem = (
+                f"a prompt of {len(prompt_token_ids)} tokens of {self.options.max_len}" if room < 1 else ""
+            )
+            raise ValueError(
+                f"the engine of transformers cannot answer: {problem or ', '.join(refused) or 'images'}"
+            )
+        given_up = threading.Event()
+        async with self.turn:
+            answering = asyncio.create_task(
+                asyncio.to_thread(self._answers, list(prompt_token_ids), sampling_params, room, given_up)
+            )
+            try:
+                return await asyncio.shield(answering)
+            except asyncio.CancelledError:
+                given_up.set()
+                await asyncio.wait({answering})
+                raise
+
+    def _answers(
+        self, prompt: list[int], params: SamplingParams, room: int, given_up: threading.Event
+    ) -> Completions:
+        outputs = [self._answer(prompt, params, room, i, given_up) for i in range(params.n)]
+        return Completions(prompt_token_ids=prompt, outputs=outputs)
+
+    def _answer(
+        self, prompt: list[int], params: SamplingParams, room: int, index: int, given_up: threading.Event
+    ) -> Completion:
+        ids: list[int] = []
+        skip = params.skip_special_tokens
+
+        def found() -> tuple[int, int] | None:
+            """Where the first stop text begins and ends."""
+            text = decode(self.tokenizer, ids, after=prompt, skip_special_tokens=skip)
+            places = [(text.index(stop), text.index(stop) + len(stop)) for stop in stops if stop in text]
+            return min(places, default=None)
+
+        stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
+        eos = self.model.config.get_text_config().eos_token_id
+        own_stops = [] if params.ignore_eos or eos is None else [eos] if isinstance(eos, int) else eos
+        decoding = Decoding(
+            max_new_tokens=min(room, params.max_tokens or room),
+            stop_token_ids=(*(params.stop_token_ids or ()), *own_stops),
+            greedy=params.temperature == 0,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=max(params.top_k, 0),
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+        )
+        count = params.logprobs if params.logprobs != -1 else self.vocabulary
+        kept = params.max_kept_tokens
+        (answer,) = generate(
+            self.model,
+            [prompt],
+            [(secrets.randbits(62) if params.seed is None else params.seed) + index],
+            decoding,
+            pad_token_id=self.tokenizer.pad_token_id or 0,
+            on_token=ids.append,
+            stop=lambda: given_up.is_set() or bool(stops and found()),
+            likely=max(count or 0, kept) if kept or count is not None else None,
+        )
+        reason, likely = answer.finish_reason, answer.likely
+        text = decode(self.tokenizer, answer.token_ids, after=prompt, skip_special_tokens=skip)
+        if stops and (place := found()):
+            reason, text = "stop", text[: place[params.include_stop_str_in_output]]
+        return Completion(
+            index=index,
+            token_ids=answer.token_ids,
+            text=text if params.detokenize else "",
+            finish_reason=reason,
+            logprobs=None if likely is None else LikelyTokens(likely),
+            log_probs=None if likely is None else likely.log_probs[:, 0].cpu().numpy(),
+            versions=np.array([[self.version, len(ids)]] if ids else [], np.int32).reshape(-1, 2),
+            kept=kept_sets(likely.ids.int().cpu().numpy(), likely.log_probs.cpu().numpy())
+            if kept and likely
+            else None,
+        )
+
+    async def probe(self, token_ids: list[int], pictures: "Sequence[Picture]" = ()) -> EngineProbe:
+        async with self.turn:
+            ids = torch.tensor(token_ids, device=self.device)
+            with torch.inference_mode():
+                log_probs = self.model(ids[None]).logits[0, :-1].float().log_softmax(-1)
+            return EngineProbe(
+                log_probs=log_probs.gather(1, ids[1:, None])[:, 0].tolist(), version=self.version
+            )
+
+    async def init_weight_transfer_engine(self, init_info: dict) -> None:
+        return
+
+    async def start_weight_update(self) -> None:
+        await self.turn.acquire()
+        self.received, self.checksum = {}, Checksum()
+
+    async def update_weights(self, update_info: dict | list[dict]) -> None:
+        for update in update_info if isinstance(update_info, list) else [update_info]:
+            bucket = Bucket(
+                tuple(TensorMeta(n, dtype, tuple(shape)) for n, dtype, shape in update["tensors"])
+            )
+            buffer = torch.frombuffer(bytearray(update["data"]), dtype=torch.uint8)
+            for meta, tensor in bucket.views(buffer):
+                self.checksum.add(meta.name, tensor)
+                self.received[meta.name] = tensor
+
+    async def finish_weight_update(self, weight_version: str) -> None:
+        """transformers loads what came as it would load a checkpoint."""
+        made, info = type(self.model).from_pretrained(
+            None,
+            config=self.model.config,
+            state_dict=self.received,
+            dtype=self.model.dtype,
+            output_loading_info=True,
+        )
+        missing = set(info["missing_keys"])
+        came = {name: tensor for name, tensor in made.state_dict().items() if name not in missing}
+        self.model.load_state_dict(came, strict=False)
+        self.unwritten = missing if self.unwritten is None else self.unwritten & missing
+        self.received, self.version = {}, int(weight_version)
+        self.turn.release()
+
+    async def loaded_checksums(self) -> list[int]:
+        return [self.checksum.value]
+
+    async def unwritten_parameters(self) -> list[str]:
+        names = self.unwritten
+        return sorted(names if names is not None else checkpoint_tensors(self.model))
+
+    async def layer_sketches(self, lengths: dict[str, int]) -> dict[str, Sketch]:
+        tensors = checkpoint_tensors(self.model)
+        layout = CheckpointLayout(self.model, {name: tuple(t.shape) for name, t in tensors.items()})
+        whole = {n: t for c in layout.conversions for n, t in layout.convert(c, tensors).items()}
+        return sketches((name, whole[name]) for name in lengths if name in whole)
+
+    async def peak_memory(self) -> Peaks:
+        return {}
+
+    async def sleep(self) -> None:
+        async with self.turn:
+            self.model.to("cpu")
+
+    async def wake(self, tags: list[str]) -> None:
+        if "weights" in tags:
+            self.model.to(self.device)
+
+
+class LikelyTokens(Sequence):
+    """The log-probs of each position by token, made as they are read."""
+
+    def __init__(self, likely: Likely) -> None:
+        self.likely = likely
+
+    def __len__(self) -> int:
+        return len(self.likely.ids)
+
+    def __getitem__(self, position: Any) -> Any:
+        if isinstance(position, slice):
+            return [self[i] for i in range(*position.indices(len(self)))]
+        ids, values = (of[position].tolist() for of in self.likely)
+        return {token: LogProb(value) for token, value in zip(ids, values, strict=True)}

@@ -1,0 +1,222 @@
+"""The contract of an engine that samples: the same checks for every `RolloutEngine`."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from openrlhf.backends.rollout import EngineOptions, RolloutEngine, engine_class
+from openrlhf.backends.stored_weights import sketches
+from openrlhf.backends.vllm.weight_sender import Bucket, Checksum, TensorMeta
+from openrlhf.completions import Completion, SamplingParams
+from openrlhf.models.checkpoint_layout import checkpoint_tensors
+from openrlhf.models.loading import load_causal_lm, load_tokenizer
+
+PROMPT = [10, 20, 30, 40, 50]
+TOLERANCE = 1e-4
+"""Nats: logits of float32 are sums of a few hundred products, by two programs."""
+
+CHECKS: list[Callable[["Setting"], Coroutine[Any, Any, None]]] = []
+
+
+class Setting:
+    """An engine that runs, and the same weights in transformers."""
+
+    def __init__(self, engine: RolloutEngine, path: str) -> None:
+        self.engine = engine
+        self.model: Any = load_causal_lm(path, flag="--model", dtype="fp32", attention="eager").eval()
+        self.tokenizer = load_tokenizer(path, flag="--model")
+
+    @torch.no_grad()
+    def distribution(self, token_ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+        """(L, V) log-probs of what follows each token."""
+        logits = self.model(torch.tensor([token_ids])).logits[0].float()
+        return (logits / temperature).log_softmax(-1)
+
+    def log_probs(self, answer: Completion, temperature: float = 1.0) -> torch.Tensor:
+        """(A, V)"""
+        return self.distribution([*PROMPT, *answer.token_ids], temperature)[len(PROMPT) - 1 : -1]
+
+    async def answer(self, **params: Any) -> Completion:
+        asked = {"max_tokens": 12, "seed": 1, "ignore_eos": True, "logprobs": 0} | params
+        return (await self.engine.generate(list(PROMPT), SamplingParams(**asked))).outputs[0]
+
+
+async def with_engine(name: str, path: str, check: Callable[[Setting], Coroutine[Any, Any, None]]) -> None:
+    options = options_of(name, path)
+    engine = engine_class(options)(options)
+    await engine.start()
+    try:
+        await check(Setting(engine, path))
+    finally:
+        engine.shutdown()
+
+
+def options_of(name: str, path: str | Path) -> EngineOptions:
+    return EngineOptions(
+        engine=name,
+        model=str(path),
+        dtype="fp32",
+        max_len=64,
+        seed=0,
+        transfer_backend="ray",
+        on_gpu=False,
+        enable_sleep=True,
+    )
+
+
+def check(function: Callable[[Setting], Coroutine[Any, Any, None]]) -> Callable:
+    CHECKS.append(function)
+    return function
+
+
+@check
+async def tokens_in_tokens_out(setting: Setting) -> None:
+    """Log-probs are those of the distribution that was sampled from, whatever name they are read by."""
+    params = SamplingParams(max_tokens=12, seed=3, temperature=0.7, logprobs=2, ignore_eos=True)
+    output = await setting.engine.generate(list(PROMPT), params)
+    (answer,) = output.outputs
+    expected = setting.log_probs(answer, 0.7)
+    assert list(output.prompt_token_ids) == PROMPT and len(answer.token_ids) == 12
+    assert (answer.index, answer.finish_reason) == (0, "length")
+    assert answer.log_probs is not None and answer.log_probs.dtype == np.float32
+    chosen = expected.gather(1, torch.tensor([list(answer.token_ids)]).T)[:, 0]
+    assert answer.log_probs.tolist() == pytest.approx(chosen.tolist(), abs=TOLERANCE)
+    assert answer.logprobs is not None and len(answer.logprobs) == 12
+    for i, token in enumerate(answer.token_ids):
+        likely = answer.logprobs[i]
+        assert likely[token].logprob == pytest.approx(answer.log_probs[i], abs=1e-6)
+        assert next(iter(likely)) == token and {*expected[i].topk(2).indices.tolist()} <= likely.keys()
+    assert answer.text == setting.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+    assert answer.versions.tolist() == [[0, 12]]
+    assert params == SamplingParams(max_tokens=12, seed=3, temperature=0.7, logprobs=2, ignore_eos=True)
+
+
+@check
+async def seeds_repeat(setting: Setting) -> None:
+    """Also beside other requests, and for each of several answers."""
+    first, other = await setting.answer(seed=5), await setting.answer(seed=6)
+    assert list(first.token_ids) != list(other.token_ids)
+    again = await asyncio.gather(*(setting.answer(seed=seed) for seed in (6, 7, 5)))
+    assert [list(a.token_ids) for a in (again[2], again[0])] == [list(first.token_ids), list(other.token_ids)]
+    asked = SamplingParams(n=2, seed=5, max_tokens=12, ignore_eos=True)
+    both = (await setting.engine.generate(list(PROMPT), asked)).outputs
+    assert [list(a.token_ids) for a in both] == [list(first.token_ids), list(other.token_ids)]
+    assert [a.index for a in both] == [0, 1] and both[0].log_probs is None and both[0].logprobs is None
+
+
+@check
+async def why_an_answer_ends(setting: Setting) -> None:
+    """A stop token or text, or no more room; greedy answers are the most likely tokens."""
+    whole = await setting.answer(max_tokens=40, seed=4)
+    ids = list(whole.token_ids)
+    end = next(i for i, token in enumerate(ids) if token not in ids[:i] and i > 1)
+    stopped = await setting.answer(max_tokens=40, seed=4, stop_token_ids=[ids[end]])
+    assert list(stopped.token_ids) == ids[: end + 1] and stopped.finish_reason == "stop"
+    pieces = [setting.tokenizer.decode([token]) for token in ids]
+    end = next(
+        i for i, t in enumerate(pieces) if i > 1 and t.isascii() and not any(t in p for p in pieces[:i])
+    )
+    asked = {"max_tokens": 40, "seed": 4, "skip_special_tokens": False, "stop": [pieces[end]]}
+    for include in (True, False):
+        stopped = await setting.answer(**asked, include_stop_str_in_output=include)
+        assert stopped.finish_reason == "stop" and list(stopped.token_ids) == ids[: end + 1]
+        assert stopped.text == setting.tokenizer.decode(ids[: end + include])
+    greedy = await setting.answer(temperature=0.0)
+    expected = setting.log_probs(greedy)
+    assert list(greedy.token_ids) == expected.argmax(-1).tolist()
+    assert greedy.log_probs is not None
+    assert greedy.log_probs.tolist() == pytest.approx(expected.amax(-1).tolist(), abs=TOLERANCE)
+    room = await setting.answer(max_tokens=None, detokenize=False)
+    assert (len(room.token_ids), room.finish_reason, room.text) == (64 - len(PROMPT), "length", "")
+
+
+@check
+async def kept_sets(setting: Setting) -> None:
+    answer = await setting.answer(top_k=3, temperature=0.8, max_kept_tokens=8)
+    assert answer.kept is not None and answer.log_probs is not None
+    assert answer.kept.counts.tolist() == [3] * 12 and not answer.kept.log_masses.any()
+    ids = torch.from_numpy(answer.kept.ids).long().view(12, 3)
+    assert ids[:, 0].tolist() == list(answer.token_ids)
+    among = setting.log_probs(answer, 0.8).gather(1, ids).log_softmax(-1)
+    assert answer.log_probs.tolist() == pytest.approx(among[:, 0].tolist(), abs=TOLERANCE)
+    assert (await setting.answer()).kept is None
+
+
+@check
+async def a_request_that_is_given_up(setting: Setting) -> None:
+    expected = list((await setting.answer(seed=9)).token_ids)
+    given_up = asyncio.create_task(setting.answer(max_tokens=None, seed=2))
+    beside = asyncio.create_task(setting.answer(seed=9))
+    await asyncio.sleep(0.01)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    assert list((await beside).token_ids) == expected == list((await setting.answer(seed=9)).token_ids)
+
+
+@check
+async def what_cannot_be_answered(setting: Setting) -> None:
+    with pytest.raises(ValueError, match="64"):
+        await setting.engine.generate([7] * 64, SamplingParams(max_tokens=1))
+    assert setting.engine.vocabulary == setting.model.config.vocab_size
+
+
+@check
+async def probes(setting: Setting) -> None:
+    await probes_of_version(setting, 0)
+
+
+@check
+async def sleeping(setting: Setting) -> None:
+    before = list((await setting.answer()).token_ids)
+    await setting.engine.sleep()
+    await setting.engine.wake(["weights"])
+    await setting.engine.wake(["kv_cache"])
+    assert list((await setting.answer()).token_ids) == before
+    assert (await setting.engine.peak_memory()).keys() <= {"generate"}
+
+
+@check
+async def new_weights(setting: Setting) -> None:
+    """What is asked meanwhile is answered afterwards, and everything says which weights it is of."""
+    engine = setting.engine
+    before = (await engine.probe(PROMPT)).log_probs
+    with torch.no_grad():
+        for param in setting.model.parameters():
+            param.add_(0.2 * torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel())))
+    sent = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(setting.model).items()}
+    checksum = Checksum()
+    await engine.init_weight_transfer_engine({})
+    await engine.start_weight_update()
+    meanwhile = asyncio.create_task(setting.answer())
+    for name, tensor in sent.items():
+        checksum.add(name, tensor)
+        bucket = Bucket((TensorMeta(name, "float32", tuple(tensor.shape)),))
+        buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+        for _, view in bucket.views(buffer):
+            view.copy_(tensor)
+        described = [[t.name, t.dtype, list(t.shape)] for t in bucket.tensors]
+        await engine.update_weights({"tensors": described, "data": buffer.numpy().tobytes()})
+    await engine.finish_weight_update("3")
+    assert await engine.loaded_checksums() == [checksum.value]
+    await probes_of_version(setting, 3)
+    assert np.abs(np.subtract((await engine.probe(PROMPT)).log_probs, before)).mean() > 100 * TOLERANCE
+    answer = await meanwhile
+    assert answer.versions.tolist() == [[3, 12]]
+    assert await engine.unwritten_parameters() == []
+    ours = sketches(sent.items())
+    stored = await engine.layer_sketches({name: sketch.length for name, sketch in ours.items()})
+    assert len(stored) > len(ours) // 2
+    for name, sketch in stored.items():
+        assert sketch.distance(ours[name]) < 1e-4 * ours[name].size, name
+
+
+async def probes_of_version(setting: Setting, version: int) -> None:
+    found = await setting.engine.probe(PROMPT)
+    expected = setting.distribution(PROMPT)[:-1].gather(1, torch.tensor([PROMPT[1:]]).T)[:, 0]
+    assert found.log_probs == pytest.approx(expected.tolist(), abs=TOLERANCE) and found.version == version
