@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from openrlhf.completions import SamplingParams
+from openrlhf.completions import LogProb, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +34,20 @@ class Decoding:
     """0: all tokens."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, params: SamplingParams, room: int, eos: Sequence[int]) -> Self:
+        """`room`: the most tokens that an answer may have. `eos`: the model's own stop tokens."""
+        return cls(
+            max_new_tokens=min(room, params.max_tokens or room),
+            stop_token_ids=(*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos)),
+            greedy=params.temperature == 0,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=max(params.top_k, 0),
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+        )
 
     def sampling_params(self, seed: int) -> SamplingParams:
         """The request of an engine for one answer, as tokens."""
@@ -51,13 +65,24 @@ class Decoding:
         )
 
 
-class Likely(NamedTuple):
-    """The sampled token of each position, and behind it the K most likely ones."""
+@dataclass(frozen=True, slots=True)
+class Likely(Sequence):
+    """The sampled token of each position, and behind it the K most likely ones. A sequence of mappings from
+    tokens to LogProbs, made as they are read."""
 
     ids: Tensor
     """(A, 1 + K)"""
     log_probs: Tensor
     """(A, 1 + K) float32, under the distribution that was sampled from. -inf: sampling did not keep it."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return Likely(self.ids[place], self.log_probs[place])
+        ids, log_probs = self.ids[place].tolist(), self.log_probs[place].tolist()
+        return {token: LogProb(log_prob) for token, log_prob in zip(ids, log_probs, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,9 +19,9 @@ from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.rollout import EngineOptions, kept_sets
 from openrlhf.backends.stored_weights import EngineProbe, Sketch, sketches
 from openrlhf.backends.vllm.weight_sender import Bucket, Checksum, TensorMeta
-from openrlhf.completions import Completion, Completions, LogProb, SamplingParams
+from openrlhf.completions import Completion, Completions, SamplingParams
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
-from openrlhf.models.generation import Decoding, Likely, generate
+from openrlhf.models.generation import Decoding, generate
 from openrlhf.models.loading import load_generator, load_tokenizer
 from openrlhf.text import decode
 
@@ -30,34 +30,29 @@ if TYPE_CHECKING:
 
 FLAG = "--actor.model_name_or_path"
 
-REFUSED = (
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-)
+UNKNOWN = {
+    *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("min_tokens", "prompt_logprobs"),
+}
 """Sampling parameters that this engine does not have."""
-KNOWN = {field.name for field in fields(SamplingParams)}
+PLAIN = vars(SamplingParams())
 
 
 class TransformersEngine:
-    """The model holds the weights of its files until the first weight sync."""
+    """The model holds the weights of its files until the first weight sync, which comes in buckets through
+    the control plane."""
 
     def __init__(self, options: EngineOptions) -> None:
         """ValueError where the options ask for what only other engines can do."""
         asked = {
-            f"tensor or pipeline parallel size {options.num_workers}": options.num_workers > 1,
-            f"transfer backend {options.transfer_backend}; it takes weights by ray": (
-                options.transfer_backend != "ray"
-            ),
+            "a model on several workers": options.num_workers > 1,
+            f"weights by {options.transfer_backend}, only by ray": options.transfer_backend != "ray",
             "images": options.max_images > 0,
             "adapters apart from the weights": options.lora is not None,
             "the routing of experts": options.returns_routing,
         }
         if missing := [name for name, is_asked in asked.items() if is_asked]:
-            raise ValueError(f"the engine of transformers cannot do this: {', '.join(missing)}")
+            raise ValueError(f"the engine of transformers does not have {', '.join(missing)}")
         self.options, self.version = options, 0
         self.device = "cuda" if options.on_gpu else "cpu"
         self.turn = asyncio.Lock()
@@ -65,6 +60,7 @@ class TransformersEngine:
         self.received: dict[str, Tensor] = {}
         self.checksum = Checksum()
         self.unwritten: set[str] | None = None
+        """None: no update has come."""
 
     @staticmethod
     def environment(options: EngineOptions) -> dict[str, str]:
@@ -92,88 +88,71 @@ class TransformersEngine:
         sampling_params: SamplingParams,
         multi_modal_data: dict | None = None,
     ) -> Completions:
-        """ValueError for `REFUSED` parameters and prompts that leave no room. A cancelled request ends with
-        its next token."""
-        room = self.options.max_len - len(prompt_token_ids)
-        refused = [name for name in REFUSED if getattr(sampling_params, name)]
-        refused += [name for name in vars(sampling_params) if name not in KNOWN]
-        if refused or multi_modal_data or room < 1:
-            problem = (
-                f"a prompt of {len(prompt_token_ids)} tokens of {self.options.max_len}" if room < 1 else ""
-            )
-            raise ValueError(
-                f"the engine of transformers cannot answer: {problem or ', '.join(refused) or 'images'}"
-            )
-        given_up = threading.Event()
+        """A cancelled request ends with its next token."""
+        length, params = len(prompt_token_ids), vars(sampling_params).items()
+        known = PLAIN.keys() - UNKNOWN
+        given = [name for name, value in params if name not in known and value != PLAIN.get(name)]
+        if given := [*given, *(multi_modal_data or ())]:
+            raise ValueError(f"the engine of transformers does not have {', '.join(given)}")
+        if (room := self.options.max_len - length) < 1:
+            raise ValueError(f"a prompt of {length} tokens leaves no room in {self.options.max_len}")
+        stopped = threading.Event()
+        arguments = list(prompt_token_ids), sampling_params, room, stopped
         async with self.turn:
-            answering = asyncio.create_task(
-                asyncio.to_thread(self._answers, list(prompt_token_ids), sampling_params, room, given_up)
-            )
+            answering = asyncio.create_task(asyncio.to_thread(self._answers, *arguments))
             try:
                 return await asyncio.shield(answering)
             except asyncio.CancelledError:
-                given_up.set()
+                stopped.set()
                 await asyncio.wait({answering})
                 raise
 
     def _answers(
-        self, prompt: list[int], params: SamplingParams, room: int, given_up: threading.Event
+        self, prompt: list[int], params: SamplingParams, room: int, stopped: threading.Event
     ) -> Completions:
-        outputs = [self._answer(prompt, params, room, i, given_up) for i in range(params.n)]
+        seed = secrets.randbits(62) if params.seed is None else params.seed
+        answers = [self._answer(prompt, params, room, seed + i, stopped) for i in range(params.n)]
+        outputs = [replace(answer, index=i) for i, answer in enumerate(answers)]
         return Completions(prompt_token_ids=prompt, outputs=outputs)
 
     def _answer(
-        self, prompt: list[int], params: SamplingParams, room: int, index: int, given_up: threading.Event
+        self, prompt: list[int], params: SamplingParams, room: int, seed: int, stopped: threading.Event
     ) -> Completion:
         ids: list[int] = []
-        skip = params.skip_special_tokens
-
-        def found() -> tuple[int, int] | None:
-            """Where the first stop text begins and ends."""
-            text = decode(self.tokenizer, ids, after=prompt, skip_special_tokens=skip)
-            places = [(text.index(stop), text.index(stop) + len(stop)) for stop in stops if stop in text]
-            return min(places, default=None)
-
         stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
         eos = self.model.config.get_text_config().eos_token_id
-        own_stops = [] if params.ignore_eos or eos is None else [eos] if isinstance(eos, int) else eos
-        decoding = Decoding(
-            max_new_tokens=min(room, params.max_tokens or room),
-            stop_token_ids=(*(params.stop_token_ids or ()), *own_stops),
-            greedy=params.temperature == 0,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=max(params.top_k, 0),
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-        )
-        count = params.logprobs if params.logprobs != -1 else self.vocabulary
+        count = self.vocabulary if params.logprobs == -1 else params.logprobs
         kept = params.max_kept_tokens
+
+        def text() -> str:
+            return decode(self.tokenizer, ids, after=prompt, skip_special_tokens=params.skip_special_tokens)
+
         (answer,) = generate(
             self.model,
             [prompt],
-            [(secrets.randbits(62) if params.seed is None else params.seed) + index],
-            decoding,
-            pad_token_id=self.tokenizer.pad_token_id or 0,
+            [seed],
+            Decoding.of(params, room, [eos] if isinstance(eos, int) else eos or ()),
+            pad_token_id=0,  # nothing is padded
             on_token=ids.append,
-            stop=lambda: given_up.is_set() or bool(stops and found()),
+            stop=lambda: stopped.is_set() or any(stop in text() for stop in stops),
             likely=max(count or 0, kept) if kept or count is not None else None,
         )
-        reason, likely = answer.finish_reason, answer.likely
-        text = decode(self.tokenizer, answer.token_ids, after=prompt, skip_special_tokens=skip)
-        if stops and (place := found()):
-            reason, text = "stop", text[: place[params.include_stop_str_in_output]]
-        return Completion(
-            index=index,
-            token_ids=answer.token_ids,
-            text=text if params.detokenize else "",
-            finish_reason=reason,
-            logprobs=None if likely is None else LikelyTokens(likely),
-            log_probs=None if likely is None else likely.log_probs[:, 0].cpu().numpy(),
-            versions=np.array([[self.version, len(ids)]] if ids else [], np.int32).reshape(-1, 2),
-            kept=kept_sets(likely.ids.int().cpu().numpy(), likely.log_probs.cpu().numpy())
+        whole, likely = text() if params.detokenize else "", answer.likely
+        sets = (
+            kept_sets(likely.ids.int().cpu().numpy(), likely.log_probs.cpu().numpy())
             if kept and likely
-            else None,
+            else None
+        )
+        ends = [(place, place + len(stop)) for stop in stops if (place := whole.find(stop)) >= 0]
+        return Completion(
+            index=0,
+            token_ids=ids,
+            text=whole[: min(ends)[params.include_stop_str_in_output]] if ends else whole,
+            finish_reason="stop" if ends else answer.finish_reason,
+            logprobs=likely,
+            log_probs=None if likely is None else likely.log_probs[:, 0].cpu().numpy(),
+            versions=np.array([[self.version, len(ids)]], np.int32),
+            kept=sets,
         )
 
     async def probe(self, token_ids: list[int], pictures: "Sequence[Picture]" = ()) -> EngineProbe:
@@ -194,11 +173,9 @@ class TransformersEngine:
 
     async def update_weights(self, update_info: dict | list[dict]) -> None:
         for update in update_info if isinstance(update_info, list) else [update_info]:
-            bucket = Bucket(
-                tuple(TensorMeta(n, dtype, tuple(shape)) for n, dtype, shape in update["tensors"])
-            )
+            metas = [TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in update["tensors"]]
             buffer = torch.frombuffer(bytearray(update["data"]), dtype=torch.uint8)
-            for meta, tensor in bucket.views(buffer):
+            for meta, tensor in Bucket(tuple(metas)).views(buffer):
                 self.checksum.add(meta.name, tensor)
                 self.received[meta.name] = tensor
 
@@ -241,19 +218,3 @@ class TransformersEngine:
     async def wake(self, tags: list[str]) -> None:
         if "weights" in tags:
             self.model.to(self.device)
-
-
-class LikelyTokens(Sequence):
-    """The log-probs of each position by token, made as they are read."""
-
-    def __init__(self, likely: Likely) -> None:
-        self.likely = likely
-
-    def __len__(self) -> int:
-        return len(self.likely.ids)
-
-    def __getitem__(self, position: Any) -> Any:
-        if isinstance(position, slice):
-            return [self[i] for i in range(*position.indices(len(self)))]
-        ids, values = (of[position].tolist() for of in self.likely)
-        return {token: LogProb(value) for token, value in zip(ids, values, strict=True)}
