@@ -22,6 +22,7 @@ from openrlhf.backends.base import (
 )
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, FrozenModel
 from openrlhf.backends.rollout import AnswerStream, RolloutEngine
+from openrlhf.backends.transformers.engine import TransformersEngine
 from openrlhf.backends.vllm import weight_sender
 from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.backends.vllm.stream import VLLMStream
@@ -169,7 +170,7 @@ def engine(sampler: RolloutEngine | RecordingEngine) -> Engine:
     return sampler
 
 
-def rollout_engine(sampler: VLLMEngine) -> RolloutEngine:
+def rollout_engine(sampler: VLLMEngine | TransformersEngine) -> RolloutEngine:
     return sampler
 
 

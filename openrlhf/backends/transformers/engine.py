@@ -122,7 +122,6 @@ class TransformersEngine:
         stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
         eos = self.model.config.get_text_config().eos_token_id
         count = self.vocabulary if params.logprobs == -1 else params.logprobs
-        kept = params.max_kept_tokens
 
         def text() -> str:
             return decode(self.tokenizer, ids, after=prompt, skip_special_tokens=params.skip_special_tokens)
@@ -135,14 +134,12 @@ class TransformersEngine:
             pad_token_id=0,  # nothing is padded
             on_token=ids.append,
             stop=lambda: stopped.is_set() or any(stop in text() for stop in stops),
-            likely=max(count or 0, kept) if kept or count is not None else None,
+            likely=max(count or 0, params.max_kept_tokens) or count,
         )
         whole, likely = text() if params.detokenize else "", answer.likely
-        sets = (
-            kept_sets(likely.ids.int().cpu().numpy(), likely.log_probs.cpu().numpy())
-            if kept and likely
-            else None
-        )
+        sets = None
+        if params.max_kept_tokens and likely is not None:
+            sets = kept_sets(likely.ids.int().cpu().numpy(), likely.log_probs.cpu().numpy())
         ends = [(place, place + len(stop)) for stop in stops if (place := whole.find(stop)) >= 0]
         return Completion(
             index=0,
