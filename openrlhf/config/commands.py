@@ -1,89 +1,69 @@
 """The commands that exist, as `parse` wants them."""
 
+from openrlhf.config import old_flags, supervised_checks
 from openrlhf.config.checks import NOT_YET
 from openrlhf.config.command import Command
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.inference_checks import batch_inference_problems, chat_problems
 from openrlhf.config.lora_combiner import LoraCombinerConfig, lora_combiner_problems
-from openrlhf.config.old_flags import (
-    BATCH_INFERENCE_OLD_FLAGS,
-    CHAT_OLD_FLAGS,
-    DPO_OLD_FLAGS,
-    KD_OLD_FLAGS,
-    KTO_OLD_FLAGS,
-    LORA_COMBINER_OLD_FLAGS,
-    PPO_OLD_FLAGS,
-    PRM_OLD_FLAGS,
-    RM_OLD_FLAGS,
-    SERVE_RM_OLD_FLAGS,
-    SFT_OLD_FLAGS,
-)
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import ppo_placement_problems, ppo_problems
 from openrlhf.config.serve_rm import ServeRMConfig, serve_rm_problems
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
-from openrlhf.config.supervised_checks import (
-    dpo_problems,
-    kd_problems,
-    kto_problems,
-    prm_problems,
-    rm_problems,
-    sft_problems,
-)
 
 SFT = Command(
     name="sft",
     config_type=SFTConfig,
     summary="Supervised fine-tuning: trains a model on prompts and responses.",
-    old_flags=SFT_OLD_FLAGS,
+    old_flags=old_flags.SFT,
     not_yet=NOT_YET,
-    problems=sft_problems,
+    problems=supervised_checks.sft_problems,
 )
 RM = Command(
     name="rm",
     config_type=RMConfig,
     summary="Reward model: learns from pairs of answers which one is better.",
-    old_flags=RM_OLD_FLAGS,
+    old_flags=old_flags.RM,
     not_yet=NOT_YET,
-    problems=rm_problems,
+    problems=supervised_checks.rm_problems,
 )
 PRM = Command(
     name="prm",
     config_type=PRMConfig,
     summary="Process reward model: learns to score every step of a solution.",
-    old_flags=PRM_OLD_FLAGS,
+    old_flags=old_flags.PRM,
     not_yet=NOT_YET,
-    problems=prm_problems,
+    problems=supervised_checks.prm_problems,
 )
 DPO = Command(
     name="dpo",
     config_type=DPOConfig,
     summary="Direct preference optimization (DPO, IPO, cDPO): trains a policy on pairs of answers.",
-    old_flags=DPO_OLD_FLAGS,
+    old_flags=old_flags.DPO,
     not_yet=NOT_YET,
-    problems=dpo_problems,
+    problems=supervised_checks.dpo_problems,
 )
 KTO = Command(
     name="kto",
     config_type=KTOConfig,
     summary="Kahneman-Tversky optimization: trains a policy on single answers that are good or bad.",
-    old_flags=KTO_OLD_FLAGS,
+    old_flags=old_flags.KTO,
     not_yet=NOT_YET,
-    problems=kto_problems,
+    problems=supervised_checks.kto_problems,
 )
 KD = Command(
     name="kd",
     config_type=KDConfig,
     summary="Knowledge distillation: a student learns to answer as a teacher does.",
-    old_flags=KD_OLD_FLAGS,
+    old_flags=old_flags.KD,
     not_yet=NOT_YET,
-    problems=kd_problems,
+    problems=supervised_checks.kd_problems,
 )
 PPO = Command(
     name="ppo",
     config_type=PPOConfig,
     summary="Reinforcement learning (PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO) with Ray, vLLM and DeepSpeed.",
-    old_flags=PPO_OLD_FLAGS,
+    old_flags=old_flags.PPO,
     not_yet=NOT_YET,
     problems=ppo_problems,
     placed=ppo_placement_problems,
@@ -98,28 +78,28 @@ BATCH_INFERENCE = Command(
     name="batch_inference",
     config_type=BatchInferenceConfig,
     summary="Batch inference: answers to the prompts of a dataset, or rewards of its answers, into one file.",
-    old_flags=BATCH_INFERENCE_OLD_FLAGS,
+    old_flags=old_flags.BATCH_INFERENCE,
     problems=batch_inference_problems,
 )
 CHAT = Command(
     name="chat",
     config_type=ChatConfig,
     summary="Chat with a model, on a terminal or with lines from a pipe.",
-    old_flags=CHAT_OLD_FLAGS,
+    old_flags=old_flags.CHAT,
     problems=chat_problems,
 )
 SERVE_RM = Command(
     name="serve_rm",
     config_type=ServeRMConfig,
     summary="Serve a reward model over HTTP, for --reward.remote_url.",
-    old_flags=SERVE_RM_OLD_FLAGS,
+    old_flags=old_flags.SERVE_RM,
     problems=serve_rm_problems,
 )
 LORA_COMBINER = Command(
     name="lora_combiner",
     config_type=LoraCombinerConfig,
     summary="Merge a LoRA adapter into its base model.",
-    old_flags=LORA_COMBINER_OLD_FLAGS,
+    old_flags=old_flags.LORA_COMBINER,
     problems=lora_combiner_problems,
 )
 

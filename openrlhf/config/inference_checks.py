@@ -3,59 +3,48 @@
 import os
 from collections.abc import Iterator
 
-from openrlhf.config.checks import (
-    TEMPLATE_UNREAD,
-    Unread,
-    attention_packages,
-    bitsandbytes,
-    first_of_each,
-    local_datasets,
-    local_models,
-    missing,
-    modelscope,
-    required,
-    template,
-    unread,
-)
+from openrlhf.config import checks
+from openrlhf.config.checks import Unread
 from openrlhf.config.command import Explicit, Problem
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 
 
 def batch_inference_problems(config: BatchInferenceConfig, explicit: Explicit) -> list[Problem]:
-    return first_of_each(
+    return checks.first_of_each(
         [
-            *modelscope(config),
-            *required(config, "task", "model.model_name_or_path", "data.dataset", "output_path"),
-            *local_models(config, "model.model_name_or_path"),
-            *local_datasets(config, ("data.dataset", "data.dataset_probs")),
-            *template(config, explicit),
+            *checks.modelscope(config),
+            *checks.required(config, "task", "model.model_name_or_path", "data.dataset", "output_path"),
+            *checks.local_models(config, "model.model_name_or_path"),
+            *checks.local_datasets(config, ("data.dataset", "data.dataset_probs")),
+            *checks.template(config, explicit),
             *_output(config),
             *_processing(config),
             *_answers(config),
-            *attention_packages(config.ds),
+            *checks.attention_packages(config.ds),
             *_four_bits(config.ds.load_in_4bit, config.task == "generate_vllm", "--task generate"),
-            *unread(config, explicit, TEMPLATE_UNREAD + SAMPLING_UNREAD + BATCH_INFERENCE_UNREAD),
+            *checks.unread(config, explicit, SAMPLING_UNREAD + BATCH_INFERENCE_UNREAD),
         ]
     )
 
 
 def chat_problems(config: ChatConfig, explicit: Explicit) -> list[Problem]:
-    return first_of_each(
+    return checks.first_of_each(
         [
-            *modelscope(config),
-            *required(config, "model.model_name_or_path"),
-            *local_models(config, "model.model_name_or_path"),
-            *template(config, explicit),
+            *checks.modelscope(config),
+            *checks.required(config, "model.model_name_or_path"),
+            *checks.local_models(config, "model.model_name_or_path"),
+            *checks.template(config, explicit),
             *_initial_prompt(config),
             *_room(config),
-            *attention_packages(config.ds),
+            *checks.attention_packages(config.ds),
             *_four_bits(config.ds.load_in_4bit, config.engine == "vllm", "--engine transformers"),
-            *unread(config, explicit, TEMPLATE_UNREAD + SAMPLING_UNREAD + CHAT_UNREAD),
+            *checks.unread(config, explicit, SAMPLING_UNREAD + CHAT_UNREAD),
         ]
     )
 
 
 SAMPLING_UNREAD = (
+    *checks.TEMPLATE_UNREAD,
     Unread(
         keys=("rollout.temperature", "rollout.top_p"),
         when=lambda c: c.rollout.greedy,
@@ -160,12 +149,12 @@ def _four_bits(is_used: bool, in_vllm: bool, instead: str) -> Iterator[Problem]:
             f"vLLM has no NF4 weights; use {instead}, or without this flag a model that was saved\n"
             "in four bits for vLLM (AWQ or GPTQ, of which its config.json tells)",
         )
-    yield from bitsandbytes(is_used)
+    yield from checks.bitsandbytes(is_used)
 
 
 def _initial_prompt(config: ChatConfig) -> Iterator[Problem]:
     if config.ta_prompt is not None and not os.path.isfile(config.ta_prompt):
-        yield Problem("ta_prompt", missing(config.ta_prompt, config.ta_prompt))
+        yield Problem("ta_prompt", checks.missing(config.ta_prompt, config.ta_prompt))
 
 
 def _room(config: ChatConfig) -> Iterator[Problem]:

@@ -152,7 +152,7 @@ _HEAD: dict[str, OldFlag] = {
     "head_prefix": _renamed("ds.value_head_prefix"),
 }
 
-SFT_OLD_FLAGS: dict[str, OldFlag] = (
+SFT: dict[str, OldFlag] = (
     _SUPERVISED
     | _TEMPLATES
     | {
@@ -160,7 +160,7 @@ SFT_OLD_FLAGS: dict[str, OldFlag] = (
         "pretrain_mode": _renamed("model.pretrain_mode_enable"),
     }
 )
-RM_OLD_FLAGS: dict[str, OldFlag] = (
+RM: dict[str, OldFlag] = (
     _SUPERVISED
     | _PAIRS
     | _HEAD
@@ -170,7 +170,7 @@ RM_OLD_FLAGS: dict[str, OldFlag] = (
         "compute_fp32_loss": _renamed("model.compute_fp32_loss_enable"),
     }
 )
-DPO_OLD_FLAGS: dict[str, OldFlag] = (
+DPO: dict[str, OldFlag] = (
     _SUPERVISED
     | _PAIRS
     | {
@@ -181,7 +181,7 @@ DPO_OLD_FLAGS: dict[str, OldFlag] = (
         **_into("model", "label_smoothing", "nll_loss_coef"),
     }
 )
-KTO_OLD_FLAGS: dict[str, OldFlag] = (
+KTO: dict[str, OldFlag] = (
     _SUPERVISED
     | _TEMPLATES
     | {
@@ -193,16 +193,16 @@ KTO_OLD_FLAGS: dict[str, OldFlag] = (
         ),
     }
 )
-PRM_OLD_FLAGS: dict[str, OldFlag] = _SUPERVISED | _into(
+PRM: dict[str, OldFlag] = _SUPERVISED | _into(
     "data", "input_key", "label_key", "placeholder_token", "reward_tokens"
 )
-KD_OLD_FLAGS: dict[str, OldFlag] = SFT_OLD_FLAGS | {
+KD: dict[str, OldFlag] = SFT | {
     "teacher_model": _renamed("teacher.model_name_or_path"),
     "teacher_offload": _renamed("teacher.offload"),
     "kd_coef": _renamed("model.kd_coef"),
 }
 
-PPO_OLD_FLAGS: dict[str, OldFlag] = (
+PPO: dict[str, OldFlag] = (
     _COMMON
     | _TEMPLATES
     | _HEAD
@@ -301,7 +301,7 @@ _INFERENCE: dict[str, OldFlag] = _TEMPLATES | {
     "seed": _renamed("train.seed"),
     **{name: _COMMON[name] for name in _PRECISION},
 }
-BATCH_INFERENCE_OLD_FLAGS: dict[str, OldFlag] = (
+BATCH_INFERENCE: dict[str, OldFlag] = (
     _INFERENCE
     | _HEAD
     | {
@@ -318,13 +318,11 @@ BATCH_INFERENCE_OLD_FLAGS: dict[str, OldFlag] = (
         "full_determinism": _renamed("train.full_determinism_enable"),
     }
 )
-SERVE_RM_OLD_FLAGS: dict[str, OldFlag] = _HEAD | {
+SERVE_RM: dict[str, OldFlag] = _HEAD | {
     "reward_pretrain": _renamed("reward.model_name_or_path"),
     "normalize_reward": _renamed("reward.normalize_enable"),
     **_into("data", "max_len", "disable_fast_tokenizer"),
     **{name: _COMMON[name] for name in (*_PRECISION, "load_in_4bit", "packing_samples")},
 }
-CHAT_OLD_FLAGS = _INFERENCE | _into("ds", "load_in_4bit")
-LORA_COMBINER_OLD_FLAGS: dict[str, OldFlag] = {
-    name: _COMMON[name] for name in ("param_dtype", "data_type", "bf16")
-}
+CHAT = _INFERENCE | _into("ds", "load_in_4bit")
+LORA_COMBINER: dict[str, OldFlag] = {name: _COMMON[name] for name in ("param_dtype", "data_type", "bf16")}

@@ -7,32 +7,8 @@ from urllib.parse import urlsplit
 
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.algorithms.traits import KL_ESTIMATORS
-from openrlhf.config.checks import (
-    COMMON_UNREAD,
-    IMAGES_UNREAD,
-    IN_BASH,
-    Unread,
-    batches,
-    first_of_each,
-    four_bits,
-    image_rows,
-    local_datasets,
-    local_models,
-    modelscope,
-    optimizer,
-    optimizer_unread,
-    outputs,
-    plugged,
-    precision,
-    required,
-    reward_function,
-    secondary_partition,
-    sequence_parallel,
-    split_spec,
-    template,
-    tensor_parallel,
-    unread,
-)
+from openrlhf.config import checks
+from openrlhf.config.checks import Unread
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.command import Explicit, Problem, remark
 from openrlhf.config.fields import values_of
@@ -41,25 +17,25 @@ from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
 
 
 def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
-    return first_of_each(
+    return checks.first_of_each(
         [
-            *modelscope(config),
-            *required(config, "actor.model_name_or_path", "data.prompt_dataset"),
-            *local_models(
+            *checks.modelscope(config),
+            *checks.required(config, "actor.model_name_or_path", "data.prompt_dataset"),
+            *checks.local_models(
                 config,
                 "actor.model_name_or_path",
                 "critic.model_name_or_path",
                 "reward.model_name_or_path",
                 "teacher.model_name_or_path",
             ),
-            *local_datasets(
+            *checks.local_datasets(
                 config,
                 ("data.prompt_dataset", "data.prompt_probs"),
                 ("data.pretrain_dataset", "data.pretrain_probs"),
                 ("eval.dataset", None),
             ),
-            *template(config, explicit),
-            *image_rows(config),
+            *checks.template(config, explicit),
+            *checks.image_rows(config),
             *_reward_source(config),
             *_gym_datasets(config),
             *_reward_shaping(config),
@@ -76,13 +52,13 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_sampling(config),
             *_adapters(config),
             *_evaluation(config, explicit),
-            *optimizer("actor.", config.actor, config.ds),
-            *(optimizer("critic.", config.critic, config.ds) if config.uses_critic else ()),
-            *precision(config),
+            *checks.optimizer("actor.", config.actor, config.ds),
+            *(checks.optimizer("critic.", config.critic, config.ds) if config.uses_critic else ()),
+            *checks.precision(config),
             *optimizer_sleep(config),
-            *four_bits(config.ds),
-            *outputs(config.ckpt, config.logger),
-            *unread(config, explicit, COMMON_UNREAD + PPO_UNREAD),
+            *checks.four_bits(config.ds),
+            *checks.outputs(config.ckpt, config.logger),
+            *checks.unread(config, explicit, checks.COMMON_UNREAD + PPO_UNREAD),
         ]
     )
 
@@ -90,13 +66,13 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
 def ppo_placement_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
     """Lists the problems that depend on the number of ranks, which may follow from the cluster."""
     ranks = _ranks(config)
-    return first_of_each(
+    return checks.first_of_each(
         [
-            *batches(config, config.data_parallel_size, config.samples_per_step, _made(config)),
+            *checks.batches(config, config.data_parallel_size, config.samples_per_step, _made(config)),
             *_placement(config, explicit),
-            *secondary_partition(config.ds, ranks),
-            *sequence_parallel(config.ds, ranks, reads_images=config.reads_images),
-            *tensor_parallel(config, ranks),
+            *checks.secondary_partition(config.ds, ranks),
+            *checks.sequence_parallel(config.ds, ranks, reads_images=config.reads_images),
+            *checks.tensor_parallel(config, ranks),
         ]
     )
 
@@ -202,8 +178,8 @@ PPO_UNREAD = (
         when=lambda c: c.ratio_is_one,
         why="an RL step is one optimizer step, so the ratio is 1, inside every bound",
     ),
-    *optimizer_unread("actor.", lambda c: c.actor),
-    *optimizer_unread("critic.", lambda c: c.critic),
+    *checks.optimizer_unread("actor.", lambda c: c.actor),
+    *checks.optimizer_unread("critic.", lambda c: c.critic),
     Unread(
         keys=("actor.gradient_checkpointing_reentrant", "ds.activation_offload"),
         when=lambda c: (
@@ -273,7 +249,7 @@ PPO_UNREAD = (
         why="train.async_enable is off",
     ),
     Unread(keys=("train.ema_beta",), when=lambda c: not c.train.enable_ema, why="train.enable_ema is off"),
-    IMAGES_UNREAD,
+    checks.IMAGES_UNREAD,
     Unread(
         keys=("actor.freeze_visual_encoder",),
         when=lambda c: c.data.max_images_per_prompt == 0,
@@ -296,7 +272,7 @@ def _reward_source(config: PPOConfig) -> Iterator[Problem]:
     )
     has_source = has_source or config.gym_verifies
     if not has_source and not config.uses_teacher:
-        verified = any(is_gym(item) for item in split_spec(config.data.prompt_dataset))
+        verified = any(is_gym(item) for item in checks.split_spec(config.data.prompt_dataset))
         why = "only reasoning_gym's own problems have a verifier" if verified else "nothing gives a reward"
         yield Problem(key, f"{why}; {remedy}")
     elif not has_source and config.algo.dynamic_filtering_enable:
@@ -307,7 +283,7 @@ def _reward_source(config: PPOConfig) -> Iterator[Problem]:
         if url in reward.servers:
             yield from _server_url(key, url)
         else:
-            yield from reward_function(key, url, alone=len(reward.urls) == 1)
+            yield from checks.reward_function(key, url, alone=len(reward.urls) == 1)
     if reward.model_weights and not any(reward.model_weights):
         yield Problem("reward.model_weights", "leaves nothing of the reward models; remove them")
     if reward.model_weights is not None and reward.models and len(reward.model_weights) != len(reward.models):
@@ -318,14 +294,14 @@ def _reward_source(config: PPOConfig) -> Iterator[Problem]:
         )
     if config.train.agent_func_path is not None:
         form = "must name a .py file with the class AgentExecutor, or a class as folder/file.py:NAME"
-        yield from plugged("train.agent_func_path", config.train.agent_func_path, "agents", form)
+        yield from checks.plugged("train.agent_func_path", config.train.agent_func_path, "agents", form)
 
 
 def _gym_datasets(config: PPOConfig) -> Iterator[Problem]:
     keys = {"data.prompt_dataset": config.data.prompt_dataset, "eval.dataset": config.eval.dataset or ""}
     specs: dict[str, list[GymSpec]] = {key: [] for key in keys}
     for key, text in keys.items():
-        for item in filter(is_gym, split_spec(text)):
+        for item in filter(is_gym, checks.split_spec(text)):
             try:
                 specs[key].append(parse_gym(item))
             except ValueError as error:
@@ -604,7 +580,7 @@ def _sampling(config: PPOConfig) -> Iterator[Problem]:
     if "" in texts:
         yield Problem(key, "has an empty text, which would end every response; remove it")
     elif any("\\n" in text for text in texts):
-        yield remark(key, IN_BASH)
+        yield remark(key, checks.IN_BASH)
 
 
 def _evaluation(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:

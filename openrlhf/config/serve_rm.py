@@ -6,17 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from openrlhf.config.checks import (
-    ALWAYS_PACKED,
-    attention_packages,
-    bitsandbytes,
-    first_of_each,
-    local_models,
-    modelscope,
-    required,
-    row_attention,
-    unread,
-)
+from openrlhf.config import checks
 from openrlhf.config.choices import Count, ExpertsImplementation, ParamDtype, Positive, Range
 from openrlhf.config.command import Explicit, Problem
 
@@ -110,17 +100,17 @@ class ServeRMConfig:
 
 
 def serve_rm_problems(config: ServeRMConfig, explicit: Explicit) -> list[Problem]:
-    return first_of_each(
+    return checks.first_of_each(
         [
-            *bitsandbytes(config.ds.load_in_4bit),
-            *modelscope(config),
-            *required(config, "reward.model_name_or_path"),
-            *local_models(config, "reward.model_name_or_path"),
+            *checks.bitsandbytes(config.ds.load_in_4bit),
+            *checks.modelscope(config),
+            *checks.required(config, "reward.model_name_or_path"),
+            *checks.local_models(config, "reward.model_name_or_path"),
             *_access(config),
             *_limits(config),
-            *row_attention(config.ds.attn_implementation),
-            *attention_packages(config.ds),
-            *unread(config, explicit, (ALWAYS_PACKED,)),
+            *checks.row_attention(config.ds.attn_implementation),
+            *checks.attention_packages(config.ds),
+            *checks.unread(config, explicit, (checks.ALWAYS_PACKED,)),
         ]
     )
 

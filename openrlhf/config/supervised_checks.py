@@ -4,28 +4,8 @@ import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from openrlhf.config.checks import (
-    COMMON_UNREAD,
-    IMAGES_UNREAD,
-    Unread,
-    batches,
-    first_of_each,
-    four_bits,
-    image_rows,
-    local_datasets,
-    local_models,
-    modelscope,
-    optimizer,
-    optimizer_unread,
-    outputs,
-    precision,
-    required,
-    secondary_partition,
-    sequence_parallel,
-    template,
-    tensor_parallel,
-    unread,
-)
+from openrlhf.config import checks
+from openrlhf.config.checks import Unread
 from openrlhf.config.command import Explicit, Problem, remark
 from openrlhf.config.supervised import (
     DPOConfig,
@@ -43,13 +23,13 @@ def sft_problems(config: SFTConfig, explicit: Explicit) -> list[Problem]:
     return _supervised(
         config,
         explicit,
-        template(config, explicit),
-        image_rows(config),
+        checks.template(config, explicit),
+        checks.image_rows(config),
         _pretrained_images(config),
         _multiturn(config),
         _responses(config),
         _no_template(config, explicit),
-        unread(config, explicit, (*PRETRAIN_UNREAD, IMAGES_UNREAD)),
+        checks.unread(config, explicit, (*PRETRAIN_UNREAD, checks.IMAGES_UNREAD)),
     )
 
 
@@ -57,25 +37,27 @@ def rm_problems(config: RMConfig, explicit: Explicit) -> list[Problem]:
     return _supervised(
         config,
         explicit,
-        template(config, explicit),
-        image_rows(config),
-        unread(config, explicit, (*RM_UNREAD, IMAGES_UNREAD)),
+        checks.template(config, explicit),
+        checks.image_rows(config),
+        checks.unread(config, explicit, (*RM_UNREAD, checks.IMAGES_UNREAD)),
     )
 
 
 def prm_problems(config: PRMConfig, explicit: Explicit) -> list[Problem]:
-    return _supervised(config, explicit, required(config, "data.placeholder_token"), _reward_tokens(config))
+    return _supervised(
+        config, explicit, checks.required(config, "data.placeholder_token"), _reward_tokens(config)
+    )
 
 
 def dpo_problems(config: DPOConfig, explicit: Explicit) -> list[Problem]:
     return _supervised(
         config,
         explicit,
-        local_models(config, "ref.model_name_or_path"),
-        template(config, explicit),
-        image_rows(config),
+        checks.local_models(config, "ref.model_name_or_path"),
+        checks.template(config, explicit),
+        checks.image_rows(config),
         _dropout(config),
-        unread(config, explicit, (*DPO_UNREAD, IMAGES_UNREAD)),
+        checks.unread(config, explicit, (*DPO_UNREAD, checks.IMAGES_UNREAD)),
     )
 
 
@@ -83,8 +65,8 @@ def kto_problems(config: KTOConfig, explicit: Explicit) -> list[Problem]:
     return _supervised(
         config,
         explicit,
-        local_models(config, "ref.model_name_or_path"),
-        template(config, explicit),
+        checks.local_models(config, "ref.model_name_or_path"),
+        checks.template(config, explicit),
         _dropout(config),
         _responses(config),
         _no_template(config, explicit),
@@ -95,14 +77,14 @@ def kd_problems(config: KDConfig, explicit: Explicit) -> list[Problem]:
     return _supervised(
         config,
         explicit,
-        required(config, "teacher.model_name_or_path"),
-        local_models(config, "teacher.model_name_or_path"),
-        template(config, explicit),
-        image_rows(config),
+        checks.required(config, "teacher.model_name_or_path"),
+        checks.local_models(config, "teacher.model_name_or_path"),
+        checks.template(config, explicit),
+        checks.image_rows(config),
         _multiturn(config),
         _responses(config),
         _no_template(config, explicit),
-        unread(config, explicit, (*PRETRAIN_UNREAD, *KD_UNREAD, IMAGES_UNREAD)),
+        checks.unread(config, explicit, (*PRETRAIN_UNREAD, *KD_UNREAD, checks.IMAGES_UNREAD)),
     )
 
 
@@ -110,29 +92,29 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
     """What is wrong with what all of these commands have, and with what one has of its own."""
     ds, num_ranks = config.ds, int(os.environ.get("WORLD_SIZE", "1"))
     mesh = Mesh.within(num_ranks, sequence=ds.ring_attn_size, tensor=ds.tensor_parallel_size)
-    return first_of_each(
+    return checks.first_of_each(
         [
-            *modelscope(config),
-            *required(config, "model.model_name_or_path", "data.dataset"),
-            *local_models(config, "model.model_name_or_path"),
-            *local_datasets(config, ("data.dataset", "data.dataset_probs"), ("eval.dataset", None)),
+            *checks.modelscope(config),
+            *checks.required(config, "model.model_name_or_path", "data.dataset"),
+            *checks.local_models(config, "model.model_name_or_path"),
+            *checks.local_datasets(config, ("data.dataset", "data.dataset_probs"), ("eval.dataset", None)),
             *chain.from_iterable(own),
-            *optimizer("", config, config.ds),
-            *batches(config, mesh.data, None, ""),
-            *precision(config),
-            *secondary_partition(ds, {"run": num_ranks}),
-            *sequence_parallel(ds, {"run": num_ranks}, reads_images=config.data.reads_images),
-            *tensor_parallel(config, {"run": num_ranks}),
-            *four_bits(config.ds),
+            *checks.optimizer("", config, config.ds),
+            *checks.batches(config, mesh.data, None, ""),
+            *checks.precision(config),
+            *checks.secondary_partition(ds, {"run": num_ranks}),
+            *checks.sequence_parallel(ds, {"run": num_ranks}, reads_images=config.data.reads_images),
+            *checks.tensor_parallel(config, {"run": num_ranks}),
+            *checks.four_bits(config.ds),
             *_balance(config),
-            *outputs(config.ckpt, config.logger),
-            *unread(config, explicit, COMMON_UNREAD + SUPERVISED_UNREAD),
+            *checks.outputs(config.ckpt, config.logger),
+            *checks.unread(config, explicit, checks.COMMON_UNREAD + SUPERVISED_UNREAD),
         ]
     )
 
 
 SUPERVISED_UNREAD = (
-    *optimizer_unread("", lambda c: c),
+    *checks.optimizer_unread("", lambda c: c),
     Unread(
         keys=("model.gradient_checkpointing_reentrant", "ds.activation_offload"),
         when=lambda c: not c.model.gradient_checkpointing_enable,
