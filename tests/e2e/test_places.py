@@ -195,7 +195,7 @@ def held_by_others(*counts: int) -> Iterator[None]:
         placement_group([{"GPU": count}], "STRICT_PACK", f"run {i}", _soft_target_node_id=node)
         for i, (node, count) in enumerate(zip(ids, counts, strict=True))
     ]
-    ray.get([rank_groups.ready() for group in groups])
+    ray.get([group.ready() for group in groups])
     assert [placement_group_table(group)["bundles_to_node_id"][0] for group in groups] == ids
     try:
         yield
