@@ -1,9 +1,20 @@
+import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
-from openrlhf.files import cache_folder, clear_for_model, holds_model, replacing, write_atomically
+from openrlhf.files import (
+    cache_folder,
+    clear_for_model,
+    holds_model,
+    made_once,
+    replacing,
+    write_atomically,
+    writing_to_cache,
+)
 
 
 def failing_parts():
@@ -110,3 +121,44 @@ def test_the_cache_folder(monkeypatch):
     assert cache_folder() == Path("/home/someone/.cache/openrlhf")
     monkeypatch.setenv("OPENRLHF_CACHE", "/data/cache")
     assert cache_folder() == Path("/data/cache")
+
+
+def test_a_folder_that_several_want_is_made_once_and_whole(tmp_path):
+    folder, filled, together = tmp_path / "kept" / "it", [], Barrier(4)
+
+    def fill(beside):
+        assert not folder.exists()
+        (beside / "file").write_text("whole")
+        filled.append(beside)
+
+    def want(_):
+        together.wait()
+        return (made_once(folder, fill) / "file").read_text()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(want, range(4))] == ["whole"] * 4
+    assert len(filled) == 1 and made_once(folder, fill) == folder and len(filled) == 1
+
+
+def test_a_folder_that_could_not_be_filled_is_not_there(tmp_path):
+    def fail(beside):
+        (beside / "half").touch()
+        raise ValueError("of the filling")
+
+    with pytest.raises(ValueError, match="of the filling"):
+        made_once(tmp_path / "it", fail)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert made_once(tmp_path / "it", lambda beside: (beside / "whole").touch()).is_dir()
+
+
+def test_what_the_cache_folder_refuses_is_told_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError) as told, writing_to_cache("--x y: not kept in", ", or z") as folder:
+        assert folder.is_dir()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert str(told.value) == (
+        f"--x y: not kept in {tmp_path}/cache: No space left on device.\n"
+        "Set OPENRLHF_CACHE to a folder with space that you may write to, or z."
+    )
+    with pytest.raises(OSError, match=r"^damaged$"), writing_to_cache("--x y: not kept in"):
+        raise OSError("damaged")  # what a library says of a file has no number
