@@ -316,7 +316,7 @@ def test_ours_are_named_by_their_files(tmp_path):
         ("mein.py:CsvTracker", "there is no file mein.py"),
         ("csv_watch:CsvTracker", "ModuleNotFoundError: No module named 'csv_watch'.\nInstall the package on"),
         ("wanbd", "there is no such tracker. There are tensorboard, wandb, csv.\nOne of yours is named as"),
-        ("mine.py", "there is no such tracker. There are tensorboard, wandb, csv.\nOne of yours is named as"),
+        ("mine.py", "say which object of mine.py. It has CsvTracker, Silent, Failing, Needy, Aside."),
         ("mine.py:Aside", "{file}: line 28: Aside must be a subclass of {base}"),
         ("mine.py:Silent", "{file}: line 18: Silent must define log, as {base} says"),
         ("mine.py:Needy", "{file}: line 25: Needy: give the option where a default"),

@@ -55,10 +55,9 @@ def _class_of(name: str) -> type[Tracker]:
     try:
         return TRACKERS[name]
     except KeyError:
-        known = ", ".join([*TRACKERS, *TRACKERS.registered])
         raise ValueError(
-            f"{FLAG} {name}: there is no such tracker. There are {known}.\nOne of yours is named as "
-            "folder/file.py:NAME or package.module:NAME."
+            f"{FLAG} {name}: there is no such tracker. There are {', '.join(TRACKERS.names)}.\n"
+            "One of yours is named as folder/file.py:NAME or package.module:NAME."
         ) from None
     except ValueError as error:
         raise ValueError(f"{FLAG} {name}: {error}") from error
