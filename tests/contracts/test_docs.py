@@ -209,6 +209,15 @@ def test_the_glossary_names_what_there_is() -> None:
             assert re.search(rf'class {name}\b|^ +{name}:|"{name}"', sources, re.MULTILINE), name
 
 
+def test_the_walks_of_the_structure_pass_through_files_that_exist_and_few_of_them() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text()
+    _, ppo, sft = re.split("^## One .* step$", text.partition("## What the shapes mean")[0], flags=re.M)
+    for walk, longest in ((ppo, 20), (sft, 12)):
+        files = re.findall(r"^\| \d+ \| `(.+?)` \|", walk, re.M)
+        assert 10 < len(files) <= longest
+        assert not [name for name in files if not (ROOT / "openrlhf" / name).exists()]
+
+
 def test_structure_names_every_module() -> None:
     text = (ROOT / "docs" / "structure.md").read_text()
     one_of_a_kind = "advantages", "policy_losses", "corrections", "proximal"  # docs/algorithms.md names them
