@@ -53,7 +53,7 @@ def _try_estimator(estimator: AdvantageEstimator) -> None:
         truncated=counts == 3,
         episodes=torch.arange(4),
         counts=counts,
-        log_probs=None,
+        log_probs=_numbers(6) if estimator.needs_log_probs else None,
         rollout_log_probs=_numbers(6),
         ref_log_probs=None,
         values=values,

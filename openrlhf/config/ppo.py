@@ -805,7 +805,8 @@ class PPOConfig:
         kl_in_reward = self.uses_reference and not self.algo.kl.use_loss
         known_later = self.updates_per_step == 1 and not self.rollout.mask_truncated
         are_read = self.algo.advantage.proximal.needs_forward or self.adapts_kl
-        return not (kl_in_reward or self.uses_teacher) and (known_later or not are_read)
+        read_first = kl_in_reward or self.uses_teacher or self.algo.advantage.traits.needs_log_probs
+        return not read_first and (known_later or not are_read)
 
     @property
     def adapts_kl(self) -> bool:

@@ -473,6 +473,8 @@ def _old_log_probs(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(
             key, "the teacher's reward needs those log-probs (teacher.model_name_or_path); remove it"
         )
+    if config.algo.advantage.traits.needs_log_probs:
+        yield Problem(key, "algo.advantage.estimator reads those log-probs; remove it")
     if config.adapts_kl and (several or config.rollout.mask_truncated):
         yield Problem(key, "algo.kl.target needs those log-probs of all samples; remove one of the two")
 

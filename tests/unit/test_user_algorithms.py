@@ -25,6 +25,7 @@ from openrlhf.config.options import PREFIX
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, PPOConfig
 from openrlhf.training.credit import assign_credit
+from openrlhf.training.credit import step_view as view_of
 from openrlhf.training.objectives.policy import ActorObjective
 from openrlhf.training.origin import Origin, compare
 from openrlhf.types import Batch, ExperienceRow, ForwardOutputs, LossNorm, present
@@ -33,6 +34,7 @@ from openrlhf.user_file import UserFiles
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 OPO, SAPO = f"{EXAMPLES}/opo.py:OPO", f"{EXAMPLES}/sapo.py:SAPO"
 ESTIMATOR, LOSS = "--algo.advantage.estimator", "--actor.policy_loss_type"
+BASE = "from openrlhf.algorithms.advantages.base import AdvantageEstimator\n"
 FLAGS = (
     "--actor.model_name_or_path org/model --data.prompt_dataset org/rows --reward.remote_url http://host/r "
     "--rollout.n_samples_per_prompt 4"
@@ -86,6 +88,24 @@ def test_opo_of_samples_without_actions():
     lengths = torch.tensor([0, 0, 0, 2])
     step = step_view(torch.tensor([1.0, 2.0, 3.0, 5.0]), torch.tensor([0, 0, 1, 1]), lengths=lengths)
     assert parsed(ESTIMATOR, OPO).algo.build_estimator().shape(step).tolist() == [0, 0, -2, 0]
+
+
+def test_a_step_as_an_estimator_sees_it():
+    """An episode of two sequences and three turns, one of one turn, and one without a name of the first's."""
+    trajectories = [
+        trajectory(1.0, [7] * 3, sample_index=0, turn_starts=[1, 3], extra_logs={"style": 0.5}),
+        trajectory(1.0, [7] * 2, sample_index=0, part=1, turn_starts=[1], extra_logs={"style": 0.5}),
+        trajectory(-1.0, [7], sample_index=1, score=0.25, truncated=True),
+    ]
+    batch, config = Batch.of(trajectories), PPOConfig()
+    options = {"algo": config.algo, "reward": config.reward, "max_new_tokens": 8}
+    step = view_of(batch, ForwardOutputs(log_probs=None), trajectories, **options)
+    assert step.rewards.tolist() == [1, -1] and step.group_ids.tolist() == [0, 0]
+    assert step.lengths.tolist() == [5, 1] and step.counts.tolist() == [3, 2, 1]
+    assert step.episodes.tolist() == [0, 0, 1] and step.turns.tolist() == [3, 1]
+    assert step.truncated.tolist() == [False, True]
+    assert step.named_rewards["score"].tolist() == [1, 0.25]
+    assert step.named_rewards["style"].tolist() == [0.5, pytest.approx(math.nan, nan_ok=True)]
 
 
 # ---- a loss with options: SAPO
@@ -168,9 +188,27 @@ def test_options_that_cannot_be(capsys, words, problem):
     assert refused(capsys, *words) == [f"--{PREFIX}{problem}"]
 
 
-# ---- files with something wrong
+# ---- traits
 
-BASE = "from openrlhf.algorithms.advantages.base import AdvantageEstimator\n"
+
+def test_an_estimator_that_reads_log_probs_gets_them(tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        BASE + "class Mine(AdvantageEstimator):\n    needs_log_probs = True\n"
+        "    def shape(self, step):\n        return step.rewards + step.log_probs.mean()\n"
+    )
+    words = (ESTIMATOR, f"{path}:Mine", "--algo.kl.init_coef", "0", "--train.batch_size", "1024")
+    words += ("--rollout.batch_size", "256")
+    config = parsed(*words)
+    assert config.updates_per_step == 1 and not config.skips_old_log_probs
+    assert replace(config, algo=AlgoConfig(kl=config.algo.kl)).skips_old_log_probs
+    check_algorithm(config, ESTIMATOR, f"{path}:Mine")
+    assert refused(capsys, *words, "--algo.skip_old_log_probs") == [
+        "--algo.skip_old_log_probs: algo.advantage.estimator reads those log-probs; remove it"
+    ]
+
+
+# ---- files with something wrong
 
 
 @pytest.mark.parametrize(

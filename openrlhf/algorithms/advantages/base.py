@@ -37,7 +37,8 @@ class StepView:
     counts: Tensor
     """(B,) actions of each sequence, which add up to A."""
     log_probs: Tensor | None
-    """(A,) of the policy before the update; None where they are not computed before it."""
+    """(A,) of the policy before the update; None where nothing needs them before it, see
+    `AdvantageEstimator.needs_log_probs`."""
     rollout_log_probs: Tensor
     """(A,) of the sampler."""
     ref_log_probs: Tensor | None
@@ -61,6 +62,8 @@ class AdvantageEstimator(Selectable):
     """It compares the samples of one prompt: what all of them earn alike teaches nothing."""
     needs_critic: ClassVar[bool] = False
     """It reads `StepView.values` and `StepView.lambd`: a critic is loaded and trained."""
+    needs_log_probs: ClassVar[bool] = False
+    """It reads `StepView.log_probs`: they are computed in a pass of their own."""
     discounts: ClassVar[bool] = False
     """It reads `StepView.gamma`. The others credit every action with the whole outcome."""
     whiten: ClassVar[bool] = False
