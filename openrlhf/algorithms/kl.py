@@ -1,10 +1,13 @@
 """KL(policy || reference) estimated from the policy's samples, and the controller of its coefficient."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Self
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def approx_kl(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
@@ -13,14 +16,27 @@ def approx_kl(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tenso
     With d = log pi - log pi_ref:   k1 = d,   k2 = d^2 / 2,   k3 = exp(-d) - 1 + d
     """
     log_ratio = (log_probs.float() - ref_log_probs.float()).clamp(-20, 20)
-    return KL_ESTIMATORS[estimator](log_ratio).clamp(-10, 10)
+    return KL_ESTIMATORS[estimator].of(log_ratio).clamp(-10, 10)
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda d: d,
-    "k2": lambda d: d**2 / 2,
-    "k3": lambda d: (-d).exp() - 1 + d,
+@dataclass(frozen=True, slots=True)
+class KLEstimate:
+    summary: str
+    """What `--help` says of it."""
+    of: Callable[[Tensor], Tensor]
+    """Maps log ratios (A,) to estimates (A,)."""
+    has_gradient: bool
+    """On average over the policy's samples. What has one suits the loss, what has none the reward."""
+
+
+KL_ESTIMATORS: Mapping[str, KLEstimate] = {
+    "k1": KLEstimate("the log ratio, for the reward", lambda d: d, has_gradient=False),
+    "k2": KLEstimate("half its square, for the loss", lambda d: d**2 / 2, has_gradient=True),
+    "k3": KLEstimate(
+        "exp(-log ratio) - 1 + log ratio, for the loss", lambda d: (-d).exp() - 1 + d, has_gradient=True
+    ),
 }
+"""By the names that `--algo.kl.estimator` takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

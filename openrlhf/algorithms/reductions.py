@@ -4,12 +4,16 @@ A reduction of a loss returns this row's contribution: those of all rows and ran
 optimizer step. `x` is (A,) and `counts` (B,) tells which actions belong to which sequence, as in `types.py`.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from openrlhf.types import LossNorm
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from openrlhf.types import LossNorm
 
 
 def token_mean(loss: Tensor, norm: LossNorm) -> Tensor:
@@ -28,12 +32,26 @@ def constant_length_mean(loss: Tensor, norm: LossNorm, length: float) -> Tensor:
     return loss.sum() / (max(norm.num_sequences, 1) * length)
 
 
-AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, LossNorm, float], Tensor]] = {
-    "token_mean": lambda loss, counts, norm, length: token_mean(loss, norm),
-    "sample_mean": lambda loss, counts, norm, length: sample_mean(loss, counts, norm),
-    "constant_length": lambda loss, counts, norm, length: constant_length_mean(loss, norm, length),
+@dataclass(frozen=True, slots=True)
+class Aggregation:
+    summary: str
+    """What `--help` says of it."""
+    of: Callable[[Tensor, Tensor, LossNorm, float], Tensor]
+    """(loss (A,), counts (B,), norm, longest response) -> ()"""
+
+
+AGGREGATIONS: Mapping[str, Aggregation] = {
+    "token_mean": Aggregation("over tokens", lambda loss, counts, norm, length: token_mean(loss, norm)),
+    "sample_mean": Aggregation(
+        "over samples, of each one's mean",
+        lambda loss, counts, norm, length: sample_mean(loss, counts, norm),
+    ),
+    "constant_length": Aggregation(
+        "over samples, of each one's sum / rollout.max_new_tokens (Dr. GRPO)",
+        lambda loss, counts, norm, length: constant_length_mean(loss, norm, length),
+    ),
 }
-"""(loss (A,), counts (B,), norm, longest response) -> ()"""
+"""By the names that `--actor.loss_aggregation` takes."""
 
 
 def mean(x: Tensor) -> Tensor:
@@ -64,5 +82,7 @@ def spread(x: Tensor, counts: Tensor, num_actions: int) -> Tensor:
 
 def _segment_ids(counts: Tensor, num_actions: int) -> Tensor:
     """(B,) -> (A,): the sequence of each action."""
+    import torch
+
     # With output_size the device need not be asked for the sum.
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=num_actions)

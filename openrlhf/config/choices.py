@@ -6,10 +6,11 @@ from typing import Annotated, Literal, Protocol
 
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.algorithms.corrections import CORRECTIONS
+from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
+from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.algorithms.registry import Registry
-from openrlhf.algorithms.traits import AGGREGATIONS, KL_ESTIMATORS
 from openrlhf.ranges import Range
 
 

@@ -6,7 +6,7 @@ from itertools import product
 from urllib.parse import urlsplit
 
 from openrlhf.algorithms.advantages import ESTIMATORS
-from openrlhf.algorithms.traits import KL_ESTIMATORS
+from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.config import checks
 from openrlhf.config.checks import Unread
 from openrlhf.config.choices import VLLM_LORA_RANKS

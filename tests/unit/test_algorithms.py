@@ -8,9 +8,10 @@ import pytest
 
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.algorithms.corrections import CORRECTIONS
+from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
-from openrlhf.algorithms.traits import AGGREGATIONS, KL_ESTIMATORS
+from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.config.algorithms import ALGORITHMS, table
 from openrlhf.config.commands import PPO
 from openrlhf.config.fields import values_of

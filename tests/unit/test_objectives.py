@@ -14,7 +14,7 @@ from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.logprobs import linear_log_probs
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
-from openrlhf.algorithms.traits import AGGREGATIONS
+from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, RolloutConfig
 from openrlhf.training.objectives.policy import ActorObjective
 from openrlhf.training.objectives.sft import SFTObjective

@@ -31,7 +31,7 @@ from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
-from openrlhf.algorithms.traits import AGGREGATIONS
+from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
 from openrlhf.backends.distributed import ProcessMesh

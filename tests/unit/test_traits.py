@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import row_view, step_view
 
-from openrlhf.algorithms import kl, reductions, traits
+from openrlhf.algorithms import kl
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.corrections.base import SamplerGap
@@ -21,18 +21,6 @@ from openrlhf.config.fields import convert, fields_of
 from openrlhf.config.ppo import PPOConfig
 
 HELP = {key: field.help for key, field in fields_of(PPOConfig).items()}
-
-
-@pytest.mark.parametrize(
-    ("rows", "functions"),
-    [
-        ({row.ratio for row in POLICY_LOSSES.values()}, LOG_RATIOS),
-        (traits.AGGREGATIONS, reductions.AGGREGATIONS),
-        (traits.KL_ESTIMATORS, kl.KL_ESTIMATORS),
-    ],
-)
-def test_each_row_has_a_function(rows, functions):
-    assert set(rows) == set(functions)
 
 
 @settings(deadline=None, max_examples=50)
@@ -64,13 +52,13 @@ def test_the_ratio_of_a_sequence_is_the_same_on_each_of_its_actions(ratio):
     assert (log_ratio[0] == log_ratio[1]) == (ratio == "sequence")
 
 
-@pytest.mark.parametrize("name", traits.KL_ESTIMATORS)
+@pytest.mark.parametrize("name", kl.KL_ESTIMATORS)
 def test_an_estimate_with_a_gradient_pulls_towards_the_reference(name):
     logits = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64, requires_grad=True)
     log_probs = logits.log_softmax(0)
     estimates = kl.approx_kl(log_probs, torch.full((3,), -math.log(3)), name)
     (gradient,) = torch.autograd.grad((log_probs.detach().exp() * estimates).sum(), logits)
-    if traits.KL_ESTIMATORS[name].has_gradient:
+    if kl.KL_ESTIMATORS[name].has_gradient:
         assert gradient[0] > 0.1 and gradient[2] < -0.1
     else:
         assert gradient.abs().max() < 1e-6

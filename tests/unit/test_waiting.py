@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
-from openrlhf.algorithms.traits import AGGREGATIONS
+from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.models.backbone import RowModel
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel

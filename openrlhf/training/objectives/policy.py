@@ -101,7 +101,7 @@ class ActorObjective:
         """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""
         surrogate, counts = POLICY_LOSSES[self.loss_type].of(self.options), batch.row.num_actions
         log_ratio = LOG_RATIOS[surrogate.ratio]
-        aggregate = AGGREGATIONS[self.aggregation or surrogate.aggregation()]
+        aggregate = AGGREGATIONS[self.aggregation or surrogate.aggregation()].of
         with_entropy = self.entropy_coef is not None or surrogate.needs_entropy
         scores = model(batch.row, temperature=self.temperature, with_entropy=with_entropy)
         now = scores.log_probs.detach()
