@@ -173,6 +173,8 @@ def _check_file(check: Callable[[str, str], str], path: str, flag: str) -> None:
 
 def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
     """Raise ValueError where vLLM would refuse the policy."""
+    if config.rollout.engine != "vllm":
+        return
     from openrlhf.backends.vllm.support import check_vllm_adapts, check_vllm_runs
     from openrlhf.models.loading import load_config
 

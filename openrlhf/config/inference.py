@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 from openrlhf.config.choices import (
     BadRows,
-    ChatEngine,
     Count,
     CountOrZero,
+    EngineName,
     InferenceTask,
     ParamDtype,
     Positive,
@@ -270,7 +270,7 @@ class ChatDsConfig:
 class ChatConfig:
     """A conversation with a model, on a terminal or with lines from a pipe."""
 
-    engine: ChatEngine = "transformers"
+    engine: EngineName = "transformers"
     """What samples the answers."""
     ta_prompt: str | None = None
     """A text file that every conversation starts with: the system message with data.apply_chat_template."""

@@ -16,6 +16,7 @@ from openrlhf.config.choices import (
     Count,
     CountOrZero,
     Decay,
+    EngineName,
     EstimatorName,
     Failure,
     Fraction,
@@ -287,6 +288,9 @@ class VllmConfig:
 class RolloutConfig:
     """How experience is sampled."""
 
+    engine: EngineName = "vllm"
+    """What samples. transformers: one request at a time and without vLLM, for small models and tests; weights
+    travel through Ray's object store."""
     batch_size: Count = 1024
     """Prompts in one RL step."""
     n_samples_per_prompt: Count = 1

@@ -50,6 +50,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_lengths(config),
             *_ahead(config),
             *_sampling(config),
+            *_engine(config),
             *_adapters(config),
             *_evaluation(config, explicit),
             *checks.optimizer("actor.", config.actor, config.ds),
@@ -550,6 +551,22 @@ def _ahead(config: PPOConfig) -> Iterator[Problem]:
             f"samples may be {config.max_staleness} steps older than the weights that they train; "
             "--algo.advantage.is_correction_enable weighs them",
         )
+
+
+def _engine(config: PPOConfig) -> Iterator[Problem]:
+    """What only vLLM's engines have."""
+    if config.rollout.engine == "vllm":
+        return
+    needs = {
+        "vllm.tensor_parallel_size": config.vllm.tensor_parallel_size > 1,
+        "vllm.pipeline_parallel_size": config.vllm.pipeline_parallel_size > 1,
+        "vllm.lora_sync": config.vllm.lora_sync == "adapter" and config.ds.lora.rank > 0,
+        "algo.router_replay": config.algo.router_replay,
+        "data.max_images_per_prompt": config.reads_images,
+    }
+    for key, is_needed in needs.items():
+        if is_needed:
+            yield Problem(key, f"--rollout.engine {config.rollout.engine} cannot; remove one of them")
 
 
 def _adapters(config: PPOConfig) -> Iterator[Problem]:

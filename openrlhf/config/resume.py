@@ -60,7 +60,7 @@ FREE = {
     *("ds.zero_stage", "ds.adam_offload"),
     *("ref.offload", "teacher.offload", "reward.offload", "ref.precompute_enable"),
     *("train.colocate_all", "train.colocate_actor_ref", "train.colocate_critic_reward"),
-    *("vllm.num_engines", "vllm.tensor_parallel_size", "vllm.pipeline_parallel_size"),
+    *("rollout.engine", "vllm.num_engines", "vllm.tensor_parallel_size", "vllm.pipeline_parallel_size"),
     *("vllm.sync_backend", "vllm.sync_with_ray"),
     *("vllm.sync_bucket_mb", "vllm.lora_sync", "vllm.sync_check_steps", "algo.max_mismatch"),
     *("vllm.enable_prefix_caching", "vllm.enforce_eager", "vllm.enable_sleep"),

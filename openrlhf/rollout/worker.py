@@ -125,6 +125,7 @@ def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False)
     keep."""
     return EngineOptions.of(
         config,
+        engine=config.rollout.engine,
         model=config.actor.model_name_or_path,
         max_len=config.data.max_len,
         on_gpu=on_gpu,
@@ -158,7 +159,7 @@ def retries_elsewhere(config: PPOConfig) -> bool:
 def transfer_backend(config: PPOConfig, on_gpu: bool) -> str:
     """Shared memory where trainer and engines share GPUs, else the network; without GPUs NCCL cannot run.
     Ray's object store goes everywhere."""
-    if config.vllm.sync_with_ray:
+    if config.vllm.sync_with_ray or config.rollout.engine != "vllm":
         return "ray"
     if not on_gpu:
         return "gloo"

@@ -164,6 +164,7 @@ OURS = {
         "reward.remote_concurrency",
         "reward.remote_timeout",
         "reward.timeout",
+        "rollout.engine",
         "rollout.episode_timeout",
         "rollout.max_concurrent_episodes",
         "rollout.step_timeout",

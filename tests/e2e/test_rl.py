@@ -147,6 +147,19 @@ def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement
     check_samplers_hold_the_trained_weights(tmp_path)
 
 
+def test_an_engine_of_transformers(task: TaskFiles, tmp_path: Path) -> None:
+    """It answers, is sent weights and checked as vLLM's is."""
+    flags = (
+        f"{COMMON.replace('group_norm', 'reinforce')} --rollout.engine transformers --rollout.top_k 20 "
+        "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all --vllm.enable_sleep"
+    )
+    metrics = train(task, tmp_path, flags)
+    sampled = [read_journal(tmp_path / "run" / "rollouts" / f"step_00000{step}.parquet") for step in (1, 2)]
+    assert [{int(v) for t in step for v, _ in t.weight_versions} for step in sampled] == [{0}, {1}]
+    assert all(t.ok and 0 < t.num_actions <= 12 for step in sampled for t in step)
+    assert all(metrics[step]["mismatch/abs_diff_max"] < 1e-4 for step in (1, 2))
+
+
 def tokens_of(trajectories: list[Trajectory]) -> list[list[int]]:
     return [t.token_ids.tolist() for t in trajectories]
 
