@@ -33,7 +33,7 @@ from openrlhf.models.backbone import reading_of
 from openrlhf.models.liger import apply_liger
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
-from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import ExperienceRow, PackedRow
 
@@ -133,7 +133,7 @@ def ours(
     assert reading_of(engine.module.model).packed, "rows were read one sequence at a time"
     if not rl:
         return lambda rows: engine.train_step(rows, SFTObjective())["sft/loss"]
-    return lambda rows: engine.train_step([experience(row) for row in rows], ActorObjective())["policy/loss"]
+    return lambda rows: engine.train_step([experience(row) for row in rows], PolicyObjective())["policy/loss"]
 
 
 def experience(row: PackedRow) -> ExperienceRow:

@@ -53,7 +53,7 @@ from openrlhf.models.vision import freeze_vision
 from openrlhf.rewards.models import RewardReader
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
-from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, Trajectory
 
@@ -329,7 +329,7 @@ class PolicyWorker(TrainedWorker):
             return self.forward(batch)
 
     def objective(self, kl_coef: float, seen: list[Tensor] | None = None) -> Objective[ExperienceRow]:
-        objective = ActorObjective.from_config(self.config, kl_coef, seen)
+        objective = PolicyObjective.from_config(self.config, kl_coef, seen)
         return balanced(objective, self.config.actor.aux_loss_coef, "policy")
 
     def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:

@@ -50,7 +50,7 @@ from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.dpo import DPOObjective
 from openrlhf.training.objectives.kd import DistillationObjective
 from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio
-from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.prm import ProcessObjective
 from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.training.objectives.reference import Reference
@@ -104,7 +104,7 @@ def row_of_a_dataset(made: Row) -> batches.Row:
     return made
 
 
-def experience_objective(objective: ActorObjective | CriticObjective) -> Objective[ExperienceRow]:
+def experience_objective(objective: PolicyObjective | CriticObjective) -> Objective[ExperienceRow]:
     return objective
 
 

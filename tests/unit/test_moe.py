@@ -19,7 +19,7 @@ from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.models.self_check import read_one_by_one
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
-from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import ExperienceRow, LossNorm, PackedRow, Pair, PairRow, Sample
@@ -222,7 +222,7 @@ def test_policies_and_critics_balance_their_experts(folders: dict) -> None:
     path = str(folders["qwen3_moe"])
     critic = ValueModel(load_scorer(path, flag="--critic", dtype="fp32", attention="auto").model)
     for model, inner in (
-        (policy_of(folders["qwen3_moe"]), ActorObjective()),
+        (policy_of(folders["qwen3_moe"]), PolicyObjective()),
         (critic, CriticObjective(value_clip=0.5)),
     ):
         objective = BalancedObjective(objective=inner, coef=COEF, metric="policy/balance_loss")

@@ -16,7 +16,7 @@ from openrlhf.algorithms.policy_losses import POLICY_LOSSES
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
 from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, RolloutConfig
-from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import Batch, ExperienceRow, LossNorm, PackedRow, Sample, present
 
@@ -95,7 +95,7 @@ def test_ppo_by_hand():
         old_log_probs=torch.log(torch.tensor([0.2, 0.2, 0.4])),
         advantages=torch.tensor([1.0, 1.0, -2.0]),
     )
-    loss, metrics = ActorObjective()(fixed(log_probs), batch, LossNorm(10, 5))
+    loss, metrics = PolicyObjective()(fixed(log_probs), batch, LossNorm(10, 5))
     # ratios 1.5, 0.5, 1: -min(1.5, 1.2), -min(0.5, 0.8), 2; of ten tokens in the step
     assert loss.item() == pytest.approx((-1.2 - 0.5 + 2) / 10)
     assert metrics["policy/loss"].item() == pytest.approx(loss.item())
@@ -111,7 +111,7 @@ def test_kl_and_entropy_terms():
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
     entropy = torch.tensor([0.5, 1.5], requires_grad=True)
     batch = row_of([2], old_log_probs=log_probs.detach(), ref_log_probs=torch.tensor([-2.0, -2.0]))
-    objective = ActorObjective(kl_coef=0.5, kl_estimator="k2", entropy_coef=0.1)
+    objective = PolicyObjective(kl_coef=0.5, kl_estimator="k2", entropy_coef=0.1)
     loss, metrics = objective(fixed(log_probs, entropy), batch, LossNorm(2, 1))
     # advantages are 0; KL (1 / 2 + 0) / 2; entropy (0.5 + 1.5) / 2
     assert metrics["policy/kl_loss"].item() == pytest.approx(0.25)
@@ -134,7 +134,7 @@ def test_correction_weighs_the_loss_by_old_over_rollout():
     batch = row_of(
         [2, 1], rollout_log_probs=-torch.log(torch.tensor([2.0, 8.0, 1.0])), advantages=torch.ones(3)
     )
-    objective = ActorObjective(correction="icepop", correction_low=0.5, correction_high=5.0)
+    objective = PolicyObjective(correction="icepop", correction_low=0.5, correction_high=5.0)
     loss, metrics = objective(fixed(log_probs), batch, LossNorm(3, 2))
     # weights 2, 0 (8 is outside), 1; the dropped token still counts in the divisor
     assert loss.item() == pytest.approx(-(2 + 0 + 1) / 3)
@@ -147,7 +147,7 @@ def test_correction_weighs_the_loss_by_old_over_rollout():
 def test_gspo_by_hand():
     log_probs = torch.log(torch.tensor([4.0, 1.0, 0.5]))
     batch = row_of([2, 1], advantages=torch.tensor([1.0, 3.0, -2.0]))
-    loss, _ = ActorObjective(loss_type="gspo", clip_high=9.0)(fixed(log_probs), batch, LossNorm(3, 2))
+    loss, _ = PolicyObjective(loss_type="gspo", clip_high=9.0)(fixed(log_probs), batch, LossNorm(3, 2))
     # ratios sqrt(4 * 1) = 2 and 0.5: -2 * (1 + 3) / 2, and -min(0.5 * -2, 0.8 * -2) = 1.6; of two sequences
     assert loss.item() == pytest.approx((-4 + 1.6) / 2)
 
@@ -156,7 +156,7 @@ def test_gspo_drops_the_same_sequences_with_icepop_and_with_seq_mask_tis():
     """All tokens of a sequence have its one ratio, which is their geometric mean."""
     batch = ExperienceRow.of(random_batch((3, 1, 2, 5)))
     losses = [
-        ActorObjective(loss_type="gspo", correction=correction, correction_low=0.8, correction_high=1.2)(
+        PolicyObjective(loss_type="gspo", correction=correction, correction_low=0.8, correction_high=1.2)(
             Bigram(), batch, LossNorm(15, 4)
         )
         for correction in ("icepop", "seq-mask-tis")
@@ -173,7 +173,7 @@ def test_cispo_by_hand():
         rollout_log_probs=torch.log(torch.tensor([0.2, 0.1, 0.1])),
         advantages=torch.tensor([1.0, 1.0, -2.0]),
     )
-    objective = ActorObjective(loss_type="cispo", correction="tis", correction_high=3.0)
+    objective = PolicyObjective(loss_type="cispo", correction="tis", correction_high=3.0)
     loss, metrics = objective(fixed(log_probs), batch, LossNorm(3, 2))
     # ratios 1.5, 0.5, 1 -> weights 1.2, 0.8, 1; corrections 0.2/0.2, 0.2/0.1 and 0.4/0.1 cut to 3
     loss.backward()
@@ -197,7 +197,7 @@ def test_what_the_mean_is_over():
     entropy = torch.tensor([0.0, 3.0, 6.0])
 
     def parts(aggregation):
-        objective = ActorObjective(
+        objective = PolicyObjective(
             aggregation=aggregation,
             longest_response=10,
             kl_coef=0.5,
@@ -220,7 +220,7 @@ def test_gspo_corrects_with_the_ratio_of_the_sequence():
     batch = row_of(
         [2, 1], rollout_log_probs=-torch.log(torch.tensor([1.0, 9.0, 16.0])), advantages=torch.ones(3)
     )
-    objective = ActorObjective(loss_type="gspo", correction="tis", correction_high=5.0)
+    objective = PolicyObjective(loss_type="gspo", correction="tis", correction_high=5.0)
     loss, metrics = objective(fixed(torch.zeros(3)), batch, LossNorm(3, 2))
     # old / rollout is sqrt(1 * 9) = 3 for the first sequence, 16 cut to 5 for the second; new / old stays 1
     assert loss.item() == pytest.approx(-(3 + 5) / 2)
@@ -246,7 +246,7 @@ def test_the_clip_counts_from_the_proximal_policy():
 
     def of(proximal, **options):
         log_probs = torch.zeros(1, requires_grad=True)
-        objective = ActorObjective(proximal_policy=proximal, correction_low=0.1, **options)
+        objective = PolicyObjective(proximal_policy=proximal, correction_low=0.1, **options)
         loss, _ = objective(fixed(log_probs), batch, LossNorm(1, 1))
         loss.backward()
         return pytest.approx(loss.item()), pytest.approx(log_probs.grad.item())
@@ -263,7 +263,7 @@ def test_the_log_probs_of_the_policy_itself_are_kept_whatever_the_clip_counts_fr
     batch, model = ExperienceRow.of(random_batch((3, 2))), Bigram()
     for proximal in PROXIMAL_POLICIES:
         seen: list = []
-        objective = ActorObjective(proximal_policy=proximal, seen=seen)
+        objective = PolicyObjective(proximal_policy=proximal, seen=seen)
         objective(model, replace(batch, old_log_probs=None), LossNorm(7, 2))
         assert [x.tolist() for x in seen] == [model(batch.row, 1.0).log_probs.tolist()]
 
@@ -278,7 +278,7 @@ def test_staleness_weighs_the_loss_of_an_action_by_hand():
         staleness=torch.tensor([0, 1, 3, 4, 0]),
         ref_log_probs=torch.full((5,), -1.0),
     )
-    objective = ActorObjective(
+    objective = PolicyObjective(
         staleness_decay=0.5, max_staleness=3, correction="tis", kl_coef=0.1, kl_estimator="k2"
     )
     loss, metrics = objective(fixed(log_probs), batch, LossNorm(5, 2))
@@ -295,7 +295,7 @@ def test_staleness_weighs_the_loss_of_an_action_by_hand():
 def test_gspo_weighs_sequences_by_their_mean_staleness():
     """Means 1 and 2, whose weights 0.5 and 0.25 every action of the sequence has; beyond 1 one is dropped."""
     batch = row_of([2, 2], advantages=torch.tensor([1.0, 3, 1, 1]), staleness=torch.tensor([0, 2, 1, 3]))
-    objective = ActorObjective(loss_type="gspo", staleness_decay=0.5)
+    objective = PolicyObjective(loss_type="gspo", staleness_decay=0.5)
     loss, _ = objective(fixed(torch.zeros(4)), batch, LossNorm(4, 2))
     assert loss.item() == pytest.approx(-(0.5 * 2 + 0.25 * 1) / 2)
     loss, metrics = replace(objective, max_staleness=1)(fixed(torch.zeros(4)), batch, LossNorm(4, 2))
@@ -308,7 +308,7 @@ def test_first_step_is_the_policy_gradient():
     model, batch = Bigram(), ExperienceRow.of(random_batch((3, 5)))
     norm = LossNorm(batch.num_tokens, batch.num_sequences)
     old = model(batch.row, 0.7, False).log_probs
-    loss, metrics = ActorObjective(temperature=0.7)(model, replace(batch, old_log_probs=old.detach()), norm)
+    loss, metrics = PolicyObjective(temperature=0.7)(model, replace(batch, old_log_probs=old.detach()), norm)
     assert metrics["policy/ppo_kl"].item() == metrics["policy/clip_fraction"].item() == 0
     grads = torch.autograd.grad(loss, list(model.parameters()))
     expected = torch.autograd.grad(-(old * batch.advantages).mean(), list(model.parameters()))
@@ -316,7 +316,7 @@ def test_first_step_is_the_policy_gradient():
 
 
 OBJECTIVES = [
-    ActorObjective(
+    PolicyObjective(
         loss_type=loss_type,
         aggregation=aggregation,
         longest_response=6,
@@ -339,7 +339,7 @@ OBJECTIVES += [
 ]
 
 
-def name_of(o: ActorObjective) -> str:
+def name_of(o: PolicyObjective) -> str:
     return f"{o.loss_type}-{o.aggregation}-{o.correction}-{o.proximal_policy}-{o.staleness_decay}"
 
 
@@ -383,7 +383,7 @@ def test_fresh_samples_of_a_faithful_sampler_are_on_policy_whatever_is_done_for_
 
 @pytest.mark.parametrize("loss_type", POLICY_LOSSES)
 def test_a_decay_of_one_and_a_limit_that_nothing_exceeds_do_nothing(loss_type):
-    batch, plain = ExperienceRow.of(random_batch((3, 0, 5))), ActorObjective(loss_type=loss_type)
+    batch, plain = ExperienceRow.of(random_batch((3, 0, 5))), PolicyObjective(loss_type=loss_type)
     norm = LossNorm(batch.num_tokens, batch.num_sequences)
     oldest = int(present(batch.staleness).max())
     (gradients, _), expected = (
@@ -472,7 +472,7 @@ def test_from_config():
             ),
         ),
     )
-    assert ActorObjective.from_config(config, kl_coef=0.05) == ActorObjective(
+    assert PolicyObjective.from_config(config, kl_coef=0.05) == PolicyObjective(
         loss_type="ppo",
         aggregation="constant_length",
         longest_response=77,
@@ -493,7 +493,7 @@ def test_from_config():
 
 
 def test_from_config_leaves_out_what_is_off():
-    objective = ActorObjective.from_config(PPOConfig(), kl_coef=0.05)
+    objective = PolicyObjective.from_config(PPOConfig(), kl_coef=0.05)
     assert objective.kl_coef == 0  # it is in the reward
     assert objective.correction is None
     assert objective.entropy_coef is None

@@ -73,7 +73,7 @@ from openrlhf.training.credit import assign_credit
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
-from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.origin import Origin
 from openrlhf.training.ppo import PPOTrainer, restore
 from openrlhf.training.rl_data import RLData, build_prompt_datasets
@@ -135,7 +135,7 @@ class Engine:
     def train_step(self, rows: Sequence[ExperienceRow], objective: Callable) -> Metrics:
         self.steps.append(list(rows))
         for row in rows:  # what it answers in `forward` too
-            if isinstance(objective, ActorObjective) and objective.seen is not None:
+            if isinstance(objective, PolicyObjective) and objective.seen is not None:
                 objective.seen.append(row.row.token_ids[row.row.action_mask].float())
         return {"policy/loss": 0.0}
 
@@ -363,7 +363,7 @@ def test_policies_a_thousand_nats_apart_have_a_finite_loss_and_gradient(loss_typ
         advantages=torch.tensor([-1.0, 1.0] * 5),
         ref_log_probs=torch.zeros(10),
     )
-    objective = ActorObjective(loss_type=loss_type, correction=correction, kl_coef=0.1, kl_estimator="k3")
+    objective = PolicyObjective(loss_type=loss_type, correction=correction, kl_coef=0.1, kl_estimator="k3")
     loss, metrics = objective(
         lambda row, temperature, with_entropy: SimpleNamespace(log_probs=log_probs, entropy=None),
         batch,
@@ -689,7 +689,7 @@ def test_the_kl_counts_once(use_loss):
     cost = 0.0 if use_loss else 0.2
     assert present(batch.advantages).tolist() == pytest.approx([-2 * cost, -cost] * 2)
 
-    loss, _ = ActorObjective.from_config(config, 0.1)(
+    loss, _ = PolicyObjective.from_config(config, 0.1)(
         lambda row, temperature, with_entropy: SimpleNamespace(
             log_probs=torch.full((2,), -1.0), entropy=None
         ),
@@ -734,7 +734,7 @@ def test_a_rollout_without_a_single_action_makes_no_nan(estimator):
     answers = SimpleNamespace(log_probs=values, entropy=values)
     parts = [CriticObjective(value_clip=0.5)(lambda row: values, row, norm)]
     for aggregation in AGGREGATIONS:
-        objective = ActorObjective(
+        objective = PolicyObjective(
             aggregation=aggregation,
             correction="seq-mask-tis",
             kl_coef=0.1,

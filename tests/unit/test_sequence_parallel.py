@@ -35,7 +35,7 @@ from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.dpo import DPOObjective
 from openrlhf.training.objectives.kd import DistillationObjective
 from openrlhf.training.objectives.kto import KTOObjective
-from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.prm import ProcessObjective
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
@@ -285,12 +285,12 @@ def distillation(module: RowModel) -> Objective:
 Q = ARCHITECTURES["qwen3"]
 policy = partial(language_model, Q)
 TEACHER = TeacherModel(language_model(hf.LlamaConfig(**SHAPE)))
-PPO = ActorObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, correction="tis", temperature=0.7)
+PPO = PolicyObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, correction="tis", temperature=0.7)
 OBJECTIVES: dict[str, tuple[Callable, Callable, Callable]] = {
     # model, row, module -> objective
     "sft": (lambda: PolicyModel(policy()), lambda: PackedRow.of(samples()), lambda m: SFTObjective()),
     "ppo": (lambda: PolicyModel(policy()), experiences, lambda m: PPO),
-    "gspo": (lambda: PolicyModel(policy()), experiences, lambda m: ActorObjective(loss_type="gspo")),
+    "gspo": (lambda: PolicyModel(policy()), experiences, lambda m: PolicyObjective(loss_type="gspo")),
     "balance": (
         lambda: PolicyModel(language_model(ARCHITECTURES["qwen3 moe"])),
         experiences,

@@ -26,7 +26,7 @@ from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, PPOConfig
 from openrlhf.training.credit import assign_credit
 from openrlhf.training.credit import step_view as view_of
-from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.origin import Origin, compare
 from openrlhf.types import Batch, ExperienceRow, ForwardOutputs, LossNorm, present
 from openrlhf.user_file import UserFiles
@@ -116,7 +116,7 @@ def sapo_loss(*words: str) -> tuple[float, torch.Tensor]:
     config = parsed(LOSS, SAPO, ESTIMATOR, "reinforce", "--algo.kl.init_coef", "0", *words)
     log_probs = torch.tensor([1.5, 0.5]).log().requires_grad_()
     batch = batch_of([trajectory(1.0, [2, 3])], log_probs=0.0, advantages=[2.0, -1.0])
-    loss, metrics = ActorObjective.from_config(config, 0.0)(
+    loss, metrics = PolicyObjective.from_config(config, 0.0)(
         lambda row, temperature, with_entropy: SimpleNamespace(log_probs=log_probs, entropy=None),
         ExperienceRow.of(batch),
         LossNorm(2, 1),
@@ -142,7 +142,7 @@ def test_on_policy_it_learns_what_ppo_does():
 
     def gradient(loss_type: str) -> list[float]:
         log_probs = torch.zeros(2, requires_grad=True)
-        loss, _ = ActorObjective(loss_type=loss_type)(
+        loss, _ = PolicyObjective(loss_type=loss_type)(
             lambda row, temperature, with_entropy: SimpleNamespace(log_probs=log_probs, entropy=None),
             batch,
             LossNorm(2, 1),

@@ -27,7 +27,7 @@ from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.dpo import DPOObjective
 from openrlhf.training.objectives.kd import DistillationObjective
 from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio
-from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.prm import ProcessObjective
 from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.training.objectives.rm import RewardObjective, ScoreMoments
@@ -120,7 +120,7 @@ def lesson(folder: str) -> DistillationObjective:
 
 
 def actor(**options: Any) -> Case:
-    made = ActorObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, seen=[], **options)
+    made = PolicyObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, seen=[], **options)
     return Case(PolicyModel, ExperienceRow.of(EXPERIENCES), lambda folder: made)
 
 

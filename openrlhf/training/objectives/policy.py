@@ -1,8 +1,8 @@
 """The policy's objective in PPO and its relatives."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from torch import Tensor
 
@@ -25,9 +25,12 @@ from openrlhf.config.choices import (
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.types import ExperienceRow, LossNorm, present
 
+IS_METRICS = "policy/is_weight_mean", "policy/is_masked_fraction"
+STALENESS_METRICS = "policy/staleness_weight_mean", "policy/staleness_masked_fraction"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ActorObjective:
+class PolicyObjective:
     """mean(w * v * surrogate) + kl_coef * mean(KL to the reference) - entropy_coef * mean(entropy)
 
     The ratio pi / pi_prox, the correction w of the sampler's mismatch and the weight v of its staleness are
@@ -102,9 +105,10 @@ class ActorObjective:
         surrogate, counts = POLICY_LOSSES[self.loss_type].of(self.options), batch.row.num_actions
         log_ratio = LOG_RATIOS[surrogate.ratio]
         aggregate = AGGREGATIONS[self.aggregation or surrogate.aggregation()].of
+        contribution = lambda x: aggregate(x, counts, norm, self.longest_response)
         with_entropy = self.entropy_coef is not None or surrogate.needs_entropy
-        scores = model(batch.row, temperature=self.temperature, with_entropy=with_entropy)
-        now = scores.log_probs.detach()
+        output = model(batch.row, temperature=self.temperature, with_entropy=with_entropy)
+        now = output.log_probs.detach()
         if self.seen is not None:
             self.seen.append(now)
         proximal = PROXIMAL_POLICIES[self.proximal_policy].of(self.options)(
@@ -112,8 +116,8 @@ class ActorObjective:
         )
         policy_loss, at_low, at_high = surrogate(
             RowView(
-                log_probs=scores.log_probs,
-                log_ratio=log_ratio(scores.log_probs, proximal, counts),
+                log_probs=output.log_probs,
+                log_ratio=log_ratio(output.log_probs, proximal, counts),
                 advantages=batch.advantages,
                 counts=counts,
                 clip_low=self.clip_low,
@@ -123,46 +127,48 @@ class ActorObjective:
                 old_log_probs=batch.old_log_probs,
                 rollout_log_probs=batch.rollout_log_probs,
                 staleness=batch.staleness,
-                entropy=scores.entropy,
+                entropy=output.entropy,
                 norm=norm,
             )
         )
         metrics = {
-            "policy/ppo_kl": token_mean(proximal - scores.log_probs, norm),
+            "policy/ppo_kl": token_mean(proximal - output.log_probs, norm),
             "policy/clip_fraction": token_mean((at_low | at_high).float(), norm),
             "policy/clip_low_fraction": token_mean(at_low.float(), norm),
             "policy/clip_high_fraction": token_mean(at_high.float(), norm),
         }
+        for (mean, masked), weights in self._weights(batch, proximal, surrogate.ratio):
+            policy_loss = policy_loss * weights
+            metrics[mean] = token_mean(weights, norm)
+            metrics[masked] = token_mean((weights == 0).float(), norm)
+        loss = metrics["policy/loss"] = contribution(policy_loss)
+        if self.kl_coef > 0:
+            kl = approx_kl(output.log_probs, present(batch.ref_log_probs), self.kl_estimator)
+            metrics["policy/kl_loss"] = contribution(kl)
+            loss = loss + self.kl_coef * metrics["policy/kl_loss"]
+        if output.entropy is not None:
+            metrics["policy/entropy"] = token_mean(output.entropy, norm)
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * contribution(present(output.entropy))
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+    def _weights(
+        self, batch: ExperienceRow, proximal: Tensor, ratio: Literal["token", "sequence"]
+    ) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """Yields the weights (A,) w of the sampler's mismatch and v of its staleness, where there are any. Each
+        comes with the names of two metrics: its mean, and the fraction of actions that it masks."""
+        counts = batch.row.num_actions
         if self.correction is not None:
             gap = SamplerGap(
-                log_ratio=log_ratio(proximal, batch.rollout_log_probs, counts),
+                log_ratio=LOG_RATIOS[ratio](proximal, batch.rollout_log_probs, counts),
                 counts=counts,
                 bounds=(self.correction_low, self.correction_high),
                 sequence_bounds=self.correction_of_sequences,
                 staleness=batch.staleness,
             )
-            weights = CORRECTIONS[self.correction].of(self.options)(gap)
-            policy_loss = policy_loss * weights
-            metrics["policy/is_weight_mean"] = token_mean(weights, norm)
-            metrics["policy/is_masked_fraction"] = token_mean((weights == 0).float(), norm)
+            yield IS_METRICS, CORRECTIONS[self.correction].of(self.options)(gap)
         if batch.staleness is not None and (self.staleness_decay < 1 or self.max_staleness is not None):
-            weights = staleness_weights(
-                batch.staleness, counts, self.staleness_decay, self.max_staleness, surrogate.ratio
+            yield (
+                STALENESS_METRICS,
+                staleness_weights(batch.staleness, counts, self.staleness_decay, self.max_staleness, ratio),
             )
-            policy_loss = policy_loss * weights
-            metrics["policy/staleness_weight_mean"] = token_mean(weights, norm)
-            metrics["policy/staleness_masked_fraction"] = token_mean((weights == 0).float(), norm)
-
-        def share(x: Tensor) -> Tensor:
-            return aggregate(x, counts, norm, self.longest_response)
-
-        loss = metrics["policy/loss"] = share(policy_loss)
-        if self.kl_coef > 0:
-            kl = approx_kl(scores.log_probs, present(batch.ref_log_probs), self.kl_estimator)
-            metrics["policy/kl_loss"] = share(kl)
-            loss = loss + self.kl_coef * metrics["policy/kl_loss"]
-        if scores.entropy is not None:
-            metrics["policy/entropy"] = token_mean(scores.entropy, norm)
-        if self.entropy_coef:
-            loss = loss - self.entropy_coef * share(present(scores.entropy))
-        return loss, {name: value.detach() for name, value in metrics.items()}

@@ -14,7 +14,7 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.training.objectives.dpo import DPOObjective
-from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.reference import without_adapters
 from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Pair, PairRow, Sample
 
@@ -68,7 +68,7 @@ def first_steps(spec: dict, case: dict) -> dict[str, Metrics]:
         advantages=ones,
         returns=0 * ones,
     )
-    return {"dpo": dpo, "ppo": engine.train_step([ExperienceRow.of(batch)], ActorObjective())}
+    return {"dpo": dpo, "ppo": engine.train_step([ExperienceRow.of(batch)], PolicyObjective())}
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.models.tensor_parallel import whole
 from openrlhf.training.objectives.critic import CriticObjective
-from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import Batch, ExperienceRow, PackedRow
@@ -44,16 +44,16 @@ def critic(spec: dict) -> ValueModel:
     )
 
 
-PPO = ActorObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, correction="tis", temperature=0.7)
+PPO = PolicyObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, correction="tis", temperature=0.7)
 OBJECTIVES: dict[str, tuple] = {
     "sft": (policy, (SFTObjective(), PackedRow.of_batch)),
     "ppo": (policy, (PPO, ExperienceRow.of)),
     "ppo-ptx": (policy, (PPO, ExperienceRow.of), (PTXObjective(coef=0.5), PackedRow.of_batch)),
-    "gspo": (policy, (ActorObjective(loss_type="gspo"), ExperienceRow.of)),
+    "gspo": (policy, (PolicyObjective(loss_type="gspo"), ExperienceRow.of)),
     "cispo": (
         policy,
         (
-            ActorObjective(loss_type="cispo", aggregation="constant_length", longest_response=20),
+            PolicyObjective(loss_type="cispo", aggregation="constant_length", longest_response=20),
             ExperienceRow.of,
         ),
     ),

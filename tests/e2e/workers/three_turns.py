@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf.cli.agent import play, prepare
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.training.objectives.policy import ActorObjective
+from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.types import Batch, Credit, ExperienceRow, ForwardOutputs, LossNorm, Trajectory
 
 TEMPERATURE = 0.7
@@ -73,7 +73,7 @@ def of_the_row(path: str, trajectories: list[Trajectory], advantages: Tensor) ->
     batch, credit = Batch.of(trajectories), Credit(advantages=advantages.numpy(), returns=advantages.numpy())
     row = ExperienceRow.of(batch.credited(ForwardOutputs(log_probs=None), credit))
     norm = LossNorm(num_tokens=len(advantages), num_sequences=len(trajectories))
-    ActorObjective(temperature=TEMPERATURE)(policy, row, norm)[0].backward()
+    PolicyObjective(temperature=TEMPERATURE)(policy, row, norm)[0].backward()
     return gradients(policy.model)
 
 
