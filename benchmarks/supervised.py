@@ -51,7 +51,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification
 
-from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, FrozenModel
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, DeepSpeedFrozen
 from openrlhf.backends.distributed import ProcessMesh, current_device, init_distributed, leave_distributed
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 from openrlhf.data.batches import Windows
@@ -396,10 +396,10 @@ def frozen_log_probs(setting: Setting) -> Callable[[PackedRow], Tensor]:
     return lambda row: reference(row).log_probs
 
 
-def frozen(setting: Setting) -> FrozenModel:
+def frozen(setting: Setting) -> DeepSpeedFrozen:
     """The reference: other weights than the policy's, so that the first losses say something."""
     ds = DeepSpeedConfig(zero_stage=setting.options.zero_stage, param_dtype=PRECISION)
-    return FrozenModel(lambda: policy(setting, seed=1), ds=ds, offload=False)
+    return DeepSpeedFrozen(lambda: policy(setting, seed=1), ds=ds, offload=False)
 
 
 def policy(setting: Setting, seed: int = 0) -> PolicyModel:

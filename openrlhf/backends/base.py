@@ -5,13 +5,15 @@ models that share devices compute one after the other, and moving them in and ou
 cluster/engine_memory.py).
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, Self, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from openrlhf.backends.row_memory import RowMemory
 from openrlhf.types import Batch, LossNorm, Metrics, Prompt, PromptGroup, Purpose, Schedule, Updated
 
 ResultT = TypeVar("ResultT", covariant=True)
@@ -44,8 +46,48 @@ Objective = Callable[[Callable, RowT, LossNorm], tuple[Tensor, dict[str, Tensor]
 contributions of all rows on all ranks add up to the value."""
 
 
+Part = Literal["merged", "base", "adapter"]
+"""Of a model's weights: all, adapters merged into them; all, as they are below adapters; adapters alone."""
+
+
+class RowModule(Protocol):
+    """A module that answers about packed rows, around a Hugging Face model (models/backbone.py)."""
+
+    model: Any
+
+    def __call__(self, row: Any, *args: Any, **options: Any) -> Any: ...
+
+
+class FrozenModel(Protocol):
+    """One rank of a model that only answers: a reference, a teacher or a reward model. All ranks ask
+    together."""
+
+    @property
+    def module(self) -> RowModule: ...
+
+    def __call__(self, row: Row) -> Any:
+        """The model's answer about one row, by its kind (see models/)."""
+        ...
+
+    def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
+        """`read(model, row)` for each of this rank's rows, on the CPU. At least one row."""
+        ...
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """A parameter in full, to keep."""
+        ...
+
+
 class TrainEngine(Protocol):
-    """One rank of a model in training."""
+    """One rank of a model in training. Every method is collective, but for `steps` and `row_memory`."""
+
+    @property
+    def module(self) -> RowModule: ...
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done, also before a resume."""
+        ...
 
     def train_step(
         self, window: Sequence[RowT], objective: Objective[RowT], *also: tuple[Sequence, Objective]
@@ -61,6 +103,26 @@ class TrainEngine(Protocol):
         """The objective's metrics over all rows of all ranks, without a gradient."""
         ...
 
+    def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
+        """`read(model, row)` for each of this rank's rows, on the CPU. At least one row."""
+        ...
+
+    def row_memory(self, num_tokens: int) -> RowMemory:
+        """Memory of this rank at the peak of a step with a row of `num_tokens`, told before there is one."""
+        ...
+
+    def weights(self, bucket_bytes: int = ..., part: Part = "merged") -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model in full, by its checkpoint's name, about `bucket_bytes` at a time."""
+        ...
+
+    def weight_metadata(self, part: Part = "merged") -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(name, dtype, shape) of everything that `weights` yields."""
+        ...
+
+    def random_adapter(self, seed: int) -> AbstractContextManager[None]:
+        """Inside, the adapters are random; afterwards they are what they were."""
+        ...
+
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None: ...
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
@@ -68,8 +130,14 @@ class TrainEngine(Protocol):
         ...
 
     def export(self, folder: str) -> None:
-        """Write the model in Hugging Face format."""
+        """Write the model in Hugging Face format, or its adapter alone where it has one."""
         ...
+
+    def offload(self) -> None:
+        """Move what only optimizer steps need to the CPU."""
+        ...
+
+    def reload(self) -> None: ...
 
 
 class Pending(Protocol[ResultT]):

@@ -9,7 +9,6 @@ import socket
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -86,32 +85,6 @@ class ProcessMesh(Mesh):
         return self.rank == 0
 
 
-class ModelParallelUnit:
-    """The ranks that share a model's matrices, in Megatron's words, which are those of DeepSpeed: with it
-    DeepSpeed reduces gradients, partitions optimizer states and counts norms as it has to."""
-
-    def __init__(self, mesh: ProcessMesh) -> None:
-        self.mesh, self.at = mesh, mesh.coordinates(mesh.rank)
-
-    def get_model_parallel_rank(self) -> int:
-        return self.at.tensor
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.mesh.tensor
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self.mesh.tensor_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self.mesh.copy
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.mesh.copies
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        return self.mesh.copies_group
-
-
 def current_device() -> torch.device:
     """This process's device, after `init_distributed`."""
     return (
@@ -128,14 +101,17 @@ def init_distributed(timeout_minutes: int = 60) -> None:
         os.environ.setdefault(name, value)
     if DEVICE_TYPE == "cuda":
         torch.cuda.set_device(_resolve_local_rank())
-    else:  # its shared-memory collectives would be compiled on first use
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    else:
         _keep_freed_memory()
+    if dist.is_initialized():
+        return
     backend, timeout = BACKENDS[DEVICE_TYPE], datetime.timedelta(minutes=timeout_minutes)
-    if os.environ["WORLD_SIZE"] == "1" and not dist.is_initialized():
+    if os.environ["WORLD_SIZE"] == "1":
         # Alone a process needs no port, which another one could have taken.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+    else:
+        device = current_device() if DEVICE_TYPE == "cuda" else None
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
 
 
 def use_own_cores() -> None:

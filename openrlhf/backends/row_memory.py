@@ -92,7 +92,7 @@ def row_memory(
         gradients=_gradients(shape, ds, own, on_gpu),
         optimizer=0 if on_gpu and ds.adam_offload else 12 * (own if stage > 0 else shape.trainable),
         activations=max(
-            _activations(shape, tokens, size, checkpointing, gpu, on_host=on_gpu and ds.activation_offload),
+            activations(shape, tokens, size, checkpointing, gpu, on_host=on_gpu and ds.activation_offload),
             4 * own,  # in the optimizer's step: gradients in float32
         ),
     )
@@ -114,7 +114,7 @@ def layer_bytes(shape: ModelShape, size: int) -> int:
     return norms + heads + attention + mlp
 
 
-def _activations(
+def activations(
     shape: ModelShape, tokens: int, size: int, checkpointing: bool, gpu: int | None, *, on_host: bool
 ) -> int:
     """Kept by all layers, and what the last pass adds: a layer that is computed again, or the head."""

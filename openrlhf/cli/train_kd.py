@@ -42,19 +42,14 @@ class DistillationTask(ResponsesTask[KDConfig]):
         return StudentModel(self.load_causal_lm())
 
     def objective(self, run: task.Run[KDConfig]) -> "DistillationObjective":
-        from openrlhf.backends.deepspeed.engine import FrozenModel
         from openrlhf.models.student import TeacherModel, linear_head
         from openrlhf.observability.progress import waiting
         from openrlhf.training.objectives.kd import DistillationObjective
 
         model, path = self.config.model, self.config.teacher.model_name_or_path
         with waiting("loading the teacher", key=path):
-            teacher = FrozenModel(
-                lambda: TeacherModel(task.load_language_model(self.config, path, TEACHER_FLAG)),
-                ds=self.config.ds,
-                offload=self.config.teacher.offload,
-                mesh=run.mesh,
-            )
+            build = lambda: TeacherModel(task.load_language_model(self.config, path, TEACHER_FLAG))
+            teacher = run.frozen(build, self.config.teacher.offload)
         head = linear_head(teacher.module.model)
         return DistillationObjective(
             teacher=teacher,

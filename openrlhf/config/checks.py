@@ -79,6 +79,11 @@ COMMON_UNREAD = (
         when=lambda c: c.ds.sequence_parallel_mode == "ulysses",
         why="ds.sequence_parallel_mode ulysses gathers no keys",
     ),
+    Unread(
+        keys=("ds.zpg", "ds.overlap_comm", "ds.bucket_mb"),
+        when=lambda c: c.train.backend == "torch",
+        why="fully_shard plans its communication (train.backend torch)",
+    ),
     Unread(keys=("ds.zpg",), when=lambda c: c.ds.zero_stage < 3, why="only ds.zero_stage 3 shards weights"),
     Unread(keys=("ds.bucket_mb",), when=lambda c: c.ds.zero_stage == 0, why="ds.zero_stage 0 shards nothing"),
     Unread(
@@ -475,6 +480,37 @@ NOT_TENSOR_PARALLEL = {
     ),
 }
 """Flags that it cannot be combined with, unless they are off."""
+
+
+def backend(config: Any) -> Iterator[Problem]:
+    """Refuses what the trainer of `train.backend` cannot."""
+    if config.train.backend != "torch":
+        return
+    values = values_of(config)
+    for key, (allowed, why) in TORCH_HAS.items():
+        for own in (name for name in values if name == key or name.endswith(f".{key}")):
+            if values[own] not in allowed:
+                words = " or ".join(map(str, allowed))
+                yield Problem(own, f"train.backend torch {why}; use {words}, or train.backend deepspeed")
+
+
+TORCH_HAS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "ds.zero_stage": ((2, 3), "shards optimizer states and gradients"),
+    "ds.param_dtype": (("bf16", "fp32"), "does not scale losses"),
+    "ds.grad_accum_dtype": ((None, "fp32"), "adds gradients up in float32"),
+    "ds.tensor_parallel_size": ((1,), "shares no matrices"),
+    "ds.ring_attn_size": ((1,), "shares no rows"),
+    "ds.adam_offload": ((False,), "has no optimizer on the CPU beside a GPU"),
+    "ds.load_in_4bit": ((False,), "shards no weights of 4 bits"),
+    "ds.use_universal_ckpt": ((False,), "reads its own checkpoints, for any number of ranks"),
+    "optim": (("adam",), "has no Muon"),
+    "train.enable_ema": ((False,), "keeps no moving average"),
+    "gradient_checkpointing_reentrant": ((False,), "has no reentrant checkpointing"),
+    **dict.fromkeys(
+        ("ref.offload", "teacher.offload", "reward.offload"), ((False,), "keeps no weights on the CPU")
+    ),
+}
+"""Flag, or the end of its name -> its values with train.backend torch, and why there are no others."""
 
 
 def _accumulation(ds: Any) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from openrlhf.algorithms.proximal import PROXIMAL_POLICIES, ProximalPolicy
 from openrlhf.algorithms.registry import Registry, Selectable
 from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import (
+    BackendName,
     BadRows,
     Count,
     CountOrZero,
@@ -443,6 +444,9 @@ class TrainConfig:
     """Seed of everything random."""
     full_determinism_enable: bool = False
     """Only deterministic kernels: the same run gives the same bits, slower."""
+    backend: BackendName = "deepspeed"
+    """What trains: DeepSpeed, or PyTorch alone, with fully_shard where there are several ranks
+    (docs/models.md)."""
     colocate_all: bool = False
     """All models and engines share the actor's GPUs (hybrid engine): the GPUs of all engines must be the
     actor's. With async_enable engines have GPUs of their own."""

@@ -55,6 +55,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_evaluation(config, explicit),
             *checks.optimizer("actor.", config.actor, config.ds),
             *(checks.optimizer("critic.", config.critic, config.ds) if config.uses_critic else ()),
+            *checks.backend(config),
             *checks.precision(config),
             *optimizer_sleep(config),
             *checks.four_bits(config.ds),

@@ -4,6 +4,7 @@ distillation."""
 from dataclasses import dataclass, field
 
 from openrlhf.config.choices import (
+    BackendName,
     BadRows,
     Count,
     CountOrZero,
@@ -146,6 +147,9 @@ class TrainConfig:
     """Seed of everything random."""
     full_determinism_enable: bool = False
     """Only deterministic kernels: the same run gives the same bits, slower."""
+    backend: BackendName = "deepspeed"
+    """What trains: DeepSpeed, or PyTorch alone, with fully_shard where there are several ranks
+    (docs/models.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

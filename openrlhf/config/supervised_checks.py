@@ -101,6 +101,7 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
             *chain.from_iterable(own),
             *checks.optimizer("", config, config.ds),
             *checks.batches(config, mesh.data, None, ""),
+            *checks.backend(config),
             *checks.precision(config),
             *checks.secondary_partition(ds, {"run": num_ranks}),
             *checks.sequence_parallel(ds, {"run": num_ranks}, reads_images=config.data.reads_images),

@@ -34,6 +34,8 @@ class Reading:
     """None: text only."""
     sharing: SequenceParallel | None = None
     """None: every rank reads whole rows."""
+    gathers: bool = False
+    """Ranks share parameters and gather them in every pass, so that all must make the same passes."""
     replay: Replay | None = None
     """The experts that a row names for its tokens are chosen. None: routers choose."""
 
@@ -191,9 +193,8 @@ def _one_by_one(model: PreTrainedModel, row: PackedRow) -> Tensor:
 
 
 def _most_sequences(model: PreTrainedModel, row: PackedRow) -> int:
-    """In the row of any rank. Ranks that share their parameters gather them in every pass, forward and
-    backward, so they must make the same number."""
-    if not hasattr(next(model.parameters()), "ds_id"):
+    """In the row of any rank, where ranks must make the same number of passes."""
+    if not reading_of(model).gathers:
         return len(row.lengths)
     count = torch.tensor(len(row.lengths), device=row.token_ids.device)
     dist.all_reduce(count, dist.ReduceOp.MAX)

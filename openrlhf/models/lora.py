@@ -96,7 +96,7 @@ class Weight:
     def merged(self) -> Tensor:
         """With what its adapter adds, while the parts are whole. Collective where ranks share matrices."""
         weight = self._dequantized()
-        return weight if self.layer is None else weight + self.layer.get_delta_weight(ADAPTER)
+        return weight if self.layer is None else weight + whole(self.layer.get_delta_weight(ADAPTER))
 
     def _dequantized(self) -> Tensor:
         """Of 4 bits in the dtype that it was made of."""

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from openrlhf.algorithms.logprobs import SharedVocabulary
@@ -110,6 +111,8 @@ def refusal(model: PreTrainedModel, size: int, reason: str) -> str:
 
 def whole(tensor: Tensor) -> Tensor:
     """A tensor of a model in full, without a gradient. Collective for the ranks that share it."""
+    if isinstance(tensor, DTensor):  # fully_shard's
+        return tensor.full_tensor().detach()
     shard: Shard | None = getattr(tensor, "shard", None)
     if shard is None:
         return tensor.data

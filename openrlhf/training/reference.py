@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from openrlhf.backends.base import FrozenModel, RowModule
     from openrlhf.data.batches import TokenisedDataset
-    from openrlhf.models.backbone import RowModel
     from openrlhf.training.objectives.reference import Reference
     from openrlhf.training.task import Run
     from openrlhf.types import PackedRow
@@ -50,7 +50,6 @@ def reference_path(config: DPOConfig | KTOConfig) -> str:
 def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> "Reference | None":
     """row -> (A,) log-probs of the reference. None with `ref.precompute_enable`: then the datasets of `run`
     are given what `read(model, row)` says of each item."""
-    from openrlhf.backends.deepspeed.engine import FrozenModel
     from openrlhf.models.lora import has_adapters
     from openrlhf.models.policy import PolicyModel
     from openrlhf.observability.progress import waiting
@@ -59,14 +58,10 @@ def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> "Ref
     path = reference_path(run.config)
     is_policy = path == run.config.model.model_name_or_path
 
-    def load() -> FrozenModel:
+    def load() -> "FrozenModel":
         with waiting("loading the reference model", key=path):
-            return FrozenModel(
-                lambda: PolicyModel(load_language_model(run.config, path, REF_FLAG)),
-                ds=run.config.ds,
-                offload=ref.offload,
-                mesh=run.mesh,
-            )
+            build = lambda: PolicyModel(load_language_model(run.config, path, REF_FLAG))
+            return run.frozen(build, ref.offload)
 
     if not ref.precompute_enable and is_policy and has_adapters(run.engine.module.model):
         return without_adapters(run.engine.module)
@@ -102,7 +97,7 @@ def _remembered(
     return kept(folder / "reference" / f"{key}.npy", compute)
 
 
-def without_adapters(policy: "RowModel") -> "Reference":
+def without_adapters(policy: "RowModule") -> "Reference":
     """row -> (A,) log-probs of the model below the adapters: no second copy is needed."""
     import torch
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from openrlhf.backends.base import Objective, Row
+    from openrlhf.backends.base import FrozenModel, Objective, Row
     from openrlhf.backends.distributed import ProcessMesh
     from openrlhf.data.batches import Dataset, TokenisedDataset, Windows
     from openrlhf.data.image_rows import ImageColumn
@@ -126,7 +126,7 @@ class Run(Generic[ConfigT]):
         from openrlhf.observability.progress import waiting
 
         with waiting("loading libraries, meeting the other ranks"):
-            from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+            from openrlhf.backends.build import build_engine
             from openrlhf.backends.distributed import ProcessMesh, init_distributed, seed_everything
             from openrlhf.training.supervised import total_steps
 
@@ -145,8 +145,9 @@ class Run(Generic[ConfigT]):
         self.checkpoints = self._checkpoints()
         self.tag = self._begin(held)
         with waiting("loading the model", key=config.model.model_name_or_path):
-            self.engine = DeepSpeedEngine(
+            self.engine = build_engine(
                 self._build_model,
+                backend=config.train.backend,
                 optim=config,
                 ds=config.ds,
                 total_steps=self.total_steps,
@@ -165,6 +166,15 @@ class Run(Generic[ConfigT]):
             freeze_vision(module.model)
         prepare_for_training(module.model, self.config.ds)
         return module
+
+    def frozen(self, build_model: "Callable[[], RowModel]", offload: bool) -> "FrozenModel":
+        """A reference or a teacher, on the ranks of this run."""
+        from openrlhf.backends.build import build_frozen
+
+        config = self.config
+        return build_frozen(
+            build_model, backend=config.train.backend, ds=config.ds, offload=offload, mesh=self.mesh
+        )
 
     def lay_out(self, dataset: "Dataset", *, batch_size: int, shuffle: bool) -> "Windows[Row]":
         """The optimizer steps of an epoch, as this rank sees them."""

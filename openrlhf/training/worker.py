@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from openrlhf import heap
-from openrlhf.backends.base import Objective
-from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, FrozenModel
+from openrlhf.backends.base import FrozenModel, Objective, TrainEngine
+from openrlhf.backends.build import build_engine, build_frozen
 from openrlhf.backends.distributed import (
     ProcessMesh,
     init_distributed,
@@ -57,7 +57,7 @@ from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, Trajectory
 
-ModelT = TypeVar("ModelT", DeepSpeedEngine, FrozenModel)
+ModelT = TypeVar("ModelT", TrainEngine, FrozenModel)
 
 PHASES = {"forward": "logprobs", "forward_unadapted": "logprobs", "update": "update"}
 """Maps a worker's method to the phase that its peak memory is booked under."""
@@ -106,6 +106,12 @@ class Worker:
         init_distributed()
         self.mesh = ProcessMesh.joined(sequence=self.mesh.sequence, tensor=self.mesh.tensor)
         seed_everything(self.config.train.seed, self.config.train.full_determinism_enable)
+
+    def frozen(self, build: Callable[[], RowModel], offload: bool) -> FrozenModel:
+        config = self.config
+        return build_frozen(
+            build, backend=config.train.backend, ds=config.ds, offload=offload, mesh=self.mesh
+        )
 
     def memory(self) -> DeviceMemory:
         release_cached_memory()
@@ -166,7 +172,7 @@ class FrozenWorker(ModelWorker[FrozenModel]):
     def start(self, address: str, port: int, path: str, flag: str, offload: bool) -> None:
         self.join(address, port)
         build = partial(self.build_model, path, flag)
-        self.model = FrozenModel(build, ds=self.config.ds, offload=offload, mesh=self.mesh)
+        self.model = self.frozen(build, offload)
 
 
 class RewardWorker(Worker):
@@ -180,8 +186,7 @@ class RewardWorker(Worker):
         self.models, self.readers, self.statistics = [], [], []
         for path in config.reward.models:
             build = partial(_build_scorer, config, path, REWARD_FLAG, trained=True)
-            offload = config.reward.offload
-            self.models.append(FrozenModel(build, ds=config.ds, offload=offload, mesh=self.mesh))
+            self.models.append(self.frozen(build, config.reward.offload))
             own = load_tokenizer(path, flag=REWARD_FLAG)
             model_config = load_config(path, REWARD_FLAG)
             room = room_of(model_config)
@@ -205,7 +210,7 @@ class RewardWorker(Worker):
         return np.stack(scores, axis=1)
 
 
-class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
+class TrainedWorker(ModelWorker[TrainEngine], ABC):
     """One rank of a model in training: the policy or the critic."""
 
     name: str
@@ -255,9 +260,10 @@ class TrainedWorker(ModelWorker[DeepSpeedEngine], ABC):
         total_steps: int,
         gradient_checkpointing: bool,
         ema_beta: float | None = None,
-    ) -> DeepSpeedEngine:
-        return DeepSpeedEngine(
+    ) -> TrainEngine:
+        return build_engine(
             build_model,
+            backend=self.config.train.backend,
             optim=optim,
             ds=self.config.ds,
             total_steps=total_steps,

@@ -12,6 +12,7 @@ from openrlhf.agents.mcp import McpServer
 from openrlhf.agents.tools import ToolServer
 from openrlhf.backends import offload
 from openrlhf.backends.base import (
+    FrozenModel,
     ModelRanks,
     Objective,
     Pending,
@@ -20,8 +21,9 @@ from openrlhf.backends.base import (
     TrainableRanks,
     TrainEngine,
 )
-from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, FrozenModel
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, DeepSpeedFrozen
 from openrlhf.backends.rollout import AnswerStream, RolloutEngine
+from openrlhf.backends.torch.engine import TorchEngine, TorchFrozen
 from openrlhf.backends.transformers.engine import TransformersEngine
 from openrlhf.backends.vllm import weight_sender
 from openrlhf.backends.vllm.engine import VLLMEngine
@@ -90,8 +92,12 @@ def future(work: Future[Metrics]) -> Pending[Metrics]:
     return work
 
 
-def train_engine(engine: DeepSpeedEngine) -> TrainEngine:
+def train_engine(engine: DeepSpeedEngine | TorchEngine) -> TrainEngine:
     return engine
+
+
+def frozen_model(model: DeepSpeedFrozen | TorchFrozen) -> FrozenModel:
+    return model
 
 
 def row(
@@ -134,15 +140,15 @@ def reference(model: FrozenModel) -> Reference:
     return model
 
 
-def answers(model: DeepSpeedEngine | FrozenModel) -> precompute.Answers:
+def answers(model: TrainEngine | FrozenModel) -> precompute.Answers:
     return model
 
 
-def offloadable(engine: DeepSpeedEngine) -> offload.Offloadable:
+def offloadable(engine: TrainEngine) -> offload.Offloadable:
     return engine
 
 
-def sendable(engine: DeepSpeedEngine) -> weight_sender.Sendable:
+def sendable(engine: TrainEngine) -> weight_sender.Sendable:
     return engine
 
 

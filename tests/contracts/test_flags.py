@@ -119,6 +119,7 @@ SUPERVISED = {
     "train.dynamic_batch_enable",
     "train.max_steps",
     "train.max_tokens_per_gpu",
+    "train.backend",
 }
 IMAGES = {"data.image_hosts", "data.image_root"}
 IMAGE_ROWS = SUPERVISED | IMAGES | {"data.image_key", "data.max_images_per_prompt"}
@@ -178,6 +179,7 @@ OURS = {
         "rollout.top_k",
         "teacher.kd_coef",
         "teacher.model_name_or_path",
+        "train.backend",
         "teacher.num_gpus_per_node",
         "teacher.num_nodes",
         "teacher.offload",

@@ -16,8 +16,12 @@ from openrlhf.tasks.tiny_model import tiny_chat_model
 
 Gradients = dict[str, torch.Tensor]
 
-WHOLE = [(1, 0), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3)]
-"""Ranks, each with rows of its own, and ZeRO stage."""
+WHOLE = [
+    *[("deepspeed", *layout) for layout in [(1, 0), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3)]],
+    *[pytest.param("torch", *layout, marks=pytest.mark.slow) for layout in [(1, 3), (2, 2)]],
+    ("torch", 2, 3),
+]
+"""Backend, ranks, each with rows of its own, and ZeRO stage."""
 
 
 class Ranks(NamedTuple):
@@ -91,11 +95,11 @@ def check_equal(name: str, found: Gradients, expected: Gradients, *, atol: float
         )
 
 
-@pytest.mark.parametrize(("num_ranks", "stage"), WHOLE)
+@pytest.mark.parametrize(("backend", "num_ranks", "stage"), WHOLE)
 def test_gradient_does_not_depend_on_layout(
-    task: TaskFiles, run_worker: Callable, seen: dict, num_ranks: int, stage: int
+    task: TaskFiles, run_worker: Callable, seen: dict, backend: str, num_ranks: int, stage: int
 ) -> None:
-    options = {"stage": stage, "attention": "auto"}
+    options = {"backend": backend, "stage": stage, "attention": "auto"}
     reports = run_worker("gradients", num_ranks, model=str(task.model), **options)
     for name, path in reports[0].items():
         gradients = torch.load(path)
@@ -105,11 +109,17 @@ def test_gradient_does_not_depend_on_layout(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "stage"),
-    [(1, 2), (2, 3), pytest.param(1, 3, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],
+    ("backend", "num_ranks", "stage"),
+    [
+        ("deepspeed", 1, 2),
+        ("deepspeed", 2, 3),
+        pytest.param("deepspeed", 1, 3, marks=pytest.mark.slow),
+        pytest.param("deepspeed", 2, 2, marks=pytest.mark.slow),
+        pytest.param("torch", 2, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_models_that_read_one_sequence_at_a_time(
-    run_worker: Callable, seen: dict, tmp_path: Path, num_ranks: int, stage: int
+    run_worker: Callable, seen: dict, tmp_path: Path, backend: str, num_ranks: int, stage: int
 ) -> None:
     """Also where ranks have rows of different numbers of sequences, and gather weights for each of them."""
     config = tiny_config("stablelm")
@@ -119,6 +129,7 @@ def test_models_that_read_one_sequence_at_a_time(
         "gradients",
         num_ranks,
         model=str(tmp_path / "model"),
+        backend=backend,
         stage=stage,
         attention="auto",
         objectives=["sft"],
@@ -128,20 +139,26 @@ def test_models_that_read_one_sequence_at_a_time(
         check_equal(name, gradients, seen.setdefault("one by one", gradients))
 
 
-@pytest.mark.parametrize(("num_ranks", "stage"), WHOLE)
+@pytest.mark.parametrize(("backend", "num_ranks", "stage"), WHOLE)
 def test_no_supervised_command_depends_on_layout(
     task: TaskFiles,
     run_worker: Callable,
     commands: dict,
     seen: dict,
     seen_metrics: dict,
+    backend: str,
     num_ranks: int,
     stage: int,
 ) -> None:
     """With the whole batch's KL estimate of KTO, the statistics of a reward model's scores, and sharded
     references and teachers. Everything but the flags of the layout is what the command does."""
     (report, *_) = run_worker(
-        "supervised_gradients", num_ranks, commands=commands, common=common_flags(task), stage=stage
+        "supervised_gradients",
+        num_ranks,
+        commands=commands,
+        common=common_flags(task),
+        backend=backend,
+        stage=stage,
     )
     for name, found in report.items():
         check_command(name, found, seen, seen_metrics)

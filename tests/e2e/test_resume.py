@@ -7,14 +7,18 @@ from openrlhf.config.sections import OptimConfig
 
 
 @pytest.mark.parametrize(
-    ("stage", "num_ranks", "sharing"),
+    ("layout", "num_ranks"),
     [
-        pytest.param(2, 2, 1, id="2 ranks"),
-        pytest.param(0, 1, 1, id="1 rank", marks=pytest.mark.slow),
-        pytest.param(2, 2, 2, id="2 ranks that share rows", marks=pytest.mark.slow),
+        pytest.param("--ds.zero_stage 2", 2, id="2 ranks"),
+        pytest.param("--ds.zero_stage 0", 1, id="1 rank", marks=pytest.mark.slow),
+        pytest.param(
+            "--ds.zero_stage 2 --ds.ring_attn_size 2", 2, id="2 ranks that share rows", marks=pytest.mark.slow
+        ),
+        pytest.param("--train.backend torch", 1, id="1 rank, torch"),
+        pytest.param("--train.backend torch", 2, id="2 ranks, torch", marks=pytest.mark.slow),
     ],
 )
-def test_dropout_goes_on_where_it_was(task, run_worker, stage: int, num_ranks: int, sharing: int) -> None:
+def test_dropout_goes_on_where_it_was(task, run_worker, layout: str, num_ranks: int) -> None:
     """A run with LoRA dropout, resumed after 2 of 6 steps, ends with the weights of the run that went
     through. With more epochs it follows the learning rates of that length; with other data, batch size or
     learning rate it is refused, and told all that is different."""
@@ -22,8 +26,7 @@ def test_dropout_goes_on_where_it_was(task, run_worker, stage: int, num_ranks: i
         f"--model.model_name_or_path {task.model} --data.dataset {task.sft} --data.output_key output "
         "--data.apply_chat_template --data.max_samples 20 --data.max_len 128 --train.batch_size 8 "
         "--train.micro_batch_size 2 --train.max_epochs 2 --adam.lr 1e-2 --lr_warmup_ratio 0 "
-        f"--ds.lora.rank 4 --ds.lora.dropout 0.5 --ds.param_dtype fp32 --ds.zero_stage {stage} "
-        f"--ds.ring_attn_size {sharing}"
+        f"--ds.lora.rank 4 --ds.lora.dropout 0.5 --ds.param_dtype fp32 {layout}"
     )
     reports = run_worker(
         "resume",

@@ -1,4 +1,4 @@
-"""The whole loop on Ray, vLLM and DeepSpeed, in every arrangement of ranks, engines and ZeRO stages."""
+"""The whole loop on Ray and vLLM, by DeepSpeed or PyTorch alone: every arrangement of ranks and engines."""
 
 import json
 import runpy
@@ -32,6 +32,10 @@ COMMON = (
     "--eval.n_samples_per_prompt 1 --eval.temperature 0 --train.max_steps 2 --eval.steps 2 "
 )
 ARRANGEMENTS = {
+    "torch, one rank, one engine, colocated": (
+        "--train.backend torch --actor.num_gpus_per_node 1 --train.colocate_all --vllm.enable_sleep "
+        "--ds.enable_sleep"
+    ),
     "zero 2, one rank, one engine, colocated": (
         "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all --vllm.enable_sleep "
         "--ds.enable_sleep"
@@ -47,6 +51,10 @@ ARRANGEMENTS = {
     "zero 2, two ranks, two engines, colocated": (
         "--ds.zero_stage 2 --actor.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all "
         "--ds.enable_sleep --train.dynamic_batch_enable --train.max_tokens_per_gpu 256"
+    ),
+    "torch, two ranks, one engine": (
+        "--train.backend torch --ds.zero_stage 3 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 "
+        "--critic.num_gpus_per_node 1"
     ),
     "zero 2, one rank, an engine of two stages": (
         "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 "
@@ -75,7 +83,7 @@ ARRANGEMENTS = {
         "--vllm.sync_with_ray --vllm.sync_bucket_mb 1"
     ),
 }
-IN_EVERY_RUN = 2
+IN_EVERY_RUN = 3
 """The first arrangements, which differ in everything; all of them are in `make test-all`."""
 
 pytestmark = pytest.mark.usefixtures("running_ray")

@@ -463,6 +463,41 @@ WITH_IMAGES = "--data.max_images_per_prompt 1 --data.apply_chat_template"
 FILTER = "--rollout.n_samples_per_prompt 8 --algo.dynamic_filtering_enable "
 
 CHECKS = [
+    # backend
+    (
+        SFT,
+        "--train.backend torch --ds.zero_stage 1",
+        "--ds.zero_stage 1: train.backend torch shards optimizer states and gradients; use 2 or 3, or "
+        "train.backend deepspeed",
+    ),
+    (PPO, "--train.backend torch --ds.param_dtype fp16", "torch does not scale losses; use bf16 or fp32"),
+    (PPO, "--train.backend torch --ds.grad_accum_dtype bf16", "torch adds gradients up in float32; use None"),
+    (
+        SFT,
+        "--train.backend torch --ds.tensor_parallel_size 2",
+        "train.backend torch shares no matrices; use 1",
+    ),
+    (SFT, "--train.backend torch --ds.ring_attn_size 2", "train.backend torch shares no rows; use 1"),
+    (SFT, "--train.backend torch --ds.adam_offload", "train.backend torch has no optimizer on the CPU"),
+    (SFT, "--train.backend torch --ds.load_in_4bit", "train.backend torch shards no weights of 4 bits"),
+    (SFT, "--train.backend torch --ds.use_universal_ckpt", "train.backend torch reads its own checkpoints"),
+    (SFT, "--train.backend torch --optim muon", "--optim muon: train.backend torch has no Muon; use adam"),
+    (
+        PPO,
+        "--train.backend torch --critic.optim muon",
+        "--critic.optim muon: train.backend torch has no Muon",
+    ),
+    (PPO, "--train.backend torch --train.enable_ema", "train.backend torch keeps no moving average"),
+    (
+        PPO,
+        "--train.backend torch --actor.gradient_checkpointing_reentrant",
+        "--actor.gradient_checkpointing_reentrant true: train.backend torch has no reentrant checkpointing",
+    ),
+    (
+        DPO,
+        "--train.backend torch --ref.offload",
+        "--ref.offload true: train.backend torch keeps no weights on",
+    ),
     # placement
     (
         PPO,
@@ -992,6 +1027,11 @@ def test_a_feature_that_does_not_exist_yet_is_refused_and_marked(command, key, c
 
 
 REMARKS = [
+    (
+        SFT,
+        "--train.backend torch --ds.bucket_mb 100",
+        "--ds.bucket_mb 100: has no effect: fully_shard plans its communication (train.backend torch)",
+    ),
     (
         PPO,
         "--vllm.sync_with_ray --vllm.sync_backend gloo",

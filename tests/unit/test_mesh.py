@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+from openrlhf.backends.deepspeed.model_parallel import ModelParallelUnit
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
-from openrlhf.backends.distributed import ModelParallelUnit, ProcessMesh
+from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.data.batches import Windows
 from openrlhf.mesh import Coordinates, Mesh
 from openrlhf.types import LossNorm, PackedRow, Sample

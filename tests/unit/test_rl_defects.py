@@ -1030,7 +1030,7 @@ def options_of_engine(
     """What a worker builds its engine with."""
     made: dict[str, Any] = {}
     monkeypatch.setattr(worker_class, "join", lambda self, address, port: None)
-    monkeypatch.setattr(worker, "DeepSpeedEngine", lambda build, **options: made.update(options))
+    monkeypatch.setattr(worker, "build_engine", lambda build, **options: made.update(options))
     worker_class(config, 0, Mesh()).start("", 0, 10)
     return made
 

@@ -23,6 +23,8 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
+from openrlhf.backends.model_rank import check_same_model
+
 MASTER = "fp32"
 """Of a parameter's vectors the weights that the optimizer steps on; the others are the optimizer's own."""
 MOMENTUM = "momentum_buffer"
@@ -179,16 +181,6 @@ def slice_of(numel: int, rank: int, size: int) -> range:
     have fewer, or none."""
     part = -(-numel // size)
     return range(min(rank * part, numel), min((rank + 1) * part, numel))
-
-
-def check_same_model(unknown: Collection[str], missing: Collection[str]) -> None:
-    """Raise ValueError where a checkpoint has parameters that are unknown here, or lacks some."""
-    if missing or unknown:
-        what = f"it has no {min(missing)}" if missing else f"this one has no {min(unknown)}"
-        raise ValueError(
-            f"the checkpoint is of another model: {what}.\n"
-            "Resume with the model and the --ds.lora.* flags that it was saved with."
-        )
 
 
 def _load(file: Path) -> Any:

@@ -24,12 +24,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from openrlhf.backends.base import Part
 from openrlhf.config.choices import LoraSync
 
 if TYPE_CHECKING:
@@ -47,9 +48,6 @@ SENDING_THREADS = 8
 ADAPTER_MARKS = (".lora_A.", ".lora_B.")
 """In the names of an adapter's tensors, and in no checkpoint's of a whole model."""
 TIMEOUT = datetime.timedelta(seconds=300)
-
-Part = Literal["merged", "base", "adapter"]
-"""Of a model's weights: all, adapters merged into them; all, as they are below adapters; adapters alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +156,7 @@ def _rows_of_words(data: Tensor) -> Iterator[Tensor]:
 
 
 class Sendable(Protocol):
-    """A model in training, on every rank: DeepSpeedEngine says what these do."""
+    """A model in training, on every rank: TrainEngine says what these do."""
 
     def weights(self, bucket_bytes: int, part: Part = "merged") -> Iterator[tuple[str, Tensor]]: ...
 

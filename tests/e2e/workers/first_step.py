@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, FrozenModel
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, DeepSpeedFrozen
 from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
@@ -51,7 +51,7 @@ def first_steps(spec: dict, case: dict) -> dict[str, Metrics]:
     if case["rank"]:
         reference = without_adapters(engine.module)
     else:
-        frozen = FrozenModel(load, ds=ds, offload=False)
+        frozen = DeepSpeedFrozen(load, ds=ds, offload=False)
         reference = lambda row: frozen(row).log_probs
     made = samples(8)
     pairs = PairRow.of([Pair(chosen=a, rejected=b) for a, b in zip(made[::2], made[1::2], strict=True)])

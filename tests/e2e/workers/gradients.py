@@ -5,14 +5,17 @@ import itertools
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 
-from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+from openrlhf.backends.base import TrainEngine
+from openrlhf.backends.build import build_engine
 from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed, seed_everything
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
@@ -94,6 +97,13 @@ def experiences() -> Batch:
     return Batch(lengths=np.array(LENGTHS), num_actions=num_actions, **joined)
 
 
+def before_steps(engine: TrainEngine, look: Callable[[], None]) -> None:
+    """From now on `look` is called when gradients are there, before each step of the optimizer."""
+    stepper: Any = getattr(engine, "engine", None) or getattr(engine, "optimizer")  # noqa: B009
+    take_step = stepper.step
+    stepper.step = lambda: (look(), take_step())
+
+
 def full_gradient(param: torch.nn.Parameter) -> torch.Tensor:
     """As the optimizer is about to see it, put together by all ranks."""
     gradient = safe_get_full_grad(param).clone()
@@ -103,8 +113,9 @@ def full_gradient(param: torch.nn.Parameter) -> torch.Tensor:
 
 
 def gradients(spec: dict, mesh: ProcessMesh, build, parts, order, size: int) -> dict[str, torch.Tensor]:
-    engine = DeepSpeedEngine(
+    engine = build_engine(
         lambda: build(spec),
+        backend=spec.get("backend", "deepspeed"),
         optim=OptimConfig(max_norm=0.0),
         ds=DeepSpeedConfig(
             zero_stage=spec["stage"], param_dtype="fp32", sequence_parallel_mode=spec.get("mode", "auto")
@@ -118,8 +129,7 @@ def gradients(spec: dict, mesh: ProcessMesh, build, parts, order, size: int) -> 
         for name, param in engine.module.model.named_parameters():
             found[name] = full_gradient(param)
 
-    take_step = engine.engine.step
-    engine.engine.step = lambda: (look(), take_step())
+    before_steps(engine, look)
     batch = experiences()
     # Ranks get different numbers of samples, and so rows of different numbers of sequences.
     mine = list(order) if mesh.data == 1 else (list(order[:6]), list(order[6:]))[mesh.data_rank]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from workers.gradients import full_gradient
+from workers.gradients import before_steps, full_gradient
 
 from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.cli.train_dpo import DPOTask
@@ -56,8 +56,7 @@ def first_gradients(run: Run) -> Callable[[], dict[str, torch.Tensor]]:
         for name, param in run.engine.module.model.named_parameters():
             found[name] = full_gradient(param)
 
-    take_step = run.engine.engine.step
-    run.engine.engine.step = lambda: (look(), take_step())
+    before_steps(run.engine, look)
     return lambda: dict(found)
 
 
@@ -85,7 +84,8 @@ def main() -> None:
     init_distributed()
     report = {}
     for name, flags in spec["commands"].items():
-        run = started(name.split()[0], f"{spec['common']} --ds.zero_stage {spec['stage']} {flags}")
+        layout = f"--train.backend {spec['backend']} --ds.zero_stage {spec['stage']}"
+        run = started(name.split()[0], f"{spec['common']} {layout} {flags}")
         for layout, gradients, metrics in steps(run):
             path = f"{spec['out']}/{name} {layout}.pt"
             if dist.get_rank() == 0:

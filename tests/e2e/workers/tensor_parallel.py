@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from workers.gradients import OBJECTIVES, experiences, full_gradient
 
-from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, FrozenModel
+from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, DeepSpeedFrozen
 from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 
@@ -81,7 +81,7 @@ def frozen(spec: dict, case: dict, mesh: ProcessMesh) -> list[list[float]]:
     """What a reference says."""
     build = lambda: OBJECTIVES[case["objective"]][0](spec | case)
     ds = DeepSpeedConfig(zero_stage=case["stage"], param_dtype=case.get("dtype", "fp32"))
-    model = FrozenModel(build, ds=ds, offload=False, mesh=mesh)
+    model = DeepSpeedFrozen(build, ds=ds, offload=False, mesh=mesh)
     _, (_, make) = OBJECTIVES[case["objective"]]
     return [a.tolist() for a in model.forward([make(experiences().select([0, 1, 2]))], read)]
 

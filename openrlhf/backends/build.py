@@ -1,0 +1,66 @@
+"""The engine of a model, by `--train.backend`. Only the library of the one asked for is imported."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from openrlhf.backends.base import FrozenModel, TrainEngine
+from openrlhf.backends.distributed import ProcessMesh
+from openrlhf.config.choices import BackendName
+from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
+from openrlhf.models.backbone import RowModel
+
+ENGINES: dict[str, tuple[str, str, str]] = {
+    "deepspeed": ("openrlhf.backends.deepspeed.engine", "DeepSpeedEngine", "DeepSpeedFrozen"),
+    "torch": ("openrlhf.backends.torch.engine", "TorchEngine", "TorchFrozen"),
+}
+"""Module, class of a model in training, class of a frozen one."""
+
+
+def build_engine(
+    build_model: Callable[[], RowModel],
+    *,
+    backend: BackendName,
+    optim: OptimConfig,
+    ds: DeepSpeedConfig,
+    total_steps: int,
+    mesh: ProcessMesh,
+    gradient_checkpointing: bool = False,
+    reentrant: bool = False,
+    dropout: bool = False,
+    ema_beta: float | None = None,
+) -> TrainEngine:
+    """One rank of a model in training; `init_distributed` comes first.
+
+    `build_model`: called where the engine wants the model, so that ranks may load only parts of it.
+    `total_steps`: optimizer steps of the whole run, which the learning rate schedule needs. `dropout`: train
+    with that of the model's configuration. `ema_beta`: decay of a moving average of the trained weights,
+    which `export` writes; None for no average.
+    """
+    return _class_of(backend, 1)(
+        build_model,
+        optim=optim,
+        ds=ds,
+        total_steps=total_steps,
+        gradient_checkpointing=gradient_checkpointing,
+        reentrant=reentrant,
+        dropout=dropout,
+        ema_beta=ema_beta,
+        mesh=mesh,
+    )
+
+
+def build_frozen(
+    build_model: Callable[[], RowModel],
+    *,
+    backend: BackendName,
+    ds: DeepSpeedConfig,
+    offload: bool,
+    mesh: ProcessMesh,
+) -> FrozenModel:
+    """One rank of a model that only answers. `offload`: its weights are kept in CPU memory."""
+    return _class_of(backend, 2)(build_model, ds=ds, offload=offload, mesh=mesh)
+
+
+def _class_of(backend: BackendName, place: int) -> Any:
+    return getattr(import_module(ENGINES[backend][0]), ENGINES[backend][place])

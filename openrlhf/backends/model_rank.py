@@ -1,0 +1,315 @@
+"""One rank of a model, whichever library trains it: its rows are read, its weights made whole and written."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from openrlhf.backends.base import Objective, Part, RowT
+from openrlhf.backends.distributed import ProcessMesh, current_device
+from openrlhf.backends.row_memory import ModelShape
+from openrlhf.config.sections import DeepSpeedConfig
+from openrlhf.device import DEVICE_TYPE
+from openrlhf.files import clear_for_model
+from openrlhf.models.backbone import RowModel, reading_of
+from openrlhf.models.checkpoint_layout import CheckpointLayout
+from openrlhf.models.dropout import set_training
+from openrlhf.models.lora import adapter_weights, base_weights, has_adapters, merged_weights, save_adapter
+from openrlhf.models.sequence_parallel import SequenceParallel
+from openrlhf.models.tensor_parallel import whole, whole_shape
+from openrlhf.types import LossNorm, Metrics
+
+ItemT = TypeVar("ItemT")
+WHOLE = {"merged": merged_weights, "base": base_weights}
+BUCKET_BYTES = 256 << 20
+"""Of whole parameters that are gathered at a time."""
+
+
+class ModelRank(ABC):
+    """One rank of a model that answers about rows."""
+
+    def __init__(self, mesh: ProcessMesh | None) -> None:
+        """`mesh`: None where every rank has samples of its own."""
+        self.mesh, self.device = mesh or ProcessMesh.joined(), current_device()
+
+    @property
+    @abstractmethod
+    def caller(self) -> Callable:
+        """Calls the model on a row; collective where ranks share weights."""
+
+    @property
+    @abstractmethod
+    def module(self) -> RowModel: ...
+
+    @torch.no_grad()
+    def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
+        """`read(model, row)` for each of this rank's rows, on the CPU. At least one row."""
+        padded, _ = self._agree(rows)
+        self.module.eval()
+        answers = [read(self.caller, row) for row in padded]
+        return [answer.cpu() for answer in answers][: len(rows)]  # a copy waits for its device
+
+    def _agree(self, rows: Sequence[RowT]) -> tuple[list[RowT], LossNorm]:
+        """The same number of rows on every rank (collectives inside forward and backward count them), on its
+        device, and the totals that losses divide by, of each sample once."""
+        mine = torch.tensor(
+            [len(rows), sum(r.num_tokens for r in rows), sum(r.num_sequences for r in rows)],
+            dtype=torch.float64,
+            device=self.device,
+        )
+        everyone = [torch.empty_like(mine) for _ in range(self.mesh.data)]
+        dist.all_gather(everyone, mine, self.mesh.data_group)
+        counts = torch.stack(everyone)
+        most = int(counts[:, 0].max())
+        num_tokens, num_sequences = counts[:, 1:].sum(0).tolist()
+        padding = [rows[0].empty()] * (most - len(rows))
+        norm = LossNorm(max(num_tokens, 1.0), max(num_sequences, 1.0))
+        return [row.to(self.device) for row in [*rows, *padding]], norm
+
+
+class TrainedRank(ModelRank):
+    """One rank of a model in training. A subclass says how gradients are made and applied, and how weights
+    that ranks share become whole."""
+
+    plain_training: bool
+    """Training passes need no `set_training` of their own: the model has no noise, or is meant to have it."""
+    scales_loss = False
+    """An overflowing gradient is how the loss scale is found, and such a step is skipped."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Optimizer steps done, also before a resume."""
+
+    def _begin_pass(self, is_last: bool) -> None:
+        """A forward and backward pass begins, the last of its step or not."""
+
+    @abstractmethod
+    def _backward(self, loss: Tensor) -> None:
+        """Adds the gradient of `loss`, averaged over ranks with different samples."""
+
+    @abstractmethod
+    def _step(self) -> tuple[float, float]:
+        """One optimizer step -> its learning rate, and the norm of its gradient before clipping."""
+
+    def _check_present(self) -> None:
+        """Raises RuntimeError where the optimizer's state is away."""
+
+    def _gathered(self, tensors: Iterable[Tensor]) -> AbstractContextManager:
+        """Inside, `whole` can read these parameters. Collective."""
+        return nullcontext()
+
+    def _trained_in_full(self) -> Iterator[tuple[str, Tensor]]:
+        """What `export` writes of the weights that are trained. Collective."""
+        yield from self._in_full((n, p) for n, p in self.module.model.named_parameters() if p.requires_grad)
+
+    def train_step(
+        self, window: Sequence[RowT], objective: Objective[RowT], *also: tuple[Sequence, Objective]
+    ) -> Metrics:
+        """One optimizer step over the rows that all ranks hold; `window` is this rank's, at least one row,
+        and the same on ranks that have the same samples.
+
+        `also`: more (rows, objective) of the same step. Their losses are added up, and each divides by the
+        totals of its own rows.
+
+        Returns the objectives' metrics over all ranks, and `grad_norm` (before clipping), `lr` and
+        `num_tokens` (those of `window` with a loss). Raises FloatingPointError on every rank where one of
+        them is not finite.
+        """
+        self._check_present()
+        rows, norm = self._agree(window)
+        passes: list[tuple[Any, Objective, LossNorm]] = [(row, objective, norm) for row in rows]
+        for more, own_objective in also:
+            rows, own_norm = self._agree(more)
+            passes += [(row, own_objective, own_norm) for row in rows]
+        set_training(self.module, dropout=self.plain_training)
+        contributions: dict[str, Tensor] = {}
+        for i, (row, minimise, totals) in enumerate(passes):
+            self._begin_pass(i == len(passes) - 1)
+            loss, metrics = minimise(self.caller, row, totals)
+            # Gradients are averaged over ranks; contributions of ranks with different samples must add up.
+            # Those of ranks that share rows do so by themselves: models/sequence_parallel.py.
+            self._backward(loss * self.mesh.data)
+            for name, contribution in metrics.items():
+                contributions[name] = contributions.get(name, 0) + contribution.detach()
+        lr, grad_norm = self._step()
+        metrics = self._sum_over_ranks(contributions)
+        _check_finite(metrics if self.scales_loss else metrics | {"grad_norm": grad_norm}, self.steps)
+        return metrics | {"grad_norm": grad_norm, "lr": lr, "num_tokens": norm.num_tokens}
+
+    @torch.no_grad()
+    def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
+        """The objective's metrics over all rows of all ranks, as one batch; `rows` is this rank's, at least
+        one."""
+        rows, norm = self._agree(rows)
+        self.module.eval()
+        contributions: dict[str, Tensor] = {}
+        for row in rows:
+            for name, contribution in objective(self.caller, row, norm)[1].items():
+                contributions[name] = contributions.get(name, 0) + contribution
+        return self._sum_over_ranks(contributions)
+
+    def shape(self) -> ModelShape:
+        """What the memory of this rank's part of the model depends on."""
+        model, parameters, tensor_ranks = self.module.model, list(self.module.parameters()), self.mesh.tensor
+        return ModelShape.of(
+            model.config,
+            weight_bytes=sum(map(num_bytes, parameters)) // tensor_ranks,
+            trainable=sum(math.prod(whole_shape(p)) for p in parameters if p.requires_grad) // tensor_ranks,
+            normed_heads=any(name.endswith("q_norm") for name, _ in model.named_modules()),
+        )
+
+    def gpu_bytes(self) -> int | None:
+        """Memory of this rank's GPU; None on a CPU."""
+        return torch.cuda.get_device_properties(self.device).total_memory if DEVICE_TYPE == "cuda" else None
+
+    def weights(
+        self, bucket_bytes: int = BUCKET_BYTES, part: Part = "merged"
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that a checkpoint of the model holds, in full, by the checkpoint's name and in its
+        layout, adapters merged into it or, by `part`, left out; or those of the adapter by peft's names. All
+        ranks must iterate together: where they share weights each bucket is a collective. Tensors last as
+        long as they are kept, until the next optimizer step."""
+        if part == "adapter":
+            yield from self._in_full(adapter_weights(self.module.model).items(), bucket_bytes)
+            return
+        layout, weights = self._layout, WHOLE[part](self.module.model)
+        parts = lambda conversion: [part for name in conversion.names for part in weights[name].parts]
+        sizes = [sum(map(num_bytes, parts(conversion))) for conversion in layout.conversions]
+        for bucket in _buckets(layout.conversions, sizes, bucket_bytes):
+            with self._gathered(part for conversion in bucket for part in parts(conversion)):
+                for conversion in bucket:
+                    whole = {name: weights[name].merged() for name in conversion.names}
+                    yield from layout.convert(conversion, whole).items()
+
+    def weight_metadata(self, part: Part = "merged") -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(name, dtype, full shape) of everything that `weights` yields, without a transfer."""
+        if part == "adapter":
+            of_adapter = adapter_weights(self.module.model)
+            return [(name, p.dtype, whole_shape(p)) for name, p in of_adapter.items()]
+        empty = {
+            name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            for name, weight in WHOLE[part](self.module.model).items()
+        }
+        return [
+            (name, t.dtype, tuple(t.shape))
+            for conversion in self._layout.conversions
+            for name, t in self._layout.convert(conversion, empty).items()
+        ]
+
+    def export(self, folder: str) -> None:
+        """Collective. Rank 0 writes the model in Hugging Face format, or its adapter alone where it has one;
+        every rank returns when it is on disk. The weights themselves are not touched."""
+        model, state = self.module.model, {}
+        is_adapter = has_adapters(model)
+        frozen = [] if is_adapter else [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+        for weights in (self._in_full(frozen), self._trained_in_full()):
+            for name, tensor in weights:
+                if self.mesh.is_first:
+                    state[name] = tensor.detach().cpu().clone()
+        if self.mesh.is_first:
+            clear_for_model(folder, adapter=is_adapter)
+        if self.mesh.is_first and is_adapter:
+            save_adapter(model, state, folder)
+        elif self.mesh.is_first:
+            state |= {
+                name: b.cpu()
+                for name, b in model.state_dict().items()
+                if name not in state and _is_buffer(model, name)
+            }
+            model.save_pretrained(folder, state_dict=state)
+        dist.barrier()
+
+    @cached_property
+    def _layout(self) -> CheckpointLayout:
+        model = self.module.model
+        return CheckpointLayout(model, {name: weight.shape for name, weight in merged_weights(model).items()})
+
+    def _in_full(
+        self, parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES
+    ) -> Iterator[tuple[str, Tensor]]:
+        named = list(parameters)
+        for bucket in _buckets(named, [num_bytes(p) for _, p in named], bucket_bytes):
+            with self._gathered(p for _, p in bucket):
+                for name, param in bucket:
+                    yield name, whole(param)
+
+    def _sum_over_ranks(self, contributions: dict[str, Tensor]) -> Metrics:
+        if not contributions:
+            return {}
+        values = torch.stack(
+            [torch.as_tensor(c, device=self.device).double() for c in contributions.values()]
+        )
+        dist.all_reduce(values, group=self.mesh.data_group)
+        return dict(zip(contributions, values.tolist(), strict=True))
+
+
+def shard_rows(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig) -> None:
+    """From now on, among the ranks of the mesh's sequence dimension."""
+    if mesh.sequence_group is not None:
+        reading_of(module.model).sharing = SequenceParallel(
+            group=mesh.sequence_group,
+            mode=ds.sequence_parallel_mode,
+            heads_at_a_time=ds.ring_attn_head_stride,
+        )
+
+
+def num_bytes(param: Tensor) -> int:
+    """Of the whole parameter, of which a rank may keep only a part."""
+    return math.prod(whole_shape(param)) * param.element_size()
+
+
+def exempt_from_decay(module: nn.Module) -> set[int]:
+    """The ids of parameters: biases, norms and other vectors. A norm is known by its class: architectures
+    call them norm, ln_1 or ln_f."""
+    found = set()
+    for child in module.modules():
+        is_norm = "norm" in type(child).__name__.lower()
+        for name, p in child.named_parameters(recurse=False):
+            if is_norm or len(whole_shape(p)) < 2 or name.endswith("bias"):
+                found.add(id(p))
+    return found
+
+
+def check_same_model(unknown: Iterable[str], missing: Iterable[str]) -> None:
+    """Raises ValueError where a checkpoint has parameters that are unknown here, or lacks some."""
+    unknown, missing = sorted(unknown), sorted(missing)
+    if missing or unknown:
+        what = f"it has no {missing[0]}" if missing else f"this one has no {unknown[0]}"
+        raise ValueError(
+            f"the checkpoint is of another model: {what}.\n"
+            "Resume with the model and the --ds.lora.* flags that it was saved with."
+        )
+
+
+def _buckets(items: Sequence[ItemT], sizes: Sequence[int], capacity: int) -> Iterator[list[ItemT]]:
+    """In order, each full when its sizes reach `capacity`."""
+    bucket, filled = [], 0
+    for item, size in zip(items, sizes, strict=True):
+        bucket.append(item)
+        filled += size
+        if filled >= capacity:
+            yield bucket
+            bucket, filled = [], 0
+    if bucket:
+        yield bucket
+
+
+def _check_finite(metrics: Metrics, step: int) -> None:
+    bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+    if bad:
+        raise FloatingPointError(
+            f"optimizer step {step}: {', '.join(f'{k} is {v}' for k, v in bad.items())}. "
+            "Nothing was saved after it.\n"
+            f"Lower the learning rate, or look at this step's rollouts and data in the run folder."
+        )
+
+
+def _is_buffer(model: nn.Module, name: str) -> bool:
+    return any(name == buffer for buffer, _ in model.named_buffers())

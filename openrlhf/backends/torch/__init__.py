@@ -1,0 +1,1 @@
+"""Plain PyTorch behind `TrainEngine`: no DeepSpeed is imported or needed."""

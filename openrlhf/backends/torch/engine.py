@@ -1,0 +1,328 @@
+"""A model in training by PyTorch alone: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+
+On one rank in float32 the model is a plain module. Else `fully_shard` keeps a slice of every parameter on
+each rank and makes it whole where a layer computes. In bf16 those slices are the float32 master weights, and
+what layers compute with is rounded from them. Either way a step is that of `DeepSpeedEngine`.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from openrlhf.backends.base import Objective, Part, Row, RowT
+from openrlhf.backends.distributed import ProcessMesh, current_device
+from openrlhf.backends.lr_schedule import lr_schedule
+from openrlhf.backends.model_rank import (
+    BUCKET_BYTES,
+    ModelRank,
+    TrainedRank,
+    check_same_model,
+    exempt_from_decay,
+)
+from openrlhf.backends.random_state import load_random_state, save_random_state
+from openrlhf.backends.row_memory import RowMemory, activations
+from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
+from openrlhf.device import DEVICE_TYPE
+from openrlhf.models.backbone import RowModel, reading_of
+from openrlhf.models.dropout import enable_checkpointing, has_noise
+from openrlhf.models.loading import DTYPES
+from openrlhf.models.lora import adapter_weights, fill_randomly
+from openrlhf.models.self_check import resolve_reading
+from openrlhf.models.tensor_parallel import whole
+from openrlhf.types import Metrics
+
+METADATA = ".metadata"
+"""The file by which a folder is known as a checkpoint of torch.distributed.checkpoint."""
+PROGRESS = "progress.pt"
+"""Beside the tensors: how many steps were done, and the trainer's own state."""
+WEIGHTS = "weights"
+"""In front of the names of weights in a checkpoint; those of AdamW's states have theirs."""
+
+
+class TorchEngine(TrainedRank):
+    """`init_distributed` comes first. What this engine cannot is refused by config/checks.py."""
+
+    def __init__(
+        self,
+        build_model: Callable[[], RowModel],
+        *,
+        optim: OptimConfig,
+        ds: DeepSpeedConfig,
+        total_steps: int,
+        gradient_checkpointing: bool = False,
+        reentrant: bool = False,
+        dropout: bool = False,
+        ema_beta: float | None = None,
+        mesh: ProcessMesh | None = None,
+    ) -> None:
+        """See `build_engine`."""
+        assert not reentrant and ema_beta is None  # refused
+        super().__init__(mesh)
+        self.ds, self.optim, self.dtype = ds, optim, DTYPES[ds.param_dtype]
+        self.checkpoints_layers = gradient_checkpointing
+        self.is_sharded = self.mesh.size > 1 or ds.param_dtype != "fp32"
+        self._module = build_model()
+        # Without noise nothing has to be done, and to some architectures evaluation means no gradients.
+        self.plain_training = dropout or not has_noise(self._module.model.config)
+        if gradient_checkpointing:
+            enable_checkpointing(
+                self._module.model,
+                reentrant=False,
+                dropout=self.plain_training,
+                on_host=ds.activation_offload,
+            )
+        for p in self._module.parameters():
+            if p.requires_grad:
+                p.data = p.data.float()
+        place(self._module, self.mesh, ds, shard=self.is_sharded)
+        self.trained = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
+        self.optimizer = _adamw(self._module, optim)
+        self.schedule = lr_schedule(optim, total_steps)
+        self.is_away, self._steps = False, 0
+
+    @property
+    def caller(self) -> Callable:
+        return self._module
+
+    @property
+    def module(self) -> RowModel:
+        return self._module
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
+        answers = super().forward(rows, read)
+        reshard(self._module)
+        return answers
+
+    def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
+        metrics = super().evaluate(rows, objective)
+        reshard(self._module)
+        return metrics
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def _step(self) -> tuple[float, float]:
+        norm = whole(get_total_norm([p.grad for p in self.trained.values() if p.grad is not None]))
+        if self.optim.max_norm > 0:
+            clip_grads_with_norm_(self.trained.values(), self.optim.max_norm, norm)
+        lr = self.optim.adam.lr * self.schedule(self._steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._steps += 1
+        return lr, float(norm)
+
+    def row_memory(self, num_tokens: int) -> RowMemory:
+        """As `fully_shard` is documented to keep things: slices of float32, and what is whole for a while."""
+        shape, ranks, size = self.shape(), self.mesh.size, self.dtype.itemsize
+        own, layer = shape.trainable // ranks, shape.trainable // max(shape.layers, 1)
+        gathered = shape.weight_bytes // 4 * size
+        if self.ds.zero_stage == 3:  # two layers, and what is outside of them
+            gathered = min(gathered, (2 * layer + 2 * shape.vocabulary * shape.hidden) * size)
+        return RowMemory(
+            weights=shape.weight_bytes // ranks + (gathered if self.is_sharded else 0),
+            gradients=4 * own + (4 * layer if self.is_sharded else 0),
+            optimizer=8 * own,
+            activations=activations(
+                shape,
+                num_tokens,
+                size,
+                self.checkpoints_layers,
+                self.gpu_bytes(),
+                on_host=self.ds.activation_offload and DEVICE_TYPE == "cuda",
+            ),
+        )
+
+    def weights(
+        self, bucket_bytes: int = BUCKET_BYTES, part: Part = "merged"
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Rounded to the type that the model computes with."""
+        for name, tensor in super().weights(bucket_bytes, part):
+            yield name, self._rounded(tensor)
+
+    def weight_metadata(self, part: Part = "merged") -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        return [
+            (name, self.dtype if dtype.is_floating_point else dtype, shape)
+            for name, dtype, shape in super().weight_metadata(part)
+        ]
+
+    def _trained_in_full(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in super()._trained_in_full():
+            yield name, self._rounded(tensor)
+
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    @contextmanager
+    def random_adapter(self, seed: int) -> Iterator[None]:
+        """See `DeepSpeedEngine.random_adapter`."""
+        adapters = adapter_weights(self._module.model)
+        kept = {name: p.detach().clone() for name, p in adapters.items()}
+        filled = {name: torch.empty(p.shape, device=self.device) for name, p in adapters.items()}
+        fill_randomly(filled, self.ds.lora, seed)
+        with torch.no_grad():
+            for name, p in adapters.items():
+                p.copy_(_laid_out_as(p, filled[name]))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, p in adapters.items():
+                    p.copy_(kept[name])
+
+    def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
+        self._check_present()
+        path = Path(folder, tag)
+        if self.mesh.is_first:
+            shutil.rmtree(path, ignore_errors=True)  # a save that other ranks did not finish
+            path.mkdir(parents=True)
+            torch.save({"steps": self._steps, "state": state}, path / PROGRESS)
+        dist.barrier()
+        dcp.save(self._tensors(), checkpoint_id=path)
+        save_random_state(path, self.mesh.rank, self.mesh.size)
+        dist.barrier()
+
+    def load_checkpoint(self, folder: str, tag: str) -> dict:
+        """Restores everything that `save_checkpoint` wrote with any number of ranks; returns its `state`."""
+        self._check_present()
+        path, tensors = Path(folder, tag), self._tensors()
+        if not (path / METADATA).exists():
+            raise ValueError(
+                f"--ckpt.path {folder}: the checkpoint {tag} was not saved with --train.backend torch.\n"
+                "Resume with --train.backend deepspeed."
+            )
+        known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.keys()
+        check_same_model(known - tensors.keys(), tensors.keys() - known)
+        dcp.load(tensors, checkpoint_id=path)
+        progress = torch.load(path / PROGRESS, weights_only=False)
+        self._steps = progress["steps"]
+        load_random_state(path, self.mesh.rank, self.mesh.size)
+        return progress["state"]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that steps change, by name: weights, and what AdamW keeps of each. `load` fills them in
+        place."""
+        found = {}
+        for name, p in self.trained.items():
+            found[f"{WEIGHTS}.{name}"] = p.detach()
+            found |= {f"{key}.{name}": value for key, value in self.optimizer.state[p].items()}
+        return found
+
+    def offload(self) -> None:
+        """Moves AdamW's states to the CPU. The float32 weights stay: forwards and weight syncs read them."""
+        self.is_away = True
+        self._move_states(torch.device("cpu"))
+
+    def reload(self) -> None:
+        self.is_away = False
+        self._move_states(self.device)
+
+    def _move_states(self, device: torch.device) -> None:
+        for state in self.optimizer.state.values():
+            state.update({key: value.to(device) for key, value in state.items()})
+
+    def _check_present(self) -> None:
+        if self.is_away:
+            raise RuntimeError("the optimizer's state is on the CPU since offload(); reload() comes first")
+
+
+class TorchFrozen(ModelRank):
+    """Sharded with --ds.zero_stage 3 on several ranks, else a copy on every rank."""
+
+    def __init__(
+        self,
+        build_model: Callable[[], RowModel],
+        *,
+        ds: DeepSpeedConfig,
+        offload: bool,
+        mesh: ProcessMesh | None = None,
+    ) -> None:
+        """See `build_frozen`."""
+        assert not offload  # refused
+        super().__init__(mesh)
+        self._module = build_model().eval().requires_grad_(False)
+        place(self._module, self.mesh, ds, shard=self.mesh.size > 1 and ds.zero_stage == 3)
+
+    @property
+    def caller(self) -> Callable:
+        return self._module
+
+    @property
+    def module(self) -> RowModel:
+        return self._module
+
+    @torch.no_grad()
+    def __call__(self, row: Row) -> Any:
+        return self._module(row)
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        return whole(parameter)
+
+
+def place(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig, *, shard: bool) -> None:
+    """Puts a model on the ranks of `mesh` and finds out how it reads rows. With `shard` layer by layer: each
+    is whole while it computes, and with --ds.zero_stage 2 until its backward pass has."""
+    if shard:
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(DEVICE_TYPE, (mesh.size,)),
+            "reshard_after_forward": ds.zero_stage == 3,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=DTYPES[ds.param_dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
+        }
+        for layer in reversed([m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]):
+            fully_shard(layer, **options)
+        fully_shard(module, **options)
+    else:
+        module.to(current_device())
+    reading_of(module.model).gathers = shard
+    resolve_reading(module, module, zero_stage=3 if shard else None)
+    reshard(module)
+
+
+def reshard(module: RowModel) -> None:
+    """After passes without a gradient, which leave layers whole with --ds.zero_stage 2."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+
+
+def _adamw(module: RowModel, optim: OptimConfig) -> torch.optim.AdamW:
+    """With the states that the first step would make, so that a checkpoint finds them."""
+    exempt, adam = exempt_from_decay(module), optim.adam
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in module.parameters() if p.requires_grad and (id(p) in exempt) is is_exempt]}
+        | {"weight_decay": 0.0 if is_exempt else adam.weight_decay}
+        for is_exempt in (False, True)
+    ]
+    used = [group for group in groups if group["params"]]
+    optimizer = torch.optim.AdamW(used, lr=adam.lr, betas=adam.betas, eps=adam.eps, fused=True)
+    for group in used:
+        for p in group["params"]:
+            zeros = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[p] = {"step": torch.zeros((), device=p.device)} | zeros
+    return optimizer
+
+
+def _laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """A whole tensor in the parts of `parameter`."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
