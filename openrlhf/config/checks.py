@@ -490,8 +490,9 @@ def backend(config: Any) -> Iterator[Problem]:
     for key, (allowed, why) in TORCH_HAS.items():
         for own in (name for name in values if name == key or name.endswith(f".{key}")):
             if values[own] not in allowed:
-                words = " or ".join(map(str, allowed))
-                yield Problem(own, f"train.backend torch {why}; use {words}, or train.backend deepspeed")
+                words = " or ".join(str(value) for value in allowed if value is not None)
+                remedy = "remove it" if allowed == (False,) else f"use {words}"
+                yield Problem(own, f"train.backend torch {why}; {remedy}, or use train.backend deepspeed")
 
 
 TORCH_HAS: dict[str, tuple[tuple[Any, ...], str]] = {

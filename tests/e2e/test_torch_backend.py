@@ -11,7 +11,7 @@ import torch
 from processes import run_ranks
 from safetensors.torch import load_file
 
-from openrlhf.observability.trackers import read_metrics
+from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.types import Metrics
 

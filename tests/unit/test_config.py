@@ -467,11 +467,11 @@ CHECKS = [
     (
         SFT,
         "--train.backend torch --ds.zero_stage 1",
-        "--ds.zero_stage 1: train.backend torch shards optimizer states and gradients; use 2 or 3, or "
+        "--ds.zero_stage 1: train.backend torch shards optimizer states and gradients; use 2 or 3, or use "
         "train.backend deepspeed",
     ),
     (PPO, "--train.backend torch --ds.param_dtype fp16", "torch does not scale losses; use bf16 or fp32"),
-    (PPO, "--train.backend torch --ds.grad_accum_dtype bf16", "torch adds gradients up in float32; use None"),
+    (PPO, "--train.backend torch --ds.grad_accum_dtype bf16", "torch adds gradients up in float32; use"),
     (
         SFT,
         "--train.backend torch --ds.tensor_parallel_size 2",
@@ -481,7 +481,11 @@ CHECKS = [
     (SFT, "--train.backend torch --ds.adam_offload", "train.backend torch has no optimizer on the CPU"),
     (SFT, "--train.backend torch --ds.load_in_4bit", "train.backend torch shards no weights of 4 bits"),
     (SFT, "--train.backend torch --ds.use_universal_ckpt", "train.backend torch reads its own checkpoints"),
-    (SFT, "--train.backend torch --optim muon", "--optim muon: train.backend torch has no Muon; use adam"),
+    (
+        SFT,
+        "--train.backend torch --optim muon --max_norm 0",
+        "--optim muon: train.backend torch has no Muon; use adam",
+    ),
     (
         PPO,
         "--train.backend torch --critic.optim muon",
@@ -491,12 +495,12 @@ CHECKS = [
     (
         PPO,
         "--train.backend torch --actor.gradient_checkpointing_reentrant",
-        "--actor.gradient_checkpointing_reentrant true: train.backend torch has no reentrant checkpointing",
+        "--actor.gradient_checkpointing_reentrant: train.backend torch has no reentrant checkpointing",
     ),
     (
         DPO,
         "--train.backend torch --ref.offload",
-        "--ref.offload true: train.backend torch keeps no weights on",
+        "--ref.offload: train.backend torch keeps no weights on",
     ),
     # placement
     (
