@@ -459,7 +459,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: house\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[openrlhf.advantages]\nopo = house.opo:OPO\n\n[openrlhf.policy_losses]\nsapo = house.sapo:SAPO\n"
+        "[openrlhf.advantages]\nhouse_opo = house.opo:OPO\n\n"
+        "[openrlhf.policy_losses]\nsapo = house.sapo:SAPO\n"
     )
     monkeypatch.syspath_prepend(folder.parent)
     yield
@@ -468,11 +469,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_names_that_a_package_registers(package, capsys):
-    config = parsed(ESTIMATOR, "opo", LOSS, "house.sapo:SAPO", "--algo.options.tau_negative", "2")
+    config = parsed(ESTIMATOR, "house_opo", LOSS, "house.sapo:SAPO", "--algo.options.tau_negative", "2")
     assert config.references == {
         "algo.advantage.estimator": "house.opo:OPO",
         "actor.policy_loss_type": "house.sapo:SAPO",
     }
     assert config.selected["algo.advantage.estimator"].__module__ == "house.opo"
-    (line,) = refused(capsys, ESTIMATOR, "opoo")
-    assert "reinforce_baseline, rloo, opo, or package.module:NAME" in line
+    (line,) = refused(capsys, ESTIMATOR, "house_op")
+    assert "rloo, house_opo, or package.module:NAME" in line
