@@ -155,7 +155,7 @@ class PolicyObjective:
     def _weights(
         self, batch: ExperienceRow, proximal: Tensor, ratio: Literal["token", "sequence"]
     ) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """Yields the weights (A,) w of the sampler's mismatch and v of its staleness, where there are any. Each
+        """Yields the weights (A,) w of the sampler's mismatch and v of its staleness, if any. Each
         comes with the names of two metrics: its mean, and the fraction of actions that it masks."""
         counts = batch.row.num_actions
         if self.correction is not None:
