@@ -25,8 +25,9 @@ from gpukit.processes import ROOT
 from gpukit.stage import Figures, Setting
 from openrlhf.algorithms.logprobs import sum_of_log_probs
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+from openrlhf.backends.deepspeed.memory import row_memory
 from openrlhf.backends.distributed import init_distributed, leave_distributed
-from openrlhf.backends.row_memory import ModelShape, row_memory
+from openrlhf.backends.row_memory import ModelShape
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.models.attention import PACKED, packing_kwargs
 from openrlhf.models.backbone import reading_of

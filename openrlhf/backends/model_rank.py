@@ -255,8 +255,8 @@ def shard_rows(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig) -> None
     if mesh.sequence_group is not None:
         reading_of(module.model).sharing = SequenceParallel(
             group=mesh.sequence_group,
-            mode=ds.sequence_parallel_mode,
-            heads_at_a_time=ds.ring_attn_head_stride,
+            mode=ds.parallel.mode,
+            heads_at_a_time=ds.parallel.heads_at_a_time,
         )
 
 

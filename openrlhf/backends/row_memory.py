@@ -8,11 +8,6 @@ from dataclasses import astuple, dataclass
 from typing import Any, Self
 
 from openrlhf.algorithms.logprobs import logits_bytes
-from openrlhf.backends.deepspeed.config import ITEM_BYTES, bucket_elements
-from openrlhf.config.sections import DeepSpeedConfig
-
-LIVE = 10**9
-"""Parameters that stage 3 keeps whole after it gathered them: DeepSpeed's max_live_parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,26 +73,6 @@ class RowMemory:
         return f"{self.total / size:.1f} {unit} ({listed})"
 
 
-def row_memory(
-    shape: ModelShape, ds: DeepSpeedConfig, *, ranks: int, tokens: int, checkpointing: bool, gpu: int | None
-) -> RowMemory:
-    """At the peak of a training step. `ranks`: that share optimizer states, and at stage 3 weights. `tokens`:
-    of the longest row, that this rank computes. `gpu`: bytes of its memory; None: on a CPU."""
-    size, stage = ITEM_BYTES[ds.param_dtype], ds.zero_stage
-    own = shape.trainable // ranks
-    whole = min(shape.weight_bytes, LIVE * size)
-    on_gpu = gpu is not None
-    return RowMemory(
-        weights=shape.weight_bytes // ranks + whole if stage == 3 else shape.weight_bytes,
-        gradients=_gradients(shape, ds, own, on_gpu),
-        optimizer=0 if on_gpu and ds.adam_offload else 12 * (own if stage > 0 else shape.trainable),
-        activations=max(
-            activations(shape, tokens, size, checkpointing, gpu, on_host=on_gpu and ds.activation_offload),
-            4 * own,  # in the optimizer's step: gradients in float32
-        ),
-    )
-
-
 def most_tokens(train: Any, longest: int, sharing: int) -> int:
     """Of a row, by the flags `train.*`. `longest`: tokens of an item; `sharing`: ranks that share a row."""
     if train.dynamic_batch_enable:
@@ -137,11 +112,3 @@ def _head(shape: ModelShape, tokens: int, size: int, gpu: int | None) -> int:
         return 3 * 4 * weights + logits  # weights in float32, their gradient, and that once more
     rounded = size if size < 4 else 0  # bytes of a number beside its four in float32: of a chunk, then of all
     return 4 * weights + max(logits * (4 + rounded) // 4, weights * rounded)
-
-
-def _gradients(shape: ModelShape, ds: DeepSpeedConfig, own: int, on_gpu: bool) -> int:
-    size, bucket = ITEM_BYTES[ds.param_dtype], bucket_elements(ds)
-    if ds.zero_stage < 2:
-        return shape.trainable * size
-    buffer = bucket if on_gpu else min(bucket, shape.trainable)
-    return 4 * own + buffer * size * (2 if ds.overlap_comm else 1)

@@ -48,7 +48,7 @@ def problems_outside(config: PPOConfig) -> list[str]:
 
 
 def _tell_who_stays(config: PPOConfig) -> None:
-    asked = {"--vllm.enable_sleep": config.engines_sleep, "--ds.enable_sleep": config.ds.enable_sleep}
+    asked = {"--vllm.enable_sleep": config.engines_sleep, "--ds.enable_sleep": config.ds.offloading.sleeps}
     if flags := " and ".join(flag for flag, is_asked in asked.items() if is_asked):
         print(
             f"note: {flags}: without a GPU everyone's memory stays where it is", file=sys.stderr, flush=True
@@ -80,7 +80,7 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
         ask(REWARD_FLAG, check_reward_model, path, REWARD_FLAG, config.ds.value_head_prefix)
         if config.reward.normalize_enable:
             ask(REWARD_FLAG, _check_statistics, path)
-    if (size := config.ds.tensor_parallel_size) > 1:
+    if (size := config.ds.parallel.tensor) > 1:
         from openrlhf.models.tensor_parallel import check_tensor_parallel
 
         models = {ACTOR_FLAG: [actor], TEACHER_FLAG: [config.teacher.model_name_or_path]}
@@ -184,7 +184,7 @@ def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
         model_config,
         flag=ACTOR_FLAG,
         path=path,
-        dtype=config.ds.param_dtype,
+        dtype=config.ds.precision.dtype,
         max_len=config.data.max_len,
         on_cpu=on_cpu,
         tensor_parallel_size=config.vllm.tensor_parallel_size,

@@ -105,7 +105,7 @@ def train(
 def _memory_of_rows(config: PPOConfig, roles: "Roles") -> str:
     from openrlhf.backends.row_memory import most_tokens
 
-    tokens = most_tokens(config.train, config.data.max_len, config.ds.ring_attn_size)
+    tokens = most_tokens(config.train, config.data.max_len, config.ds.parallel.sequence)
     groups = {"actor": roles.policy, "critic": roles.critic}
     needs = [f"{role} {group.row_memory(tokens)}" for role, group in groups.items() if group]
     return f"memory of a rank for a row of up to {tokens:,} tokens, about: {'; '.join(needs)}"
@@ -158,7 +158,7 @@ def _engine_size(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) 
     from openrlhf.cluster.planner import least_tensor_parallel_size
     from openrlhf.models.loading import weight_bytes
 
-    path, dtype = config.actor.model_name_or_path, config.ds.param_dtype
+    path, dtype = config.actor.model_name_or_path, config.ds.precision.dtype
     try:
         weights = weight_bytes(path, flag=ACTOR_FLAG, dtype=dtype, images=config.reads_images)
     except ValueError:  # there is no such model, which the checks tell
@@ -187,7 +187,7 @@ def checkpoints_of(config: PPOConfig, data: RLData) -> "CheckpointFolder":
     ckpt = config.ckpt
     others = [f"{ckpt.folder}/_critic"] if config.uses_critic else []
     origin = _origin(config, data) if ckpt.is_used else None
-    universal = config.ds.use_universal_ckpt
+    universal = config.ds.zero.universal_checkpoint
     return CheckpointFolder(f"{ckpt.folder}/_actor", ckpt, others, origin, universal=universal)
 
 
@@ -251,7 +251,7 @@ def build_trainer(
         resume_step=None if restored is None else done,
         decode=partial(decode, data.tokenizer),
         rollouts=config.logger.rollouts,
-        mismatch=MismatchWatch(dtype=config.ds.param_dtype),
+        mismatch=MismatchWatch(dtype=config.ds.precision.dtype),
     )
     kl, total_steps = config.algo.kl, len(prompts_of_steps(config, len(data.prompts)))
     trainer = PPOTrainer(

@@ -74,14 +74,14 @@ class RewardModelTask(PairTask[RMConfig]):
         return load_scorer(
             config.model.model_name_or_path,
             flag="--model.model_name_or_path",
-            dtype=config.ds.param_dtype,
-            attention=config.ds.row_attention,
+            dtype=config.ds.precision.dtype,
+            attention=config.ds.kernels.attention,
             max_len=config.data.max_len,
             head_prefix=config.ds.value_head_prefix,
             tokenizer=tokenizer,
-            experts=config.ds.experts_implementation,
-            liger=config.ds.use_liger_kernel,
-            in_4bit=config.ds.load_in_4bit,
+            experts=config.ds.kernels.experts,
+            liger=config.ds.kernels.liger,
+            in_4bit=config.ds.precision.in_4bit,
             images=config.data.reads_images,
         )
 

@@ -248,7 +248,7 @@ def _torn(layout: Layout) -> Iterator[str]:
 
 
 def _offload(config: PPOConfig, role: str) -> str:
-    sleeps = "--ds.enable_sleep" if config.ds.enable_sleep else ""
+    sleeps = "--ds.enable_sleep" if config.ds.offloading.sleeps else ""
     return {
         "actor": sleeps,
         "critic": sleeps,

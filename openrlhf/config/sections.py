@@ -95,6 +95,53 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """The type of a model's weights."""
+
+    dtype: ParamDtype
+    in_4bit: bool
+    """Frozen weights below adapters are NF4."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """What models compute with, by names of transformers; None as it chooses."""
+
+    attention: str
+    experts: ExpertsImplementation | None
+    liger: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parallelism:
+    """How many ranks share each row and each matrix, and how rows are shared."""
+
+    sequence: int
+    tensor: int
+    mode: SequenceParallelMode
+    heads_at_a_time: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Zero:
+    """What ranks share of weights, gradients and optimizer states."""
+
+    stage: int
+    adam_offload: bool
+    universal_checkpoint: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offloading:
+    """What leaves a GPU while it is not needed there."""
+
+    sleeps: bool
+    """Optimizer states, while others use the GPU."""
+    activations_on_host: bool
+    """Inputs of checkpointed layers, until the backward pass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSpeedConfig:
     """Precision, sharding and kernels of the training models."""
 
@@ -161,10 +208,39 @@ class DeepSpeedConfig:
     shared GPUs."""
 
     @property
-    def row_attention(self) -> str:
+    def precision(self) -> Precision:
+        return Precision(dtype=self.param_dtype, in_4bit=self.load_in_4bit)
+
+    @property
+    def kernels(self) -> Kernels:
         """attn_implementation, but auto for other flash attention where ranks share rows."""
         shared = self.ring_attn_size > 1 and self.attn_implementation in FLASH_PACKAGES
-        return "auto" if shared else self.attn_implementation
+        return Kernels(
+            attention="auto" if shared else self.attn_implementation,
+            experts=self.experts_implementation,
+            liger=self.use_liger_kernel,
+        )
+
+    @property
+    def parallel(self) -> Parallelism:
+        return Parallelism(
+            sequence=self.ring_attn_size,
+            tensor=self.tensor_parallel_size,
+            mode=self.sequence_parallel_mode,
+            heads_at_a_time=self.ring_attn_head_stride,
+        )
+
+    @property
+    def zero(self) -> Zero:
+        return Zero(
+            stage=self.zero_stage,
+            adam_offload=self.adam_offload,
+            universal_checkpoint=self.use_universal_ckpt,
+        )
+
+    @property
+    def offloading(self) -> Offloading:
+        return Offloading(sleeps=self.enable_sleep, activations_on_host=self.activation_offload)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -180,7 +180,7 @@ class PPOTrainer(Generic[PolicyT]):
 
     def check_mismatch(self, metrics: Metrics) -> None:
         config = self.config
-        check_mismatch(metrics, config.ds.param_dtype, config.algo.max_mismatch, self.step + 1)
+        check_mismatch(metrics, config.ds.precision.dtype, config.algo.max_mismatch, self.step + 1)
 
     def forward(self, batch: Batch) -> ForwardOutputs:
         """Computes log-probs and values of all actions with every model that the run has."""

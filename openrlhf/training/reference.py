@@ -91,7 +91,7 @@ def _remembered(
     if not data.cache_enable:
         return compute()
     folder = Path(data.cache_dir).expanduser() if data.cache_dir else cache_folder()
-    precision = (ds.param_dtype, ds.load_in_4bit)
+    precision = (ds.precision.dtype, ds.precision.in_4bit)
     read = [arrays_digest(dataset.arrays()), dataset.images_digest]
     key = digest([model_digest(path, REF_FLAG), *read, precision])
     return kept(folder / "reference" / f"{key}.npy", compute)

@@ -65,7 +65,7 @@ class Task(ABC, Generic[ConfigT]):
             from openrlhf.models.experts import check_experts
 
             check_experts(self.config.model.model_name_or_path, MODEL_FLAG)
-        if (size := self.config.ds.tensor_parallel_size) > 1:
+        if (size := self.config.ds.parallel.tensor) > 1:
             from openrlhf.models.tensor_parallel import check_tensor_parallel
 
             for flag, path in self.models().items():
@@ -101,7 +101,7 @@ class Task(ABC, Generic[ConfigT]):
         return PolicyModel(self.load_causal_lm())
 
     def load_causal_lm(self) -> "PreTrainedModel":
-        path, in_4bit = self.config.model.model_name_or_path, self.config.ds.load_in_4bit
+        path, in_4bit = self.config.model.model_name_or_path, self.config.ds.precision.in_4bit
         return load_language_model(self.config, path, MODEL_FLAG, in_4bit=in_4bit)
 
     @abstractmethod
@@ -133,7 +133,7 @@ class Run(Generic[ConfigT]):
             heap.freeze()
             init_distributed()
             self.mesh = ProcessMesh.joined(
-                sequence=task.config.ds.ring_attn_size, tensor=task.config.ds.tensor_parallel_size
+                sequence=task.config.ds.parallel.sequence, tensor=task.config.ds.parallel.tensor
             )
         self.task, self.config, self.argv = task, task.config, argv
         config = task.config
@@ -261,7 +261,7 @@ class Run(Generic[ConfigT]):
     def _checkpoints(self) -> "CheckpointFolder":
         from openrlhf.training.checkpoints import CheckpointFolder
 
-        ckpt, universal = self.config.ckpt, self.config.ds.use_universal_ckpt
+        ckpt, universal = self.config.ckpt, self.config.ds.zero.universal_checkpoint
         origin = self._origin() if ckpt.is_used else None
         return CheckpointFolder(ckpt.folder, ckpt, origin=origin, universal=universal)
 
@@ -511,11 +511,11 @@ def load_language_model(
     return load_causal_lm(
         path,
         flag=flag,
-        dtype=config.ds.param_dtype,
-        attention=config.ds.row_attention,
+        dtype=config.ds.precision.dtype,
+        attention=config.ds.kernels.attention,
         max_len=config.data.max_len,
-        experts=config.ds.experts_implementation,
-        liger=config.ds.use_liger_kernel,
+        experts=config.ds.kernels.experts,
+        liger=config.ds.kernels.liger,
         in_4bit=in_4bit,
         images=config.data.reads_images,
     )

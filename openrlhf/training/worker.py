@@ -156,12 +156,12 @@ class ModelWorker(Worker, Generic[ModelT]):
         return load_causal_lm(
             path,
             flag=flag,
-            dtype=ds.param_dtype,
-            attention=ds.row_attention,
+            dtype=ds.precision.dtype,
+            attention=ds.kernels.attention,
             max_len=self.config.data.max_len,
-            experts=ds.experts_implementation,
+            experts=ds.kernels.experts,
             in_4bit=in_4bit,
-            liger=ds.use_liger_kernel,
+            liger=ds.kernels.liger,
             images=self.config.reads_images,
         )
 
@@ -274,7 +274,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         )
 
     def _optimizer_present(self) -> AbstractContextManager[None]:
-        return optimizer_loaded(self.model, self.config.ds.enable_sleep)
+        return optimizer_loaded(self.model, self.config.ds.offloading.sleeps)
 
     @property
     def _checkpoint_folder(self) -> str:
@@ -317,11 +317,11 @@ class PolicyWorker(TrainedWorker):
         if texts is not None:
             self.text_windows = self._lay_out(texts)
         self._find_place_in_texts()
-        offload_optimizer(self.model, self.config.ds.enable_sleep)
+        offload_optimizer(self.model, self.config.ds.offloading.sleeps)
 
     def build_model(self, path: str, flag: str) -> RowModel:
         ds = self.config.ds
-        model = self.load(path, flag, in_4bit=ds.load_in_4bit)
+        model = self.load(path, flag, in_4bit=ds.precision.in_4bit)
         if self.config.algo.router_replay:
             reading_of(model).replay = Replay(model)
         model = prepare_for_training(model, ds)
@@ -428,12 +428,12 @@ class CriticWorker(TrainedWorker):
             total_steps,
             config.actor.gradient_checkpointing_enable if checkpointing is None else checkpointing,
         )
-        offload_optimizer(self.model, config.ds.enable_sleep)
+        offload_optimizer(self.model, config.ds.offloading.sleeps)
 
     def build_model(self, path: str, flag: str) -> ValueModel:
         """A reward model keeps its head; a plain language model gets a new one."""
         ds = self.config.ds
-        scorer = _build_scorer(self.config, path, flag, in_4bit=ds.load_in_4bit)
+        scorer = _build_scorer(self.config, path, flag, in_4bit=ds.precision.in_4bit)
         return ValueModel(prepare_for_training(scorer.model, ds))
 
     def read(self, model: Callable, row: PackedRow) -> Tensor:
@@ -465,13 +465,13 @@ def _build_scorer(
     return load_scorer(
         path,
         flag=flag,
-        dtype=ds.param_dtype,
-        attention=ds.row_attention,
+        dtype=ds.precision.dtype,
+        attention=ds.kernels.attention,
         max_len=config.data.max_len,
         head_prefix=ds.value_head_prefix,
-        experts=ds.experts_implementation,
+        experts=ds.kernels.experts,
         in_4bit=in_4bit,
-        liger=ds.use_liger_kernel,
+        liger=ds.kernels.liger,
         images=config.reads_images,
         trained=trained,
     )

@@ -1001,7 +1001,7 @@ NOT_YET = [(command, key) for command in COMMANDS for key in command.not_yet]
 def test_flash_attention_of_a_package_gives_way_where_ranks_share_rows() -> None:
     def of(**flags) -> tuple[str, list[bool]]:
         ds = DeepSpeedConfig(**flags)
-        return ds.row_attention, [p.fatal for p in sequence_parallel(ds, {"run": 2}, reads_images=False)]
+        return ds.kernels.attention, [p.fatal for p in sequence_parallel(ds, {"run": 2}, reads_images=False)]
 
     assert of(attn_implementation="flash_attention_2") == ("flash_attention_2", [])
     assert of(attn_implementation="flash_attention_2", ring_attn_size=2) == ("auto", [False])

@@ -10,7 +10,8 @@ from test_logprobs import Work
 from torch import Tensor
 
 from openrlhf.algorithms.logprobs import linear_log_probs, logits_bytes, sum_of_log_probs
-from openrlhf.backends.row_memory import ModelShape, RowMemory, layer_bytes, most_tokens, row_memory
+from openrlhf.backends.deepspeed.memory import row_memory
+from openrlhf.backends.row_memory import ModelShape, RowMemory, layer_bytes, most_tokens
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.config.supervised import TrainConfig
 from openrlhf.models.attention import PACKED

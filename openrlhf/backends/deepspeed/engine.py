@@ -19,6 +19,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from openrlhf.backends.base import Objective, Row, RowT
 from openrlhf.backends.deepspeed.config import inference_config, training_config
+from openrlhf.backends.deepspeed.memory import row_memory
 from openrlhf.backends.deepspeed.model_parallel import ModelParallelUnit
 from openrlhf.backends.deepspeed.moving_average import MovingAverage
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
@@ -33,7 +34,7 @@ from openrlhf.backends.model_rank import (
     shard_rows,
 )
 from openrlhf.backends.random_state import load_random_state, save_random_state
-from openrlhf.backends.row_memory import RowMemory, row_memory
+from openrlhf.backends.row_memory import RowMemory
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.models.backbone import RowModel, backbone_of, reading_of

@@ -70,9 +70,9 @@ class TorchEngine(TrainedRank):
         """See `build_engine`."""
         assert not reentrant and ema_beta is None  # refused
         super().__init__(mesh)
-        self.ds, self.optim, self.dtype = ds, optim, DTYPES[ds.param_dtype]
+        self.ds, self.optim, self.dtype = ds, optim, DTYPES[ds.precision.dtype]
         self.checkpoints_layers = gradient_checkpointing
-        self.is_sharded = self.mesh.size > 1 or ds.param_dtype != "fp32"
+        self.is_sharded = self.mesh.size > 1 or ds.precision.dtype != "fp32"
         self._module = build_model()
         # Without noise nothing has to be done, and to some architectures evaluation means no gradients.
         self.plain_training = dropout or not has_noise(self._module.model.config)
@@ -81,7 +81,7 @@ class TorchEngine(TrainedRank):
                 self._module.model,
                 reentrant=False,
                 dropout=self.plain_training,
-                on_host=ds.activation_offload,
+                on_host=ds.offloading.activations_on_host,
             )
         for p in self._module.parameters():
             if p.requires_grad:
@@ -134,7 +134,7 @@ class TorchEngine(TrainedRank):
         shape, ranks, size = self.shape(), self.mesh.size, self.dtype.itemsize
         own, layer = shape.trainable // ranks, shape.trainable // max(shape.layers, 1)
         gathered = shape.weight_bytes // 4 * size
-        if self.ds.zero_stage == 3:  # two layers, and what is outside of them
+        if self.ds.zero.stage == 3:  # two layers, and what is outside of them
             gathered = min(gathered, (2 * layer + 2 * shape.vocabulary * shape.hidden) * size)
         return RowMemory(
             weights=shape.weight_bytes // ranks + (gathered if self.is_sharded else 0),
@@ -146,7 +146,7 @@ class TorchEngine(TrainedRank):
                 size,
                 self.checkpoints_layers,
                 self.gpu_bytes(),
-                on_host=self.ds.activation_offload and DEVICE_TYPE == "cuda",
+                on_host=self.ds.offloading.activations_on_host and DEVICE_TYPE == "cuda",
             ),
         )
 
@@ -258,7 +258,7 @@ class TorchFrozen(ModelRank):
         assert not offload  # refused
         super().__init__(mesh)
         self._module = build_model().eval().requires_grad_(False)
-        place(self._module, self.mesh, ds, shard=self.mesh.size > 1 and ds.zero_stage == 3)
+        place(self._module, self.mesh, ds, shard=self.mesh.size > 1 and ds.zero.stage == 3)
 
     @property
     def caller(self) -> Callable:
@@ -282,9 +282,9 @@ def place(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig, *, shard: bo
     if shard:
         options: dict[str, Any] = {
             "mesh": init_device_mesh(DEVICE_TYPE, (mesh.size,)),
-            "reshard_after_forward": ds.zero_stage == 3,
+            "reshard_after_forward": ds.zero.stage == 3,
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=DTYPES[ds.param_dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+                param_dtype=DTYPES[ds.precision.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
             ),
         }
         for layer in reversed([m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]):
