@@ -124,6 +124,20 @@ def test_every_field_of_vllm_is_known() -> None:
     assert fields == FREE | CHANGES_WHAT_IS_SAMPLED.keys() | CHANGES_WHAT_IS_RECORDED.keys()
 
 
+def test_our_parameters_have_vllms_names_and_reach_vllm() -> None:
+    """Also options of vLLM alone, of a user's own record, and attributes that a user sets."""
+    fields = set(vars(SamplingParams())) - {"max_kept_tokens"}
+    assert fields < set(VLLMParams.__struct_fields__)
+    fake = Engine([5])
+    handed = copy.copy(GIVEN)
+    handed.spaces_between_special_tokens = False
+    for params in (asked_with(spaces_between_special_tokens=False, logprobs=3), handed):
+        asyncio.run(recording(fake).generate([1], params))
+    assert [asked.spaces_between_special_tokens for _, asked in fake.asked] == [False, False]
+    assert [asked.logprobs for _, asked in fake.asked] == [3, 0]
+    assert handed.clone() == handed and handed.clone().stop_token_ids is not handed.stop_token_ids
+
+
 def test_stop_tokens_of_a_request_stay() -> None:
     fake = Engine([5])
     asyncio.run(recording(fake).generate([1], asked_with(stop_token_ids=[8])))

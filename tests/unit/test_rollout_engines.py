@@ -2,13 +2,18 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import engine_contract
 import pytest
 import torch
-from engine_contract import with_engine
+from engine_contract import options_of, with_engine
 
+from openrlhf.backends.transformers.engine import TransformersEngine
+from openrlhf.completions import SamplingParams
+from openrlhf.config.commands import PPO
+from openrlhf.config.parse import parse
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
 
@@ -25,3 +30,23 @@ def test_the_contract(check: Callable, model: Path) -> None:
         asyncio.run(with_engine("transformers", str(model), check))
     finally:
         torch.set_num_threads(threads)
+
+
+def test_what_it_does_not_have(model: Path) -> None:
+    options = options_of("transformers", model)
+    with pytest.raises(ValueError, match="several workers, the routing of experts"):
+        TransformersEngine(replace(options, tensor_parallel_size=2, returns_routing=True))
+    params = SamplingParams(presence_penalty=0.5)
+    params.stream_interval = 2  # an option of vLLM alone
+    with pytest.raises(ValueError, match="does not have presence_penalty, stream_interval"):
+        asyncio.run(TransformersEngine(options).generate([1], params))
+
+
+def test_flags_that_it_cannot_serve() -> None:
+    flags = (
+        "--actor.model_name_or_path org/model --data.prompt_dataset org/rows "
+        "--reward.remote_url http://host/r --rollout.engine transformers"
+    )
+    assert parse(PPO, flags.split()).config.rollout.engine == "transformers"
+    with pytest.raises(SystemExit):
+        parse(PPO, [*flags.split(), "--vllm.tensor_parallel_size", "2"])
