@@ -9,7 +9,7 @@ from openrlhf.algorithms.advantages.base import AdvantageEstimator, StepView
 from openrlhf.algorithms.corrections.base import Correction, SamplerGap
 from openrlhf.algorithms.policy_losses.base import PolicyLoss, RowView
 from openrlhf.algorithms.proximal.base import ProximalPolicy
-from openrlhf.algorithms.registry import Selectable
+from openrlhf.registry import Selectable
 from openrlhf.types import LossNorm
 
 COUNTS = ([2, 0, 3, 1], [0])

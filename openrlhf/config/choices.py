@@ -10,8 +10,8 @@ from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
 from openrlhf.algorithms.reductions import AGGREGATIONS
-from openrlhf.algorithms.registry import Registry
 from openrlhf.ranges import Range
+from openrlhf.registry import Registry
 
 
 class HasSummary(Protocol):

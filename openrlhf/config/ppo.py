@@ -9,7 +9,6 @@ from openrlhf.algorithms.advantages import ESTIMATORS, AdvantageEstimator
 from openrlhf.algorithms.corrections import CORRECTIONS, Correction
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES, ProximalPolicy
-from openrlhf.algorithms.registry import Registry, Selectable
 from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import (
     BackendName,
@@ -50,6 +49,7 @@ from openrlhf.config.sections import (
 )
 from openrlhf.mesh import Mesh
 from openrlhf.plugins import resolve
+from openrlhf.registry import Registry, Selectable
 
 ACTOR_FLAG = "--actor.model_name_or_path"
 CRITIC_FLAG = "--critic.model_name_or_path"

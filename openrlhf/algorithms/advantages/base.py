@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from openrlhf.algorithms.advantages.returns import discounted_returns
-from openrlhf.algorithms.registry import Selectable
+from openrlhf.registry import Selectable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,7 +2,7 @@
 staleness."""
 
 from openrlhf.algorithms.corrections.base import Correction
-from openrlhf.algorithms.registry import Registry
+from openrlhf.registry import Registry
 
 CORRECTIONS = Registry("openrlhf.algorithms.corrections", Correction)
 """By the names that `--algo.advantage.is_correction_type` takes."""

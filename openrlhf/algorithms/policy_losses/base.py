@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from openrlhf.algorithms.registry import Selectable
+from openrlhf.registry import Selectable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from openrlhf.algorithms.registry import Selectable
+from openrlhf.registry import Selectable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from openrlhf.algorithms.registry import Selectable
 from openrlhf.config.sections import LoggerConfig
 from openrlhf.observability.run_folder import RunFolder
+from openrlhf.registry import Selectable
 from openrlhf.types import Metrics
 
 

@@ -5,11 +5,11 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from openrlhf.algorithms.registry import Registry
 from openrlhf.config.fields import convert
 from openrlhf.config.options import PREFIX, option_fields
 from openrlhf.config.sections import LoggerConfig
 from openrlhf.observability.trackers.base import TrackedRun, Tracker
+from openrlhf.registry import Registry
 from openrlhf.user_file import located
 
 FLAG, OPTIONS = "--logger.trackers", "--logger.tracker_options"

@@ -1,7 +1,6 @@
-"""Algorithms that a flag selects: one class in a file of its own, found by its name or by a reference to a
-user's file.
+"""Classes that a flag selects: each in a file of its own, found by name or by a reference to a user's file.
 
-Configuration, its checks and `--help` read these classes, so no file of ours imports torch at its top.
+Configuration, its checks and `--help` read those of `algorithms`, so no file there imports torch at its top.
 """
 
 import inspect
