@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from openrlhf.backends.distributed import free_port
 from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.vllm.engine import VLLMEngine, engine_environment
-from openrlhf.backends.vllm.weight_sender import WeightSender
+from openrlhf.backends.weight_sync.sender import WeightSender
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.launch import start_ray
 from openrlhf.models.checkpoint_layout import checkpoint_tensors

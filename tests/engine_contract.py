@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from openrlhf.backends.rollout import EngineOptions, RolloutEngine, engine_class
-from openrlhf.backends.stored_weights import sketches
-from openrlhf.backends.vllm.weight_sender import Bucket, Checksum, TensorMeta
+from openrlhf.backends.weight_sync.buckets import Bucket, TensorMeta
+from openrlhf.backends.weight_sync.checksum import Checksum
+from openrlhf.backends.weight_sync.stored_weights import sketches
 from openrlhf.completions import Completion, SamplingParams
 from openrlhf.models.checkpoint_layout import checkpoint_tensors
 from openrlhf.models.loading import load_causal_lm, load_tokenizer

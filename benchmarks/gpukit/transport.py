@@ -1,5 +1,5 @@
 """Weights from one process to another on one GPU, as a weight sync sends them: through vLLM's packed producer
-and consumer, with the checksum of `openrlhf/backends/vllm/weight_sender.py` on both sides.
+and consumer, with the checksum of `openrlhf/backends/weight_sync/checksum.py` on both sides.
 
 Without vLLM its one file that does this is enough, which tools/gpu_wheels.py carries: it needs nothing but
 torch. On a CPU the buffer is a file that both processes map, whose name is the handle.
@@ -25,7 +25,8 @@ from torch.multiprocessing import reductions
 
 from gpukit.machine import fastest, wait_for_device
 from gpukit.stage import Figures, Setting
-from openrlhf.backends.vllm.weight_sender import BUCKET_BYTES, Checksum
+from openrlhf.backends.weight_sync.checksum import Checksum
+from openrlhf.backends.weight_sync.sender import BUCKET_BYTES
 
 ROUNDS = 5
 TIMEOUT = 240.0

@@ -1,7 +1,7 @@
 """What a rollout may ask of an engine that samples: `RolloutEngine`, and how one is chosen and made.
 
 An engine lives in a process of its own. Weights reach it in buckets from the trainer, see
-backends/vllm/weight_sender.py.
+backends/weight_sync/sender.py.
 """
 
 import importlib
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from openrlhf.backends.peak_memory import Peaks
-from openrlhf.backends.stored_weights import EngineProbe, Sketch
+from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch
 from openrlhf.completions import Completions, SamplingParams
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.ppo import PPOConfig
@@ -172,7 +172,7 @@ class RolloutEngine(Protocol):
 
     async def loaded_checksums(self) -> list[int]:
         """Returns each worker's checksum of what it loaded since `start_weight_update`, see
-        weight_sender.Checksum."""
+        Checksum."""
         ...
 
     async def unwritten_parameters(self) -> list[str]:

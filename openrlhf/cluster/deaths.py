@@ -10,7 +10,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from openrlhf.backends.rollout import EngineDied
-from openrlhf.backends.vllm.weight_sender import EnginesFailedError
+from openrlhf.backends.weight_sync.client import EnginesFailedError
 
 PATIENCE = 5.0
 """Seconds in which the processes of a run answer whether they live."""

@@ -1,4 +1,4 @@
-"""The engines' control plane for the trainer's rank 0, over Ray. See backends/vllm/weight_sender.py for the
+"""The engines' control plane for the trainer's rank 0, over Ray. See backends/weight_sync/sender.py for the
 protocol."""
 
 from collections.abc import Callable, Sequence

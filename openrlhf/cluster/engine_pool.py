@@ -9,7 +9,7 @@ import ray
 from torch import Tensor
 
 from openrlhf.backends.rollout import EngineOptions, engine_class
-from openrlhf.backends.stored_weights import check_adapter
+from openrlhf.backends.weight_sync.stored_weights import check_adapter
 from openrlhf.cluster import environment, folder
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.engine_handle import RayEngineHandle, Request, SamplingTasks

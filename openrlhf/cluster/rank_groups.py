@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openrlhf.backends.offload import DeviceMemory
 from openrlhf.backends.row_memory import RowMemory
-from openrlhf.backends.stored_weights import Probe, Sketch
+from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch
 from openrlhf.cluster import environment
 from openrlhf.cluster.actors import actor_class
 from openrlhf.cluster.engine_client import RayEngineClient

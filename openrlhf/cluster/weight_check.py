@@ -1,5 +1,5 @@
-"""Engines show after each weight sync that they compute with what they were sent: backends/stored_weights.py
-over Ray actors.
+"""After each weight sync engines show that they compute with what they were sent. The comparison itself is in
+backends/weight_sync/stored_weights.py; this asks the engines, which are Ray actors.
 
 The trainer computes its log-probs of the probe while it sends, and engines answer among the first requests
 after the sync. So the check takes next to no time, and it has passed before any sample of the new weights is
@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from torch import Tensor
 
 from openrlhf.algorithms.mismatch import PROBE
-from openrlhf.backends.stored_weights import (
+from openrlhf.backends.weight_sync.stored_weights import (
     DifferentWeightsError,
     EngineProbe,
     Limit,

@@ -10,7 +10,7 @@ from typing import Any
 
 from openrlhf.agents.base import SingleTurnAgentExecutor
 from openrlhf.backends.rollout import MAX_LOGPROBS, EngineOptions, engine_class
-from openrlhf.backends.stored_weights import EngineProbe, Probe
+from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Probe
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.config.serve_rm import KEY_VARIABLE

@@ -28,8 +28,9 @@ from openrlhf.backends.distributed import (
 from openrlhf.backends.offload import DeviceMemory, offload_optimizer, optimizer_loaded
 from openrlhf.backends.peak_memory import PeakMemory, Peaks
 from openrlhf.backends.row_memory import RowMemory
-from openrlhf.backends.stored_weights import Probe, Sketch, sketches
-from openrlhf.backends.vllm.weight_sender import EngineClient, WeightSender
+from openrlhf.backends.weight_sync.client import EngineClient
+from openrlhf.backends.weight_sync.sender import WeightSender
+from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch, sketches
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, ActorConfig, CriticConfig, PPOConfig
 from openrlhf.data.batches import Windows
 from openrlhf.data.packing import pack_to_budget

@@ -25,9 +25,9 @@ from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, DeepSpeedFrozen
 from openrlhf.backends.rollout import AnswerStream, RolloutEngine
 from openrlhf.backends.torch.engine import TorchEngine, TorchFrozen
 from openrlhf.backends.transformers.engine import TransformersEngine
-from openrlhf.backends.vllm import weight_sender
 from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.backends.vllm.stream import VLLMStream
+from openrlhf.backends.weight_sync import client, gloo, source
 from openrlhf.cluster import engine_memory, engine_pool
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.engine_pool import EnginePool
@@ -148,16 +148,16 @@ def offloadable(engine: TrainEngine) -> offload.Offloadable:
     return engine
 
 
-def sendable(engine: TrainEngine) -> weight_sender.Sendable:
+def sendable(engine: TrainEngine) -> source.Sendable:
     return engine
 
 
-def transfer(by_gloo: weight_sender.GlooTransfer) -> weight_sender.Transfer:
+def transfer(by_gloo: gloo.GlooTransfer) -> client.Transfer:
     return by_gloo
 
 
-def engine_client(client: RayEngineClient) -> weight_sender.EngineClient:
-    return client
+def engine_client(ours: RayEngineClient) -> client.EngineClient:
+    return ours
 
 
 def memory(engines: engine_memory.EngineMemory) -> dispatch.Memory:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.vllm.engine import VLLMEngine
-from openrlhf.backends.vllm.weight_sender import WeightSender
+from openrlhf.backends.weight_sync.sender import WeightSender
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
 from openrlhf.models.generation import Decoding
 from openrlhf.models.loading import load_causal_lm

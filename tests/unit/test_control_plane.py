@@ -14,7 +14,7 @@ from engine_contract import options_of
 
 from openrlhf.agents.base import Reward, SingleTurnAgentExecutor
 from openrlhf.backends.transformers.engine import TransformersEngine
-from openrlhf.backends.vllm.weight_sender import WeightSender
+from openrlhf.backends.weight_sync.sender import WeightSender
 from openrlhf.config.ppo import PPOConfig, PromptDataConfig, RolloutConfig
 from openrlhf.models.checkpoint_layout import checkpoint_tensors
 from openrlhf.models.loading import load_causal_lm, load_tokenizer

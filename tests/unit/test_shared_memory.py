@@ -11,8 +11,9 @@ from torch.multiprocessing import reductions
 from vllm.device_allocator import alloc_conf
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
 
+from openrlhf.backends.vllm.gpu_transfers import Shareable
 from openrlhf.backends.vllm.weight_receiver import CheckedIPC
-from openrlhf.backends.vllm.weight_sender import EnginesFailedError, _Shareable
+from openrlhf.backends.weight_sync.client import EnginesFailedError
 
 
 class Model(nn.Module):
@@ -78,5 +79,5 @@ def test_a_buffer_is_not_of_expandable_segments(
 
     monkeypatch.setattr(alloc_conf, "set_alloc_conf", did.append)
     with pytest.raises(EnginesFailedError) if fails else nullcontext():
-        _Shareable(Transfer()).send_weights()
+        Shareable(Transfer()).send_weights()
     assert did == (["sent"] if inside is None else [inside, "sent", asked])

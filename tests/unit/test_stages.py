@@ -10,7 +10,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.models.utils import AutoWeightsLoader, PPMissingLayer
 
 from openrlhf.backends.vllm.weight_receiver import CheckedLoading
-from openrlhf.backends.vllm.weight_sender import Checksum
+from openrlhf.backends.weight_sync.checksum import Checksum
 
 
 class Stage(nn.Module):

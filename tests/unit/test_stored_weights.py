@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as hf
 
-from openrlhf.backends.stored_weights import (
+from openrlhf.backends.weight_sync.stored_weights import (
     LEAST_SPREAD,
     DifferentWeightsError,
     EngineProbe,

@@ -12,22 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from openrlhf.backends.distributed import free_port
-from openrlhf.backends.vllm import weight_sender
-from openrlhf.backends.vllm.weight_sender import (
-    ALIGNMENT,
-    BUCKET_BYTES,
-    CPU_CHUNK_ROWS,
-    PLACES,
-    Bucket,
-    Checksum,
-    EnginesFailedError,
-    TensorMeta,
-    WeightSender,
-    broadcast,
-    gloo_group,
-    plan_buckets,
-    shared_buffer_bytes,
-)
+from openrlhf.backends.vllm.gpu_transfers import shared_buffer_bytes
+from openrlhf.backends.weight_sync import checksum as checksums
+from openrlhf.backends.weight_sync import gloo
+from openrlhf.backends.weight_sync.buckets import ALIGNMENT, Bucket, TensorMeta, plan_buckets
+from openrlhf.backends.weight_sync.checksum import CPU_CHUNK_ROWS, PLACES, Checksum
+from openrlhf.backends.weight_sync.client import EnginesFailedError
+from openrlhf.backends.weight_sync.gloo import broadcast, gloo_group
+from openrlhf.backends.weight_sync.sender import BUCKET_BYTES, WeightSender
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8")
 METAS = st.lists(
@@ -163,7 +155,7 @@ def test_a_checksum_waits_for_no_device():
 def test_a_checksum_goes_on_from_chunk_to_chunk(monkeypatch):
     weight = torch.randn(50 * PLACES + 3)
     at_once = checksum(("w", weight))
-    monkeypatch.setattr(weight_sender, "CPU_CHUNK_ROWS", 7)
+    monkeypatch.setattr(checksums, "CPU_CHUNK_ROWS", 7)
     assert checksum(("w", weight)) == at_once
 
 
@@ -356,7 +348,7 @@ def test_weights_travel_in_buckets_of_the_size_that_was_asked_for(asked, expecte
     weights = Weights({str(i): torch.zeros(1 << 18) for i in range(100)})  # 1 MiB each
     receivers = Receivers(1)
     sender = sender_of(weights, receivers, bucket_bytes=asked)
-    with patch.object(weight_sender, "broadcast", wraps=weight_sender.broadcast) as broadcasts:
+    with patch.object(gloo, "broadcast", wraps=gloo.broadcast) as broadcasts:
         sender.send(1)
     assert broadcasts.call_count == expected and len(receivers.loaded[0]) == 100
 
@@ -364,7 +356,7 @@ def test_weights_travel_in_buckets_of_the_size_that_was_asked_for(asked, expecte
 def test_connections_to_many_engines_share_threads():
     """Each engine has one; rank 0 has eight for all of them."""
     receivers = Receivers(12)
-    with patch.object(weight_sender, "_gloo_device", wraps=weight_sender._gloo_device) as devices:
+    with patch.object(gloo, "_gloo_device", wraps=gloo._gloo_device) as devices:
         sender = sender_of(Weights({"a": torch.arange(5.0)}), receivers)
     assert devices.call_count == 12 + 8
     sender.send(1)

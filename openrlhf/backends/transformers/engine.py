@@ -17,8 +17,9 @@ from torch import Tensor
 
 from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.rollout import EngineOptions, kept_sets
-from openrlhf.backends.stored_weights import EngineProbe, Sketch, sketches
-from openrlhf.backends.vllm.weight_sender import Bucket, Checksum, TensorMeta
+from openrlhf.backends.weight_sync.buckets import Bucket, TensorMeta
+from openrlhf.backends.weight_sync.checksum import Checksum
+from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch, sketches
 from openrlhf.completions import Completion, Completions, SamplingParams
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
 from openrlhf.models.generation import Decoding, generate

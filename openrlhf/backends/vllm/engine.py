@@ -17,8 +17,8 @@ import numpy as np
 from openrlhf import heap
 from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.rollout import USABLE_FRACTION, EngineDied, EngineOptions
-from openrlhf.backends.stored_weights import EngineProbe, Sketch
 from openrlhf.backends.vllm.requests import completions, vllm_params
+from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch
 from openrlhf.completions import Completions, SamplingParams
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.sections import LoraConfig

@@ -33,18 +33,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from openrlhf.backends import peak_memory
-from openrlhf.backends.stored_weights import Sketch, random_input
 from openrlhf.backends.vllm.routing import RoutingRecorder
-from openrlhf.backends.vllm.weight_sender import (
-    ADAPTER_MARKS,
-    PLACES,
-    Bucket,
-    Checksum,
-    TensorMeta,
-    broadcast,
-    gloo_group,
-    plan_buckets,
-)
+from openrlhf.backends.weight_sync.buckets import Bucket, TensorMeta, plan_buckets
+from openrlhf.backends.weight_sync.checksum import PLACES, Checksum
+from openrlhf.backends.weight_sync.gloo import broadcast, gloo_group
+from openrlhf.backends.weight_sync.source import ADAPTER_MARKS
+from openrlhf.backends.weight_sync.stored_weights import Sketch, random_input
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts

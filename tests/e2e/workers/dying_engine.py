@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from openrlhf.backends.distributed import free_port
-from openrlhf.backends.stored_weights import probe_of
 from openrlhf.backends.vllm.engine import VLLMEngine, engine_environment
-from openrlhf.backends.vllm.weight_sender import EnginesFailedError, WeightSender
+from openrlhf.backends.weight_sync.client import EnginesFailedError
+from openrlhf.backends.weight_sync.sender import WeightSender
+from openrlhf.backends.weight_sync.stored_weights import probe_of
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.launch import start_ray
 

@@ -13,9 +13,9 @@ from sending import Client, Trainer, options_of, sync_under_way
 from torch import Tensor
 
 from openrlhf.backends.distributed import free_port
-from openrlhf.backends.stored_weights import random_input
 from openrlhf.backends.vllm.engine import VLLMEngine
-from openrlhf.backends.vllm.weight_sender import WeightSender
+from openrlhf.backends.weight_sync.sender import WeightSender
+from openrlhf.backends.weight_sync.stored_weights import random_input
 from openrlhf.completions import SamplingParams
 from openrlhf.config.sections import LoraConfig
 from openrlhf.models.generation import Decoding

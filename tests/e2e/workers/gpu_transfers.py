@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from openrlhf.backends.distributed import init_distributed, leave_distributed
+from openrlhf.backends.vllm.gpu_transfers import shared_buffer_bytes
 from openrlhf.backends.vllm.weight_receiver import CheckedIPC, CheckedNCCL
-from openrlhf.backends.vllm.weight_sender import BUCKET_BYTES, TensorMeta, WeightSender, shared_buffer_bytes
+from openrlhf.backends.weight_sync.buckets import TensorMeta
+from openrlhf.backends.weight_sync.sender import BUCKET_BYTES, WeightSender
 from openrlhf.cluster.engine_client import RayEngineClient
 
 

@@ -12,7 +12,7 @@ from sending import Client, Trainer, differences, options_of
 
 from openrlhf.backends.distributed import free_port
 from openrlhf.backends.vllm.engine import VLLMEngine
-from openrlhf.backends.vllm.weight_sender import WeightSender
+from openrlhf.backends.weight_sync.sender import WeightSender
 from openrlhf.completions import Completions, SamplingParams
 from openrlhf.models.generation import Decoding
 

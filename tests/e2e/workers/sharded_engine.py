@@ -11,9 +11,9 @@ from sending import Client, Trainer, differences, options_of
 from transformers import AutoTokenizer
 
 from openrlhf.backends.distributed import free_port
-from openrlhf.backends.stored_weights import probe_of
 from openrlhf.backends.vllm.engine import VLLMEngine
-from openrlhf.backends.vllm.weight_sender import WeightSender
+from openrlhf.backends.weight_sync.sender import WeightSender
+from openrlhf.backends.weight_sync.stored_weights import probe_of
 
 
 async def main(spec: dict) -> None:

@@ -15,7 +15,9 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from openrlhf.backends.distributed import free_port
-from openrlhf.backends.stored_weights import (
+from openrlhf.backends.vllm.weight_receiver import GlooReceiver
+from openrlhf.backends.weight_sync.sender import WeightSender
+from openrlhf.backends.weight_sync.stored_weights import (
     ROUNDING,
     DifferentWeightsError,
     EngineProbe,
@@ -27,8 +29,6 @@ from openrlhf.backends.stored_weights import (
     reason_of,
     sketches,
 )
-from openrlhf.backends.vllm.weight_receiver import GlooReceiver
-from openrlhf.backends.vllm.weight_sender import WeightSender
 from openrlhf.types import PackedRow, Sample
 
 FIRST_SETUP = UnquantizedFusedMoEMethod._setup_kernel.__closure__[0].cell_contents

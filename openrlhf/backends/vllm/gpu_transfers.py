@@ -1,0 +1,111 @@
+"""The trainer's end of vLLM's own ways for weights: NCCL, and memory that processes on one GPU share."""
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from vllm.device_allocator import alloc_conf
+from vllm.distributed.weight_transfer.base import ParamMeta
+from vllm.distributed.weight_transfer.base import WeightSource as VLLMWeightSource
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+from openrlhf.backends.weight_sync.buckets import TensorMeta
+from openrlhf.backends.weight_sync.client import EngineClient, Rendezvous, Transfer
+from openrlhf.backends.weight_sync.source import WeightSource
+
+
+def open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
+
+    # Both sides hold two buckets, beside an engine's KV cache. A tensor that exceeds one goes alone.
+    warnings.filterwarnings("ignore", message="Tensor .* exceeds buffer_size_bytes")
+    info = NCCLTrainerInitInfo(
+        meeting.address,
+        meeting.port,
+        1 + client.num_engines * client.workers_per_engine,
+        rank=meeting.rank,
+        packed_buffer_size_bytes=meeting.bucket_bytes,
+    )
+    client.ends_with_first = True
+    return WeightTransferTrainerFactory.trainer_init(
+        info, client=_EndsWithEngines(client), source=_vllm_source(source)
+    )
+
+
+class _EndsWithEngines:
+    """The control plane of a sender that waits in NCCL for all engines. Where one fails nothing could wake
+    it: the process says why, and ends."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        self.client.init_weight_transfer_engine(init_info)
+
+    def start_weight_update(self) -> None:
+        self.client.start_weight_update()
+
+    def update_weights(self, update_info: dict | list[dict]) -> None:
+        try:
+            self.client.update_weights(update_info)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.client.finish_weight_update(weight_version)
+
+
+def open_ipc(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
+
+    size = shared_buffer_bytes(source.tensors, meeting.bucket_bytes)
+    info = IPCTrainerInitInfo(rank=meeting.rank, packed=True, packed_buffer_size_bytes=size)
+    return Shareable(
+        WeightTransferTrainerFactory.trainer_init(info, client=client, source=_vllm_source(source))
+    )
+
+
+class Shareable:
+    """Sends from memory that another process can open. That of expandable segments it can only where it may
+    trace this one, which containers refuse; torch takes none while they are off."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = transfer
+
+    def send_weights(self) -> None:
+
+        asked, flag = alloc_conf.alloc_conf_from_env(), alloc_conf.EXPANDABLE_SEGMENTS
+        if not alloc_conf.conf_flag_enabled(asked, flag):
+            self.transfer.send_weights()
+            return
+        alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(asked, flag, False))
+        try:
+            self.transfer.send_weights()
+        finally:
+            alloc_conf.set_alloc_conf(asked)
+
+
+def shared_buffer_bytes(tensors: list[TensorMeta], most: int) -> int:
+    """Of the buffer through which `tensors` go to engines on the same GPU. vLLM takes none that exceeds
+    it."""
+    sizes = [t.num_bytes for t in tensors]
+    return max(*sizes, min(sum(sizes), most))
+
+
+def _vllm_source(source: WeightSource) -> VLLMWeightSource:
+    """The same source as a subclass of vLLM's."""
+
+    class Source(VLLMWeightSource):
+        def metadata(self) -> list[ParamMeta]:
+            return [ParamMeta(t.name, getattr(torch, t.dtype), t.shape) for t in source.tensors]
+
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            return iter(source)
+
+    return Source()

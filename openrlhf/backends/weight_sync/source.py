@@ -1,0 +1,86 @@
+"""The weights that a trainer sends: names and shapes, and the tensors themselves, whole on rank 0."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from openrlhf.backends.base import Part
+from openrlhf.backends.weight_sync.buckets import Bucket, TensorMeta, plan_buckets
+from openrlhf.backends.weight_sync.checksum import Checksum
+from openrlhf.config.choices import LoraSync
+
+GATHERED_BYTES = 64 << 20
+"""Of weights that are made whole at a time."""
+ADAPTER_MARKS = (".lora_A.", ".lora_B.")
+"""In the names of an adapter's tensors, and in no checkpoint's of a whole model."""
+
+
+class Sendable(Protocol):
+    """A model in training, on every rank: TrainEngine says what these do."""
+
+    def weights(self, bucket_bytes: int, part: Part = "merged") -> Iterator[tuple[str, Tensor]]: ...
+
+    def weight_metadata(self, part: Part = "merged") -> list[tuple[str, torch.dtype, tuple[int, ...]]]: ...
+
+
+class WeightSource:
+    """A model's weights as the transfer backends want them: metadata, and iteration that every rank joins.
+    Where adapters go apart, what lies below them is only sent the first time."""
+
+    def __init__(self, engine: Sendable, lora_sync: LoraSync) -> None:
+        self.engine = engine
+        self.whole_part: Part = "merged" if lora_sync == "merged" else "base"
+        """What of the model the layers of engines hold."""
+        self.parts: tuple[Part, ...] = ("merged",) if lora_sync == "merged" else ("base", "adapter")
+        self.checksum = Checksum()
+        self._metadata: dict[Part, list[TensorMeta]] = {}
+
+    @property
+    def tensors(self) -> list[TensorMeta]:
+        """Of the parts that are next to be sent."""
+        return [meta for part in self.parts for meta in self._of_part(part)]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self.checksum = Checksum()
+        for part in self.parts:
+            for name, tensor in self.engine.weights(GATHERED_BYTES, part):
+                whole = tensor.contiguous()
+                self.checksum.add(name, whole)
+                yield name, whole
+
+    def were_sent(self) -> None:
+        """What changes in training is all that the engines need from now on."""
+        self.parts = self.parts[-1:]
+
+    def _of_part(self, part: Part) -> list[TensorMeta]:
+        if part not in self._metadata:
+            found = self.engine.weight_metadata(part)
+            self._metadata[part] = [TensorMeta(n, str(dtype)[6:], shape) for n, dtype, shape in found]
+        return self._metadata[part]
+
+
+def filled(source: WeightSource, capacity: int) -> Iterator[tuple[Bucket, Tensor]]:
+    """All weights of `source`, a bucket at a time, whose bytes last until the one after the next."""
+    stream, buckets = iter(source), plan_buckets(source.tensors, capacity)
+    for bucket, buffer in zip(buckets, _two_buffers(buckets), strict=True):
+        for meta, view in bucket.views(buffer):
+            name, tensor = next(stream)
+            assert name == meta.name, (name, meta.name)
+            view.copy_(tensor)
+        yield bucket, buffer
+    for _ in stream:  # lets the source leave its last gather
+        raise AssertionError("more weights than the metadata announced")
+
+
+def as_json(tensors: Iterable[TensorMeta]) -> list[list]:
+    return [[t.name, t.dtype, list(t.shape)] for t in tensors]
+
+
+def _two_buffers(buckets: Sequence[Bucket]) -> Iterator[Tensor]:
+    """For the next of `buckets`, in turns: one is filled while the other is under way."""
+    size = max((bucket.num_bytes for bucket in buckets), default=0)
+    memory = cycle(torch.empty(2, size, dtype=torch.uint8))
+    return (buffer[: bucket.num_bytes] for bucket, buffer in zip(buckets, memory, strict=False))
