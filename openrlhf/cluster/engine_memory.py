@@ -11,15 +11,12 @@ Models on the same GPUs compute one after the other, whatever the phase.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import ray
 from ray.actor import ActorHandle
 
+from openrlhf.backends.offload import DeviceMemory
 from openrlhf.backends.rollout import USABLE_FRACTION
-
-if TYPE_CHECKING:  # loads deepspeed, which engines are without
-    from openrlhf.backends.offload import DeviceMemory
 
 EVERYTHING = ("weights", "kv_cache")
 

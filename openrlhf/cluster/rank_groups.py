@@ -188,7 +188,7 @@ class TrainedRanks(RankGroup[TrainedT]):
         return self.on_all(lambda worker: worker.export.remote(folder))
 
     def row_memory(self, num_tokens: int) -> RowMemory:
-        """Of each rank, see `DeepSpeedEngine.row_memory`."""
+        """Of each rank, see `TrainEngine.row_memory`."""
         return ray.get(self.workers[0].row_memory.remote(num_tokens))
 
 
@@ -210,7 +210,7 @@ class PolicyRanks(TrainedRanks[PolicyWorker]):
         self, version: int, probe: Probe | None = None, adapter_seed: int | None = None
     ) -> Gathered[Tensor | None]:
         """Sends the weights to the engines. Returns (L - 1,) log-probs of the probe, of every token but the
-        first at temperature 1; None without a probe. `adapter_seed`: see `DeepSpeedEngine.random_adapter`."""
+        first at temperature 1; None without a probe. `adapter_seed`: see `TrainEngine.random_adapter`."""
         return self.on_all(lambda worker: worker.send_weights.remote(version, probe, adapter_seed))
 
     def weight_sketches(self) -> Gathered[dict[str, Sketch]]:

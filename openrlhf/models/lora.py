@@ -58,13 +58,15 @@ def disabled_adapters(model: PreTrainedModel) -> Iterator[None]:
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     assert layers and not torch.is_grad_enabled()
+    # Not by `enable_adapters`, which sets requires_grad of the tensors that stand for parameters just now:
+    # with fully_shard there are two for each.
     for layer in layers:
-        layer.enable_adapters(False)
+        layer._disable_adapters = True
     try:
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
+            layer._disable_adapters = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

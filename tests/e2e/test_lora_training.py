@@ -1,4 +1,4 @@
-"""Adapters under DeepSpeed: the same gradients at every ZeRO stage, files that others load, runs that go
+"""Adapters in training: the same gradients at every ZeRO stage, files that others load, runs that go
 on."""
 
 import shlex
@@ -26,9 +26,16 @@ CASES = {
     1: [
         {"stage": 0, "targets_of_another": ["q_proj"]},
         {"stage": 2, "checkpointing": True},
+        {"stage": 2, "backend": "torch"},
         {"stage": 3},
     ],
-    2: [{"stage": 0}, {"stage": 2}, {"stage": 3, "checkpointing": True}],
+    2: [
+        {"stage": 0},
+        {"stage": 2},
+        {"stage": 2, "backend": "torch"},
+        {"stage": 3, "backend": "torch", "checkpointing": True},
+        {"stage": 3, "checkpointing": True},
+    ],
 }
 FOUR_BITS = {
     1: [{"stage": 0, "in_4bit": True}, {"stage": 2, "in_4bit": True}],

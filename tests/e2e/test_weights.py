@@ -12,12 +12,13 @@ from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.vllm.engine import engine_environment
 
 
-def test_ranks_send_what_the_checkpoint_held(tmp_path: Path, run_worker: Callable) -> None:
+@pytest.mark.parametrize("backend", ["deepspeed", pytest.param("torch", marks=pytest.mark.slow)])
+def test_ranks_send_what_the_checkpoint_held(tmp_path: Path, run_worker: Callable, backend: str) -> None:
     """Sharded over two ranks, in buckets smaller than most weights; and the export holds it too, adapters of
     their own as well."""
     families = ("Qwen3", "Mixtral", "Glm4Moe")
     models = [str(tiny_family(tmp_path / family, family)) for family in families]
-    for rank in run_worker("full_weights", 2, models=models, bucket_bytes=10_000):
+    for rank in run_worker("full_weights", 2, models=models, backend=backend, bucket_bytes=10_000):
         assert rank.keys() == {*families, "adapters"}
         for family, found in rank.items():
             assert found["count"] > 20 and not found["wrong"] and found["as announced"], (family, found)

@@ -1,5 +1,6 @@
 """How a command line and YAML files become a configuration, and what is said when they cannot."""
 
+import ast
 import dataclasses
 import math
 import os
@@ -9,12 +10,14 @@ import string
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import openrlhf
 from openrlhf.config.checks import COMMON_UNREAD, sequence_parallel
 from openrlhf.config.commands import (
     BATCH_INFERENCE,
@@ -1496,6 +1499,24 @@ def test_every_reason_is_tested():
     supervised = SUPERVISED_UNREAD + PRETRAIN_UNREAD + RM_UNREAD + DPO_UNREAD + KD_UNREAD
     for row in COMMON_UNREAD + supervised + PPO_UNREAD:
         assert row.why[:20] in messages, row.why
+
+
+VIEWED = {name for name in fields_of(DeepSpeedConfig) if "." not in name}
+INFERENCE = ("batch_inference.py", "interactive_chat.py", "lora_combiner.py", "serve_rm.py")
+"""Commands whose ds.* is a precision and a kernel. `rollout.py` serves them and training."""
+
+
+def test_training_code_reads_the_views_of_ds():
+    """No flag of `ds.*` by its name, but in DeepSpeed's folder and where flags are checked."""
+    root = Path(openrlhf.__file__).parent
+    for path in root.rglob("*.py"):
+        apart = path.is_relative_to(root / "config") or path.is_relative_to(root / "backends" / "deepspeed")
+        if apart or path.name in INFERENCE or path == root / "backends" / "rollout.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in VIEWED:
+                section = getattr(node.value, "attr", getattr(node.value, "id", ""))
+                assert section != "ds", f"{path}:{node.lineno}: ds.{node.attr}"
 
 
 def test_ranks_come_from_the_launcher(say, monkeypatch):

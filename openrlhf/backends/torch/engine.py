@@ -2,7 +2,7 @@
 
 On one rank in float32 the model is a plain module. Else `fully_shard` keeps a slice of every parameter on
 each rank and makes it whole where a layer computes. In bf16 those slices are the float32 master weights, and
-what layers compute with is rounded from them. Either way a step is that of `DeepSpeedEngine`.
+what layers compute with is rounded from them.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Every weight in full from an engine at ZeRO stage 3, beside what was announced and what is exported."""
+"""Every weight in full from ranks that share them, beside what was announced and what is exported."""
 
 import gc
 import json
@@ -8,26 +8,33 @@ from pathlib import Path
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
-from openrlhf.backends.distributed import init_distributed, leave_distributed
+from openrlhf.backends.base import TrainEngine
+from openrlhf.backends.build import build_engine
+from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
+from openrlhf.config.choices import BackendName
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 
 
-def build_engine(path: str, rank: int = 0) -> DeepSpeedEngine:
+def engine_of(path: str, backend: BackendName, rank: int = 0) -> TrainEngine:
     """With adapters of that rank."""
     gc.collect()  # of an engine at stage 3, which would shard every later model
     ds = DeepSpeedConfig(zero_stage=3, param_dtype="fp32", lora=LoraConfig(rank=rank))
     load = lambda: load_causal_lm(path, flag="--model", dtype="fp32", attention="eager")
-    return DeepSpeedEngine(
-        lambda: PolicyModel(prepare_for_training(load(), ds)), optim=OptimConfig(), ds=ds, total_steps=1
+    return build_engine(
+        lambda: PolicyModel(prepare_for_training(load(), ds)),
+        backend=backend,
+        optim=OptimConfig(),
+        ds=ds,
+        total_steps=1,
+        mesh=ProcessMesh.joined(),
     )
 
 
-def examine(path: str, bucket_bytes: int, folder: str) -> dict:
-    engine = build_engine(path)
+def examine(path: str, backend: BackendName, bucket_bytes: int, folder: str) -> dict:
+    engine = engine_of(path, backend)
     disk = load_file(f"{path}/model.safetensors")
     wrong, sent = set(), []
     # vLLM's NCCL sender keeps the tensors of a bucket before it copies them.
@@ -43,9 +50,11 @@ def examine(path: str, bucket_bytes: int, folder: str) -> dict:
     return {"count": len(sent), "wrong": sorted(wrong), "as announced": sent == engine.weight_metadata()}
 
 
-def examine_apart(path: str, bucket_bytes: int, folder: str) -> dict:
-    """Adapters, and what lies below them."""
-    engine = build_engine(path, rank=4)
+def examine_apart(path: str, backend: BackendName, bucket_bytes: int, folder: str) -> dict:
+    """Adapters, and what lies below them, also after they were others for a while."""
+    engine = engine_of(path, backend, rank=4)
+    with engine.random_adapter(seed=1):
+        random = dict(engine.weights(bucket_bytes, "adapter"))
     engine.export(folder)
     expected = {
         "base": load_file(f"{path}/model.safetensors"),
@@ -56,6 +65,8 @@ def examine_apart(path: str, bucket_bytes: int, folder: str) -> dict:
         found = dict(engine.weights(bucket_bytes, part))
         wrong |= {n for n in tensors.keys() | found.keys() if n not in tensors or n not in found}
         wrong |= {n for n in tensors.keys() & found.keys() if not tensors[n].equal(found[n])}
+        if part == "adapter":
+            wrong |= {n for n, tensor in found.items() if tensor.equal(random[n])}
         metadata = [(n, t.dtype, tuple(t.shape)) for n, t in found.items()]
         announced, count = announced and metadata == engine.weight_metadata(part), count + len(found)
     dist.barrier()
@@ -67,8 +78,9 @@ def main(spec: dict) -> None:
     with adapters."""
     init_distributed()
     exported = f"{spec['out']}/exported"
-    results = {Path(path).name: examine(path, spec["bucket_bytes"], exported) for path in spec["models"]}
-    results["adapters"] = examine_apart(spec["models"][0], spec["bucket_bytes"], f"{spec['out']}/adapter")
+    how = spec["backend"], spec["bucket_bytes"]
+    results = {Path(path).name: examine(path, *how, exported) for path in spec["models"]}
+    results["adapters"] = examine_apart(spec["models"][0], *how, f"{spec['out']}/adapter")
     (Path(spec["out"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     leave_distributed()
 

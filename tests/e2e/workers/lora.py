@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_grad
+from workers.gradients import before_steps, full_gradient
 
-from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
-from openrlhf.backends.distributed import init_distributed, leave_distributed, seed_everything
+from openrlhf.backends.base import TrainEngine
+from openrlhf.backends.build import build_engine as build_engine_of
+from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed, seed_everything
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import disabled_adapters, prepare_for_training
@@ -19,7 +20,7 @@ from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import PackedRow, Sample
 
 
-def build_engine(spec: dict, case: dict) -> DeepSpeedEngine:
+def build_engine(spec: dict, case: dict) -> TrainEngine:
     ds = DeepSpeedConfig(
         zero_stage=case["stage"],
         param_dtype=case.get("dtype", "fp32"),
@@ -43,8 +44,10 @@ def build_engine(spec: dict, case: dict) -> DeepSpeedEngine:
         return PolicyModel(model)
 
     seed_everything(7, deterministic=False)
-    return DeepSpeedEngine(
+    return build_engine_of(
         build,
+        backend=case.get("backend", "deepspeed"),
+        mesh=ProcessMesh.joined(),
         optim=OptimConfig(adam=AdamConfig(lr=1e-2, eps=1e-3), lr_warmup_ratio=0.0, max_norm=0.0),
         ds=ds,
         total_steps=100,
@@ -71,7 +74,7 @@ class Compared:
         return loss, metrics | {"reference": again.sum(), "drift": (reference - again).abs().sum()}
 
 
-def log_probs(engine: DeepSpeedEngine, rows: list[PackedRow]) -> torch.Tensor:
+def log_probs(engine: TrainEngine, rows: list[PackedRow]) -> torch.Tensor:
     return torch.cat(engine.forward(rows, lambda model, row: model(row).log_probs))
 
 
@@ -93,13 +96,11 @@ def main() -> None:
         def look(engine=engine, found=found) -> None:
             for name, param in engine.module.model.named_parameters():
                 if param.requires_grad:
-                    found[f"gradient {name}"] = safe_get_full_grad(param).clone()
+                    found.setdefault(f"gradient {name}", full_gradient(param))
 
-        take_step = engine.engine.step
-        engine.engine.step = lambda look=look, take_step=take_step: (look(), take_step())
+        before_steps(engine, look)
         step = engine.train_step(rows, Compared(engine.module))
         losses = [step["sft/loss"]]
-        engine.engine.step = take_step
         found["log-probs"] = log_probs(engine, everything)
         engine.export(str(folder / "adapter"))
         engine.save_checkpoint(str(folder / "ckpt"), "one", {"step": 1})
