@@ -76,7 +76,6 @@ def test_deepspeed_and_torch_take_the_same_gpu(environment, monkeypatch, local_r
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(distributed.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(distributed.deepspeed, "init_distributed", lambda **_: None)
     environment |= {"RANK": "3", "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "8"}
     distributed.init_distributed()
     assert chosen == [index] and environment["LOCAL_RANK"] == str(index)

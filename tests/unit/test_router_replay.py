@@ -378,7 +378,7 @@ def test_only_the_policy_is_told() -> None:
     groups: dict[Any, bool] = {PolicyRanks: True, CriticRanks: False, FrozenRanks: False}
     for group, is_told in groups.items():
         ranks = group.__new__(group)
-        assert (ranks.share_of(batch, [0]).routing is not None) == is_told
+        assert (ranks.select(batch, [0]).routing is not None) == is_told
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(255, np.uint8), (256, np.int16), (300, np.int16)])
