@@ -168,7 +168,7 @@ class Turn:
     weight_versions: np.ndarray
     """(R, 2) int32, see `runs`."""
     finish_reason: str
-    """The sampler's word for why it ended: stop, length or abort."""
+    """The engine's word for why it ended: stop, length or abort."""
     seed: int
     kept: KeptSets | None = None
     """What the actions were chosen from. None: all tokens."""
@@ -228,7 +228,7 @@ class Trajectory:
     kept: KeptSets | None = None
     """What the actions were chosen from. None: all tokens."""
     routing: np.ndarray | None = None
-    """(L, M, K) uint8 or int16: the sampler's experts for each token in each layer, or `own_choice`. None:
+    """(L, M, K) uint8 or int16: the engine's experts for each token in each layer, or `own_choice`. None:
     not known."""
     images: tuple[Image, ...] = ()
     """In the order of their tokens: of the prompt, and of feedback."""
@@ -244,7 +244,7 @@ class Trajectory:
     error: str = ""
     """Why the outcome is not OK."""
     finish_reason: str = "stop"
-    """The sampler's word for why the last turn ended: stop, length or abort."""
+    """The engine's word for why the last turn ended: stop, length or abort."""
     truncated: bool = False
     """The last turn ran out of tokens."""
     seed: int = 0
@@ -328,11 +328,11 @@ def work_of(prompt: Prompt, purpose: Purpose, num_samples: int) -> Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sampled:
-    """A group that a sampler has finished."""
+    """A group that an engine has finished."""
 
     group: PromptGroup
     done: Work
-    """What the sampler has finished since it started, in groups that have samples left too."""
+    """What the engine has finished since it started, in groups that have samples left too."""
 
 
 _ARRAYS = ("token_ids", "action_mask", "rollout_log_probs", "weight_versions", "turn_starts", "turn_rewards")

@@ -181,7 +181,7 @@ PolicyT = TypeVar("PolicyT", bound=TrainableRanks, contravariant=True)
 
 
 class Rollout(Protocol[PolicyT]):
-    """All the samplers together. Nothing waits but `next_group` and what is pending. How weights travel is
+    """All rollout engines of a run. Nothing waits but `next_group` and what is pending. How weights travel is
     between it and the policies that it takes them from, PolicyT."""
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
@@ -194,5 +194,5 @@ class Rollout(Protocol[PolicyT]):
         ...
 
     def sync(self, policy: PolicyT, version: int) -> Pending[Metrics]:
-        """Make every sampler use the policy's current weights, and check that it does."""
+        """Makes every engine use the policy's current weights, and checks that it does."""
         ...

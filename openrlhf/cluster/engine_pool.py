@@ -1,4 +1,4 @@
-"""All the samplers together: backends/base.py's Rollout over vLLM engines in Ray actors."""
+"""All engines of a run: backends/base.py's Rollout over vLLM engines in Ray actors."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Spreads prompts over samplers and hands out groups as they finish. Knows samplers only as things that
+"""Spreads prompts over engines and hands out groups as they finish. Knows engines only as things that
 answer a prompt later."""
 
 import queue
@@ -32,7 +32,7 @@ class EngineHandle(Protocol):
 
 
 class Memory(Protocol):
-    """Who holds the devices' memory, where samplers share them with models."""
+    """Who holds the devices' memory, where engines share them with models."""
 
     def wake(self) -> None:
         """Samplers are about to be asked. Returns when they can answer."""
@@ -52,7 +52,7 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    sampler: EngineHandle
+    engine: EngineHandle
     number: int
     requests: list[_Request] = field(default_factory=list)
 
@@ -68,23 +68,23 @@ class _Again:
 
 
 class Balance:
-    """Which sampler gets the next prompt: the one with the fewest tokens left. Those are the tokens of its
+    """Which engine gets the next prompt: the one with the fewest tokens left. Those are the tokens of its
     unfinished samples' prompts, and for each sample as many more as finished ones took on average.
 
-    A group is as long under way as its longest sample, so samplers say of every sample when it has
+    A group is as long under way as its longest sample, so engines say of every sample when it has
     finished."""
 
-    def __init__(self, num_samplers: int, longest: int) -> None:
+    def __init__(self, num_engines: int, longest: int) -> None:
         """`longest`: tokens that are expected of an answer before any has finished."""
-        self.sent, self.done = np.zeros((2, num_samplers, len(PURPOSES) + 1), np.int64)
-        """The Work of each sampler."""
+        self.sent, self.done = np.zeros((2, num_engines, len(PURPOSES) + 1), np.int64)
+        """The Work of each engine."""
         self.tokens_each = np.array([longest] * len(PURPOSES) + [1.0])
         """(P + 1,) float64: expected of each sample, by its purpose; and a prompt's token is one."""
         self._seen = Counter[Purpose]()
         """Samples that `tokens_each` is the mean of."""
 
     def least_busy(self, num_samples: int, avoided: int | None = None) -> int | None:
-        """A sampler with room for a group of this size, by its number. None where all have as much as they
+        """An engine with room for a group of this size, by its number. None where all have as much as they
         can hold."""
         left = self.sent - self.done
         samples_left = left[:, :-1].sum(1)
@@ -96,7 +96,7 @@ class Balance:
         return int(np.where(has_room, left @ self.tokens_each, np.inf).argmin())
 
     def hear(self, number: int, done: Work) -> None:
-        """From a sampler. What it says may come in another order than it was said."""
+        """Merges an engine's progress report; reports may arrive out of order."""
         self.done[number] = np.maximum(self.done[number], done)
 
     def expect(self, purpose: Purpose, num_samples: int, num_tokens: int) -> None:
@@ -108,12 +108,12 @@ class Balance:
 
 
 class Dispatcher:
-    """Each prompt goes to the sampler that has least left to do. One thread decides; nothing that calls a
+    """Each prompt goes to the engine that has least left to do. One thread decides; nothing that calls a
     method waits for it but `next_group`."""
 
     def __init__(
         self,
-        samplers: Sequence[EngineHandle],
+        engines: Sequence[EngineHandle],
         num_samples: Mapping[Purpose, int],
         *,
         memory: Memory,
@@ -123,11 +123,11 @@ class Dispatcher:
         retry_on: Collection[str] = (),
     ) -> None:
         """`num_samples`: of a prompt. `longest`: tokens that are expected of an answer before any has
-        finished. `retry_on`: outcomes after which a sample runs once more, on another sampler; needs two of
+        finished. `retry_on`: outcomes after which a sample runs once more, on another engine; needs two of
         them. `score`: adds rewards to groups that have finished, several at a time where they finish while
-        it works; `scores_at_once` off: only when no sampler works, whose memory it needs."""
-        self._loads = [_Load(sampler, i) for i, sampler in enumerate(samplers)]
-        self._balance = Balance(len(samplers), longest)
+        it works; `scores_at_once` off: only when no engine works, whose memory it needs."""
+        self._loads = [_Load(engine, i) for i, engine in enumerate(engines)]
+        self._balance = Balance(len(engines), longest)
         self._num_samples, self._memory = num_samples, memory
         self._score, self._scores_at_once, self._retry_on = score, scores_at_once, retry_on
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="score")
@@ -151,7 +151,7 @@ class Dispatcher:
         self._events.put(lambda: self._waiting.extend(requests))
 
     def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
-        """The next prompt that has finished. Raises what a sampler or `score` raised; RuntimeError where
+        """The next prompt that has finished. Raises what an engine or `score` raised; RuntimeError where
         nothing is under way; TimeoutError, which names what is, after `timeout` seconds."""
         if not self._under_way[purpose]:
             raise RuntimeError(f"no prompt is under way for {purpose}")
@@ -166,12 +166,12 @@ class Dispatcher:
         return found
 
     def sleep(self) -> None:
-        """Returns when samplers have finished what they were sent, and have freed their memory."""
+        """Returns when engines have finished what they were sent, and have freed their memory."""
         self._wait_in(self._who_needs_memory)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Inside, samplers have finished what they were sent, and are sent nothing more."""
+        """Inside, engines have finished what they were sent, and are sent nothing more."""
         self._events.put(lambda: setattr(self, "_is_held", True))
         try:
             self._wait_in(self._who_needs_quiet)
@@ -180,7 +180,7 @@ class Dispatcher:
             self._events.put(lambda: setattr(self, "_is_held", False))
 
     def _wait_in(self, line: list[Future[None]]) -> None:
-        """Until no sampler works."""
+        """Until no engine works."""
         done: Future[None] = Future()
         self._events.put(lambda: line.append(done))
         while self._thread.is_alive() and not done.done():
@@ -248,7 +248,7 @@ class Dispatcher:
         self._balance.sent[load.number] += work_of(request.prompt, request.purpose, self._size(request))
         load.requests.append(request)
         samples = request.again.samples if request.again else None
-        future = load.sampler.run_group(request.prompt, request.purpose, samples)
+        future = load.engine.run_group(request.prompt, request.purpose, samples)
         future.add_done_callback(
             lambda future: self._events.put(lambda: self._sampled(request, load, future.result()))
         )
@@ -284,7 +284,7 @@ class Dispatcher:
     def _waited(self, purpose: Purpose) -> str:
         """What is under way, and where."""
         lines = [
-            f"sampler {i}: {len(load.requests)} prompts, such as {_named(load.requests)}"
+            f"engine {i}: {len(load.requests)} prompts, such as {_named(load.requests)}"
             for i, load in enumerate(self._loads)
             if load.requests
         ]

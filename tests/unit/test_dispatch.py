@@ -98,14 +98,12 @@ def dispatcher_of() -> Iterator[Build]:
     """Builds one, and closes it in the end."""
     made: list[Dispatcher] = []
 
-    def build(
-        samplers: Sequence[FakeEngine], num_samples: int = 2, calls: list[str] | None = None, **options
-    ):
+    def build(engines: Sequence[FakeEngine], num_samples: int = 2, calls: list[str] | None = None, **options):
         sizes: dict[Purpose, int] = {"train": num_samples, "eval": num_samples}
         memory = Memory([] if calls is None else calls)
-        for sampler in samplers:
-            sampler.num_samples = num_samples
-        made.append(Dispatcher(samplers, sizes, memory=memory, longest=100, **options))
+        for engine in engines:
+            engine.num_samples = num_samples
+        made.append(Dispatcher(engines, sizes, memory=memory, longest=100, **options))
         return made[-1]
 
     yield build
@@ -129,7 +127,7 @@ def received(dispatcher: Dispatcher, count: int, purpose: Purpose = "train") -> 
 # ---- samples that failed
 
 
-def test_a_sample_that_failed_runs_once_more_on_another_sampler(dispatcher_of: Build):
+def test_a_sample_that_failed_runs_once_more_on_another_engine(dispatcher_of: Build):
     """It alone; what it had sampled, in two parts, is replaced. Another failure there stands."""
     sick, well = FakeEngine(), FakeEngine()
     dispatcher = dispatcher_of([sick, well], num_samples=3, retry_on=["env_error"])
@@ -156,19 +154,19 @@ def test_a_sample_that_failed_runs_once_more_on_another_sampler(dispatcher_of: B
     assert (sick.seen, well.seen) == ([7, 8], [7, 8])
 
 
-# ---- which sampler, in which order
+# ---- which engine, in which order
 
 
 def test_groups_come_in_the_order_in_which_they_finish(dispatcher_of: Build):
-    sampler = FakeEngine()
-    dispatcher = dispatcher_of([sampler])
+    engine = FakeEngine()
+    dispatcher = dispatcher_of([engine])
     dispatcher.submit(prompts(0, 1, 2, 3), "train")
-    wait_until(lambda: len(sampler.open) == 4)
-    sampler.finish(2, 0, 3, 1)
+    wait_until(lambda: len(engine.open) == 4)
+    engine.finish(2, 0, 3, 1)
     assert received(dispatcher, 4) == [2, 0, 3, 1]
 
 
-def test_the_least_busy_sampler_gets_the_next_prompt(dispatcher_of: Build):
+def test_the_least_busy_engine_gets_the_next_prompt(dispatcher_of: Build):
     """Room for one group in each: the one that finishes gets the next."""
     slow, fast = FakeEngine(), FakeEngine()
     dispatcher = dispatcher_of([slow, fast], num_samples=SAMPLES_IN_FLIGHT)
@@ -181,83 +179,83 @@ def test_the_least_busy_sampler_gets_the_next_prompt(dispatcher_of: Build):
     assert received(dispatcher, 1) == [0]
 
 
-def test_samplers_get_equal_shares_to_begin_with(dispatcher_of: Build):
-    samplers = [FakeEngine() for _ in range(3)]
-    dispatcher_of(samplers).submit(prompts(*range(7)), "train")
-    wait_until(lambda: sum(len(s.open) for s in samplers) == 7)
-    assert [s.seen for s in samplers] == [[0, 3, 6], [1, 4], [2, 5]]
+def test_engines_get_equal_shares_to_begin_with(dispatcher_of: Build):
+    engines = [FakeEngine() for _ in range(3)]
+    dispatcher_of(engines).submit(prompts(*range(7)), "train")
+    wait_until(lambda: sum(len(s.open) for s in engines) == 7)
+    assert [s.seen for s in engines] == [[0, 3, 6], [1, 4], [2, 5]]
 
 
 @pytest.mark.parametrize(("num_samples", "limit"), [(100, 5), (512, 1), (2000, 1)])
 def test_no_more_than_the_limit_in_flight(dispatcher_of: Build, num_samples: int, limit: int):
-    """512 samples of a sampler, and a group in any case."""
-    sampler = FakeEngine()
-    dispatcher = dispatcher_of([sampler], num_samples=num_samples)
+    """512 samples of an engine, and a group in any case."""
+    engine = FakeEngine()
+    dispatcher = dispatcher_of([engine], num_samples=num_samples)
     dispatcher.submit(prompts(*range(12)), "train")
-    wait_until(lambda: len(sampler.open) == limit)
+    wait_until(lambda: len(engine.open) == limit)
     for i in range(12):
-        sampler.finish(i)
+        engine.finish(i)
     assert received(dispatcher, 12) == list(range(12))
-    assert sampler.most_at_once == limit
+    assert engine.most_at_once == limit
 
 
 def test_training_and_evaluation_are_kept_apart(dispatcher_of: Build):
-    sampler = FakeEngine()
-    dispatcher = dispatcher_of([sampler])
+    engine = FakeEngine()
+    dispatcher = dispatcher_of([engine])
     dispatcher.submit(prompts(0, 1), "train")
     dispatcher.submit(prompts(2, 3), "eval")
-    sampler.finish(0, 3, 1, 2)
+    engine.finish(0, 3, 1, 2)
     assert received(dispatcher, 2, "eval") == [3, 2]
     assert received(dispatcher, 2) == [0, 1]
-    assert sampler.purposes == ["train", "train", "eval", "eval"]
+    assert engine.purposes == ["train", "train", "eval", "eval"]
 
 
 # ---- waiting
 
 
 def test_where_nothing_is_under_way_nobody_waits(dispatcher_of: Build):
-    sampler = FakeEngine()
-    dispatcher = dispatcher_of([sampler])
+    engine = FakeEngine()
+    dispatcher = dispatcher_of([engine])
     dispatcher.submit([], "train")
     with pytest.raises(RuntimeError, match="no prompt is under way for train"):
         dispatcher.next_group("train")
     dispatcher.submit(prompts(0), "train")
     with pytest.raises(RuntimeError, match="no prompt is under way for eval"):
         dispatcher.next_group("eval")
-    sampler.finish(0)
+    engine.finish(0)
     received(dispatcher, 1)
     with pytest.raises(RuntimeError, match="no prompt is under way for train"):
         dispatcher.next_group("train")
 
 
 def test_who_waited_in_vain_learns_for_what(dispatcher_of: Build):
-    """Two samplers with room for two groups each; three prompts of nine have finished."""
-    samplers = [FakeEngine(), FakeEngine()]
-    dispatcher = dispatcher_of(samplers, num_samples=SAMPLES_IN_FLIGHT // 2)
+    """Two engines with room for two groups each; three prompts of nine have finished."""
+    engines = [FakeEngine(), FakeEngine()]
+    dispatcher = dispatcher_of(engines, num_samples=SAMPLES_IN_FLIGHT // 2)
     dispatcher.submit([Prompt(prompt_id=i, text="", epoch=1) for i in range(9)], "train")
-    samplers[0].finish(0, 2)
-    samplers[1].finish(1)
+    engines[0].finish(0, 2)
+    engines[1].finish(1)
     assert received(dispatcher, 3) == [0, 2, 1]
-    wait_until(lambda: sum(len(s.open) for s in samplers) == 4)
+    wait_until(lambda: sum(len(s.open) for s in engines) == 4)
     with pytest.raises(TimeoutError) as error:
         dispatcher.next_group("train", 0.01)
     first, *more = str(error.value).splitlines()
     assert first == "6 prompts of train are under way."
-    named = [f"{a} (epoch 1), {b} (epoch 1)" for a, b in (sampler.open for sampler in samplers)]
+    named = [f"{a} (epoch 1), {b} (epoch 1)" for a, b in (engine.open for engine in engines)]
     assert more == [
-        f"sampler 0: 2 prompts, such as {named[0]}",
-        f"sampler 1: 2 prompts, such as {named[1]}",
+        f"engine 0: 2 prompts, such as {named[0]}",
+        f"engine 1: 2 prompts, such as {named[1]}",
         "not sent yet: 2 prompts",
     ]
-    samplers[0].finish(*samplers[0].open)  # the wait was too short, and no more: it can go on
+    engines[0].finish(*engines[0].open)  # the wait was too short, and no more: it can go on
     received(dispatcher, 2)
 
 
 def test_who_waits_for_reward_models_is_told_so(dispatcher_of: Build):
-    sampler, score = FakeEngine(), Score([])
-    dispatcher = dispatcher_of([sampler], score=score)
+    engine, score = FakeEngine(), Score([])
+    dispatcher = dispatcher_of([engine], score=score)
     dispatcher.submit(prompts(0), "eval")
-    sampler.finish(0)
+    engine.finish(0)
     wait_until(lambda: bool(score.calls))
     with pytest.raises(TimeoutError, match=r"1 prompts of eval .*\nreward models are scoring finished"):
         dispatcher.next_group("eval", 0.01)
@@ -268,14 +266,14 @@ def test_who_waits_for_reward_models_is_told_so(dispatcher_of: Build):
 # ---- errors
 
 
-def test_an_error_of_a_sampler_reaches_whoever_asks_however_often(dispatcher_of: Build):
-    sampler = FakeEngine()
-    dispatcher = dispatcher_of([sampler])
+def test_an_error_of_an_engine_reaches_whoever_asks_however_often(dispatcher_of: Build):
+    engine = FakeEngine()
+    dispatcher = dispatcher_of([engine])
     dispatcher.submit(prompts(0, 1), "train")
     dispatcher.submit(prompts(2), "eval")
-    sampler.finish(0)
+    engine.finish(0)
     assert received(dispatcher, 1) == [0]
-    sampler.fail(1, ConnectionError("the engine died"))
+    engine.fail(1, ConnectionError("the engine died"))
     for purpose in ("train", "train", "eval"):
         with pytest.raises(ConnectionError, match="the engine died"):
             dispatcher.next_group(purpose, 10)
@@ -288,10 +286,10 @@ def test_an_error_of_a_reward_model_reaches_whoever_asks_however_often(dispatche
     def score(groups: list[PromptGroup]) -> list[PromptGroup]:
         raise ValueError(f"cannot read {groups[0].prompt.prompt_id}")
 
-    sampler = FakeEngine()
-    dispatcher = dispatcher_of([sampler], score=score)
+    engine = FakeEngine()
+    dispatcher = dispatcher_of([engine], score=score)
     dispatcher.submit(prompts(7, 8), "train")
-    sampler.finish(7)
+    engine.finish(7)
     for _ in range(2):
         with pytest.raises(ValueError, match="cannot read 7"):
             dispatcher.next_group("train", 10)
@@ -312,14 +310,14 @@ def test_an_error_while_memory_is_taken_reaches_whoever_asks():
 # ---- rewards and memory
 
 
-def test_reward_models_score_while_samplers_work_and_several_groups_at_a_time(dispatcher_of: Build):
+def test_reward_models_score_while_engines_work_and_several_groups_at_a_time(dispatcher_of: Build):
     """What finishes while they work waits for the next time, all together."""
-    sampler, score = FakeEngine(), Score([])
-    dispatcher = dispatcher_of([sampler], score=score)
+    engine, score = FakeEngine(), Score([])
+    dispatcher = dispatcher_of([engine], score=score)
     dispatcher.submit(prompts(0, 1, 2, 3), "train")
-    sampler.finish(1)
+    engine.finish(1)
     wait_until(lambda: score.calls == ["score [1]"])
-    sampler.finish(3, 0)
+    engine.finish(3, 0)
     score.permits.release(2)
     groups = [dispatcher.next_group("train", 10) for _ in range(3)]
     assert [g.prompt.prompt_id for g in groups] == [1, 3, 0]
@@ -328,75 +326,75 @@ def test_reward_models_score_while_samplers_work_and_several_groups_at_a_time(di
 
 
 def test_scored_groups_go_where_they_were_asked_for(dispatcher_of: Build):
-    sampler, score = FakeEngine(), Score([])
+    engine, score = FakeEngine(), Score([])
     score.permits.release(9)
-    dispatcher = dispatcher_of([sampler], score=score)
+    dispatcher = dispatcher_of([engine], score=score)
     dispatcher.submit(prompts(0, 1), "train")
     dispatcher.submit(prompts(2), "eval")
-    sampler.finish(0, 2, 1)
+    engine.finish(0, 2, 1)
     assert received(dispatcher, 1, "eval") == [2] and received(dispatcher, 2) == [0, 1]
 
 
-def test_samplers_keep_the_memory_until_somebody_needs_it(dispatcher_of: Build):
+def test_engines_keep_the_memory_until_somebody_needs_it(dispatcher_of: Build):
     calls: list[str] = []
-    sampler = FakeEngine(calls)
-    dispatcher = dispatcher_of([sampler], calls=calls)
+    engine = FakeEngine(calls)
+    dispatcher = dispatcher_of([engine], calls=calls)
     for _ in range(2):
         for i in (0, 1):
             dispatcher.submit(prompts(i), "train")
-            sampler.finish(i)
+            engine.finish(i)
             received(dispatcher, 1)
         dispatcher.sleep()
     assert calls == ["wake", "run 0", "run 1", "rest"] * 2
 
 
-def test_who_needs_the_memory_waits_for_what_samplers_were_sent(dispatcher_of: Build):
+def test_who_needs_the_memory_waits_for_what_engines_were_sent(dispatcher_of: Build):
     calls: list[str] = []
-    sampler = FakeEngine(calls)
-    dispatcher = dispatcher_of([sampler], calls=calls)
+    engine = FakeEngine(calls)
+    dispatcher = dispatcher_of([engine], calls=calls)
     dispatcher.submit(prompts(0, 1), "train")
-    sampler.finish(0)
+    engine.finish(0)
     waiting = threading.Thread(target=dispatcher.sleep)
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive() and "rest" not in calls
-    sampler.finish(1)
+    engine.finish(1)
     waiting.join(10)
     assert not waiting.is_alive() and calls == ["wake", "run 0", "run 1", "rest"]
 
 
-def test_who_needs_the_memory_of_samplers_that_are_gone_does_not_wait(dispatcher_of: Build):
-    sampler = FakeEngine()
-    dispatcher = dispatcher_of([sampler])
+def test_who_needs_the_memory_of_engines_that_are_gone_does_not_wait(dispatcher_of: Build):
+    engine = FakeEngine()
+    dispatcher = dispatcher_of([engine])
     dispatcher.submit(prompts(0), "train")
     with ThreadPoolExecutor(1) as thread:
         freed = thread.submit(dispatcher.sleep)
         with pytest.raises(TimeoutError):
             freed.result(0.1)
-        sampler.fail(0, ConnectionError("the engine died"))
+        engine.fail(0, ConnectionError("the engine died"))
         with pytest.raises(ConnectionError, match="the engine died"):
             freed.result(10)
     dispatcher.sleep()  # what happened, `next_group` says
 
 
 def test_reward_models_that_need_the_memory_wait_until_it_is_free(dispatcher_of: Build):
-    """And samplers until those have finished, also for prompts that come meanwhile."""
+    """And engines until those have finished, also for prompts that come meanwhile."""
     calls: list[str] = []
-    sampler, score = FakeEngine(calls), Score(calls)
+    engine, score = FakeEngine(calls), Score(calls)
 
     def score_alone(groups: list[PromptGroup]) -> list[PromptGroup]:
         dispatcher.sleep()
         return score(groups)
 
-    dispatcher = dispatcher_of([sampler], calls=calls, score=score_alone, scores_at_once=False)
+    dispatcher = dispatcher_of([engine], calls=calls, score=score_alone, scores_at_once=False)
     dispatcher.submit(prompts(0, 1), "train")
-    sampler.finish(1)
-    sampler.finish(0)
+    engine.finish(1)
+    engine.finish(0)
     wait_until(lambda: calls[-1] == "score [1, 0]")
     dispatcher.submit(prompts(2), "eval")
     score.permits.release(2)
     assert received(dispatcher, 2) == [1, 0]
-    sampler.finish(2)
+    engine.finish(2)
     assert received(dispatcher, 1, "eval") == [2]
     first = ["wake", "run 0", "run 1", "rest", "score [1, 0]", "scored"]
     assert calls == [*first, "wake", "run 2", "rest", "score [2]", "scored"]
@@ -404,11 +402,11 @@ def test_reward_models_that_need_the_memory_wait_until_it_is_free(dispatcher_of:
 
 def test_a_closed_dispatcher_leaves_no_thread_behind(dispatcher_of: Build):
     others = set(threading.enumerate())
-    sampler, score = FakeEngine(), Score([])
+    engine, score = FakeEngine(), Score([])
     score.permits.release()
-    dispatcher = dispatcher_of([sampler], score=score)
+    dispatcher = dispatcher_of([engine], score=score)
     dispatcher.submit(prompts(0), "train")
-    sampler.finish(0)
+    engine.finish(0)
     received(dispatcher, 1)
     own = set(threading.enumerate()) - others
     assert own
@@ -421,26 +419,26 @@ def test_a_closed_dispatcher_leaves_no_thread_behind(dispatcher_of: Build):
 
 def test_nothing_runs_while_weights_change(dispatcher_of: Build):
     """What was sent is finished first; what waits is sent afterwards."""
-    sampler = FakeEngine()
-    dispatcher = dispatcher_of([sampler], num_samples=SAMPLES_IN_FLIGHT)
+    engine = FakeEngine()
+    dispatcher = dispatcher_of([engine], num_samples=SAMPLES_IN_FLIGHT)
     dispatcher.submit(prompts(0, 1), "train")
-    wait_until(lambda: 0 in sampler.open)
+    wait_until(lambda: 0 in engine.open)
     with ThreadPoolExecutor(1) as pool:
         changed = threading.Event()
 
         def change() -> None:
             with dispatcher.quiet():
-                assert sampler.seen == [0] and not sampler.open
+                assert engine.seen == [0] and not engine.open
                 changed.set()
 
         changing = pool.submit(change)
         assert not changed.wait(0.1)
-        sampler.finish(0)
+        engine.finish(0)
         changing.result(10)
-    sampler.finish(1)
+    engine.finish(1)
     assert received(dispatcher, 2) == [0, 1]
     with dispatcher.quiet():  # nothing to wait for
         dispatcher.submit(prompts(2), "train")
-        assert not threading.Event().wait(0.05) and sampler.seen == [0, 1]
-    sampler.finish(2)
+        assert not threading.Event().wait(0.05) and engine.seen == [0, 1]
+    engine.finish(2)
     assert received(dispatcher, 1) == [2]
