@@ -49,7 +49,12 @@ def test_adapters_of_policy_and_critic(task: TaskFiles, tmp_path: Path, place: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place", ["--ds.zero_stage 3 --actor.num_gpus_per_node 2 --critic.num_gpus_per_node 1", SHARED]
+    "place",
+    [
+        "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --critic.num_gpus_per_node 1",
+        SHARED,
+        "--train.backend torch --actor.num_gpus_per_node 2 --critic.num_gpus_per_node 1",
+    ],
 )
 def test_adapters_that_engines_keep_apart(task: TaskFiles, tmp_path: Path, place: str) -> None:
     """Are those that are merged: the same tokens, and log-probs that differ by their rounding."""

@@ -259,7 +259,10 @@ def test_muon_trains_policy_and_critic(task: TaskFiles, tmp_path: Path, place: s
     check_samplers_hold_the_trained_weights(tmp_path, step=1)
 
 
-def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backend", ["--train.enable_ema", pytest.param("--train.backend torch", marks=pytest.mark.slow)]
+)
+def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path, backend: str) -> None:
     """With everything that has a state of its own: two models and optimizers, a moving average, an adaptive
     coefficient, samples that wait, the order of prompts and of texts that are learned beside them."""
     flags = (
@@ -267,7 +270,7 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path) -> None:
         "--algo.kl.horizon 100 --actor.num_gpus_per_node 1 --train.colocate_all --actor.adam.lr 3e-3 "
         "--ds.enable_sleep "
         "--critic.adam.lr 3e-3 --critic.lr_scheduler constant --critic.save_value_network "
-        "--rollout.vllm_generate_batch_size 12 --train.enable_ema --eval.steps -1 --train.num_episodes 2 "
+        f"--rollout.vllm_generate_batch_size 12 {backend} --eval.steps -1 --train.num_episodes 2 "
         "--ckpt.save_steps 2 --ckpt.max_num 2 --train.max_steps 4 --train.batch_size 32 "
         "--algo.advantage.is_correction_enable --actor.entropy_coef 0 "
         f"--data.pretrain_dataset {task.pretrain} --actor.ptx_coef 0.1 "
