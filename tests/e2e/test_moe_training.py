@@ -51,11 +51,15 @@ def sft(task: TaskFiles, model: Path, folder: Path, ranks: int, flags: str) -> d
     return read_metrics(folder / "run" / "metrics.jsonl")
 
 
-def test_a_mixture_of_experts_learns_and_balances(task: TaskFiles, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["deepspeed", pytest.param("torch", marks=pytest.mark.slow)])
+def test_a_mixture_of_experts_learns_and_balances(
+    task: TaskFiles, model: Path, tmp_path: Path, backend: str
+) -> None:
     """With a row for each sequence the balance loss depends on neither ranks nor sharding."""
     balanced = f"--model.aux_loss_coef {COEF}"
     one = sft(task, model, tmp_path / "one", 1, f"--ds.zero_stage 0 {balanced}")
-    two = sft(task, model, tmp_path / "two", 2, f"--ds.zero_stage 3 {balanced}")
+    shared = f"--train.backend {backend} --ds.zero_stage 3 {balanced}"
+    two = sft(task, model, tmp_path / "two", 2, shared)
     assert list(one) == list(two) == list(range(1, STEPS + 1))
     for step in one:
         for name in ("sft/loss", "balance_loss", "grad_norm"):
