@@ -1,17 +1,17 @@
-"""Attention over packed rows (padding-free). A registered implementation isolates sequences on every device.
+"""Attention over packed rows (padding-free), with sequences isolated from each other on every device.
 
-transformers looks attention up by name; ours is `PACKED`. It reads where the sequences lie from
-the `packing` keyword that the model is called with, so no mask over the row is ever built. Where torch has a
-varlen kernel for it (`has_varlen_kernel`) the whole row is one call, elsewhere each sequence is one call of
-scaled_dot_product_attention. Whether a model hands all of this on to its attention is found out by
-models/self_check.py.
+transformers looks attention up by name; ours is registered as `PACKED`. It reads the boundaries of the
+sequences from the `packing` keyword argument of the model's call, so no mask over the row is ever built.
+Where torch has a varlen kernel (`has_varlen_kernel`), the whole row is one call; elsewhere each sequence is
+one call of scaled_dot_product_attention. models/self_check.py tests whether a model passes these arguments on
+to its attention.
 
-Where ranks share a row, each comes with a slice of its tokens. Either they exchange their slices of all heads
-for the whole row of some (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), or keys and values travel
-round the ranks (models/ring.py), or each gathers those of the whole row for the queries of its slice, some
-heads at a time (context parallelism in section 3.3.2 of https://arxiv.org/abs/2407.21783). There the edge of
-a chunk may cut a sequence: its queries are the last tokens of its keys.
-"""
+Under sequence parallelism each rank holds a slice of the row's tokens. There are three modes: an all-to-all
+exchanges slices of all heads for the whole row of some heads (DeepSpeed-Ulysses,
+https://arxiv.org/abs/2309.14509); keys and values travel round the ranks (models/ring.py); or each rank
+gathers the keys and values of the whole row for the queries of its slice, some heads at a time (context
+parallelism in section 3.3.2 of https://arxiv.org/abs/2407.21783). In the last mode the edge of a chunk may
+cut a sequence: the chunk's queries are then the last tokens of its keys."""
 
 import importlib.util
 import logging
@@ -39,26 +39,29 @@ PACKED = "openrlhf_packed"
 
 FROM_POSITIONS = ("sdpa", "eager")
 """transformers' own implementations that isolate sequences by a block mask built from restarting positions:
-right, and quadratic in the length of the whole row."""
+correct, but quadratic in the length of the whole row."""
 
 AMPERE = (8, 0)
-"""FlashAttention refuses GPUs of a lower compute capability."""
+"""Lowest CUDA compute capability that FlashAttention supports."""
 
 SCORES_BYTES = 256 * 2**20
-"""What the float32 scores of one block of queries may take, where they are computed one by one."""
+"""Largest size in bytes of the float32 scores of one block of queries, where scores are computed
+explicitly."""
 
 MAX_HEAD_SIZE = 256
-"""FlashAttention's, which also wants a multiple of 8, and queries, keys and values of one size."""
+"""Largest head size of FlashAttention, which also needs a multiple of 8 and one size for queries, keys and
+values."""
 
 logger = logging.getLogger(__name__)
 
 
 class CannotPack(ValueError):
-    """An architecture asks for what attention over packed rows cannot do."""
+    """Raised when an architecture needs something that attention over packed rows does not support."""
 
 
 def resolve_attention(name: str, model_config: PreTrainedConfig) -> str:
-    """The transformers name for `--ds.attn_implementation`. Refuses names that no packed row is read with."""
+    """Returns the transformers name for `--ds.attn_implementation`. Raises ValueError for implementations
+    that cannot read packed rows."""
     if name in ("auto", PACKED) or lacks_its_kernel(name):
         return PACKED
     cap = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
@@ -73,13 +76,13 @@ def resolve_attention(name: str, model_config: PreTrainedConfig) -> str:
 
 
 def of_text(name: str, model_config: PreTrainedConfig) -> str | dict[str, str]:
-    """`name` as transformers takes it, for all of a model but its vision tower."""
+    """Returns `name` in the form transformers expects, applied to all of a model except its vision tower."""
     return {"": name, "text_config": name} if "vision_config" in model_config.sub_configs else name
 
 
 def lacks_its_kernel(name: str) -> bool:
-    """Whether it is a flash attention that this machine cannot run: `auto` takes its place. That its package
-    is not installed was said when the flags were checked."""
+    """Returns whether `name` is a flash attention that this machine cannot run, so that `auto` replaces it.
+    The check of the flags has already reported a missing package."""
     package = FLASH_PACKAGES.get(name)
     if package is None:
         return False
@@ -104,8 +107,8 @@ def packing_kwargs(
     device: torch.device,
     sharing: SequenceParallel | None = None,
 ) -> dict:
-    """What the model must be called with, beside restarting positions, so that attention stays inside
-    sequences. `sharing` is `PACKED`'s alone."""
+    """Returns the keyword arguments, besides restarting positions, that keep the model's attention inside
+    sequences. Only `PACKED` supports `sharing`."""
     if implementation in FROM_POSITIONS:
         return {}
     packing, longest = Packing.of(lengths, device), max(lengths)
@@ -135,11 +138,10 @@ def packed_attention(
     packing: Packing | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """(1, heads, N, d) -> (1, N, heads, d).
+    """Computes attention over a packed row: (1, heads, N, d) -> (1, N, heads, d).
 
-    attention_mask: what `_window_of_layer` made of the layer's mask. softcap: scores s become c tanh(s / c).
-    s_aux: (heads,) attention sinks, a score per head that takes part in the softmax and has no value.
-    """
+    attention_mask: the result of `_window_of_layer` for the layer. softcap: scores s become c tanh(s / c).
+    s_aux: (heads,) attention sinks, one score per head that takes part in the softmax and has no value."""
     if packing is None:
         raise CannotPack(
             f"{type(module).__name__} called its attention without saying where the sequences of the row lie"
@@ -163,8 +165,8 @@ def packed_attention(
 
 
 def broke_attention(error: Exception) -> bool:
-    """Whether it ended a forward inside `packed_attention`, and is no refusal: of a kernel, or of the call of
-    one."""
+    """Returns whether `error` was raised inside `packed_attention` by a kernel or its call, not by a
+    deliberate refusal (`CannotPack`)."""
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return packed_attention.__code__ in frames and not isinstance(error, CannotPack)
 
@@ -178,8 +180,8 @@ def why_no_ring(
     sinks: Tensor | None,
     dropout: float,
 ) -> str:
-    """Why keys and values of a layer cannot travel to the queries; "" where they can. All ranks say the
-    same."""
+    """Returns the reason why a layer cannot use ring attention, "" where it can. The result is the same on
+    all ranks."""
     reasons = {
         "a sliding window": window is not None,
         "capped scores": softcap is not None,
@@ -192,7 +194,7 @@ def why_no_ring(
 
 @cache
 def _say_gathered(reason: str) -> None:
-    """Once."""
+    """Logs the fallback of a layer to gathered keys, once per reason."""
     logger.warning("--ds.sequence_parallel_mode ring: layers with %s gather keys, as in allgather", reason)
 
 
@@ -204,7 +206,7 @@ def _with_own_heads(
     sinks: Tensor | None,
     packing: Packing,
 ) -> Tensor:
-    """Of this rank's slice of a row, as `packed_attention`."""
+    """Computes `packed_attention` for this rank's slice of a row by exchanging heads (DeepSpeed-Ulysses)."""
     sharing = present(packing.shard).sharing
     keys = (x.repeat_interleave(sharing.copies(x.shape[1]), dim=1) for x in (key, value))
     q, k, v = (sharing.whole_row(x[0])[None] for x in (query, *keys))
@@ -221,7 +223,8 @@ def _over_gathered_keys(
     sinks: Tensor | None,
     shard: RowShard,
 ) -> Tensor:
-    """Of this rank's slice of a row, as `packed_attention`."""
+    """Computes `packed_attention` for this rank's slice of a row over keys and values gathered from all
+    ranks."""
     num_kv, step, key_size = key.shape[1], shard.sharing.heads_at_a_time, key.shape[3]
     per_kv, outputs = query.shape[1] // num_kv, []
     own = torch.cat([key, value], dim=-1)[0].transpose(0, 1)  # (n, heads, d): one message for both
@@ -240,7 +243,7 @@ def _over_gathered_keys(
 def _round_the_ring(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, shard: RowShard
 ) -> Tensor:
-    """Of this rank's slice of a row, as `packed_attention`."""
+    """Computes `packed_attention` for this rank's slice of a row by ring attention."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = _of_kernel_size(query, key, value)
     output = ring_attention(q, k, v, shard, scale, flash=query.is_cuda).transpose(1, 2)
@@ -260,7 +263,8 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """(1, heads, n, d) -> (1, n, heads, d). The queries of a sequence are the last tokens of its keys."""
+    """Computes (1, heads, n, d) -> (1, n, heads, d). The queries of a sequence are the last tokens of its
+    keys."""
     plain = softcap is None and sinks is None
     if plain and has_varlen_kernel(query, value, dropout):
         return _varlen(query, key, value, queries, keys, scaling, window)
@@ -283,7 +287,8 @@ def _one_sequence(
     mask = None if sees_all and not earlier else _causal(q, k, earlier, window)
     grouped = k.shape[1] != q.shape[1]
     if grouped and q.is_cuda:
-        # Fewer heads of keys would leave only the kernel that holds the scores of all pairs of tokens.
+        # With fewer key heads torch would fall back to the kernel that materializes the scores of all pairs
+        # of tokens.
         k, v = _as_many_heads(q, k, v)
         grouped = False
     return F.scaled_dot_product_attention(
@@ -301,8 +306,9 @@ def _with_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Scores are computed one by one, for architectures that change them: a block of queries at a time, whose
-    scores the backward pass computes again, so that memory stays linear in the length of a sequence."""
+    """Computes attention with explicit scores, for architectures that modify them. It processes one block of
+    queries at a time and recomputes the block's scores in the backward pass, so that memory stays linear in
+    the length of a sequence."""
     k, v = _as_many_heads(q, k, v)
     length, start = k.shape[2], k.shape[2] - q.shape[2]
     blocks = q.split(max(1, SCORES_BYTES // (4 * q.shape[1] * length)), 2)
@@ -311,7 +317,7 @@ def _with_scores(
     outputs = []
     for block in blocks:
         end = start + block.shape[2]
-        first = 0 if window is None else max(0, start - window + 1)  # all that a query of the block sees
+        first = 0 if window is None else max(0, start - window + 1)  # the first key that the block sees
         keys, values = k[:, :, first:end], v[:, :, first:end]
         options = start - first, scaling, dropout, window, softcap, sinks
         outputs.append(
@@ -334,7 +340,8 @@ def _scored(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Queries of neighbouring tokens, of which the first is at `place` among those of the keys."""
+    """Attends with the queries of consecutive tokens, the first of which is at index `place` among the
+    keys."""
     scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -351,15 +358,16 @@ def _as_many_heads(q: Tensor, *kv: Tensor) -> list[Tensor]:
 
 
 def _causal(q: Tensor, k: Tensor, place: int, window: int | None) -> Tensor:
-    """(L, S) True where a query sees a key. The first query is at `place` among the keys."""
+    """Returns an (L, S) mask, True where a query sees a key. The first query is at index `place` among the
+    keys."""
     i, j = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
     distance = place + i[:, None] - j
     return (distance >= 0) & (distance < (window or k.shape[2]))
 
 
 def has_varlen_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether torch's varlen attention, which is FlashAttention 2 on CUDA and has no dropout, computes
-    this."""
+    """Returns whether torch's varlen attention supports these inputs. It is FlashAttention 2 on CUDA and has
+    no dropout."""
     return (
         query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
@@ -393,8 +401,8 @@ def _varlen(
 
 
 def _of_kernel_size(*qkv: Tensor) -> list[Tensor]:
-    """Filled up with zeros to what kernels want: one size of all heads, a multiple of 8. Behind queries and
-    keys they add nothing to products; what they make behind outputs is for the caller to cut off."""
+    """Pads head dimensions with zeros to what kernels need: one size for all heads, a multiple of 8. The
+    zeros of queries and keys do not change the scores; the caller cuts the padding off the outputs."""
     size = -(-max(x.shape[-1] for x in qkv) // 8) * 8
     return [x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in qkv]
 
@@ -406,8 +414,9 @@ def _window_of_layer(
     config: PreTrainedConfig | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """All that packed attention must know of a layer's mask: how far it sees, as a tensor of one element,
-    because that is what models hand on. None: every earlier token of its sequence."""
+    """Returns how many tokens a layer sees, the only property of its mask that packed attention needs, as a
+    tensor of one element, because models pass tensors on. None: the layer sees every earlier token of its
+    sequence."""
     kinds = getattr(config, "layer_types", None) or ()
     if use_vmap or (local_size is not None and "chunked_attention" in kinds):
         raise CannotPack("attention masks that are neither causal nor a sliding window cannot be packed")
@@ -426,8 +435,8 @@ def _arguments_of_packed_mask(
     *more: Any,
     **named: Any,
 ) -> tuple:
-    """Without positions: transformers would wait for the GPU to see in them whether a row has several
-    sequences, which `packing` says."""
+    """Removes the positions from the arguments of a mask. Otherwise transformers would wait for the GPU to
+    find out from them whether a row has several sequences, which `packing` already states."""
     if config._attn_implementation == PACKED:
         position_ids = None
     return _arguments_of_mask(

@@ -1,4 +1,4 @@
-"""Hugging Face models on packed rows."""
+"""Runs Hugging Face models on packed rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,32 +17,34 @@ from openrlhf.models.vision import ImageReader, inputs_of_row, with_blank
 from openrlhf.types import Image, PackedRow, present
 
 STATEFUL = {"linear_attention", "conv"}
-"""Kinds of layers, in the words of transformers' configurations, that carry a state along the row."""
+"""Layer types, as named in transformers' configurations, that carry a state along the row."""
 
 
 @dataclass(slots=True)
 class Reading:
-    """How a model reads rows. models/self_check.py finds out which way is right."""
+    """Describes how a model reads rows. models/self_check.py determines which way is correct."""
 
     flag: str = "auto"
-    """`--ds.attn_implementation`, as the user gave it."""
+    """Value of `--ds.attn_implementation` as the user gave it."""
     packed: bool = True
-    """A row in one pass. Else one pass for each of its sequences: always right, and slower."""
+    """True: one forward pass for the whole row. False: one pass per sequence, which is always correct and
+    slower."""
     liger: bool = False
-    """With Liger's kernels, `--ds.use_liger_kernel`."""
+    """True with Liger's kernels (`--ds.use_liger_kernel`)."""
     images: ImageReader | None = None
-    """None: text only."""
+    """Converts images for a vision-language model; None for text only."""
     sharing: SequenceParallel | None = None
-    """None: every rank reads whole rows."""
+    """The sequence-parallel group that shares rows; None where every rank reads whole rows."""
     gathers: bool = False
-    """Ranks share parameters and gather them in every pass, so that all must make the same passes."""
+    """True where ranks shard parameters and gather them in every pass, so that all must make the same
+    passes."""
     replay: Replay | None = None
-    """The experts that a row names for its tokens are chosen. None: routers choose."""
+    """Router replay: forces the experts that a row lists for its tokens. None: the routers choose."""
 
 
 class RowModel(nn.Module):
-    """Wraps `model` without renaming or copying a parameter: `.model.save_pretrained` exports it. What a
-    subclass answers about a packed row is its forward."""
+    """Base class of models whose forward answers about a packed row. It wraps `model` without renaming or
+    copying a parameter: `.model.save_pretrained` exports it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -50,43 +52,45 @@ class RowModel(nn.Module):
 
 
 def reading_of(model: PreTrainedModel) -> Reading:
-    """What models/loading.py noted on the model that it loaded."""
+    """Returns the settings that models/loading.py stored on the model, or stores defaults."""
     return model.__dict__.setdefault("openrlhf_reading", Reading())
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
-    """The model without its head."""
+    """Returns the model without its head."""
     if model.base_model is not model:
         return model.base_model
-    # The architecture misnames it: Llama 4's text model does.
+    # The architecture's `base_model_prefix` is wrong, as in Llama 4's text model.
     return next(child for child in model.children() if isinstance(child, PreTrainedModel))
 
 
 class ActionStates(NamedTuple):
-    """What the head of a model reads, once for each action of a row; where ranks share the row, for each
-    action of this rank's slice."""
+    """Inputs of a model's head, one for each action of a row; under sequence parallelism, for each action of
+    this rank's slice."""
 
     hidden: Tensor  # (a, H)
     own: slice | Tensor
-    """Which of the row's actions those are: all, or (a,) their indices."""
+    """Index of these actions among the row's: all, or (a,) indices."""
     num_actions: int
-    """Of the row."""
+    """Number of actions of the whole row."""
     sharing: SequenceParallel | None
 
     def whole(self, answers: Tensor) -> Tensor:
-        """(a, ...) what the head says of its actions -> (A, ...) of all of the row."""
+        """Collects the head's outputs (a, ...) for this rank's actions into those for the whole row (A,
+        ...)."""
         if self.sharing is None:
             return answers
         of_others = answers.new_zeros(self.num_actions, *answers.shape[1:])
         return self.sharing.summed(of_others.index_copy(0, cast(Tensor, self.own), answers))
 
     def total(self, of_slice: Tensor) -> Tensor:
-        """A sum over the slice's actions -> that over all of the row."""
+        """Sums a total over the slice's actions into the total over the whole row."""
         return of_slice if self.sharing is None else self.sharing.summed(of_slice)
 
 
 def action_states(model: PreTrainedModel, row: PackedRow, places: Tensor) -> ActionStates:
-    """`places` (A,), in order: the token of the row at which each action is read."""
+    """Returns the hidden states at `places` (A,), in order: the token of the row at which each action is
+    read."""
     hidden, sharing, num_actions = hidden_states(model, row), reading_of(model).sharing, len(places)
     if sharing is None:
         return ActionStates(hidden[places], slice(None), num_actions, None)
@@ -95,8 +99,8 @@ def action_states(model: PreTrainedModel, row: PackedRow, places: Tensor) -> Act
 
 
 def hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
-    """(N, H) what the head of `model` would read at each token; where ranks share the row (n, H), at each of
-    this rank's slice."""
+    """Returns (N, H), the input of the head of `model` at each token of the row; under sequence parallelism
+    (n, H), for this rank's slice."""
     reading = reading_of(model)
     if reading.packed:
         return in_one_pass(model, row, reading.sharing)
@@ -125,8 +129,9 @@ def in_one_pass(model: PreTrainedModel, row: PackedRow, sharing: SequenceParalle
 def _state_borders(
     model: PreTrainedModel, lengths: tuple[int, ...], device: torch.device
 ) -> dict[str, Tensor]:
-    """Where layers that carry a state along the row (linear attention, convolutions) shall start anew. Only
-    the kernels of flash-linear-attention and causal-conv1d read it; transformers' own code leaks."""
+    """Returns the arguments that tell layers with a state along the row (linear attention, convolutions)
+    where to reset it. Only the kernels of flash-linear-attention and causal-conv1d read them; transformers'
+    own code leaks across sequences."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if not STATEFUL.intersection(kinds):
         return {}
@@ -140,7 +145,7 @@ def _state_borders(
 
 
 def _inputs(model: PreTrainedModel, row: PackedRow, sharing: SequenceParallel | None) -> dict[str, Tensor]:
-    """What transformers' forward of a row, or of this rank's slice, is called with."""
+    """Returns the inputs of transformers' forward for a row, or for this rank's slice of it."""
     reader = reading_of(model).images
     if reader is not None:
         return {"input_ids": row.token_ids[None]} | inputs_of_row(backbone_of(model), row, reader)
@@ -151,11 +156,11 @@ def _inputs(model: PreTrainedModel, row: PackedRow, sharing: SequenceParallel | 
 def _read(
     model: PreTrainedModel, routing: Tensor | None, sharing: SequenceParallel | None, **inputs: Any
 ) -> Tensor:
-    """transformers' forward of `inputs` -> hidden states (n, H)."""
+    """Runs transformers' forward on `inputs` and returns the hidden states (n, H)."""
     replay = reading_of(model).replay if routing is not None else None
     if replay is not None:
         inputs["routing"] = replay.routing(present(routing), inputs["input_ids"].shape[1], sharing)
-    # A cache makes transformers take the row for one sequence: attention would leak without an error.
+    # With a cache transformers takes the row for one sequence, and attention leaks across sequences silently.
     output = backbone_of(model)(**inputs, use_cache=False)
     if replay is not None:
         replay.check()
@@ -165,17 +170,17 @@ def _read(
 def alone(
     model: PreTrainedModel, token_ids: Tensor, images: Sequence[Image] = (), routing: Tensor | None = None
 ) -> Tensor:
-    """(L,) one sequence -> (L, H), as transformers itself reads it."""
+    """Runs one sequence, token_ids (L,) -> hidden states (L, H), the way transformers itself reads it."""
     inputs = inputs_alone(model, token_ids, images)
     return _read(model, routing, None, **inputs)[: len(token_ids)]
 
 
 def inputs_alone(model: PreTrainedModel, token_ids: Tensor, images: Sequence[Image]) -> dict[str, Tensor]:
-    """What transformers' forward of one sequence is called with."""
+    """Returns the inputs of transformers' forward for one sequence."""
     reader = reading_of(model).images
     if reader is None:
         return {"input_ids": token_ids[None]}
-    if not images:  # as in `with_blank`; what stands behind a sequence changes nothing in it
+    if not images:  # as in `with_blank`; tokens after a sequence do not change its states
         images, blank = reader.blank.images, reader.blank.token_ids.to(token_ids.device)
         token_ids = torch.cat([token_ids, blank])
     return {"input_ids": token_ids[None]} | reader.inputs(token_ids, images)
@@ -193,7 +198,8 @@ def _one_by_one(model: PreTrainedModel, row: PackedRow) -> Tensor:
 
 
 def _most_sequences(model: PreTrainedModel, row: PackedRow) -> int:
-    """In the row of any rank, where ranks must make the same number of passes."""
+    """Returns the largest number of sequences in a row over the ranks that must make the same number of
+    passes."""
     if not reading_of(model).gathers:
         return len(row.lengths)
     count = torch.tensor(len(row.lengths), device=row.token_ids.device)

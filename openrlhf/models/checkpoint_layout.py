@@ -1,9 +1,8 @@
-"""A model's weights as its checkpoint holds them.
+"""Converts a model's weights to the layout of its checkpoint.
 
-transformers renames, fuses and splits weights when it loads them, and `save_pretrained` turns all of it
-back. This is the same way back for a few tensors at a time, or for shapes alone. What an inference engine
-reads from disk is what it can be sent.
-"""
+transformers renames, fuses and splits weights when it loads them, and `save_pretrained` reverts all of it.
+This module does the same for a few tensors at a time, or for shapes alone, so that an inference engine can be
+sent the tensors that it would read from disk."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -27,14 +26,14 @@ from transformers.core_model_loading import (
 
 @dataclass(kw_only=True, slots=True)
 class Conversion:
-    """Tensors of a model that become tensors of its checkpoint together."""
+    """Tensors of a model that together become tensors of its checkpoint."""
 
     name: str
-    """In the checkpoint; of the first one, where it becomes several."""
+    """Name in the checkpoint; where there are several, of the first."""
     converter: WeightConverter | None
-    """None where only the name changes, or nothing."""
+    """transformers' converter; None where at most the name changes."""
     sources: list[tuple[str, str]] = field(default_factory=list)
-    """(name in the model, which of the converter's patterns it is)."""
+    """Pairs of (name in the model, pattern of the converter that it matches)."""
 
     @property
     def names(self) -> list[str]:
@@ -43,19 +42,20 @@ class Conversion:
 
 class CheckpointLayout:
     def __init__(self, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """`shapes`: of every tensor of the model that a checkpoint holds (`checkpoint_tensors`), in full."""
+        """Builds the layout. `shapes` maps every tensor of the model that a checkpoint holds
+        (`checkpoint_tensors`) to its full (unsharded) shape."""
         self.config = model.config
-        # All that transformers' operations ask of a model.
+        # The only part of a model that transformers' operations use.
         parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         self.model = SimpleNamespace(get_parameter=parameters.__getitem__)
         self.conversions = _conversions(model, sorted(shapes, key=dot_natural_key))
 
     def convert(self, conversion: Conversion, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the checkpoint holds in place of the model's `tensors`, of which it takes `conversion.names`.
+        """Returns the checkpoint's tensors by name, made from `conversion.names` of the model's `tensors`.
         Copies only where the layout changes."""
         if conversion.converter is None:
             return {conversion.name: tensors[conversion.names[0]]}
-        converter: Any = deepcopy(conversion.converter)  # its types speak of loading alone
+        converter: Any = deepcopy(conversion.converter)  # its types cover loading only
         for name, pattern in conversion.sources:
             converter.add_tensor(conversion.name, name, pattern, tensors[name])
         converted = converter.convert(conversion.name, model=self.model, config=self.config)
@@ -63,7 +63,8 @@ class CheckpointLayout:
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers. Of tied weights, the one that the others take theirs from."""
+    """Returns the parameters and persistent buffers by name, with tied weights only under the name of their
+    origin."""
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     origin = model.all_tied_weights_keys
     saved = {n: p for n, p in parameters.items() if n not in origin or parameters.get(origin[n]) is not p}
@@ -73,8 +74,8 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def forget_unused_conversions(model: PreTrainedModel) -> None:
-    """Of what transformers may do to a checkpoint, leave only what it did to this model's. Under ZeRO-3 it
-    remembers all of it, and would give weights names that no checkpoint had."""
+    """Drops the conversions that transformers did not apply when it loaded this model. Under ZeRO-3 it keeps
+    all possible ones, and would give weights names that no checkpoint had."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is not None:
         used = [c for c in conversions if c.was_used()]
@@ -96,10 +97,10 @@ def _conversions(model: PreTrainedModel, names: list[str]) -> list[Conversion]:
 
 
 def _done_on_load(model: PreTrainedModel) -> list[WeightTransform]:
-    """As `save_pretrained` finds it."""
+    """Returns the conversions applied on load, in the way that `save_pretrained` finds them."""
     done = getattr(model, "_weight_conversions", None)
     if done is not None:
         return done
-    # The model was made from its configuration. Whether its checkpoints have a prefix nobody knows.
+    # The model was created from its configuration: whether its checkpoints have a prefix is unknown.
     possible = get_model_conversion_mapping(model, add_legacy=False)
     return [transform for transform in possible if not isinstance(transform, PrefixChange)]

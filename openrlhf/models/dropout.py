@@ -1,4 +1,4 @@
-"""What a model does in training and not in evaluation: dropout, skipped layers, noise in front of routers."""
+"""Controls a model's training-only randomness: dropout, skipped layers, noise in front of routers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from openrlhf.models.lora import adapter_dropout
 
 
 def has_noise(config: PreTrainedConfig) -> bool:
-    """A model of this configuration would answer differently each time in training mode."""
+    """Returns whether a model of this configuration answers differently each time in training mode."""
     values = [config.to_dict()]
     for nested in values:
         values += [value for value in nested.values() if isinstance(value, dict)]
@@ -27,13 +27,13 @@ def has_noise(config: PreTrainedConfig) -> bool:
 
 
 def set_training(module: nn.Module, *, dropout: bool) -> None:
-    """Training mode. Without `dropout` a model computes in it what it computes in evaluation, whatever its
-    architecture calls its noise; only the dropout of adapters, which has a flag of its own, is on."""
+    """Switches `module` to training mode. Without `dropout` it computes the same as in evaluation, whatever
+    noise its architecture has; only the dropout of adapters, which has a flag of its own, stays on."""
     module.train(dropout)
     if dropout:
         return
     for layer in _checkpointed(module):
-        layer.training = True  # by this alone it knows that a backward pass will come
+        layer.training = True  # the only sign by which the layer expects a backward pass
     for noise in adapter_dropout(module):
         noise.train()
 
@@ -41,8 +41,8 @@ def set_training(module: nn.Module, *, dropout: bool) -> None:
 def enable_checkpointing(
     model: PreTrainedModel, *, reentrant: bool, dropout: bool, on_host: bool = False
 ) -> None:
-    """Gradient checkpointing that recomputes what `set_training` lets the model compute. `on_host`: from
-    inputs that were kept in host memory."""
+    """Enables gradient checkpointing that recomputes under the settings of `set_training`. `on_host`: the
+    saved inputs are kept in host memory."""
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     for layer in _checkpointed(model):
         checkpoint = layer._gradient_checkpointing_func
@@ -59,14 +59,15 @@ def _checkpointed(module: nn.Module) -> list[Any]:
 
 
 def _from_host(checkpoint: Callable, forward: Callable, *args: Any) -> Any:
-    """`checkpoint(forward, *args)`, which saves its tensor arguments and nothing else; here in host memory,
-    where what saves them is on a GPU."""
+    """Calls `checkpoint(forward, *args)`, which saves its tensor arguments and nothing else, and keeps them
+    in host memory (pinned on CUDA)."""
     with save_on_cpu(pin_memory=DEVICE_TYPE == "cuda"):
         return checkpoint(forward, *args)
 
 
 def _as_in_evaluation(layer: nn.Module, checkpoint: Callable, forward: Callable, *args: Any) -> Any:
-    """`checkpoint(forward, *args)`, in the first pass and in the second without the layer's own dropout."""
+    """Calls `checkpoint(forward, *args)` with the layer's own dropout off in both the first and the
+    recomputed pass."""
 
     def run(*args: Any) -> Any:
         layer.training = False

@@ -1,4 +1,4 @@
-"""Mixtures of experts: how evenly a model's routers use them."""
+"""Measures how evenly a model's routers use their experts (mixtures of experts)."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +15,14 @@ from openrlhf.models.loading import load_config
 
 @contextmanager
 def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
-    """Inside, every row that `module` reads appends its balance loss: (), of all tokens of the row.
+    """Records the balance loss of every row that `module` reads inside the context: (), over all tokens of
+    the row.
 
-    E sum_e f_e p_e over E experts, where f_e is how often one is chosen for a token, and p_e its mean
-    probability, both over all tokens and layers: top_k where experts are used evenly, more where they are
-    not. The Switch Transformer's, https://arxiv.org/abs/2101.03961, as transformers computes it for the
-    architecture. Rows read without a gradient are left out where the context is entered with gradients.
-    """
+    The loss is E sum_e f_e p_e over E experts, where f_e is how often an expert is chosen for a token, and
+    p_e its mean probability, both over all tokens and layers. It is top_k where experts are used evenly, and
+    larger where they are not. It is the loss of the Switch Transformer, https://arxiv.org/abs/2101.03961, as
+    transformers computes it for the architecture. A context entered with gradients enabled skips rows read
+    without a gradient."""
     losses: list[Tensor] = []
     passes: list[Sequence[Tensor]] = []  # (L, E) router logits of each layer, of each pass for the row
     model = module.model
@@ -38,7 +39,7 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
 
     def record(module: nn.Module, args: tuple, output: Any) -> None:
         if torch.is_grad_enabled() == with_grad:
-            num_tokens = len(args[0].token_ids)  # behind them are passes that only keep ranks in step
+            num_tokens = len(args[0].token_ids)  # later passes only keep ranks in step
             layers = (torch.cat(layer) for layer in zip(*passes, strict=True))
             sharing = reading_of(model).sharing
             logits = tuple((sharing.gathered(x) if sharing else x)[:num_tokens] for x in layers)
@@ -58,8 +59,8 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
 
 
 def check_experts(path: str, flag: str, coef_flag: str = "--model.aux_loss_coef") -> None:
-    """Raise ValueError, without loading weights, where `path` is no model with a balance loss, for which
-    `coef_flag` asks."""
+    """Raises ValueError, without loading weights, unless `path` is a model with a balance loss, which
+    `coef_flag` requires."""
     config = load_config(path, flag)
     model_type: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_type is None or _balance_function(model_type) is None:
@@ -70,5 +71,6 @@ def check_experts(path: str, flag: str, coef_flag: str = "--model.aux_loss_coef"
 
 
 def _balance_function(model_type: type) -> Callable[..., Tensor] | None:
-    """transformers defines it beside each architecture that has one."""
+    """Returns the function that transformers defines beside an architecture with a balance loss, else
+    None."""
     return getattr(sys.modules[model_type.__module__], "load_balancing_loss_func", None)
