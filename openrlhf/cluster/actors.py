@@ -1,4 +1,5 @@
-"""What Ray adds to the classes whose objects live in its actors: a place, and the environment of the run."""
+"""Ray actors for the trainer's ranks: each takes the run's environment and its device before it builds its
+worker."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -17,12 +18,12 @@ WorkerT = TypeVar("WorkerT", bound=Worker)
 
 
 class RankActor:
-    """Mixed into the class of a worker: one rank as an actor."""
+    """Mixin that turns a worker class into the actor of one rank."""
 
     def __init__(
         self, config: PPOConfig, rank: int, mesh: Mesh, files: UserFiles, private: Mapping[str, str]
     ) -> None:
-        """`files`: those of `config.references`; `private`: see environment.py."""
+        """`files`: the files that `config.references` names; `private`: secrets, see environment.py."""
         folder.enter()
         environment.take(private)
         place: dict[str, Any] = {}
@@ -32,16 +33,16 @@ class RankActor:
         super().__init__(config, rank, mesh, **place)  # pyrefly: ignore[bad-argument-count]  of the worker
 
     def address(self) -> tuple[str, int]:
-        """Where the other ranks, or the engines, can meet this one."""
+        """Returns (IP address, free port) at which other ranks or engines can reach this rank."""
         return ray.util.get_node_ip_address(), free_port()
 
 
 def actor_class(worker_class: type[WorkerT]) -> type[WorkerT]:
-    """Returns the class of actors that hold a `worker_class` each. Ray gives their processes its name."""
+    """Returns an actor class for `worker_class`, under its name, which Ray gives to the processes."""
     return type(worker_class.__name__, (RankActor, worker_class), {})
 
 
 def gpus_of_node() -> int:
-    """Of the node that this process runs on, whoever uses them."""
+    """Returns the number of GPUs on this process's node, in use or not."""
     here = ray.get_runtime_context().get_node_id()
     return next(int(node["Resources"].get("GPU", 1)) for node in ray.nodes() if node["NodeID"] == here)

@@ -1,4 +1,4 @@
-"""Which process of a run has died, in words for people."""
+"""Readable errors for a dead process of a run: which process it was, and where its log is."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from openrlhf.backends.rollout import EngineDied
 from openrlhf.backends.weight_sync.client import EnginesFailedError
 
 PATIENCE = 5.0
-"""Seconds in which the processes of a run answer whether they live."""
+"""Seconds that processes have to answer whether they are alive."""
 NAMES = {
     "EngineActor": "a vLLM engine",
     "PolicyWorker": "a rank of the policy",
@@ -25,8 +25,9 @@ NAMES = {
 
 @contextmanager
 def naming_the_dead(members: Sequence[ActorHandle] = ()) -> Iterator[None]:
-    """Where an error inside follows from the death of a process, RuntimeError says which process and where
-    its log is. `members`: the processes that are asked where the error itself does not say."""
+    """Turns a RayError inside that follows from the death of a process into a RuntimeError with the process
+    and its log. `members`: processes to ask whether they are alive when the error does not name the dead
+    one."""
     try:
         yield
     except RayError as error:
@@ -37,26 +38,26 @@ def naming_the_dead(members: Sequence[ActorHandle] = ()) -> Iterator[None]:
 
 
 def in_words(error: RayError) -> str:
-    """What became of the process that an error comes from: how it died, or what it raised."""
+    """Describes an error by its cause: how the process died, or the exception that it raised."""
     cause = _cause(error)
     return _death_in(error) or f"{type(cause).__name__}: {cause}"
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
-    """What the task raised, also where it waited for a task that raised it."""
+    """Returns the exception that a task raised, also one that came from a task it depended on."""
     while isinstance(error, RayTaskError):
         error = error.cause
     return error
 
 
 def _engine(text: str) -> str:
-    """`text`: what Ray says of an actor whose vLLM process has died."""
+    """Describes a dead vLLM process. `text`: Ray's error from the actor that drove it."""
     (*_, (pid, ip)) = re.findall(r"EngineActor[^\n]*?pid=(\d+), ip=([^,)]+)", text) or [("?", "?")]
     return _lines(NAMES["EngineActor"], f"the process that computes for process {pid} on {ip}", pid)
 
 
 def _failed_engines(error: BaseException) -> str | None:
-    """What a weight sync says of them."""
+    """Returns the message of a weight sync in which engines failed, else None."""
     cause = _cause(error)
     return str(cause) if isinstance(cause, EnginesFailedError) else None
 
@@ -71,7 +72,8 @@ def _death_in(error: BaseException | None) -> str | None:
 
 
 def _death_among(members: Sequence[ActorHandle]) -> str | None:
-    """Ranks that wait for a dead one often fail before it is known to be dead."""
+    """Asks `members` which of them is dead: ranks that wait for a dead one often fail before Ray knows that
+    it died."""
     refs = [member.__ray_ready__.remote() for member in members]
     answered = ray.wait(refs, num_returns=len(refs), timeout=PATIENCE)[0] if refs else []
     for ref in answered:
@@ -91,7 +93,7 @@ def _described(death: RayActorError) -> str:
 
 
 def _lines(name: str, which: str, pid: str) -> str:
-    """`pid`: of the process whose log tells more."""
+    """Formats the message. `pid`: the process whose log it names."""
     return (
         f"{name} died: {which} was killed (out of memory?) or crashed.\n"
         f"Its log is {_log(pid)}; OPENRLHF_DEBUG=1 shows all that Ray says."
@@ -99,7 +101,7 @@ def _lines(name: str, which: str, pid: str) -> str:
 
 
 def _log(pid: str) -> str:
-    """The file, or where it is on another machine."""
+    """Returns the path of a process's stderr log; a pattern if the log is on another machine."""
     node = ray._private.worker._global_node
     folder = Path(node.get_logs_dir_path() if node else "/tmp/ray/session_latest/logs")
     here = sorted(folder.glob(f"worker-*-{pid}.err"))

@@ -1,4 +1,4 @@
-"""Whether every node of a run finds on its disk what it needs there: models, and folders that nodes share."""
+"""Checks that every node of a run sees the models and the shared folders that it needs on disk."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from openrlhf.config.checks import SCATTERED
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.files import appears, marked
 
-if TYPE_CHECKING:  # it imports torch, and the processes that look for files shall not
+if TYPE_CHECKING:  # placement imports torch, which processes that only look for files do not need
     from openrlhf.cluster.placement import Bundles
 
 MODEL = (
@@ -26,18 +26,18 @@ EXPORT = "not shared with {}, which writes the model.\nName a folder that all no
 
 
 class Need(NamedTuple):
-    """What `nodes` must see as the node does on which the run starts."""
+    """A file or folder that `nodes` must see like the node on which the run starts."""
 
     flag: str
     value: str
     nodes: set[str]
     file: str | Path
     problem: str
-    """What is to be said where {} do not."""
+    """Error text for nodes that do not see it; {} stands for their names."""
 
 
 def check_disks(config: PPOConfig, places: "Mapping[str, Bundles]") -> None:
-    """Raise ValueError where nodes lack something. Asks nobody where the run has a single node."""
+    """Raises ValueError if a node lacks a model or a shared folder. Runs on a single node are not checked."""
     here = ray.get_runtime_context().get_node_id()
     nodes = {role: set(bundles.nodes) - {here} for role, bundles in places.items()}
     if not any(nodes.values()):
@@ -57,7 +57,7 @@ def check_disks(config: PPOConfig, places: "Mapping[str, Bundles]") -> None:
 
 
 def _models(config: PPOConfig, nodes: Mapping[str, set[str]]) -> Iterator[Need]:
-    """Those that are folders here. The actor's is everybody's tokenizer."""
+    """Yields the models that are local paths. Every node needs the actor's, for its tokenizer."""
     flags = {
         ACTOR_FLAG: ([config.actor.model_name_or_path], set().union(*nodes.values())),
         CRITIC_FLAG: ([config.critic_path], nodes.get("critic", set())),
@@ -73,7 +73,8 @@ def _models(config: PPOConfig, nodes: Mapping[str, set[str]]) -> Iterator[Need]:
 def _folders(
     config: PPOConfig, nodes: Mapping[str, set[str]], first: Mapping[str, set[str]], held: ExitStack
 ) -> Iterator[Need]:
-    """`first`: the nodes of the ranks 0, which export; `held`: until it ends the folders are marked."""
+    """Yields the output and checkpoint folders. `first`: node of each role's rank 0, which exports; `held`:
+    keeps the folders' marker files until it closes."""
     ckpt, exporting = config.ckpt, first["actor"]
     if config.critic.save_value_network:
         exporting = exporting | first.get("critic", set())
@@ -87,7 +88,7 @@ def _folders(
 
 
 def _lacking(needs: Sequence[Need]) -> list[list[str]]:
-    """Of each need the nodes that do not see it."""
+    """Returns, for each need, the nodes that do not see its file."""
     absent = ray.remote(_absent)
     asked = {
         node: absent.options(

@@ -1,5 +1,5 @@
-"""The engines' control plane for the trainer's rank 0, over Ray. See backends/weight_sync/sender.py for the
-protocol."""
+"""Control plane of the rollout engines for the trainer's rank 0, over Ray. backends/weight_sync/sender.py
+describes the protocol."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
@@ -13,7 +13,7 @@ from openrlhf.cluster.deaths import in_words
 
 
 class RayEngineClient:
-    """Every call goes to all engines that have not failed, and waits for them."""
+    """Sends each call to all engines that have not failed, and waits for their answers."""
 
     def __init__(self, engines: Sequence[ActorHandle], workers_per_engine: int) -> None:
         self.engines, self.workers_per_engine = list(engines), workers_per_engine
@@ -26,7 +26,7 @@ class RayEngineClient:
         return len(self.engines)
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
-        # Engines do not know of each other: without an offset of its own each would take the same ranks.
+        # Engines do not know of each other: without its own offset each would take the same ranks.
         def of_engine(i: int) -> dict:
             if "rank_offset" not in init_info:
                 return init_info
@@ -38,7 +38,7 @@ class RayEngineClient:
         self._all(lambda _, engine: engine.start_weight_update.remote())
 
     def update_weights(self, update_info: dict | list[dict]) -> None:
-        shared = ray.put(update_info)  # the names of all tensors: else they leave here once for each engine
+        shared = ray.put(update_info)  # all tensors' names: put once, else sent once per engine
         self._all(lambda _, engine: engine.update_weights.remote(shared))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -49,7 +49,8 @@ class RayEngineClient:
         return self._all(lambda _, engine: engine.loaded_checksums.remote())
 
     def _all(self, call: Callable[[int, ActorHandle], ray.ObjectRef]) -> dict[int, Any]:
-        """The answers of engines that gave one."""
+        """Returns engine index -> answer. An engine that fails goes into `failures`; raises its RayError
+        instead if `ends_with_first`."""
         asked = {call(i, e).future(): i for i, e in enumerate(self.engines) if i not in self.failures}
         answers = {}
         for done in as_completed(asked):

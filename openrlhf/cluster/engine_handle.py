@@ -1,5 +1,5 @@
-"""A handle of an engine in an actor, which asks for several groups in one call of Ray's: a call takes as long
-as an answer of a few tokens. `RayEngineHandle` is the dispatcher's end, `SamplingTasks` the engine's.
+"""Batched calls to an engine actor: one Ray call carries several groups, since a call takes as long as
+sampling a few tokens. `RayEngineHandle` is the dispatcher's side, `SamplingTasks` the engine's.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ Request = tuple[Prompt, Purpose, Sequence[int] | None]
 
 
 class SamplingTasks:
-    """The groups that an engine's process works on, and those that are finished and not yet fetched."""
+    """Groups that an engine's process is sampling, and finished groups that nobody has fetched yet."""
 
     def __init__(self, run: Callable[[Prompt, Purpose, Sequence[int] | None], Awaitable[Sampled]]) -> None:
         self._run = run
@@ -24,14 +24,16 @@ class SamplingTasks:
         self._finished: asyncio.Queue[asyncio.Future[Sampled]] = asyncio.Queue()
 
     def submit(self, requests: dict[int, Request]) -> None:
-        """In the event loop that they run in."""
+        """Starts the groups. Must be called in the event loop that runs them. `requests`: by request
+        number."""
         for number, request in requests.items():
             task = asyncio.ensure_future(self._run(*request))
             self._numbers[task] = number
             task.add_done_callback(self._finished.put_nowait)
 
     async def finished(self) -> dict[int, Sampled]:
-        """All that have finished, as soon as one has. Raises what a group raised."""
+        """Waits for at least one finished group; returns request number -> group for all that have finished.
+        Raises the exception of a group that failed."""
         tasks = [await self._finished.get()]
         while not self._finished.empty():
             tasks.append(self._finished.get_nowait())
@@ -45,7 +47,7 @@ class RayEngineHandle:
         """`engine`: an actor with `submit_groups` and `finished_groups`."""
         self.engine = engine
         self._numbers = count()
-        self._lock = threading.RLock()  # Ray answers in threads of its own, or at once
+        self._lock = threading.RLock()  # Ray calls back in its own threads, or at once
         self._unsent: dict[int, Request] = {}
         self._waiting: dict[int, Future[Sampled]] = {}
         self._is_sending = self._is_fetching = False
@@ -61,7 +63,7 @@ class RayEngineHandle:
         return future
 
     def _advance(self) -> None:
-        """One call of each kind at a time. Inside the lock."""
+        """Starts the next submit and fetch calls, at most one of each at a time. Needs the lock."""
         if self._unsent and not self._is_sending:
             requests, self._unsent, self._is_sending = self._unsent, {}, True
             self.engine.submit_groups.remote(requests).future().add_done_callback(self._sent)
@@ -87,7 +89,8 @@ class RayEngineHandle:
             self._advance()
 
     def _fail(self, error: BaseException) -> None:
-        """An engine that is dead, or what one of its groups has raised: both end a run. Inside the lock."""
+        """Fails all waiting groups. A dead engine and an exception in one group both end the run. Needs the
+        lock."""
         waiting, self._waiting, self._unsent = self._waiting, {}, {}
         for future in waiting.values():
             future.set_exception(error)

@@ -1,12 +1,12 @@
-"""Who holds a GPU's memory when engines and models share it. Without sleep flags everyone stays.
+"""Shares GPU memory between engines and models on the same devices. Without sleep flags nothing is offloaded.
 
-start      engines come last, and take of the memory that the models leave
+start      engines start last, in the memory that the models leave
 generate   engines awake: weights and KV cache       optimizer state on the CPU
 update     engines asleep                            optimizer state of the model that trains on its GPU
 sync       engines' weights awake, no KV cache yet   optimizer state on the CPU
 
-Engines stay awake until a model is about to compute: who asks for prompts several times wakes them once.
-Models on the same GPUs compute one after the other, whatever the phase.
+Engines stay awake until a model is about to compute, so several submissions in a row wake them once.
+Models on the same GPUs compute one after the other in every phase.
 """
 
 import threading
@@ -22,15 +22,16 @@ EVERYTHING = ("weights", "kv_cache")
 
 
 class EngineMemory:
-    """Puts engines to sleep and wakes what a phase needs."""
+    """Puts engines to sleep, and wakes the parts that a phase needs."""
 
     def __init__(self, engines: Sequence[ActorHandle], sleep: bool) -> None:
-        """The engines are awake, as they are after they started."""
+        """`engines`: awake, as after their start; `sleep`: off makes `sleep` and the wake calls do
+        nothing."""
         self.engines, self.sleeps = engines, sleep
         self.awake = set(EVERYTHING)
 
     def wake(self) -> None:
-        """For generation."""
+        """Wakes weights and KV cache, for generation."""
         self._wake(EVERYTHING)
 
     def wake_for_sync(self) -> None:
@@ -49,8 +50,9 @@ class EngineMemory:
 
 
 def free_fraction(models: Mapping[str, "Sequence[DeviceMemory]"], weights: int) -> float:
-    """What `models` of these names leave of the fullest GPU to an engine, `weights` bytes of whose weights
-    are on each. ValueError where those do not fit."""
+    """Returns the free fraction of the fullest GPU's memory, for an engine beside `models` (name -> memory of
+    each rank's GPU). `weights`: bytes of the engine's weights per GPU. Raises ValueError if they do not
+    fit."""
     fullest = min((gpu for gpus in models.values() for gpu in gpus), key=lambda gpu: gpu.free / gpu.total)
     if weights > USABLE_FRACTION * fullest.free:
         held = ", ".join(f"{name} {_gib(max(gpu.held for gpu in gpus))}" for name, gpus in models.items())
@@ -69,18 +71,19 @@ def _gib(num_bytes: float) -> str:
 
 
 class ExclusiveDevices:
-    """Models on the same GPUs compute one after the other, so that only one of them needs room for it."""
+    """Lets models on the same GPUs compute one after the other, so that only one needs working memory."""
 
     def __init__(self, shared: bool) -> None:
-        """`shared`: off where whoever starts may compute at once, as on a CPU."""
+        """`shared`: off if calls need not wait for each other, as on a CPU."""
         self.shared = shared
         self.release: Callable[[], None] = lambda: None
-        """Engines on these devices make room. Returns when they have."""
+        """Makes the engines on these devices free their memory; returns when they have."""
         self.under_way: list[ray.ObjectRef] = []
         self._lock = threading.Lock()
 
     def run(self, start: Callable[[list[ray.ObjectRef]], list[ray.ObjectRef]]) -> list[ray.ObjectRef]:
-        """`start(after)` returns at once; what it starts waits, where it runs, for the results `after`."""
+        """Starts calls after those under way, and returns them. `start(after)` returns at once; the calls
+        that it starts wait in their workers for the results `after`."""
         self.release()
         with self._lock:
             self.under_way = start(self.under_way if self.shared else [])

@@ -1,4 +1,5 @@
-"""All engines of a run: backends/base.py's Rollout over vLLM engines in Ray actors."""
+"""Pool of a run's rollout engines: implements `Rollout` of backends/base.py over vLLM engines in Ray
+actors."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,26 +24,26 @@ from openrlhf.rollout.worker import RolloutWorker, engine_options, retries_elsew
 from openrlhf.types import Metrics, Prompt, PromptGroup, Purpose, Sampled, present
 from openrlhf.user_file import UserFiles
 
-if TYPE_CHECKING:  # an engine's process needs no trainer, whose libraries take seconds to import
+if TYPE_CHECKING:  # engine processes need no trainer, whose libraries take seconds to import
     from openrlhf.cluster.rank_groups import PolicyRanks, RewardRanks
 
 MAX_CALLS = 4096
-"""Calls that an engine actor runs at a time."""
+"""Maximum number of concurrent calls in an engine actor."""
 
 RANDOM_ADAPTERS = (1, 2)
-"""Seeds of the adapters that new engines must apply before anything is sampled."""
+"""Seeds of the random LoRA adapters that new engines must apply correctly before they sample."""
 
 CLOSE_TIMEOUT = 10.0
-"""Seconds that an engine may take to end by itself."""
+"""Seconds that engines have to shut down by themselves."""
 
 
 class EngineActor(RolloutWorker):
-    """An engine, and the episodes that run on it, in an actor."""
+    """Ray actor with one engine and the episodes that run on it."""
 
     def __init__(
         self, config: PPOConfig, options: EngineOptions, files: UserFiles, private: Mapping[str, str]
     ) -> None:
-        """`private`: see environment.py."""
+        """`private`: secrets, see environment.py."""
         folder.enter()
         environment.take(private)
         super().__init__(config.with_references(files.here), options, files)
@@ -56,8 +57,8 @@ class EngineActor(RolloutWorker):
 
 
 class EnginePool:
-    """The engines of a run. They are members of an epoch: whoever replaces one begins a new epoch, and the
-    way for weights is opened anew with the next sync."""
+    """All engines of a run. Replacing an engine begins a new epoch; the next sync then rebuilds the
+    weight-transfer group."""
 
     def __init__(
         self,
@@ -68,16 +69,16 @@ class EnginePool:
         reward: "RewardRanks | None" = None,
         from_files: bool = False,
     ) -> None:
-        """Creates the engines' processes; `start` builds the model, with its weights `from_files` or for
-        `sync` to fill. `reward`: the models that add their rewards to what was sampled."""
+        """Creates the engines' processes; `start` builds the model. `from_files`: its weights are loaded;
+        otherwise `sync` fills them. `reward`: reward models that score the sampled groups."""
         self.config, self.on_gpu, self.bundles = config, on_gpu, bundles
         self.options = engine_options(config, on_gpu, from_files=from_files)
         self.files = UserFiles.of(config.train.agent, config.reward_function, *config.references.values())
         self.members = [self._create(index) for index in range(config.num_engines)]
         self.epoch = 0
-        """How often the members have changed."""
+        """Number of times that the members have changed."""
         self.connected_epoch: int | None = None
-        """The members that weights can be sent to."""
+        """Epoch of the open weight-transfer group; None before the first sync."""
         self.memory = EngineMemory(self.members, config.engines_sleep)
         self.dispatcher = Dispatcher(
             [RayEngineHandle(member) for member in self.members],
@@ -89,7 +90,7 @@ class EnginePool:
             retry_on=config.rollout.retry_on if retries_elsewhere(config) else (),
         )
         self.num_syncs = 0
-        """Weight syncs to these members."""
+        """Number of weight syncs in this epoch."""
         self.check = WeightCheck(config, self.members, on_gpu)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
 
@@ -102,11 +103,11 @@ class EnginePool:
         return actor.remote(self.config, self.options, self.files, environment.private())
 
     def start(self, free_fraction: float | None = None) -> Gathered[None]:
-        """`free_fraction`: see `RolloutEngine.start`."""
+        """Builds the model in every engine. `free_fraction`: see `RolloutEngine.start`."""
         return Gathered([member.start.remote(free_fraction) for member in self.members], first)
 
     def sleep_between(self) -> None:
-        """From now on engines sleep, where the run says so, while models on their devices compute."""
+        """Makes engines sleep from now on while models on their devices compute, if the run enables sleep."""
         if self.config.engines_sleep:
             self.memory.sleep()
             self.bundles.devices.release = self.dispatcher.sleep
@@ -126,7 +127,7 @@ class EnginePool:
         return self.thread.submit(self._sync, policy, version)
 
     def close(self) -> None:
-        """Stop the engines and their reward processes, those that answer."""
+        """Stops the engines that answer, and their reward processes."""
         self.dispatcher.close()
         self.thread.shutdown(wait=False, cancel_futures=True)
         refs = [member.close.remote() for member in self.members]
@@ -137,7 +138,8 @@ class EnginePool:
             return self._send_weights(policy, version)
 
     def _send_weights(self, policy: "PolicyRanks", version: int) -> Metrics:
-        """Returns what the engines have shown since the last sync."""
+        """Sends the weights, with the weight check if one is due. Returns the check's metrics since the last
+        sync."""
         self._take_answers()
         metrics = self.check.take_metrics()
         is_new = self.connected_epoch != self.epoch
@@ -153,24 +155,24 @@ class EnginePool:
             policy.send_weights(version).result()
             return metrics
         plain = self._send_and_ask(policy, version)
-        if is_new or sleeps:  # who may sleep next answers first
+        if is_new or sleeps:  # an engine must answer before it may sleep
             self.check.take_answers(wait=True)
         if is_new and self.options.lora is not None:
             self._check_adapters(policy, version, plain)
         return metrics
 
     def _send_and_ask(self, policy: "PolicyRanks", version: int, adapter_seed: int | None = None) -> Tensor:
-        """Returns the trainer's log-probs of the probe. `adapter_seed`: of a random adapter that is sent in
-        the place of the policy's."""
+        """Sends the weights and the probe; returns the trainer's (L - 1,) log-probs of the probe.
+        `adapter_seed`: seed of a random adapter that is sent instead of the policy's."""
         trainer = present(policy.send_weights(version, self.check.probe, adapter_seed).result())
         self.memory.wake()
         self.check.ask(policy, version, trainer)
         return trainer
 
     def _check_adapters(self, policy: "PolicyRanks", version: int, plain: Tensor) -> None:
-        """Has the engines apply a random adapter, another one in its place, and the policy's again. Adapters
-        begin at zero and grow slowly: an engine without one would look right for many steps. `plain`: the
-        trainer's log-probs with the policy's own."""
+        """Makes the engines apply a random adapter, a second one in its place, and the policy's again.
+        Adapters begin at zero and grow slowly: an engine that ignores them would look right for many steps.
+        `plain`: the trainer's log-probs with the policy's own adapter."""
         for seed in RANDOM_ADAPTERS:
             adapted = self._send_and_ask(policy, version, seed)
             check_adapter(plain, adapted, self.check.limit)
@@ -179,5 +181,6 @@ class EnginePool:
         self.check.take_answers(wait=True)
 
     def _take_answers(self) -> None:
-        """In partial rollouts a probe may wait for requests in flight, and nobody waits for it."""
+        """Compares the engines' answers to the probe. Does not wait for them in partial rollouts, where a
+        probe may queue behind requests in flight."""
         self.check.take_answers(wait=not self.config.train.partial_rollout_enable)

@@ -1,4 +1,4 @@
-"""What the processes of a run have, on every machine, of the environment that it was started in."""
+"""Environment variables that every process of a run takes over from the process that started the run."""
 
 import os
 import re
@@ -8,22 +8,22 @@ PREFIXES = (
     *("FI_", "GLOO_", "HF_", "MODELSCOPE_", "NCCL_", "OPENRLHF_", "PYTORCH_", "TORCH_", "TRANSFORMERS_"),
     *("UCX_", "VLLM_"),
 )
-"""Of the variables by which a run's libraries are told what to do. CUDA_VISIBLE_DEVICES, PATH and their like
-belong to a machine."""
+"""Prefixes of the variables that configure a run's libraries. CUDA_VISIBLE_DEVICES, PATH and the like belong
+to a machine and are not forwarded."""
 
 _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD)(_|$)")
 _PROXY = re.compile(r"(https?|all|no)_proxy", re.IGNORECASE)
-"""The names of variables with addresses that may have a password in them."""
+"""Names of proxy variables, whose addresses may contain a password."""
 
 
 def forwarded() -> dict[str, str]:
-    """For the environment that Ray starts a process in, before it imports anything. Ray writes it to its
-    logs."""
+    """Returns the variables that Ray sets before a process imports anything. Ray writes them to its logs, so
+    secrets are left out."""
     return {n: v for n, v in os.environ.items() if n.startswith(PREFIXES) and not _SECRET.search(n)}
 
 
 def private() -> dict[str, str]:
-    """What no log may have: for `take`. Libraries read these when they need them."""
+    """Returns the variables that must not be logged, for `take`. Libraries read them late, when needed."""
     return {
         name: value
         for name, value in os.environ.items()

@@ -1,4 +1,5 @@
-"""The processes of a run work in the folder that it was started in, so that relative paths mean one place."""
+"""Working directory of a run: its processes work in the folder it was started in, so that relative paths name
+the same place everywhere."""
 
 import os
 
@@ -6,12 +7,12 @@ VARIABLE = "OPENRLHF_FOLDER"
 
 
 def here() -> dict[str, str]:
-    """For the environment of every process of a run that starts in this folder."""
+    """Returns the variable that tells a run's processes this folder."""
     return {VARIABLE: os.getcwd()}
 
 
 def enter() -> None:
-    """On a machine that has the folder. Another one needs paths that it has too, and those are absolute."""
+    """Changes to the run's folder if this machine has it. On other machines only absolute paths work."""
     folder = os.environ.get(VARIABLE, "")
     if os.path.isdir(folder):
         os.chdir(folder)

@@ -29,30 +29,32 @@ from openrlhf.cluster.layout import Layout, Nodes, layout_of, total
 from openrlhf.config.ppo import PPOConfig
 
 OBJECT_STORE_BYTES = 512 << 20
-"""On a machine without a GPU. Ray's default takes a third of the memory."""
+"""Size of Ray's object store on a machine without a GPU, where Ray's default takes a third of the memory."""
 
 ANSWER_SECONDS = 5.0
-"""How long a cluster may take to say that it lives."""
+"""Seconds that a cluster has to answer that it is alive."""
 
 WORKERS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # Threads of OpenMP that wait for each other sleep: spinning, they keep the cores from other processes.
+    # Waiting OpenMP threads sleep: spinning, they would keep the cores from other processes.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-"""Environment of every worker, where the user sets nothing else."""
+"""Default environment of every worker; variables that the user sets win."""
 
 
 def start_ray() -> None:
-    """Join the cluster that RAY_ADDRESS names, or that `ray start` left on this machine, if it lives; else
-    start one here. stderr has a line that says which."""
+    """Joins the cluster that RAY_ADDRESS names, or a live one that `ray start` left on this machine; else
+    starts one here. A line on stderr says which."""
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if not sys.stderr.isatty():
         _leave_out_colours()
-    os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # a job's variables are here, so they win
+    os.environ.setdefault(
+        "RAY_OVERRIDE_JOB_RUNTIME_ENV", "1"
+    )  # this process has a job's variables already, so its own win
     if address := cluster_address():
         _join(address)
     else:
@@ -61,7 +63,7 @@ def start_ray() -> None:
 
 @contextmanager
 def naming_logs() -> Iterator[None]:
-    """Where something in a worker fails, stderr says where its log is."""
+    """Prints the folder of Ray's logs to stderr if a worker fails inside."""
     try:
         yield
     except RayError:
@@ -72,13 +74,13 @@ def naming_logs() -> Iterator[None]:
 
 
 def stop_ray() -> None:
-    """Leave the cluster, and end it where `start_ray` started it."""
+    """Leaves the cluster, and ends it if `start_ray` started it."""
     ray.shutdown()
 
 
 def cluster_address() -> str | None:
-    """host:port of the cluster to join; None: there is none, so one is to be started. Raises ValueError where
-    RAY_ADDRESS names one that does not answer."""
+    """Returns host:port of the cluster to join, or None if one has to be started. Raises ValueError if
+    RAY_ADDRESS names a cluster that does not answer, or is not host:port."""
     named = os.environ.get("RAY_ADDRESS", "")
     if named == "local":
         return None
@@ -99,7 +101,8 @@ def cluster_address() -> str | None:
 
 
 def available_nodes() -> Nodes:
-    """Of the cluster that lives, which this process then joins, else of this machine. Starts no cluster."""
+    """Returns the resources of each node of the running cluster, which this process then joins; without one,
+    those of this machine. Never starts a cluster."""
     if not ray.is_initialized():
         if cluster_address() is None:
             import torch
@@ -110,19 +113,19 @@ def available_nodes() -> Nodes:
 
 
 def living_nodes() -> list[dict[str, Any]]:
-    """Of the cluster that this process has joined, as Ray describes them. The first is this process's own."""
+    """Returns Ray's records of the live nodes of the joined cluster, this process's own node first."""
     here = ray.get_runtime_context().get_node_id()
     living = [node for node in ray.nodes() if node["Alive"]]
     return sorted(living, key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"]))
 
 
 def node_names() -> dict[str, str]:
-    """For people, of each living node by Ray's name."""
+    """Returns Ray's node id -> "address (host name)" of each live node, for messages."""
     return {n["NodeID"]: f"{n['NodeManagerAddress']} ({n['NodeManagerHostname']})" for n in living_nodes()}
 
 
 def free_gpus() -> list[float]:
-    """Of each node that has GPUs."""
+    """Returns the free GPUs of each node that has GPUs."""
     free = ray._private.state.available_resources_per_node()
     nodes = [node for node in living_nodes() if node["Resources"].get("GPU")]
     return [free.get(node["NodeID"], {}).get("GPU", 0.0) for node in nodes]
@@ -148,7 +151,8 @@ def _join(address: str) -> None:
 
 
 def _ignored_by_ray() -> list[str]:
-    """Fields of the runtime environment that `ray job submit` was given, where this process is such a job."""
+    """Returns the runtime-environment fields given to `ray job submit` that Ray ignores; empty outside a
+    job."""
     job = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}"))
     return sorted((job.get("runtime_env") or {}).keys() - RuntimeEnv.known_fields)
 
@@ -172,7 +176,8 @@ def _common_options() -> dict[str, Any]:
 
 
 def _use_own_token() -> None:
-    """Ray would write one to ~/.ray, after which every `ray start` of this user asks for it."""
+    """Sets an authentication token for this cluster alone. Ray would write one to ~/.ray, and every later
+    `ray start` of this user would ask for it."""
     tokens = AuthenticationTokenLoader.instance()
     if not tokens.has_token(ignore_auth_mode=True):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -180,13 +185,13 @@ def _use_own_token() -> None:
 
 
 def _leave_out_colours() -> None:
-    """Ray colours its traces in files too."""
+    """Removes colours from Ray's tracebacks, which Ray writes even into files."""
     colours = ray.exceptions.colorama.Fore
     colours.CYAN = colours.RESET = ""
 
 
 def _last_started() -> str | None:
-    """The address that the last `ray start` on this machine left, living or not."""
+    """Returns the address that the last `ray start` on this machine left; its cluster may be gone."""
     try:
         with open(get_ray_address_file(None), encoding="utf-8") as file:
             return file.read().strip() or None
@@ -195,10 +200,10 @@ def _last_started() -> str | None:
 
 
 def _lives(address: str) -> bool:
-    """Raises ValueError where a cluster refuses this user's token."""
+    """Tells whether a cluster answers at `address`. Raises ValueError if it refuses this user's token."""
     answer = _ask(address)
     if answer is grpc.StatusCode.UNAUTHENTICATED:
-        logging.getLogger("ray").setLevel(logging.ERROR)  # it would warn that there is a token
+        logging.getLogger("ray").setLevel(logging.ERROR)  # Ray would warn that there is a token
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         if _ask(address) is answer:
             raise ValueError(
@@ -209,7 +214,9 @@ def _lives(address: str) -> bool:
 
 
 def _ask(address: str) -> grpc.StatusCode:
-    with closing(init_grpc_channel(address, GLOBAL_GRPC_OPTIONS)) as channel:  # past proxies, as Ray's own
+    with closing(
+        init_grpc_channel(address, GLOBAL_GRPC_OPTIONS)
+    ) as channel:  # bypasses proxies, as Ray's own channels do
         request = gcs_service_pb2.CheckAliveRequest()  # pyrefly: ignore[missing-attribute]  made when imported
         try:
             NodeInfoGcsServiceStub(channel).CheckAlive(request, timeout=ANSWER_SECONDS)
@@ -223,6 +230,6 @@ def _say(text: str) -> None:
 
 
 def check_resources(config: PPOConfig) -> Layout:
-    """Where everything of the run goes in the cluster, or on this machine. ValueError where it does not
+    """Returns the placement of the run in the cluster, or on this machine. Raises ValueError if it does not
     fit."""
     return layout_of(config, available_nodes())

@@ -1,5 +1,5 @@
-"""Who sits where: which ranks and engines have which GPUs, from a configuration and what a cluster has.
-Nothing is asked or started here: checks read it, `--print_plan` prints it, placement.py has Ray grant it."""
+"""Plans the placement of ranks and engines on GPUs, from a configuration and a cluster's resources. Pure
+planning: checks read the plan, `--print_plan` prints it, placement.py gets it granted by Ray."""
 
 import os
 from collections import Counter
@@ -12,36 +12,36 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.mesh import Mesh
 
 Nodes = Sequence[Mapping[str, float]]
-"""The resources of each node, by Ray's names: GPU, CPU."""
+"""Resources of each node, under Ray's names: GPU, CPU."""
 
 ENGINES = "engines"
-"""The role of the sampling engines. Their mesh: engines along data, the GPUs of one along tensor."""
+"""Name of the rollout engines' role. Its mesh has engines along data, and the GPUs of one along tensor."""
 
 GPU_CLAIM = 0.2
-"""What a rank claims of a GPU that it shares, so that the five models of a run fit on one."""
+"""Fraction of a shared GPU that a rank requests from Ray, so that the five models of a run fit on one."""
 
 
 class Device(NamedTuple):
     node: int
     gpu: int
-    """Of the node."""
+    """Index of the GPU on its node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleLayout:
-    """Where the ranks of a model are, or those of all engines."""
+    """Placement of the ranks of one model, or of all engines."""
 
     mesh: Mesh
     colocated_with: str | None
-    """The role whose GPUs it has; None: its own."""
+    """The role whose GPUs it shares; None: it has its own."""
     offload: str
-    """The flag that moves it out of its GPU's memory while others compute; "": it stays."""
+    """The flag that offloads it from GPU memory while others compute; "": it stays."""
     size_flags: str
-    """Those that say how many GPUs share one copy of its weights."""
+    """The flags that set how many GPUs share one copy of its weights, for messages."""
     first: int
-    """Its first bundle."""
+    """Index of its first bundle."""
     devices: tuple[Device, ...]
-    """Of each rank. Without GPUs all of a node are one, its cores."""
+    """Device of each rank. Without GPUs each node is a single device, its cores."""
 
     @property
     def tensor_groups(self) -> list[tuple[Device, ...]]:
@@ -52,13 +52,13 @@ class RoleLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """`nodes` are those of an empty cluster. On a busy one Ray may grant others; placement.py
-    sees to it that what is together stays together."""
+    """Placement of a whole run, planned for an empty cluster. On a busy one Ray may grant other nodes;
+    placement.py checks that tensor parallel groups stay on one node."""
 
     nodes: tuple[int, ...]
-    """GPUs of each."""
+    """GPUs of each node."""
     bundles: tuple[int, ...]
-    """GPUs of each bundle that Ray is asked for. A bundle is on one node. Without GPUs empty."""
+    """GPUs of each bundle requested from Ray; a bundle is on one node. Empty without GPUs."""
     roles: Mapping[str, RoleLayout]
 
     @property
@@ -66,29 +66,30 @@ class Layout:
         return any(self.nodes)
 
     def home(self, role: str) -> str:
-        """The role that owns the GPUs of this one."""
+        """Returns the role that owns this role's GPUs."""
         return self.roles[role].colocated_with or role
 
     def companions(self, role: str) -> list[str]:
-        """Who else is on its GPUs."""
+        """Returns the other roles on this role's GPUs."""
         return [other for other in self.roles if other != role and self.home(other) == self.home(role)]
 
     def gpu_claim(self, role: str) -> float:
-        """Of each of its GPUs, as Ray counts: what its ranks claim. Engines that share GPUs claim none."""
+        """Returns the fraction of a GPU that each of its ranks requests from Ray: 0 for engines that share
+        GPUs."""
         if not self.companions(role):
             return 1.0
         return 0.0 if role == ENGINES else GPU_CLAIM
 
 
 def layout_of(config: PPOConfig, nodes: Nodes) -> Layout:
-    """ValueError where the run does not fit these nodes."""
+    """Returns the run's placement on these nodes. Raises ValueError if it does not fit."""
     if problems := resource_problems(config, nodes):
         raise ValueError("\n".join(problems))
     return _layout(config, nodes)
 
 
 def resource_problems(config: PPOConfig, nodes: Nodes) -> list[str]:
-    """One text for each flag that asks for more than the nodes have."""
+    """Returns one message for each flag that asks for more than the nodes have."""
     needs = demands(config)
     gpus, cores = total(nodes, "GPU"), total(nodes, "CPU")
     if gpus == 0:
@@ -123,7 +124,7 @@ def resource_problems(config: PPOConfig, nodes: Nodes) -> list[str]:
 
 
 def demands(config: PPOConfig) -> dict[str, int]:
-    """flags -> devices, of each role that has devices of its own."""
+    """Returns flags -> number of devices, for each role that has its own devices."""
     needs = {
         f"--{role}.num_nodes x --{role}.num_gpus_per_node": count
         for role, count in config.own_placements.items()
@@ -134,7 +135,7 @@ def demands(config: PPOConfig) -> dict[str, int]:
 
 
 def engine_size_flags(config: PPOConfig) -> str:
-    """Those that say how many GPUs an engine has."""
+    """Returns the flags that set how many GPUs an engine has, for messages."""
     stages = " x --vllm.pipeline_parallel_size" if config.vllm.pipeline_parallel_size > 1 else ""
     return f"--vllm.tensor_parallel_size{stages}"
 
@@ -148,29 +149,29 @@ def total(nodes: Nodes, resource: str) -> int:
 
 
 def described(gpus: Sequence[int]) -> Nodes:
-    """A cluster whose nodes have these numbers of GPUs, and as many cores as this machine."""
+    """Returns the resources of a cluster whose nodes have these numbers of GPUs, and this machine's cores."""
     cores = len(os.sched_getaffinity(0))
     return [{"GPU": count, "CPU": cores} for count in gpus]
 
 
 def table(layout: Layout) -> str:
-    """Of every role, for people: one line for each node that it is on."""
+    """Formats the placement of every role as a table, with one line per role and node."""
     rows = [row for role in layout.roles for row in _rows(layout, role)]
     head = ("role", "ranks", "node", "devices", "shared with", "claim", "offloaded by")
     return "\n".join([*aligned([head, *rows]), _summary(layout)]) + "\n"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A line for each row, whose columns are below each other."""
+    """Formats rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _layout(config: PPOConfig, nodes: Nodes) -> Layout:
-    """For a run that fits."""
+    """Plans a run that fits."""
     gpus = tuple(int(node.get("GPU", 0)) for node in nodes)
     own: dict[str, list[int]] = {}
-    # Ray places engines of several GPUs first, and fills their nodes up with what comes first after them: the
+    # Ray places multi-GPU engines first, then fills their nodes with the bundles that follow in order. The
     # actor comes last, so that it gets nodes of its own.
     for role, count in reversed(config.own_placements.items()):
         own[role] = [1] * count
@@ -201,8 +202,9 @@ def _layout(config: PPOConfig, nodes: Nodes) -> Layout:
 
 
 def _pack(bundles: Sequence[int], nodes: Sequence[int]) -> list[list[Device]]:
-    """The GPUs of each bundle, as Ray fills an empty cluster: the largest bundle goes to the node with the
-    most free GPUs, then whatever fits beside it, and so on."""
+    """Returns the GPUs of each bundle as Ray fills an empty cluster: the largest bundle goes to the node with
+    the most free GPUs, then whatever fits beside it, and so on. Raises ValueError if a bundle fits no
+    node."""
     free, placed = list(nodes), [[] for _ in bundles]
     waiting = sorted(range(len(bundles)), key=lambda i: -bundles[i])
     while waiting:
@@ -222,19 +224,20 @@ def _pack(bundles: Sequence[int], nodes: Sequence[int]) -> list[list[Device]]:
 
 
 def _hosts(nodes: Nodes) -> list[int]:
-    """The nodes that processes without GPUs may be on: those with a core."""
+    """Returns the nodes with a CPU core, for processes without GPUs; all nodes if none has one."""
     return [i for i, node in enumerate(nodes) if node.get("CPU", 0) >= 1] or list(range(len(nodes)))
 
 
 def _spread(mesh: Mesh, hosts: Sequence[int]) -> tuple[Device, ...]:
-    """Evenly over the nodes, neighbours together; what shares a copy of the weights is on one."""
+    """Spreads ranks evenly over the nodes, neighbours together; the ranks of one copy of the weights share a
+    node."""
     copies = mesh.size // mesh.tensor
     homes = [hosts[copy * len(hosts) // copies] for copy in range(copies)]
     return tuple(Device(node, 0) for node in homes for _ in range(mesh.tensor))
 
 
 def _torn(layout: Layout) -> Iterator[str]:
-    """Tensor parallel ranks of a role that are on several nodes."""
+    """Yields a message for each role with a tensor parallel group that spans several nodes."""
     for role, place in layout.roles.items():
         if all(len({device.node for device in group}) == 1 for group in place.tensor_groups):
             continue

@@ -1,4 +1,4 @@
-"""Work that runs in the cluster, as backends/base.py wants it: something with a `result()`."""
+"""Pending results of calls to Ray actors, with the `result()` that backends/base.py asks for."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -8,11 +8,11 @@ import ray
 ResultT = TypeVar("ResultT")
 
 Handle = Any
-"""Of an actor, whose methods Ray does not type: the tests that start it check what is called."""
+"""An actor handle. Ray does not type its methods; tests that start the actor check the calls."""
 
 
 class Gathered(Generic[ResultT]):
-    """Calls under way on many workers, as one result."""
+    """Pending calls on several workers, combined into one result."""
 
     def __init__(self, refs: Sequence[ray.ObjectRef], combine: Callable[[list], ResultT]) -> None:
         self.refs, self.combine = refs, combine
@@ -22,5 +22,5 @@ class Gathered(Generic[ResultT]):
 
 
 def first(results: list) -> Any:
-    """Where every rank answers the same."""
+    """Returns the first result, for calls that every rank answers alike."""
     return results[0]

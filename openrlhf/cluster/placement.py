@@ -1,5 +1,5 @@
-"""A run's places, granted by Ray as layout.py plans them. With GPUs a run holds one placement group, whole or
-not at all, and each role bundles of it; without, everybody shares the cores."""
+"""Reserves the placement that layout.py plans, in Ray. With GPUs a run holds one placement group, granted
+whole or not at all, and each role has bundles of it; without GPUs all processes share the cores."""
 
 import os
 import platform
@@ -23,28 +23,27 @@ from openrlhf.device import VISIBLE_DEVICES
 from openrlhf.mesh import Mesh
 
 PATIENCE, REMINDER = 2, 60
-"""Seconds of waiting for GPUs before the first line about it, and between further ones."""
+"""Seconds of waiting for GPUs before the first line on stderr, and between later lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundles:
-    """The places of one role: bundles of `group`, one for each rank or each engine. `group` is None without
-    GPUs."""
+    """Placement of one role: bundles of `group`, which is None without GPUs."""
 
     group: PlacementGroup | None
     mesh: Mesh
     devices: ExclusiveDevices
     nodes: Sequence[str]
-    """Of each rank, by Ray's names; of engines, of each of their processes."""
+    """Ray's node id of each rank; for engines, of each of their GPUs or processes."""
     indices: Sequence[int] = ()
-    """Ray's numbers of the bundles."""
+    """Ray's indices of the bundles. Empty without GPUs."""
     gpus: int = 1
-    """Of each bundle."""
+    """GPUs of each bundle."""
     gpu_claim: float = GPU_CLAIM
-    """Of its GPU that a rank claims."""
+    """Fraction of its GPU that a rank requests from Ray."""
 
     def options(self, rank: int) -> dict:
-        """Ray options of the worker with this rank."""
+        """Returns the Ray options of the worker with this rank."""
         if self.group is None:
             return {"num_cpus": 0, "scheduling_strategy": self._node(rank)}
         return {
@@ -54,12 +53,12 @@ class Bundles:
         }
 
     def engine_options(self, index: int, num_gpus: int) -> tuple[dict, dict[str, str]]:
-        """Ray options and environment of the engine on its part of the bundles. An engine drives all of its
-        GPUs itself, so it claims none from Ray and is told which are its own."""
+        """Returns the Ray options and environment variables of the engine `index`. An engine drives all of
+        its GPUs itself, so it requests none from Ray and reads its own from the environment."""
         if self.group is None:
             return {"num_cpus": 0, "scheduling_strategy": self._node(index * num_gpus)}, {}
-        # (node, its GPUs as its Ray names them) of a bundle. Made here, so that Ray takes it along: a worker
-        # that imports it from a module imports torch.
+        # Returns (node id, Ray's GPU ids) of a bundle. Defined here so that Ray pickles it by value: a worker
+        # that imported it from this module would import torch.
         where = ray.remote(
             lambda: (ray.get_runtime_context().get_node_id(), sorted(map(str, ray.get_gpu_ids())))
         )
@@ -85,16 +84,16 @@ class Bundles:
 
 
 def hands_off() -> dict[str, str]:
-    """The variables that keep Ray from choosing what devices a process sees, of every vendor that it
-    knows."""
+    """Returns the variables, for every vendor that Ray knows, that keep Ray from setting a process's visible
+    devices."""
     vendors = [vars(sys.modules[manager.__module__]) for manager in get_all_accelerator_managers()]
     return {value: "1" for names in vendors for name, value in names.items() if name.startswith("NOSET_")}
 
 
 def place(config: PPOConfig, layout: Layout) -> dict[str, Bundles]:
-    """Reserve what the run needs: the places of each role of `layout`. Waits until the cluster has granted
-    it, and says what for; raises ValueError where it never can, and RuntimeError where it has not in
-    train.placement_timeout, or not together what belongs together."""
+    """Reserves the bundles of each role of `layout`. Waits until the cluster grants them, and prints what it
+    waits for. Raises ValueError if the run can never fit, RuntimeError if the bundles are not granted within
+    train.placement_timeout or split a tensor parallel group over nodes."""
     devices = {layout.home(role): ExclusiveDevices(shared=layout.on_gpu) for role in layout.roles}
     if not layout.on_gpu:
         return _on_cores(layout, devices)
@@ -102,13 +101,13 @@ def place(config: PPOConfig, layout: Layout) -> dict[str, Bundles]:
     try:
         _wait_for(group, config)
         return _bundles_of_roles(group, layout, devices)
-    except BaseException:  # who goes on without a place shall not hold one
+    except BaseException:  # do not keep GPUs reserved after an error
         remove_placement_group(group)
         raise
 
 
 def _on_cores(layout: Layout, devices: Mapping[str, ExclusiveDevices]) -> dict[str, Bundles]:
-    """`devices`: of each home."""
+    """Builds the bundles of each role. `devices`: by the role that owns them."""
     ids = [node["NodeID"] for node in living_nodes()]
     places = {}
     for role, plan in layout.roles.items():
@@ -120,7 +119,7 @@ def _on_cores(layout: Layout, devices: Mapping[str, ExclusiveDevices]) -> dict[s
 def _bundles_of_roles(
     group: PlacementGroup, layout: Layout, devices: Mapping[str, ExclusiveDevices]
 ) -> dict[str, Bundles]:
-    """`devices`: of each home."""
+    """Builds the bundles of each role. `devices`: by the role that owns them."""
     nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     granted = in_order(layout.bundles, nodes)
     places = {}
@@ -135,12 +134,12 @@ def _bundles_of_roles(
 
 
 def in_order(sizes: Sequence[int], nodes: Mapping[int, str]) -> list[int]:
-    """Which of Ray's bundles are those of the layout, one after the other. `sizes`: GPUs of each bundle;
-    `nodes`: the node of each.
+    """Returns Ray's bundle index for each bundle of the layout, in the layout's order. `sizes`: GPUs of each
+    bundle; `nodes`: node of each of Ray's bundles.
 
-    Bundles of one size are alike to Ray, which sorts them by size before it fills node after node, and its
-    sort mixes up equal ones where there are more than 16. Taken node by node, in the order in which nodes
-    were filled, they are as planned: what is together there has GPUs of one node."""
+    Ray sorts bundles by size before it fills node after node, and its sort is not stable for more than 16
+    equal ones. Taken node by node, in the order in which nodes were filled, bundles are as planned: those
+    that the layout puts on one node have GPUs of one node."""
     held: dict[str, list[int]] = defaultdict(list)
     for bundle, node in sorted(nodes.items()):
         held[node].append(bundle)
@@ -154,8 +153,8 @@ def in_order(sizes: Sequence[int], nodes: Mapping[int, str]) -> list[int]:
 
 
 def _check_together(plan: RoleLayout, nodes: Sequence[str]) -> None:
-    """`nodes`: of each of the role's GPUs. A busy cluster may have room for a run, but not where it needs
-    it."""
+    """Raises RuntimeError if a tensor parallel group spans several nodes: a busy cluster may have enough free
+    GPUs, but on the wrong nodes. `nodes`: node of each of the role's GPUs."""
     size = plan.mesh.tensor
     torn = sum(len(set(nodes[i : i + size])) > 1 for i in range(0, len(nodes), size))
     if torn:
@@ -167,21 +166,21 @@ def _check_together(plan: RoleLayout, nodes: Sequence[str]) -> None:
 
 
 def _reserve(config: PPOConfig, sizes: Sequence[int]) -> PlacementGroup:
-    """A placement group with one bundle of each of these numbers of GPUs. It claims no cores: they would only
-    keep a run off a cluster that has the GPUs."""
-    # Ray refuses a second group of one name, also while the first is still being removed.
+    """Requests a placement group with one bundle of each of these numbers of GPUs. It claims no cores, which
+    would only keep a run off a cluster that has the GPUs."""
+    # Ray refuses a second group of the same name, even while the first is still being removed.
     name = f"{config.run_dir} (process {os.getpid()} on {platform.node()})"
     return placement_group([{"GPU": size} for size in sizes], strategy="PACK", name=name)
 
 
 def _wait_for(group: PlacementGroup, config: PPOConfig) -> None:
     start, due, limit = time.monotonic(), PATIENCE, config.train.placement_timeout
-    while not group.wait(1):  # Ctrl-C is heard in between
+    while not group.wait(1):  # Ctrl-C works between these short waits
         waited = time.monotonic() - start
         if limit is not None and waited >= limit:
             raise RuntimeError(f"--train.placement_timeout {limit:g}: {_shortage(config)}")
         if waited >= due:
-            check_resources(config)  # a node may have gone
+            check_resources(config)  # a node may have left
             since = f" since {waited / 60:.0f} min" if waited >= REMINDER else ""
             text = f"waiting{since}: {_shortage(config)} It starts when they are; Ctrl-C gives up."
             print(text, file=sys.stderr, flush=True)
@@ -189,7 +188,7 @@ def _wait_for(group: PlacementGroup, config: PPOConfig) -> None:
 
 
 def _shortage(config: PPOConfig) -> str:
-    """What the run needs, what the cluster has, and who holds it."""
+    """Describes the GPUs that the run needs, those that the cluster has, and who holds them."""
     needs, gpus, free = demands(config), total(available_nodes(), "GPU"), free_gpus()
     groups = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
     counts = [sum(bundle.get("GPU", 0) for bundle in group["bundles"].values()) for group in groups]

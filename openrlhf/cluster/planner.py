@@ -1,7 +1,8 @@
-"""`--placement auto`: the flags of placement that suit a cluster. Where things run, never what is learned.
+"""Chooses placement flags for a cluster (`--placement auto`). They decide where things run, never what is
+learned.
 
-The models share their GPUs. Engines share them too (hybrid engine); with train.async_enable they have GPUs of
-their own, half of all. What somebody set stays."""
+The models share their GPUs. Engines share them too (hybrid engine); with train.async_enable they have their
+own GPUs, half of all. Flags that the user set stay."""
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import engines_beside_actor, optimizer_sleep
 
 WEIGHTS_FRACTION = 0.5
-"""Of a GPU's memory, what an engine's weights may take. The rest is for its cache, and for the models."""
+"""Fraction of a GPU's memory for an engine's weights. The rest is for its KV cache, and for the models."""
 
 SIZE = ("actor.num_nodes", "actor.num_gpus_per_node")
 
@@ -23,12 +24,13 @@ SIZE = ("actor.num_nodes", "actor.num_gpus_per_node")
 def suitable_flags(
     config: PPOConfig, explicit: Container[str], nodes: Nodes, tensor_parallel_size: int = 1
 ) -> dict[str, Any]:
-    """Values for flags that are not `explicit`, where they differ from those of `config`.
+    """Returns values for flags that are not `explicit`, where they differ from those of `config`.
 
-    The actor gets the most GPUs among which train.batch_size divides, in whole groups that share samples, and
-    whose nodes hold whole engines; with train.async_enable at most half of all, and engines get the others.
-    Without GPUs every role is a process. Where nothing suits, what was tried first, whose problems the checks
-    tell. `tensor_parallel_size`: of an engine, where nobody set it."""
+    The actor gets the most GPUs that divide train.batch_size evenly, in whole groups of ranks that share
+    samples, on nodes that hold whole engines. With train.async_enable it gets at most half of all, and
+    engines get the others. Without GPUs ranks are processes that share the cores. If nothing suits, the first
+    shape tried is returned, and the checks report its problems. `tensor_parallel_size`: an engine's, if the
+    user set none."""
     planner = _Planner(explicit, nodes)
     shared = planner.set(
         config, {"train.colocate_all": True, "vllm.tensor_parallel_size": tensor_parallel_size}
@@ -55,14 +57,14 @@ class _Planner:
 
     @property
     def gpus(self) -> list[int]:
-        """Of each node."""
+        """GPUs of each node."""
         return [int(node.get("GPU", 0)) for node in self.nodes]
 
     def set(self, config: PPOConfig, values: Mapping[str, Any]) -> PPOConfig:
         return with_values(config, {key: v for key, v in values.items() if key not in self.explicit})
 
     def sized(self, config: PPOConfig, shape: tuple[int, int]) -> PPOConfig:
-        """With this shape of the actor, and engines on what it leaves."""
+        """Returns the config with this (nodes, GPUs per node) of the actor, and engines on the GPUs left."""
         config = self.set(config, dict(zip(SIZE, shape, strict=True)))
         if config.engines_colocated or not any(self.gpus):
             return config
@@ -72,7 +74,7 @@ class _Planner:
         return self.set(config, {"vllm.num_engines": max(1, min(whole, left))})
 
     def asleep(self, config: PPOConfig) -> PPOConfig:
-        """Who shares GPUs with engines gives way to them, and they to it."""
+        """Turns on sleep for engines and models that share GPUs, so that each offloads for the other."""
         if not (config.engines_colocated and any(self.gpus)):
             return config
         config = self.set(config, {"vllm.enable_sleep": True})
@@ -80,7 +82,7 @@ class _Planner:
         return config if any(optimizer_sleep(asleep)) else asleep
 
     def actor_shapes(self, config: PPOConfig) -> Iterator[tuple[int, int]]:
-        """(nodes, GPUs of each) that the actor may have, best first."""
+        """Yields possible (nodes, GPUs per node) of the actor, best first."""
         asked = (config.actor.num_nodes, config.actor.num_gpus_per_node)
         fixed = [key in self.explicit for key in SIZE]
         if all(fixed):
@@ -102,13 +104,14 @@ class _Planner:
         )
 
     def _is_of_nodes(self, shape: tuple[int, int]) -> bool:
-        """It reads as what it is: a part of a node, or equal parts of nodes."""
+        """Tells whether a shape is part of one node, or divides every node evenly."""
         num_nodes, per_node = shape
         is_part = num_nodes == 1 and per_node <= max(self.gpus)
         return is_part or all(gpus % per_node == 0 for gpus in self.gpus)
 
     def _actor_counts(self, config: PPOConfig, is_asked: bool) -> range:
-        """GPUs, or processes, of the actor, best first. `is_asked`: somebody set a part of it."""
+        """Returns possible numbers of GPUs (without GPUs: processes) of the actor, best first. `is_asked`:
+        the user set one of its two size flags."""
         gpus, size = sum(self.gpus), config.vllm.num_gpus
         if not gpus:
             return range(1, max(2, total(self.nodes, "CPU")) + 1)

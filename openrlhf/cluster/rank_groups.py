@@ -1,4 +1,4 @@
-"""Models of many ranks, as the trainer sees them: backends/base.py over Ray actors."""
+"""Multi-rank models as the trainer sees them: the model interfaces of backends/base.py over Ray actors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -42,7 +42,7 @@ class RankGroup(Generic[WorkerT]):
     """All ranks of one model."""
 
     replays_routing = False
-    """What a batch says of the experts of its tokens is sent to them."""
+    """Whether ranks receive the batch's expert routing, to replay it."""
 
     def __init__(self, worker_class: type[WorkerT], config: PPOConfig, bundles: Bundles) -> None:
         """Creates the ranks' processes; `start` loads the model."""
@@ -60,7 +60,7 @@ class RankGroup(Generic[WorkerT]):
         return self.mesh.data
 
     def forward(self, batch: Batch, method: str = "forward") -> Gathered[np.ndarray]:
-        """(A,) what the model says of every action. `method`: of the workers."""
+        """Returns the model's (A,) output for every action. `method`: the worker method that computes it."""
         ranks = partition(batch.lengths.tolist(), self.data_parallel_size)
         refs = self.run(method, [(self.select(batch, sequences),) for sequences in ranks])
         return Gathered(refs, lambda answers: batch.put_together(ranks, self.of_leaders(answers)))
@@ -70,12 +70,12 @@ class RankGroup(Generic[WorkerT]):
         return (batch if self.replays_routing else replace(batch, routing=None)).select(sequences)
 
     def of_leaders(self, answers: Sequence[AnswerT]) -> list[AnswerT]:
-        """Of every rank's answers one for each data parallel rank."""
+        """Returns one answer for each data parallel rank, out of the answers of all ranks."""
         return [answers[rank] for rank in self.mesh.leaders]
 
     def run(self, method: str, arguments: Sequence[tuple]) -> list[ray.ObjectRef]:
-        """`method` on every rank with the arguments of its data parallel rank, once what parts its devices
-        is done."""
+        """Calls `method` on every rank with the arguments of its data parallel rank, after calls under way on
+        the same devices are done."""
         own = [arguments[self.mesh.coordinates(rank).data] for rank in range(self.mesh.size)]
         return self.bundles.devices.run(
             lambda after: [
@@ -85,11 +85,11 @@ class RankGroup(Generic[WorkerT]):
         )
 
     def on_all(self, call: Callable[[ActorHandle], ray.ObjectRef]) -> Gathered:
-        """`call` on every rank; the answer is rank 0's."""
+        """Runs `call` on every rank; the result is rank 0's."""
         return Gathered([call(worker) for worker in self.workers], first)
 
     def memory(self) -> list[DeviceMemory]:
-        """Of the device of every rank."""
+        """Returns the device memory of every rank."""
         return ray.get([worker.memory.remote() for worker in self.workers])
 
     def meeting_point(self) -> tuple[str, int]:
@@ -109,7 +109,7 @@ class FrozenRanks(RankGroup[FrozenWorker]):
 
 
 class RewardRanks(RankGroup[RewardWorker]):
-    """All reward models of a run, together in the same workers."""
+    """All reward models of a run, held together by the same workers."""
 
     def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
         super().__init__(RewardWorker, config, bundles)
@@ -119,7 +119,7 @@ class RewardRanks(RankGroup[RewardWorker]):
         return self.on_all(lambda worker: worker.start.remote(address, port))
 
     def score(self, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
-        """The groups with what the models say of their episodes in the rewards."""
+        """Returns the groups with the reward models' scores added to their episodes' rewards."""
         read = [replace(t, routing=None) for group in groups for t in read_by_models(group.trajectories)]
         ranks = partition([len(t.token_ids) for t in read], self.data_parallel_size)
         refs = self.run("forward", [([read[i] for i in sequences],) for sequences in ranks])
@@ -146,10 +146,11 @@ class TrainedRanks(RankGroup[TrainedT]):
     def __init__(self, worker_class: type[TrainedT], config: PPOConfig, bundles: Bundles) -> None:
         super().__init__(worker_class, config, bundles)
         self.num_updates = 0
-        """Calls of `update` so far: the address of each call's shuffle."""
+        """Number of `update` calls so far; seeds each call's shuffle."""
 
     def start(self, total_steps: int, *more: Any) -> Gathered[None]:
-        """`total_steps`: optimizer steps of the whole run; `more`: what else the workers' `start` takes."""
+        """Loads the model. `total_steps`: optimizer steps of the whole run; `more`: further arguments of the
+        workers' `start`."""
         address, port = self.meeting_point()
         return Gathered(self.run("start", [(address, port, total_steps, *more)] * self.mesh.data), first)
 
@@ -188,7 +189,7 @@ class TrainedRanks(RankGroup[TrainedT]):
         return self.on_all(lambda worker: worker.export.remote(folder))
 
     def row_memory(self, num_tokens: int) -> RowMemory:
-        """Of each rank, see `TrainEngine.row_memory`."""
+        """Returns the peak memory of each rank for a row of `num_tokens`, see `TrainEngine.row_memory`."""
         return ray.get(self.workers[0].row_memory.remote(num_tokens))
 
 
@@ -203,23 +204,24 @@ class PolicyRanks(TrainedRanks[PolicyWorker]):
         return self.on_all(lambda worker: worker.open_weight_sync.remote(client, backend, address, port))
 
     def weight_bytes(self) -> int:
-        """Of what `send_weights` sends."""
+        """Returns the bytes that `send_weights` sends."""
         return ray.get(self.workers[0].weight_bytes.remote())
 
     def send_weights(
         self, version: int, probe: Probe | None = None, adapter_seed: int | None = None
     ) -> Gathered[Tensor | None]:
-        """Sends the weights to the engines. Returns (L - 1,) log-probs of the probe, of every token but the
-        first at temperature 1; None without a probe. `adapter_seed`: see `TrainEngine.random_adapter`."""
+        """Sends the weights to the engines. Returns the (L - 1,) log-probs of the probe's tokens after the
+        first, at temperature 1; None without a probe. `adapter_seed`: see `TrainEngine.random_adapter`."""
         return self.on_all(lambda worker: worker.send_weights.remote(version, probe, adapter_seed))
 
     def weight_sketches(self) -> Gathered[dict[str, Sketch]]:
-        """Sketches of the weights that engines were sent; of those below adapters that go apart."""
+        """Returns sketches of the weights that engines were sent; of the base weights if adapters are sent
+        apart."""
         return self.on_all(lambda worker: worker.weight_sketches.remote())
 
 
 class Unadapted:
-    """The reference of a policy with adapters: the same model without them."""
+    """Reference model of a policy with LoRA adapters: the same model without the adapters."""
 
     def __init__(self, policy: PolicyRanks) -> None:
         self.policy = policy

@@ -1,4 +1,4 @@
-"""The roles of a run: every engine and model, placed, loaded, and with weights flowing between them."""
+"""Starts and holds the roles of a run: the engines and every model, placed and loaded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from openrlhf.types import Metrics
 
 @dataclass(kw_only=True, slots=True)
 class Roles:
-    """None for a role that the run does not have."""
+    """Engines and models of a run. A role that the run does not have is None."""
 
     rollout: EnginePool
     policy: PolicyRanks
@@ -50,7 +50,7 @@ class Roles:
 
     @property
     def processes(self) -> dict[str, list[ActorHandle]]:
-        """Of each role, rank by rank."""
+        """Processes of each role, in the order of ranks."""
         return {ENGINES: self.rollout.members} | {name: m.workers for name, m in self.models.items()}
 
     @property
@@ -59,16 +59,17 @@ class Roles:
         return [process for own in self.processes.values() for process in own]
 
     def free_fraction(self, gpus_per_engine: int) -> float:
-        """See `engine_memory.free_fraction`. Every model has started, and shares the engines' GPUs."""
+        """Returns `engine_memory.free_fraction` of the engines' GPUs. Every model must have started, and
+        share these GPUs."""
         memory = {name: model.memory() for name, model in self.models.items()}
         return free_fraction(memory, self.policy.weight_bytes() // gpus_per_engine)
 
     def peak_memory(self) -> Gathered[Metrics]:
-        """See `memory_metrics`: of the phases since it was last asked for."""
+        """Returns the peak memory of each phase since the last call, see `memory_metrics`."""
         return Gathered([member.peak_memory.remote() for member in self.members], memory_metrics)
 
     def end(self) -> None:
-        """Every process ends, also where some are dead or busy, and nothing waits for one."""
+        """Ends every process, without waiting for dead or busy ones."""
         self.rollout.close()
         for member in self.members:
             ray.kill(member)
@@ -81,8 +82,9 @@ def start_roles(
     num_prompts: int,
     texts: SampleStore | None,
 ) -> Roles:
-    """`places`: of each role, see `placement.place`. `num_prompts`: of an episode, from which learning rate
-    schedules get their length. `texts`: what the policy learns beside its rewards, None for nothing."""
+    """Creates and loads all engines and models. `places`: bundles of each role, see `placement.place`.
+    `num_prompts`: prompts per episode, which sets the length of learning rate schedules. `texts`: supervised
+    samples that the policy learns beside its rewards, None for none."""
     reward = RewardRanks(config, places["reward"]) if "reward" in places else None
     rollout = EnginePool(config, places[ENGINES], on_gpu, reward=reward)
     roles = Roles(rollout=rollout, policy=PolicyRanks(config, places["actor"]), reward=reward)
@@ -99,7 +101,7 @@ def start_roles(
         roles.teacher = FrozenRanks(
             config, places["teacher"], path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
         )
-    # vLLM measures its GPU while it starts, and takes nobody else to be at work there.
+    # vLLM measures its GPU's memory at start, and assumes that nothing else runs on the GPU meanwhile.
     engines_come_last = config.engines_colocated and on_gpu
     starting = [] if engines_come_last else [rollout.start()]
     updates = num_updates(config, num_prompts, config.frozen_actor_steps)

@@ -1,9 +1,9 @@
-"""After each weight sync engines show that they compute with what they were sent. The comparison itself is in
-backends/weight_sync/stored_weights.py; this asks the engines, which are Ray actors.
+"""Checks after weight syncs that engines compute with the weights they were sent. This module asks the
+engines, which are Ray actors; backends/weight_sync/stored_weights.py compares.
 
 The trainer computes its log-probs of the probe while it sends, and engines answer among the first requests
-after the sync. So the check takes next to no time, and it has passed before any sample of the new weights is
-trained on; in partial rollouts, whose requests an answer may have to wait for, as soon as it comes.
+after the sync. The check takes next to no time, and passes before any sample of the new weights is trained
+on. In partial rollouts an answer may wait for requests in flight, and is compared as soon as it comes.
 """
 
 from collections.abc import Sequence
@@ -32,11 +32,11 @@ from openrlhf.models.loading import has_experts, policy_tokenizer
 from openrlhf.models.vision import image_reader
 from openrlhf.types import Metrics, present
 
-if TYPE_CHECKING:  # an engine's process needs no trainer, whose libraries take seconds to import
+if TYPE_CHECKING:  # engine processes need no trainer, whose libraries take seconds to import
     from openrlhf.cluster.rank_groups import PolicyRanks
 
 REMEMBERED = 8
-"""Versions that an engine may answer with, which requests in flight have kept from answering earlier."""
+"""Number of latest weight versions whose log-probs are kept, for answers delayed by requests in flight."""
 
 
 class WeightCheck:
@@ -45,13 +45,13 @@ class WeightCheck:
     def __init__(self, config: PPOConfig, engines: Sequence[Handle], on_gpu: bool) -> None:
         self.config, self.engines, self.on_gpu = config, engines, on_gpu
         self.expected: dict[int, Tensor] = {}
-        """The trainer's log-probs, (L - 1,), by the version of its weights."""
+        """Weight version -> the trainer's (L - 1,) log-probs."""
         self.asked: dict[ray.ObjectRef, int] = {}
-        """Answers under way, and the numbers of their engines."""
+        """Pending answer -> index of its engine."""
         self.policy: PolicyRanks | None = None
-        """The trainer of these versions."""
+        """The policy that sent these versions."""
         self.metrics: Metrics = {}
-        """`PROBE` of the answers since it was last reported."""
+        """Largest `PROBE` difference of the answers since the last report."""
 
     @cached_property
     def limit(self) -> Limit:
@@ -65,8 +65,9 @@ class WeightCheck:
         return make_probe(policy_tokenizer(config), reader, config.data.max_len - 1)
 
     def ask(self, policy: "PolicyRanks", version: int, trainer: Tensor) -> None:
-        """Asks the engines for the log-probs of the probe. `trainer`: the policy's, (L - 1,), with the
-        weights of this version. An engine that still owes an answer gives it with these weights."""
+        """Asks the engines for the log-probs of the probe. `trainer`: the policy's (L - 1,) log-probs with
+        the weights of this version. An engine that still owes an answer is not asked again; every answer
+        carries the version that gave it."""
         self.policy, self.expected[version] = policy, trainer
         for old in list(self.expected)[:-REMEMBERED]:
             del self.expected[old]
@@ -76,7 +77,8 @@ class WeightCheck:
                 self.asked[engine.answer.remote(self.probe)] = i
 
     def take_answers(self, *, wait: bool) -> None:
-        """Compares the answers that have come, with `wait` all of them. Raises DifferentWeightsError."""
+        """Compares the answers that have arrived, or all of them with `wait`. Raises DifferentWeightsError if
+        an engine's log-probs differ from the trainer's."""
         if not self.asked:
             return
         under_way = [*self.asked]
@@ -90,7 +92,7 @@ class WeightCheck:
 
     def _compare(self, engine: int, answer: EngineProbe) -> None:
         trainer = self.expected.get(answer.version)
-        if trainer is None:  # no probe was due after that sync, or too many have followed
+        if trainer is None:  # no probe was due after that sync, or too many syncs followed
             return
         try:
             difference = check_stored(trainer, engine, answer, self.limit)
@@ -100,7 +102,7 @@ class WeightCheck:
         self.metrics[PROBE] = max(difference, self.metrics.get(PROBE, 0.0))
 
     def _reason(self, number: int) -> str:
-        """Says which weights an engine lost or stored otherwise, as far as they can be read back."""
+        """Describes which weights an engine lost or stored differently, as far as they can be read back."""
         engine, policy = self.engines[number], present(self.policy)
         try:
             unwritten = ray.get(engine.unwritten_parameters.remote())

@@ -1,4 +1,5 @@
-"""Who runs where, as the processes of a run say it themselves."""
+"""Reports the actual placement of a run: node, devices and process ids of each role, asked from the
+processes."""
 
 import os
 from collections import defaultdict
@@ -15,17 +16,17 @@ from openrlhf.device import DEVICE_TYPE, VISIBLE_DEVICES
 
 
 class Spot(NamedTuple):
-    """Of a process."""
+    """Node, devices and process id of one process."""
 
     node: str
-    """Ray's name of it."""
+    """Ray's node id."""
     devices: str
     pid: int
 
 
 def who_runs_where(members: Mapping[str, Sequence[ActorHandle]], places: Mapping[str, Bundles]) -> str:
-    """A table for people, a line for each role on each node, where the run has several nodes; else "".
-    `members`: the processes of each role, rank by rank."""
+    """Returns a table with one line per role and node; "" if the run has a single node. `members`: processes
+    of each role, in the order of ranks."""
     if len({node for bundles in places.values() for node in bundles.nodes}) == 1:
         return ""
     asked = {role: [process.__ray_call__.remote(_spot) for process in own] for role, own in members.items()}
@@ -42,7 +43,7 @@ def _spot(_: object) -> Spot:
 
 
 def _rows(role: str, spots: Sequence[Spot], names: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """`spots`: of each rank; `names`: of each node."""
+    """Builds the table's rows of one role. `spots`: one per rank; `names`: Ray's node id -> name."""
     on_node: dict[str, list[int]] = defaultdict(list)
     for rank, spot in enumerate(spots):
         on_node[spot.node].append(rank)
