@@ -1,7 +1,7 @@
-"""What a trainer may ask of the machinery. The only lines that DeepSpeed, vLLM and Ray hide behind.
+"""Interfaces through which a trainer uses DeepSpeed, vLLM and Ray.
 
-Every verb of a group returns at once. Work on different devices overlaps until somebody asks for a result;
-models that share devices compute one after the other, and moving them in and out is their own affair (see
+Every method of a group of ranks returns at once. Work on different devices overlaps until somebody asks for a
+result. Models that share devices compute one after the other, and offload each other by themselves (see
 cluster/engine_memory.py).
 """
 
@@ -20,38 +20,38 @@ ResultT = TypeVar("ResultT", covariant=True)
 
 
 class Row(Protocol):
-    """What one forward pass reads: a packed row, with or without more fields for each action."""
+    """A packed row, the input of one forward pass, with or without more fields for each action."""
 
     @property
     def num_tokens(self) -> int:
-        """Actions in the row."""
+        """Number of actions in the row."""
         ...
 
     @property
     def num_sequences(self) -> int:
-        """Sequences with at least one action."""
+        """Number of sequences with at least one action."""
         ...
 
     def to(self, device: torch.device) -> Self: ...
 
     def empty(self) -> Self:
-        """A row of the same kind without actions."""
+        """Returns a row of the same kind without actions, which pads a rank's rows."""
         ...
 
 
 RowT = TypeVar("RowT", bound=Row)
 
 Objective = Callable[[Callable, RowT, LossNorm], tuple[Tensor, dict[str, Tensor]]]
-"""(model, row, norm) -> (loss, metrics): the row's contribution to the step's loss and to each metric. The
-contributions of all rows on all ranks add up to the value."""
+"""A function (model, row, norm) -> (loss, metrics) that returns the row's contribution to the step's loss and
+to each metric. The contributions of all rows on all ranks add up to the value."""
 
 
 Part = Literal["merged", "base", "adapter"]
-"""Of a model's weights: all, adapters merged into them; all, as they are below adapters; adapters alone."""
+"""Part of a model's weights: all with adapters merged into them, all without adapters, or adapters alone."""
 
 
 class RowModule(Protocol):
-    """A module that answers about packed rows, around a Hugging Face model (models/backbone.py)."""
+    """A module around a Hugging Face model whose forward pass reads packed rows (models/backbone.py)."""
 
     model: Any
 
@@ -59,82 +59,83 @@ class RowModule(Protocol):
 
 
 class FrozenModel(Protocol):
-    """One rank of a model that only answers: a reference, a teacher or a reward model. All ranks ask
+    """One rank of a model that is not trained: a reference, a teacher or a reward model. All ranks call it
     together."""
 
     @property
     def module(self) -> RowModule: ...
 
     def __call__(self, row: Row) -> Any:
-        """The model's answer about one row, by its kind (see models/)."""
+        """Returns the model's output for one row; its form depends on the kind of model (see models/)."""
         ...
 
     def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
-        """`read(model, row)` for each of this rank's rows, on the CPU. At least one row."""
+        """Returns `read(model, row)` for each of this rank's rows, at least one, on the CPU."""
         ...
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """A parameter in full, to keep."""
+        """Returns an unsharded parameter that the caller may keep."""
         ...
 
 
 class TrainEngine(Protocol):
-    """One rank of a model in training. Every method is collective, but for `steps` and `row_memory`."""
+    """One rank of a model in training. Every method but `steps` and `row_memory` is collective."""
 
     @property
     def module(self) -> RowModule: ...
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done, also before a resume."""
+        """Number of optimizer steps done, including those before a resume."""
         ...
 
     def train_step(
         self, window: Sequence[RowT], objective: Objective[RowT], *also: tuple[Sequence, Objective]
     ) -> Metrics:
-        """Forward and backward over the rows that this rank holds of one batch, then one optimizer step.
+        """Runs forward and backward over this rank's rows of one batch, then one optimizer step.
 
-        `also`: more (rows, objective) of the same step. Their losses are added up, and each divides by the
+        `also`: more (rows, objective) of the same step. The losses are added up, and each is divided by the
         totals of its own rows.
         """
         ...
 
     def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
-        """The objective's metrics over all rows of all ranks, without a gradient."""
+        """Returns the objective's metrics over all rows of all ranks, without a gradient."""
         ...
 
     def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
-        """`read(model, row)` for each of this rank's rows, on the CPU. At least one row."""
+        """Returns `read(model, row)` for each of this rank's rows, at least one, on the CPU."""
         ...
 
     def row_memory(self, num_tokens: int) -> RowMemory:
-        """Memory of this rank at the peak of a step with a row of `num_tokens`, told before there is one."""
+        """Estimates this rank's peak memory in a step with a row of `num_tokens`, before any step."""
         ...
 
     def weights(self, bucket_bytes: int = ..., part: Part = "merged") -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model in full, by its checkpoint's name, about `bucket_bytes` at a time."""
+        """Yields (checkpoint name, unsharded tensor) of the model, gathered `bucket_bytes` or so at a
+        time."""
         ...
 
     def weight_metadata(self, part: Part = "merged") -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(name, dtype, shape) of everything that `weights` yields."""
+        """Returns (name, dtype, shape) of everything that `weights` yields."""
         ...
 
     def random_adapter(self, seed: int) -> AbstractContextManager[None]:
-        """Inside, the adapters are random; afterwards they are what they were."""
+        """Makes the adapters random within the context, and restores them afterwards."""
         ...
 
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None: ...
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
-        """Restore weights, optimizer and schedule; return the `state` that was saved with them."""
+        """Restores weights, optimizer and schedule; returns the `state` that was saved with them."""
         ...
 
     def export(self, folder: str) -> None:
-        """Write the model in Hugging Face format, or its adapter alone where it has one."""
+        """Writes the model in Hugging Face format, or its adapter alone where it has one."""
         ...
 
     def offload(self) -> None:
-        """Move what only optimizer steps need to the CPU."""
+        """Moves everything that only optimizer steps need to the CPU."""
         ...
 
     def reload(self) -> None: ...
@@ -142,32 +143,32 @@ class TrainEngine(Protocol):
 
 class Pending(Protocol[ResultT]):
     def result(self) -> ResultT:
-        """Wait for the work and return what it produced, or raise what it raised."""
+        """Waits for the work and returns its result, or raises its exception."""
         ...
 
 
 class ModelRanks(Protocol):
-    """One model sharded over many devices, seen from the controller."""
+    """The ranks of one model, seen from the controller."""
 
     def forward(self, batch: Batch) -> Pending[np.ndarray]:
-        """(A,) float32: log-probs of a policy, values of a critic."""
+        """Returns (A,) float32: log-probs of a policy, values of a critic."""
         ...
 
 
 class TrainableRanks(ModelRanks, Protocol):
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that each learn from samples of their own."""
+        """Number of ranks that each learn from samples of their own."""
         ...
 
     @property
     def num_updates(self) -> int:
-        """Calls of `update` so far, also before a resume: the address of each call's shuffle."""
+        """Number of calls of `update`, including those before a resume; it seeds each call's shuffle."""
         ...
 
     def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Pending[Updated]:
-        """The optimizer steps of `schedule` over a batch with credit; just one where the batch has no
-        log-probs."""
+        """Makes the optimizer steps of `schedule` over a batch with credit. A batch without log-probs gets
+        exactly one step."""
         ...
 
     def save_checkpoint(self, tag: str, state: dict) -> Pending[None]: ...
@@ -181,18 +182,19 @@ PolicyT = TypeVar("PolicyT", bound=TrainableRanks, contravariant=True)
 
 
 class Rollout(Protocol[PolicyT]):
-    """All rollout engines of a run. Nothing waits but `next_group` and what is pending. How weights travel is
-    between it and the policies that it takes them from, PolicyT."""
+    """All rollout engines of a run. Only `next_group` and pending results block. PolicyT is the type of
+    policy whose weights `sync` accepts."""
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
-        """Ask for the samples of `prompts`, with the sampling parameters of training or of evaluation."""
+        """Requests the samples of `prompts`, with the sampling parameters of training or of evaluation."""
         ...
 
     def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
-        """The next prompt whose samples are all there, rewards included, in the order in which they finish.
-        RuntimeError where none is under way; TimeoutError, which says what is, after `timeout` seconds."""
+        """Returns the next prompt whose samples are all there, rewards included, in the order in which they
+        finish. Raises RuntimeError where no prompt is under way, and TimeoutError, which names those that
+        are, after `timeout` seconds."""
         ...
 
     def sync(self, policy: PolicyT, version: int) -> Pending[Metrics]:
-        """Makes every engine use the policy's current weights, and checks that it does."""
+        """Sends the policy's current weights to every engine, and checks that it computes with them."""
         ...

@@ -1,4 +1,5 @@
-"""One rank of a model, whichever library trains it: its rows are read, its weights made whole and written."""
+"""One rank of a model, common to all training backends: forward passes, training steps, gathering of weights
+and export."""
 
 import math
 from abc import ABC, abstractmethod
@@ -28,11 +29,11 @@ from openrlhf.types import LossNorm, Metrics
 ItemT = TypeVar("ItemT")
 WHOLE = {"merged": merged_weights, "base": base_weights}
 BUCKET_BYTES = 256 << 20
-"""Of whole parameters that are gathered at a time."""
+"""Bytes of unsharded parameters that are gathered at a time."""
 
 
 class ModelRank(ABC):
-    """One rank of a model that answers about rows."""
+    """One rank of a model that computes outputs for rows."""
 
     def __init__(self, mesh: ProcessMesh | None) -> None:
         """`mesh`: None where every rank has samples of its own."""
@@ -41,7 +42,7 @@ class ModelRank(ABC):
     @property
     @abstractmethod
     def caller(self) -> Callable:
-        """Calls the model on a row; collective where ranks share weights."""
+        """The callable that runs the model on a row; collective where weights are sharded."""
 
     @property
     @abstractmethod
@@ -49,15 +50,16 @@ class ModelRank(ABC):
 
     @torch.no_grad()
     def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
-        """`read(model, row)` for each of this rank's rows, on the CPU. At least one row."""
+        """Returns `read(model, row)` for each of this rank's rows, at least one, on the CPU."""
         padded, _ = self._agree(rows)
         self.module.eval()
         answers = [read(self.caller, row) for row in padded]
-        return [answer.cpu() for answer in answers][: len(rows)]  # a copy waits for its device
+        return [answer.cpu() for answer in answers][: len(rows)]  # a copy synchronizes with its device
 
     def _agree(self, rows: Sequence[RowT]) -> tuple[list[RowT], LossNorm]:
-        """The same number of rows on every rank (collectives inside forward and backward count them), on its
-        device, and the totals that losses divide by, of each sample once."""
+        """Returns this rank's rows on its device, and the totals by which losses are divided, with each
+        sample counted once. Empty rows pad every rank to the same number, because forward and backward
+        contain collectives."""
         mine = torch.tensor(
             [len(rows), sum(r.num_tokens for r in rows), sum(r.num_sequences for r in rows)],
             dtype=torch.float64,
@@ -74,53 +76,53 @@ class ModelRank(ABC):
 
 
 class TrainedRank(ModelRank):
-    """One rank of a model in training. A subclass says how gradients are made and applied, and how weights
-    that ranks share become whole."""
+    """One rank of a model in training. A subclass defines how gradients are made and applied, and how sharded
+    weights are gathered."""
 
     plain_training: bool
-    """Training passes need no `set_training` of their own: the model has no noise, or is meant to have it."""
+    """True where dropout needs no switching off in training passes: the model has none, or trains with it."""
     scales_loss = False
-    """An overflowing gradient is how the loss scale is found, and such a step is skipped."""
+    """True with dynamic loss scaling (fp16), where a step with an overflowing gradient is skipped."""
 
     @property
     @abstractmethod
     def steps(self) -> int:
-        """Optimizer steps done, also before a resume."""
+        """Number of optimizer steps done, including those before a resume."""
 
     def _begin_pass(self, is_last: bool) -> None:
-        """A forward and backward pass begins, the last of its step or not."""
+        """Prepares a forward and backward pass. `is_last`: the pass is the last of its step."""
 
     @abstractmethod
     def _backward(self, loss: Tensor) -> None:
-        """Adds the gradient of `loss`, averaged over ranks with different samples."""
+        """Accumulates the gradient of `loss`, averaged over ranks with different samples."""
 
     @abstractmethod
     def _step(self) -> tuple[float, float]:
-        """One optimizer step -> its learning rate, and the norm of its gradient before clipping."""
+        """Makes one optimizer step. Returns its learning rate and the gradient norm before clipping."""
 
     def _check_present(self) -> None:
-        """Raises RuntimeError where the optimizer's state is away."""
+        """Raises RuntimeError where the optimizer's state is offloaded."""
 
     def _gathered(self, tensors: Iterable[Tensor]) -> AbstractContextManager:
-        """Inside, `whole` can read these parameters. Collective."""
+        """Gathers these parameters within the context, so that `whole` can read them. Collective."""
         return nullcontext()
 
     def _trained_in_full(self) -> Iterator[tuple[str, Tensor]]:
-        """What `export` writes of the weights that are trained. Collective."""
+        """Yields (name, unsharded tensor) of the trained weights as `export` writes them. Collective."""
         yield from self._in_full((n, p) for n, p in self.module.model.named_parameters() if p.requires_grad)
 
     def train_step(
         self, window: Sequence[RowT], objective: Objective[RowT], *also: tuple[Sequence, Objective]
     ) -> Metrics:
-        """One optimizer step over the rows that all ranks hold; `window` is this rank's, at least one row,
-        and the same on ranks that have the same samples.
+        """Makes one optimizer step over the rows of all ranks. `window` holds this rank's rows, at least one;
+        ranks that have the same samples pass the same rows.
 
-        `also`: more (rows, objective) of the same step. Their losses are added up, and each divides by the
+        `also`: more (rows, objective) of the same step. The losses are added up, and each is divided by the
         totals of its own rows.
 
         Returns the objectives' metrics over all ranks, and `grad_norm` (before clipping), `lr` and
-        `num_tokens` (those of `window` with a loss). Raises FloatingPointError on every rank where one of
-        them is not finite.
+        `num_tokens` (the tokens with a loss in `window` on all ranks). Raises FloatingPointError on every
+        rank where a metric or, without loss scaling, `grad_norm` is not finite.
         """
         self._check_present()
         rows, norm = self._agree(window)
@@ -133,8 +135,8 @@ class TrainedRank(ModelRank):
         for i, (row, minimise, totals) in enumerate(passes):
             self._begin_pass(i == len(passes) - 1)
             loss, metrics = minimise(self.caller, row, totals)
-            # Gradients are averaged over ranks; contributions of ranks with different samples must add up.
-            # Those of ranks that share rows do so by themselves: models/sequence_parallel.py.
+            # Gradients are averaged over ranks, but contributions of ranks with different samples must add
+            # up. Contributions of sequence-parallel ranks add up already: models/sequence_parallel.py.
             self._backward(loss * self.mesh.data)
             for name, contribution in metrics.items():
                 contributions[name] = contributions.get(name, 0) + contribution.detach()
@@ -145,8 +147,8 @@ class TrainedRank(ModelRank):
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
-        """The objective's metrics over all rows of all ranks, as one batch; `rows` is this rank's, at least
-        one."""
+        """Returns the objective's metrics over the rows of all ranks as one batch. `rows` holds this rank's,
+        at least one."""
         rows, norm = self._agree(rows)
         self.module.eval()
         contributions: dict[str, Tensor] = {}
@@ -156,7 +158,7 @@ class TrainedRank(ModelRank):
         return self._sum_over_ranks(contributions)
 
     def shape(self) -> ModelShape:
-        """What the memory of this rank's part of the model depends on."""
+        """Returns the sizes from which this rank's memory is estimated."""
         model, parameters, tensor_ranks = self.module.model, list(self.module.parameters()), self.mesh.tensor
         return ModelShape.of(
             model.config,
@@ -166,16 +168,19 @@ class TrainedRank(ModelRank):
         )
 
     def gpu_bytes(self) -> int | None:
-        """Memory of this rank's GPU; None on a CPU."""
+        """Returns the total memory of this rank's GPU; None on a CPU."""
         return torch.cuda.get_device_properties(self.device).total_memory if DEVICE_TYPE == "cuda" else None
 
     def weights(
         self, bucket_bytes: int = BUCKET_BYTES, part: Part = "merged"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that a checkpoint of the model holds, in full, by the checkpoint's name and in its
-        layout, adapters merged into it or, by `part`, left out; or those of the adapter by peft's names. All
-        ranks must iterate together: where they share weights each bucket is a collective. Tensors last as
-        long as they are kept, until the next optimizer step."""
+        """Yields (name, unsharded tensor) for every tensor in a checkpoint of the model, under the
+        checkpoint's names and in its layout.
+
+        `part`: with adapters merged, without adapters, or the adapter's tensors alone under peft's names. All
+        ranks must iterate together: with sharded weights each bucket is a collective. Tensors stay valid
+        until the next optimizer step.
+        """
         if part == "adapter":
             yield from self._in_full(adapter_weights(self.module.model).items(), bucket_bytes)
             return
@@ -189,7 +194,7 @@ class TrainedRank(ModelRank):
                     yield from layout.convert(conversion, whole).items()
 
     def weight_metadata(self, part: Part = "merged") -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(name, dtype, full shape) of everything that `weights` yields, without a transfer."""
+        """Returns (name, dtype, full shape) of everything that `weights` yields, without a transfer."""
         if part == "adapter":
             of_adapter = adapter_weights(self.module.model)
             return [(name, p.dtype, whole_shape(p)) for name, p in of_adapter.items()]
@@ -204,8 +209,8 @@ class TrainedRank(ModelRank):
         ]
 
     def export(self, folder: str) -> None:
-        """Collective. Rank 0 writes the model in Hugging Face format, or its adapter alone where it has one;
-        every rank returns when it is on disk. The weights themselves are not touched."""
+        """Writes the model in Hugging Face format, or its adapter alone where it has one. Rank 0 writes, and
+        every rank returns once the files are on disk. Collective; the weights in memory do not change."""
         model, state = self.module.model, {}
         is_adapter = has_adapters(model)
         frozen = [] if is_adapter else [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
@@ -251,7 +256,7 @@ class TrainedRank(ModelRank):
 
 
 def shard_rows(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig) -> None:
-    """From now on, among the ranks of the mesh's sequence dimension."""
+    """Turns on sequence parallelism for the module where the mesh has a sequence dimension."""
     if mesh.sequence_group is not None:
         reading_of(module.model).sharing = SequenceParallel(
             group=mesh.sequence_group,
@@ -261,13 +266,13 @@ def shard_rows(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig) -> None
 
 
 def num_bytes(param: Tensor) -> int:
-    """Of the whole parameter, of which a rank may keep only a part."""
+    """Returns the bytes of the unsharded parameter."""
     return math.prod(whole_shape(param)) * param.element_size()
 
 
 def exempt_from_decay(module: nn.Module) -> set[int]:
-    """The ids of parameters: biases, norms and other vectors. A norm is known by its class: architectures
-    call them norm, ln_1 or ln_f."""
+    """Returns the `id`s of the parameters without weight decay: biases, norms and other vectors. Norms are
+    recognized by their class, because their names differ (norm, ln_1, ln_f)."""
     found = set()
     for child in module.modules():
         is_norm = "norm" in type(child).__name__.lower()
@@ -278,7 +283,7 @@ def exempt_from_decay(module: nn.Module) -> set[int]:
 
 
 def check_same_model(unknown: Iterable[str], missing: Iterable[str]) -> None:
-    """Raises ValueError where a checkpoint has parameters that are unknown here, or lacks some."""
+    """Raises ValueError where a checkpoint has parameters that the model lacks, or the reverse."""
     unknown, missing = sorted(unknown), sorted(missing)
     if missing or unknown:
         what = f"it has no {missing[0]}" if missing else f"this one has no {unknown[0]}"
@@ -289,7 +294,7 @@ def check_same_model(unknown: Iterable[str], missing: Iterable[str]) -> None:
 
 
 def _buckets(items: Sequence[ItemT], sizes: Sequence[int], capacity: int) -> Iterator[list[ItemT]]:
-    """In order, each full when its sizes reach `capacity`."""
+    """Yields the items in order in buckets. A bucket is full once its sizes add up to `capacity`."""
     bucket, filled = [], 0
     for item, size in zip(items, sizes, strict=True):
         bucket.append(item)

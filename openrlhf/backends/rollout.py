@@ -1,6 +1,6 @@
-"""What a rollout may ask of an engine that samples: `RolloutEngine`, and how one is chosen and made.
+"""Interface of rollout engines: `RolloutEngine`, its options, and the choice of its class.
 
-An engine lives in a process of its own. Weights reach it in buckets from the trainer, see
+An engine runs in a process of its own. The trainer sends it weights in buckets, see
 backends/weight_sync/sender.py.
 """
 
@@ -27,19 +27,18 @@ ENGINES = {
     "vllm": "openrlhf.backends.vllm.engine:VLLMEngine",
     "transformers": "openrlhf.backends.transformers.engine:TransformersEngine",
 }
-"""Maps names of engines to their classes, which are imported where they are needed."""
+"""Maps an engine's name to its class (module:name), which is imported on demand."""
 
 MAX_LOGPROBS = 20
-"""Likely tokens that OpenAI's clients may ask for."""
+"""Largest number of top log-probs that an OpenAI client may request."""
 
 USABLE_FRACTION = 0.95
-"""The part of the memory left by models on its GPUs that an engine may take. The rest is for a weight
-sync."""
+"""Fraction of the memory left by models on its GPUs that an engine may take. The rest is for weight syncs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """How to build an engine. An engine refuses what it cannot do."""
+    """Options of a rollout engine. An engine raises ValueError for options that it does not support."""
 
     engine: str = "vllm"
     """A name of `ENGINES`."""
@@ -47,7 +46,7 @@ class EngineOptions:
     dtype: str
     """bf16, fp16 or fp32."""
     max_len: int
-    """Prompt and response together."""
+    """Largest number of tokens in prompt and response together."""
     seed: int
     transfer_backend: str
     """gloo, nccl or ipc."""
@@ -57,26 +56,27 @@ class EngineOptions:
     enable_prefix_caching: bool = False
     enforce_eager: bool = False
     enable_sleep: bool = False
-    """Without a GPU a sleeping engine keeps its memory, and refuses the same calls."""
+    """The engine can sleep. Without a GPU a sleeping engine keeps its memory, but refuses the same calls."""
     gpu_memory_utilization: float = 0.95
     kv_cache_gb: float | None = None
     load_weights: bool = True
-    """Off: the weights are random until a weight sync."""
+    """Load the weights from the model's files. Off: they are random until the first weight sync."""
     float32_head: bool = False
-    """Logits in float32 whatever the dtype, as a trainer has them."""
+    """Compute logits in float32 whatever the dtype, as the trainer does."""
     max_images: int = 0
-    """In one prompt. 0: text only."""
+    """Largest number of images in one prompt. 0: text only."""
     max_logprobs: int = MAX_LOGPROBS
-    """Likely tokens of each position that a request may ask for, beside the sampled one."""
+    """Largest number of top log-probs for each position, beside the sampled token's."""
     max_num_seqs: int | None = None
-    """Sequences in one step of the engine. None: as vLLM chooses for offline batches, at least 256."""
+    """Largest number of sequences in one step of the engine. None: vLLM's choice for offline batches, at
+    least 256."""
     lora: LoraConfig | None = None
-    """Adapters that weight syncs bring beside the weights, on layers whose last names are its
-    `target_modules`. None: weights are all that comes."""
+    """Configuration of adapters that weight syncs send beside the weights, on layers whose last names are its
+    `target_modules`. None: weight syncs send weights alone."""
     returns_routing: bool = False
-    """Answers say which experts read each token. Needs `enable_prefix_caching`."""
+    """Return the routing: which experts read each token. Needs `enable_prefix_caching`."""
     keep_cache: bool = False
-    """Requests that a weight sync pauses go on with what their tokens were to the old weights."""
+    """Requests that a weight sync pauses keep the KV cache that the old weights computed."""
 
     @property
     def num_workers(self) -> int:
@@ -93,7 +93,8 @@ class EngineOptions:
         transfer_backend: str | None = None,
         **own: Any,
     ) -> Self:
-        """From the flags that all commands with an engine have. `own`: fields that one command decides."""
+        """Builds options from the flags that all commands with an engine have. `own`: fields that one command
+        decides."""
         vllm = config.vllm
         return cls(
             model=model,
@@ -111,29 +112,30 @@ class EngineOptions:
 
 
 class EngineDied(RuntimeError):
-    """An engine's process has ended, and no request will be answered any more."""
+    """An engine's process has ended, so it answers no further request."""
 
 
 class RolloutEngine(Protocol):
-    """One engine. Requests run side by side; the control plane's calls come one at a time."""
+    """One rollout engine. Requests run concurrently; control-plane calls come one at a time."""
 
     def __init__(self, options: EngineOptions) -> None: ...
 
     @staticmethod
     def environment(options: EngineOptions) -> dict[str, str]:
-        """Returns variables that must be set before the engine's process imports its libraries."""
+        """Returns environment variables that must be set before the engine's process imports its
+        libraries."""
         ...
 
     async def start(self, free_fraction: float | None = None) -> None:
-        """Loads the model. `free_fraction`: the part of its GPUs' memory that models on them leave; None
-        where there are none."""
+        """Loads the model. `free_fraction`: the fraction of its GPUs' memory that other models on them leave
+        free; None where there are no other models."""
         ...
 
     def shutdown(self) -> None: ...
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that have a log-prob."""
+        """Number of tokens that have a log-prob."""
         ...
 
     async def generate(
@@ -142,59 +144,57 @@ class RolloutEngine(Protocol):
         sampling_params: SamplingParams,
         multi_modal_data: dict | None = None,
     ) -> Completions:
-        """One request. Equal seeds give equal answers; cancelling the call gives the request up.
+        """Answers one request. Equal seeds give equal answers; cancelling the call aborts the request.
         `multi_modal_data`: `image`, a list with one picture for each placeholder among the tokens.
 
-        ValueError where the engine cannot do what is asked; EngineDied."""
+        Raises ValueError where the engine does not support the request, and EngineDied."""
         ...
 
     async def probe(self, token_ids: list[int], pictures: "Sequence[Picture]" = ()) -> EngineProbe:
-        """Computes the log-probs of every token but the first, at temperature 1. `token_ids`: with one
-        placeholder for each of the pictures, which is answered as all of its tokens."""
+        """Computes the log-probs of every token but the first, at temperature 1. `token_ids` have one
+        placeholder for each picture; the result has log-probs for all of the picture's tokens."""
         ...
 
     async def init_weight_transfer_engine(self, init_info: dict) -> None:
-        """Opens the way for weights. `init_info`: what the trainer's transfer backend says."""
+        """Connects the engine for weight transfers. `init_info` comes from the trainer's transfer backend."""
         ...
 
     async def start_weight_update(self) -> None:
-        """Requests in flight either end first, or wait and go on with the new weights after
-        `finish_weight_update`."""
+        """Begins a weight update. Requests in flight either end first, or wait and go on with the new weights
+        after `finish_weight_update`."""
         ...
 
     async def update_weights(self, update_info: dict | list[dict]) -> None:
-        """Takes weights: all, or a bucket of them."""
+        """Receives weights: all, or a bucket of them."""
         ...
 
     async def finish_weight_update(self, weight_version: str) -> None:
-        """From here on answers name this version."""
+        """Ends a weight update. From here on answers carry this version."""
         ...
 
     async def loaded_checksums(self) -> list[int]:
-        """Returns each worker's checksum of what it loaded since `start_weight_update`, see
-        Checksum."""
+        """Returns each worker's checksum of what it loaded since `start_weight_update`, see `Checksum`."""
         ...
 
     async def unwritten_parameters(self) -> list[str]:
-        """Returns the parameters that no weight sync has changed, on any worker."""
+        """Returns the names of parameters that some worker has never had changed by a weight sync."""
         ...
 
     async def layer_sketches(self, lengths: dict[str, int]) -> dict[str, Sketch]:
-        """Returns sketches of the layers' weights with these names and lengths, as far as they can be read
-        back."""
+        """Returns sketches of those weights with these names and lengths that can be read back from the
+        engine's layers."""
         ...
 
     async def peak_memory(self) -> Peaks:
-        """Returns the most bytes that generation needed since the last call, in the worker that needs
-        most."""
+        """Returns the peak bytes of generation since the last call, in the worker that needs most."""
         ...
 
     async def sleep(self) -> None:
-        """Gives the GPU's memory back. Nothing may be in flight."""
+        """Frees the GPU's memory. No request may be in flight."""
         ...
 
     async def wake(self, tags: list[str]) -> None:
-        """Takes memory for `tags`, weights or kv_cache. With the last of them the engine goes on."""
+        """Takes memory for `tags`: weights, kv_cache or both. The engine resumes once both are awake."""
         ...
 
 
@@ -204,12 +204,12 @@ def engine_class(options: EngineOptions) -> type[RolloutEngine]:
 
 
 def kept_sets(ids: np.ndarray, log_probs: np.ndarray) -> KeptSets:
-    """The tokens with a probability at each position.
+    """Returns the top-p/top-k support: the tokens with a non-zero probability at each position.
 
-    `ids` and `log_probs`, (A, 1 + K): the sampled token of each position stands first, and once more where it
-    is among the K most likely ones, which follow it. -inf: sampling did not keep the token. A set is whole
-    where one of the likely tokens was not kept; else it may have more tokens, and `log_masses` says how
-    probable these are together.
+    `ids` and `log_probs`, (A, 1 + K): the sampled token of each position, then the K most likely tokens,
+    which may repeat it. A log-prob of -inf marks a token outside the support. A set is complete where one of
+    the K tokens is outside; else the support may have further tokens, and `log_masses` holds the log of the
+    probability of the returned ones together (0 for a complete set).
     """
     values = np.asarray(log_probs, np.float64)
     possible = np.isfinite(values)
@@ -224,7 +224,7 @@ def kept_sets(ids: np.ndarray, log_probs: np.ndarray) -> KeptSets:
 
 
 class AnswerStream(Protocol):
-    """One answer at a time, token by token."""
+    """A stream that generates one answer at a time, token by token."""
 
     def stream(self, prompt: list[int], seed: int, decoding: Any) -> Any:
         """Yields the tokens of the answer. Closing the generator stops it."""
