@@ -1,1 +1,1 @@
-"""Engines that train, engines that sample, and how weights go from one to the other."""
+"""Training engines, rollout engines, and the weight sync between them."""

@@ -1,4 +1,4 @@
-"""The engine of a model, by `--train.backend`. Only the library of the one asked for is imported."""
+"""Builds a model's engine for `--train.backend`. Only that backend's library is imported."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -14,7 +14,7 @@ ENGINES: dict[str, tuple[str, str, str]] = {
     "deepspeed": ("openrlhf.backends.deepspeed.engine", "DeepSpeedEngine", "DeepSpeedFrozen"),
     "torch": ("openrlhf.backends.torch.engine", "TorchEngine", "TorchFrozen"),
 }
-"""Module, class of a model in training, class of a frozen one."""
+"""Maps a backend to its module, the class of a model in training and the class of a frozen model."""
 
 
 def build_engine(
@@ -30,12 +30,12 @@ def build_engine(
     dropout: bool = False,
     ema_beta: float | None = None,
 ) -> TrainEngine:
-    """One rank of a model in training; `init_distributed` comes first.
+    """Builds one rank of a model in training; `init_distributed` comes first.
 
-    `build_model`: called where the engine wants the model, so that ranks may load only parts of it.
-    `total_steps`: optimizer steps of the whole run, which the learning rate schedule needs. `dropout`: train
-    with that of the model's configuration. `ema_beta`: decay of a moving average of the trained weights,
-    which `export` writes; None for no average.
+    `build_model`: called by the engine once it has set up sharding, so that ranks may load only parts of the
+    model. `total_steps`: optimizer steps of the whole run, for the learning rate schedule. `dropout`: train
+    with the dropout of the model's configuration. `ema_beta`: decay of a moving average of the trained
+    weights, which `export` writes; None for no average.
     """
     return _class_of(backend, 1)(
         build_model,
@@ -58,7 +58,7 @@ def build_frozen(
     offload: bool,
     mesh: ProcessMesh,
 ) -> FrozenModel:
-    """One rank of a model that only answers. `offload`: its weights are kept in CPU memory."""
+    """Builds one rank of a model that is not trained. `offload`: keep its weights in CPU memory."""
     return _class_of(backend, 2)(build_model, ds=ds, offload=offload, mesh=mesh)
 
 

@@ -1,4 +1,4 @@
-"""A process's device, and its place among the ranks of its model."""
+"""A process's device, process group and position in the mesh of its model's ranks."""
 
 import ctypes
 import datetime
@@ -21,25 +21,25 @@ from openrlhf.mesh import Mesh
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 MALLOPT = {-3: 1 << 30, -1: 2**31 - 1}
-"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, bytes: smaller blocks come from the heap, and a free heap of less is
-kept."""
+"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc, in bytes: smaller blocks come from the heap, and a smaller
+free heap is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessMesh(Mesh):
-    """The mesh of this process's model, seen from its rank. Batches, losses and optimizer state are shared
-    along `data`: what sums over samples sums over `data_group`, which counts each sample once."""
+    """The mesh of this process's model, with this rank's process groups. Batches, losses and optimizer state
+    are shared along `data`: sums over samples are sums over `data_group`, which counts each sample once."""
 
     rank: int = 0
     data_group: dist.ProcessGroup | None = None
-    """The ranks that differ from this one in their samples only. None: all ranks."""
+    """Ranks that differ from this one in their samples only. None: all ranks."""
     sequence_group: dist.ProcessGroup | None = None
-    """The ranks that share each of their rows with this one, slice by slice. None: it has whole rows."""
+    """Ranks that each compute a slice of the same rows (sequence parallelism). None: rows are not split."""
     tensor_group: dist.ProcessGroup | None = None
-    """The ranks that share the model's matrices with this one. None: it has whole matrices."""
+    """Ranks among which matrices are split (tensor parallelism). None: matrices are not split."""
     copies_group: dist.ProcessGroup | None = None
-    """The ranks that have the same part of the matrices, whose gradients and optimizer states DeepSpeed
-    partitions among them. None: all ranks."""
+    """Ranks with the same tensor-parallel shard, among which DeepSpeed partitions gradients and optimizer
+    states. None: all ranks."""
 
     @classmethod
     def of(cls, mesh: Mesh, rank: int, **groups: dist.ProcessGroup) -> "ProcessMesh":
@@ -48,8 +48,8 @@ class ProcessMesh(Mesh):
 
     @classmethod
     def joined(cls, *, sequence: int = 1, tensor: int = 1) -> "ProcessMesh":
-        """Of the ranks that met in `init_distributed`. Collective. Raises ValueError where their number is no
-        multiple of `sequence * tensor`."""
+        """Builds the mesh of the ranks that joined in `init_distributed`, with its groups. Collective. Raises
+        ValueError where their number is not a multiple of `sequence * tensor`."""
         num_ranks = dist.get_world_size()
         mesh = Mesh.within(num_ranks, sequence=sequence, tensor=tensor)
         if mesh.size != num_ranks:
@@ -71,22 +71,22 @@ class ProcessMesh(Mesh):
 
     @property
     def data_rank(self) -> int:
-        """Whose samples this rank has."""
+        """Index of this rank's samples along the data dimension."""
         return self.coordinates(self.rank).data
 
     @property
     def copy(self) -> int:
-        """Which of the ranks with the same part of the matrices this one is."""
+        """Index of this rank in `copies_group`, the ranks with the same tensor-parallel shard."""
         return self.rank // self.tensor
 
     @property
     def is_first(self) -> bool:
-        """It exports, and speaks for all."""
+        """True on rank 0, which logs and exports."""
         return self.rank == 0
 
 
 def current_device() -> torch.device:
-    """This process's device, after `init_distributed`."""
+    """Returns this process's device. `init_distributed` comes first."""
     return (
         torch.device(DEVICE_TYPE, torch.cuda.current_device())
         if DEVICE_TYPE == "cuda"
@@ -95,8 +95,8 @@ def current_device() -> torch.device:
 
 
 def init_distributed(timeout_minutes: int = 60) -> None:
-    """Join the group of ranks that the environment describes: torchrun's, deepspeed's, Ray's, or a group of
-    one."""
+    """Joins the process group that the environment describes (torchrun's, deepspeed's or Ray's), or makes a
+    group of one rank."""
     for name, value in _group_of_one().items():
         os.environ.setdefault(name, value)
     if DEVICE_TYPE == "cuda":
@@ -107,7 +107,7 @@ def init_distributed(timeout_minutes: int = 60) -> None:
         return
     backend, timeout = BACKENDS[DEVICE_TYPE], datetime.timedelta(minutes=timeout_minutes)
     if os.environ["WORLD_SIZE"] == "1":
-        # Alone a process needs no port, which another one could have taken.
+        # A single process needs no port, which another process could have taken.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         device = current_device() if DEVICE_TYPE == "cuda" else None
@@ -115,15 +115,15 @@ def init_distributed(timeout_minutes: int = 60) -> None:
 
 
 def use_own_cores() -> None:
-    """For optimizer steps and averages on the CPU beside a GPU, where torchrun and Ray allow a process one
-    thread: as many as this rank's part of the cores, or what the user says with OMP_NUM_THREADS."""
+    """Gives this rank its share of the cores as threads, for optimizer steps and averages on the CPU beside a
+    GPU. torchrun and Ray allow a process one thread. An OMP_NUM_THREADS above 1 is kept."""
     if DEVICE_TYPE == "cuda" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seed Python, NumPy and torch. `deterministic` also forbids kernels whose result may differ between
+    """Seeds Python, NumPy and torch. `deterministic` also forbids kernels whose results may differ between
     runs."""
     random.seed(seed)
     np.random.seed(seed)
@@ -135,7 +135,7 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 
 def machines_without(folder: str) -> list[str]:
-    """Those on which ranks do not see what rank 0 makes in `folder`. Collective."""
+    """Returns the machines whose ranks do not see a file that rank 0 makes in `folder`. Collective."""
     with marked(folder) if dist.get_rank() == 0 else nullcontext() as mark:
         told, seen = [mark], [("", True)] * dist.get_world_size()
         dist.broadcast_object_list(told)
@@ -145,7 +145,8 @@ def machines_without(folder: str) -> list[str]:
 
 
 def leave_distributed() -> None:
-    """Leave the group in step with the other ranks: gloo's threads abort a process that just exits."""
+    """Leaves the process group together with the other ranks: gloo's threads abort a process that just
+    exits."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -163,8 +164,9 @@ def free_port() -> int:
 
 
 def _keep_freed_memory() -> None:
-    """Each pass allocates what the one before has freed. Left to itself glibc gives large blocks back to the
-    system, which then clears every page again. The user's own MALLOC_* stand."""
+    """Makes glibc keep large blocks that are freed, because each pass allocates the blocks that the pass
+    before it freed. By default glibc returns them to the system, which clears every page again. MALLOC_*
+    variables of the user take precedence."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
         for option, value in MALLOPT.items():
@@ -172,10 +174,10 @@ def _keep_freed_memory() -> None:
 
 
 def _resolve_local_rank() -> int:
-    """The number of this rank's GPU, which DeepSpeed reads from the environment. Where a launcher shows each
-    rank its own GPU alone (`srun --gpus-per-task 1`), that is 0 whatever the rank."""
+    """Returns the index of this rank's GPU, and sets LOCAL_RANK, where DeepSpeed reads it. The index is 0 for
+    every rank where a launcher shows each rank one GPU only (`srun --gpus-per-task 1`)."""
     local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if "TORCHELASTIC_RUN_ID" in os.environ and local_rank >= gpus:  # torchrun shows all to all
+    if "TORCHELASTIC_RUN_ID" in os.environ and local_rank >= gpus:  # torchrun shows every GPU to every rank
         raise ValueError(
             f"{os.environ['LOCAL_WORLD_SIZE']} ranks on a machine where {gpus} GPUs are visible: a rank "
             f"needs one of its own.\nStart at most {gpus} (--nproc_per_node {gpus})."

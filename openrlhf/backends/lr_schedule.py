@@ -1,4 +1,4 @@
-"""How the learning rate goes over a run."""
+"""The learning rate schedule of a run."""
 
 import math
 from collections.abc import Callable
@@ -12,14 +12,15 @@ from openrlhf.config.sections import OptimConfig
 
 
 def lr_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """Optimizer step, from 0 -> its learning rate as a fraction of the peak. `total_steps`: of the whole run.
+    """Returns a function that maps an optimizer step, from 0, to its learning rate as a fraction of the peak.
+    `total_steps`: optimizer steps of the whole run.
 
     Step k of a warm-up of w steps has (k + 1) / w, so the last of them has the peak; w is at least 1, so
-    without a warm-up the peak comes at once. The shapes are those of transformers, whose step 0 has a rate of
-    0: a run makes the steps from 1 on, and the floor is where a further one would be.
+    without a warm-up the first step has the peak. The shapes are those of transformers, whose step 0 has a
+    rate of 0: a run makes their steps from 1 on, and one further step would reach the floor.
     """
     warmup = max(1, math.ceil(optim.lr_warmup_ratio * total_steps))
-    ahead = 0 if optim.lr_scheduler == "cosine_warmup_with_min_lr" else 1  # that one begins with 1 / w itself
+    ahead = 0 if optim.lr_scheduler == "cosine_warmup_with_min_lr" else 1  # begins with 1 / w by itself
     scheduler = get_scheduler(
         optim.lr_scheduler,
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0),
@@ -32,11 +33,11 @@ def lr_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
 
 
 def _options(optim: OptimConfig, total_steps: int) -> dict[str, Any] | None:
-    """What the schedule of this name needs beside the steps of warm-up and run."""
+    """Returns the arguments that this schedule needs beside the steps of warm-up and run."""
     if optim.lr_scheduler.endswith("_with_min_lr"):
         return {"min_lr_rate": optim.min_lr_ratio}
     if optim.lr_scheduler == "warmup_stable_decay":
         return {"num_decay_steps": math.ceil(optim.lr_decay_ratio * total_steps)}
     if optim.lr_scheduler == "inverse_sqrt" and optim.lr_warmup_ratio == 0:
-        return {"timescale": 10_000}  # otherwise that of the warm-up
+        return {"timescale": 10_000}  # the default is the length of the warm-up
     return None

@@ -1,4 +1,4 @@
-"""Optimizer state that leaves a GPU while others compute there, and the memory that models hold."""
+"""Offloading of optimizer state while other models use the GPU, and the memory that models hold."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from openrlhf.backends.distributed import release_cached_memory
 
 class Offloadable(Protocol):
     def offload(self) -> None:
-        """Optimizer state, master weights and gradients to the CPU."""
+        """Moves optimizer state, master weights and gradients to the CPU."""
         ...
 
     def reload(self) -> None: ...
@@ -19,7 +19,7 @@ class Offloadable(Protocol):
 
 @contextmanager
 def optimizer_loaded(model: Offloadable, sleeps: bool) -> Iterator[None]:
-    """Inside, the optimizer's state is on the GPU; with `sleeps` only inside."""
+    """Keeps the optimizer's state on the GPU within the context. With `sleeps` it is offloaded outside."""
     if sleeps:
         model.reload()
     yield
@@ -27,21 +27,21 @@ def optimizer_loaded(model: Offloadable, sleeps: bool) -> Iterator[None]:
 
 
 def offload_optimizer(model: Offloadable, sleeps: bool) -> None:
-    """Until it is needed, engines have the memory of its state."""
+    """Moves the optimizer's state to the CPU where `sleeps`, so that rollout engines can use its memory."""
     if sleeps:
         model.offload()
-    release_cached_memory()  # engines take what was free when they started
+    release_cached_memory()  # rollout engines take the memory that was free when they started
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a GPU."""
+    """Memory of a GPU in bytes."""
 
     held: int
-    """By this process's tensors."""
+    """Bytes reserved by this process's allocator."""
     free: int
     total: int
 
     @classmethod
     def now(cls) -> Self:
-        """Of this process's GPU."""
+        """Measures this process's GPU."""
         return cls(torch.cuda.memory_reserved(), *torch.cuda.mem_get_info())

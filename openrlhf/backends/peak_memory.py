@@ -1,4 +1,4 @@
-"""The most memory that a process needs in each phase of a step, at 0.1 ms a phase."""
+"""Measures a process's peak memory in each phase of a step, at a cost of 0.1 ms a phase."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -10,18 +10,18 @@ from openrlhf.device import DEVICE_TYPE
 from openrlhf.types import Metrics
 
 Peaks = Mapping[str, int]
-"""Phase -> bytes."""
+"""Maps a phase to its peak memory in bytes."""
 
 
 class PeakMemory:
-    """Of this process's phases, since they were last taken."""
+    """Peak memory of this process in each phase, since it was last taken."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """May repeat; not one inside another."""
+        """Measures the peak within the context as part of `phase`. Phases may repeat, but not nest."""
         restart()
         yield
         self.peaks[phase] = max(self.peaks.get(phase, 0), peak())
@@ -32,8 +32,8 @@ class PeakMemory:
 
 
 def restart() -> None:
-    """From here on `peak` counts. Where the kernel lets a process do that, as it does outside of some
-    sandboxes: elsewhere a process's peak is that since it began."""
+    """Resets the peak that `peak` returns. Some sandboxes do not permit it on a CPU: there the peak counts
+    from the start of the process."""
     if DEVICE_TYPE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -42,8 +42,8 @@ def restart() -> None:
 
 
 def peak() -> int:
-    """Bytes. On a GPU: at this process's peak, with what others hold of it now. Without one: resident of this
-    process."""
+    """Returns the peak in bytes. On a GPU: this process's peak of reserved memory plus the current memory of
+    other processes. On a CPU: this process's peak of resident memory."""
     if DEVICE_TYPE == "cuda":
         free, total = torch.cuda.mem_get_info()
         others = total - free - torch.cuda.memory_reserved()
@@ -53,6 +53,6 @@ def peak() -> int:
 
 
 def memory_metrics(processes: Sequence[Peaks]) -> Metrics:
-    """`memory/{phase}_gb` of the process, or GPU, that needs most."""
+    """Returns `memory/{phase}_gb` of the process, or GPU, that needs most."""
     phases = sorted({phase for peaks in processes for phase in peaks})
     return {f"memory/{phase}_gb": max(peaks.get(phase, 0) for peaks in processes) / 2**30 for phase in phases}

@@ -1,4 +1,4 @@
-"""Where every rank's random numbers stand, in a checkpoint, so that dropout goes on where it was."""
+"""Saves and loads every rank's random state in a checkpoint, so that dropout continues its sequence."""
 
 import logging
 import random
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
-    """Of Python, NumPy, torch and this rank's GPU, into a checkpoint's folder."""
+    """Writes the random state of Python, NumPy, torch and this rank's GPU into a checkpoint's folder."""
     state = {
         "num_ranks": num_ranks,
         "python": random.getstate(),
@@ -25,7 +25,8 @@ def save_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
 
 
 def load_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
-    """Continue with what `save_random_state` wrote. A warning where other ranks wrote it, or none."""
+    """Restores the state that `save_random_state` wrote. Logs a warning, and restores nothing, where another
+    number of ranks wrote it, or none did."""
     if saved_ranks(folder) != num_ranks:
         if rank == 0:
             logger.warning(
@@ -43,7 +44,7 @@ def load_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
 
 
 def saved_ranks(folder: str | Path) -> int | None:
-    """How many ranks wrote the checkpoint; None where it does not say."""
+    """Returns the number of ranks that wrote the checkpoint; None where it has no random states."""
     return _read(folder, 0)["num_ranks"] if _file(folder, 0).exists() else None
 
 

@@ -1,7 +1,7 @@
-"""How much memory a rank needs to train on a row, told before the first one comes.
+"""Estimates the memory that a rank needs to train on a row, before the first row.
 
-Counted is what the passes keep of a decoder with gated MLPs, which other architectures come near; not what
-libraries take of every process (0.5 to 1 GB), nor how an allocator fragments.
+The estimate covers the tensors of forward and backward passes of a decoder with gated MLPs; other
+architectures come near. It excludes the memory of libraries in each process (0.5 to 1 GB) and fragmentation.
 """
 
 from dataclasses import astuple, dataclass
@@ -12,28 +12,28 @@ from openrlhf.algorithms.logprobs import logits_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """What the memory of a model depends on."""
+    """Sizes of a model from which its memory is estimated."""
 
     weight_bytes: int
     trainable: int
-    """Parameters."""
+    """Number of trained parameters."""
     vocabulary: int
     layers: int
     hidden: int
     intermediate: int
-    """Of all experts that a token visits."""
+    """Intermediate size, summed over the experts that a token visits."""
     queries: int
-    """Numbers of a token's queries, all heads together; as many as of what attention answers."""
+    """Elements of a token's queries over all heads; attention's output has as many."""
     keys: int
-    """The same of keys, and of values."""
+    """Elements of a token's keys over all heads; its values have as many."""
     normed_heads: bool
-    """Queries and keys have norms."""
+    """True where queries and keys have norms."""
 
     @classmethod
     def of(cls, config: Any, *, weight_bytes: int, trainable: int, normed_heads: bool) -> Self:
-        """`config`: of a model of transformers."""
+        """Reads the sizes from `config`, a model configuration of transformers."""
         first_layer = config.get_text_config().per_layer_config[0]
-        most = lambda x: max(x) if isinstance(x, list | tuple) else x  # one for each layer
+        most = lambda x: max(x) if isinstance(x, list | tuple) else x  # a list has one value for each layer
         number = lambda *names: next(
             (most(x) for name in names if (x := getattr(first_layer, name, None))), 0
         )
@@ -55,7 +55,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowMemory:
-    """Bytes of one rank."""
+    """Memory of one rank in bytes, by purpose."""
 
     weights: int
     gradients: int
@@ -74,41 +74,44 @@ class RowMemory:
 
 
 def most_tokens(train: Any, longest: int, sharing: int) -> int:
-    """Of a row, by the flags `train.*`. `longest`: tokens of an item; `sharing`: ranks that share a row."""
+    """Returns the largest number of tokens in a row under the flags `train.*`. `longest`: tokens of the
+    longest item; `sharing`: sequence-parallel ranks that share a row."""
     if train.dynamic_batch_enable:
         return max(longest, train.max_tokens_per_gpu * sharing)
     return longest * train.micro_batch_size
 
 
 def layer_bytes(shape: ModelShape, size: int) -> int:
-    """What a layer keeps of a token for its backward pass: `size` bytes a number, but norms in float32."""
-    norms = 2 * shape.hidden * (4 + 2 * size)  # their input, what was normed, and that by their weight
+    """Returns the bytes for each token that a layer keeps for its backward pass: `size` bytes an element,
+    norms in float32."""
+    norms = 2 * shape.hidden * (4 + 2 * size)  # their input, the normed input, and that times the weight
     heads = (shape.queries + shape.keys) * (4 + size) if shape.normed_heads else 0
-    attention = (3 * shape.queries + 2 * shape.keys) * size  # what it answers also as it is projected
-    mlp = 4 * shape.intermediate * size  # gate, its activation, what it opens, the product
+    attention = (3 * shape.queries + 2 * shape.keys) * size  # the output also after projection
+    mlp = 4 * shape.intermediate * size  # gate, its activation, the up projection, the product
     return norms + heads + attention + mlp
 
 
 def activations(
     shape: ModelShape, tokens: int, size: int, checkpointing: bool, gpu: int | None, *, on_host: bool
 ) -> int:
-    """Kept by all layers, and what the last pass adds: a layer that is computed again, or the head."""
+    """Returns the peak bytes of activations: those that all layers keep, and the larger of a layer's
+    recomputation and the head."""
     layer = layer_bytes(shape, size)
-    again = 3 * shape.intermediate * size  # gradients of an MLP while all else of its layer is kept
+    again = 3 * shape.intermediate * size  # gradients of an MLP while its layer's activations are kept
     if checkpointing:
         kept, again = shape.layers * (0 if on_host else shape.hidden * size), layer + again
     else:
         kept = shape.layers * layer
-    # The last norm; the states that predict actions, their gradients, and those in the places of their row.
+    # The last norm; the hidden states that predict actions, their gradients, and the gradients in the row.
     states = shape.hidden * (4 + 5 * size)
     return tokens * kept + max(tokens * again, tokens * states + _head(shape, tokens, size, gpu))
 
 
 def _head(shape: ModelShape, tokens: int, size: int, gpu: int | None) -> int:
-    """A chunk of logits, and the gradient of the head."""
+    """Returns the bytes of a chunk of logits and of the head's gradient."""
     weights = shape.vocabulary * shape.hidden
     logits = min(logits_bytes(gpu), 4 * shape.vocabulary * tokens)
     if gpu is None:
-        return 3 * 4 * weights + logits  # weights in float32, their gradient, and that once more
-    rounded = size if size < 4 else 0  # bytes of a number beside its four in float32: of a chunk, then of all
+        return 3 * 4 * weights + logits  # weights in float32, their gradient, and a copy of it
+    rounded = size if size < 4 else 0  # bytes of an element's low-precision copy: of a chunk, then of all
     return 4 * weights + max(logits * (4 + rounded) // 4, weights * rounded)

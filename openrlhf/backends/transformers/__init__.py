@@ -1,1 +1,1 @@
-"""Sampling by transformers alone, one request at a time."""
+"""The rollout engine of transformers, without vLLM."""

@@ -1,6 +1,6 @@
-"""An engine that samples with transformers, one request at a time.
+"""A rollout engine that samples with transformers, one request at a time.
 
-It serves machines without vLLM, and tests of everything that drives an engine.
+It serves machines without vLLM, and tests of the code that drives rollout engines.
 """
 
 import asyncio
@@ -35,16 +35,16 @@ UNKNOWN = {
     *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
     *("min_tokens", "prompt_logprobs"),
 }
-"""Sampling parameters that this engine does not have."""
+"""Sampling parameters that this engine does not support."""
 PLAIN = vars(SamplingParams())
 
 
 class TransformersEngine:
-    """The model holds the weights of its files until the first weight sync, which comes in buckets through
-    the control plane."""
+    """A rollout engine around a transformers model. The model has the weights of its files until the first
+    weight sync, which sends buckets through the control plane."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """ValueError where the options ask for what only other engines can do."""
+        """Raises ValueError for options that this engine does not support."""
         asked = {
             "a model on several workers": options.num_workers > 1,
             f"weights by {options.transfer_backend}, only by ray": options.transfer_backend != "ray",
@@ -57,18 +57,18 @@ class TransformersEngine:
         self.options, self.version = options, 0
         self.device = "cuda" if options.on_gpu else "cpu"
         self.turn = asyncio.Lock()
-        """Held by whoever uses the model: a request, a probe, a weight update."""
+        """Lock on the model, held during a request, a probe or a weight update."""
         self.received: dict[str, Tensor] = {}
         self.checksum = Checksum()
         self.unwritten: set[str] | None = None
-        """None: no update has come."""
+        """Parameters that no weight update has written. None: there was no update."""
 
     @staticmethod
     def environment(options: EngineOptions) -> dict[str, str]:
         return {} if options.on_gpu else {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
     async def start(self, free_fraction: float | None = None) -> None:
-        """`free_fraction` means nothing here: memory is taken as it is needed."""
+        """Loads the model and its tokenizer. `free_fraction` has no effect: memory is allocated on demand."""
         path = self.options.model
         model: Any = load_generator(
             path, flag=FLAG, dtype=self.options.dtype, attention="auto", max_len=self.options.max_len
@@ -89,7 +89,8 @@ class TransformersEngine:
         sampling_params: SamplingParams,
         multi_modal_data: dict | None = None,
     ) -> Completions:
-        """A cancelled request ends with its next token."""
+        """Answers one request. A cancelled request stops at its next token. Raises ValueError for parameters
+        that this engine does not support, and for a prompt that leaves no room for an answer."""
         length, params = len(prompt_token_ids), vars(sampling_params).items()
         known = PLAIN.keys() - UNKNOWN
         given = [name for name, value in params if name not in known and value != PLAIN.get(name)]
@@ -178,7 +179,7 @@ class TransformersEngine:
                 self.received[meta.name] = tensor
 
     async def finish_weight_update(self, weight_version: str) -> None:
-        """transformers loads what came as it would load a checkpoint."""
+        """Loads the received weights as transformers loads a checkpoint, and releases the model."""
         made, info = type(self.model).from_pretrained(
             None,
             config=self.model.config,
