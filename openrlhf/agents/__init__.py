@@ -1,1 +1,1 @@
-"""What users write agents with. `openrlhf.utils` has the same names, for files of theirs that exist."""
+"""The agent API of users' files; modules of `openrlhf.utils` re-export it."""

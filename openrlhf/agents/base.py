@@ -1,7 +1,7 @@
 """The agent contract: what users' own files import, and the default agent.
 
-An executor turns a prompt into an episode. It is given an engine that remembers every request, asks it for
-tokens, and says what the episode is worth.
+An executor turns a prompt into an episode: it requests tokens from an engine, which records every request,
+and returns the episode's reward.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from openrlhf.text import (
     with_placeholders,
 )
 
-if TYPE_CHECKING:  # users' files are checked without what takes seconds
+if TYPE_CHECKING:  # these imports take seconds, which checking a user's file does not need
     from PIL.Image import Image as Picture
     from transformers import PreTrainedTokenizerBase
 
@@ -36,16 +36,16 @@ if TYPE_CHECKING:  # users' files are checked without what takes seconds
 class Reward:
     reward: float
     score: float
-    """What filtering and evaluation look at; the reward where the function gives no score of its own."""
+    """Score that filtering and evaluation read; equals `reward` if the function returns no score."""
     extra_logs: dict[str, float] = field(default_factory=dict)
 
 
 class RewardError(Exception):
-    """A reward could not be computed. The episode is counted as failed and is not trained on."""
+    """Raised when a reward cannot be computed. The episode counts as failed and is not trained on."""
 
 
 class Engine(Protocol):
-    """Token in, token out."""
+    """A rollout engine as agents see it: token ids in, token ids out."""
 
     async def generate(
         self,
@@ -53,18 +53,18 @@ class Engine(Protocol):
         sampling_params: SamplingParams,
         multi_modal_data: dict | None = None,
     ) -> Completions:
-        """One request."""
+        """Returns the completions of one request, `sampling_params.n` of them."""
         ...
 
 
 class AgentExecutorBase:
-    """One object for each engine process. `execute` runs for many samples at a time, so it keeps no state of
-    one."""
+    """Base class of agents. Each engine process has one instance, whose `execute` runs concurrently for many
+    samples, so instances keep no state of a single sample."""
 
     writes_messages = False
-    """Prompts become messages, which the policy reads by its chat template: that is tried before a run."""
+    """True if prompts become chat messages; the chat template is then probed before a run."""
     calls_tools = False
-    """Messages may have calls of tools, and their results."""
+    """True if messages may contain tool calls and their results."""
 
     def __init__(
         self,
@@ -75,44 +75,45 @@ class AgentExecutorBase:
         hf_tokenizer: Any = None,
         result_queue: Any = None,
     ) -> None:
-        """Without arguments. Executors of OpenRLHF 0.8.5 to 0.8.10 hand them over
+        """Takes no arguments in new code. Executors written for OpenRLHF 0.8.5 to 0.8.10 pass them
         (rollout/legacy_agents.py)."""
         self.agent_instance_cls, self.max_steps, self.max_length = agent_instance_cls, max_steps, max_length
         self.llm_engine, self.hf_tokenizer, self.result_queue = llm_engine, hf_tokenizer, result_queue
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Called once, before the first episode: to raise where the executor cannot work with the policy's
-        tokenizer."""
+        """Checks the policy's tokenizer once, before the first episode. Overrides raise if the executor
+        cannot work with it."""
         return
 
     async def execute(
         self, prompt: str, label: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
     ) -> Any:
-        """One episode. To be defined as `execute(self, prompt, label, sampling_params, max_length,
-        hf_tokenizer, llm_engine, images=None)`; what it has no parameter for, it is not handed.
+        """Runs one episode. Subclasses define it as `execute(self, prompt, label, sampling_params,
+        max_length, hf_tokenizer, llm_engine, images=None)`; arguments that the definition has no parameter
+        for are not passed.
 
-        `images`: those of the prompt, as PIL images; None where it has none. For a policy that reads images
-        `hf_tokenizer` is its processor, and they go to the engine beside the tokens, in which each has one
-        placeholder: `generate(prompt_token_ids, sampling_params, {"image": images})`.
+        `images`: the prompt's PIL images; None without images. For a policy that reads images, `hf_tokenizer`
+        is its processor, and the images go to the engine beside the tokens, which contain one placeholder per
+        image: `generate(prompt_token_ids, sampling_params, {"image": images})`.
 
-        `await llm_engine.generate(prompt_token_ids, sampling_params)` returns Completions, which have the
-        names of vLLM's RequestOutput, as often as it is asked; `sampling_params` is this episode's own, and
-        docs/agents.md says what of it may be changed. `max_length` bounds a sequence, prompt and actions
-        together. `max_turns` and `step_timeout`, where it has such parameters, are those of the flags
-        --train.max_turns and --rollout.step_timeout.
+        `await llm_engine.generate(prompt_token_ids, sampling_params)` returns Completions, whose attributes
+        are named as in vLLM's RequestOutput; an episode may call it any number of times. `sampling_params` is
+        this episode's own copy; docs/agents.md lists the fields that may be changed. `max_length` bounds the
+        tokens of a sequence, prompt and actions together. The optional parameters `max_turns` and
+        `step_timeout` receive the values of --train.max_turns and --rollout.step_timeout.
 
         Returns a dictionary:
-            reward: a number. None: where reward models give it.
-            scores: what filtering and evaluation look at. Missing or None: the reward.
+            reward: a number. None if reward models give it.
+            scores: the score that filtering and evaluation read. Missing or None: the reward.
             extra_logs: numbers by name, which become metrics.
-            turn_rewards: a number for each request, in order: when the reward was earned. What they do not
+            turn_rewards: the reward earned in each request, in order. The part of `reward` that they do not
                 add up to is earned at the end.
-            observation_tokens, action_ranges: the whole sequence, and the [start, end) in it that are trained
-                on. Without them every request is, and requests that go on where another ended are one
-                sequence.
-            truncated: the episode had to end. Missing: whether the last answer ran out of tokens.
+            observation_tokens, action_ranges: the whole sequence, and the ranges [start, end) in it that are
+                trained on. If missing, every request is trained on, and a request that continues an earlier
+                one extends its sequence.
+            truncated: whether a limit ended the episode. Missing: whether the last answer ran out of tokens.
 
-        Log-probs, versions of the weights and seeds are known from the requests: other keys are not read.
+        Other keys are ignored: log-probs, weight versions and seeds are recorded with the requests.
         """
         if self.agent_instance_cls is None:
             raise NotImplementedError(f"{type(self).__name__} does not define execute")
@@ -129,44 +130,46 @@ class AgentExecutorBase:
 
 
 class AgentInstanceBase(ABC):
-    """The environment of one episode, made without arguments. `__init__` may be `async`."""
+    """The environment of one episode, constructed without arguments. `__init__` may be `async`."""
 
     async def reset(self, states: dict, **kwargs: Any) -> dict:
-        """`states`: `observation`, which is the prompt, and `label`. Returns the `observation` that the
-        policy reads first."""
+        """Begins the episode. `states` has `observation` (the prompt) and `label`. Returns a dictionary whose
+        `observation` is the first text that the policy reads."""
         return states
 
     @abstractmethod
     async def step(self, states: dict, **kwargs: Any) -> dict:
-        """After each answer. `states`: `observation_text`, everything before it; `action_text`, the answer,
-        special tokens kept; `label`; `sampling_params`.
+        """Responds to an answer of the policy. `states` has `observation_text`, all text before the answer;
+        `action_text`, the answer with special tokens; `label`; and `sampling_params`.
 
         Returns a dictionary:
-            rewards: a number, or a tensor of one, for this turn. The episode's reward is their sum.
-            environment_feedback: text that the policy reads next. Nothing of it is trained on.
-            observation: instead of feedback, everything that the policy reads next. A rewritten history
+            rewards: this turn's reward, a number or a one-element tensor. The episode's reward is the sum
+                over turns.
+            environment_feedback: text that the policy reads next. It is not trained on.
+            observation: replaces feedback by everything that the policy reads next. A rewritten history
                 begins a new sequence, which shares the reward.
-            environment_images: for a policy that reads images, those of the feedback, or of what an
-                observation adds to the history: PIL images, bytes of their files or data: URIs, one for each
-                `<image>` in the text. Where the text has none, they stand in front of it.
-            done: the episode ends.
-            scores: what filtering and evaluation look at; that of the last turn that has one. Missing: the
-                reward.
-            sampling_params: of the turns that follow. Missing or None: as before.
-            extra_logs: numbers by name; the last of each name counts.
+            environment_images: images of the feedback, or of the text that an observation adds to the
+                history, for a policy that reads images: PIL images, bytes of image files or data: URIs, one
+                for each `<image>` in the text. If the text has no `<image>`, they are placed in front of it.
+            done: whether the episode ends.
+            scores: the score that filtering and evaluation read; the last turn with a score counts. Missing:
+                the reward.
+            sampling_params: for the following turns. Missing or None: unchanged.
+            extra_logs: numbers by name; the last value of each name counts.
         """
 
 
 class StepTimeout(Exception):
-    """A call of the environment took longer than --rollout.step_timeout."""
+    """Raised when a call of the environment takes longer than --rollout.step_timeout."""
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
-    """A policy and an environment take turns in one stream of tokens: what was sampled is never tokenised
-    again, feedback stands behind it."""
+    """Alternates policy and environment in one token stream: sampled tokens are never retokenized, and
+    feedback is appended to them."""
 
     def __init__(self, agent_instance_cls: type) -> None:
-        """A subclass of AgentInstanceBase."""
+        """`agent_instance_cls`: a subclass of AgentInstanceBase. Raises TypeError for a class without
+        `step`."""
         if not callable(getattr(agent_instance_cls, "step", None)):
             raise TypeError(
                 f"{agent_instance_cls!r} is no subclass of openrlhf.agents.base.AgentInstanceBase"
@@ -186,8 +189,9 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         max_turns: int | None = None,
         step_timeout: float | None = None,
     ) -> dict:
-        """An answer has at most `sampling_params.max_tokens` tokens, the sequence at most `max_length`. The
-        episode is truncated where one of them or `max_turns` ends it, and not its environment."""
+        """Runs one episode. An answer has at most `sampling_params.max_tokens` tokens, the sequence at most
+        `max_length`. The episode is truncated if one of these limits or `max_turns` ends it instead of the
+        environment. Raises ValueError if the first observation fills `max_length`."""
         call = partial(call_in_time, seconds=step_timeout)
         environment = await _make(self.agent_instance_cls)
         first = await call(environment.reset, {"observation": prompt, "label": label})
@@ -214,16 +218,16 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
                 return _result(steps, truncated=answer.finish_reason == "length")
             history.read(step)
             sampling_params = step.get("sampling_params") or sampling_params
-            if sampling_params.max_tokens != asked:  # else these are the ones that the step was handed
+            if sampling_params.max_tokens != asked:  # equal: the step returned the params that it received
                 limit = sampling_params.max_tokens
 
 
 class History:
-    """What the policy has read: as text for the environment, as tokens and images for the engine. Where it is
-    longer than `max_length`, which ends the episode, not all tokens need be there."""
+    """The history that the policy has read: text for the environment, tokens and images for the engine.
+    Tokens may be incomplete beyond `max_length`, which ends the episode."""
 
     def __init__(self, tokenizer: Any, text: str, max_length: int, images: Sequence["Picture"] = ()) -> None:
-        """`tokenizer`: or a processor. `images`: in the order of their placeholders in `text`."""
+        """`tokenizer`: a tokenizer or a processor. `images`: in the order of their placeholders in `text`."""
         self.processor, self.tokenizer = tokenizer, text_tokenizer(tokenizer)
         self.max_length = max_length
         self.text, self.token_ids, self.images = "", [], []
@@ -231,7 +235,7 @@ class History:
 
     @property
     def length(self) -> int:
-        """Tokens that the policy has read."""
+        """Number of tokens that the policy has read, images included."""
         return num_tokens_read(self.processor, self.token_ids, self.images)
 
     def add(self, text: str, images: Sequence["Picture"] = ()) -> None:
@@ -240,14 +244,15 @@ class History:
         self.token_ids = [*self.token_ids, *token_ids_within(self.tokenizer, text, self.max_length)]
 
     def act(self, token_ids: Sequence[int]) -> str:
-        """The answer as text."""
+        """Appends an answer and returns its text."""
         text = decode(self.tokenizer, token_ids, after=self.token_ids)
         self.text += text
         self.token_ids = [*self.token_ids, *token_ids]
         return text
 
     def read(self, step: dict) -> None:
-        """What the environment says to it."""
+        """Appends the feedback or observation of an environment step. Raises ValueError for images if the
+        policy reads none."""
         shown = step.get("environment_images") or ()
         if len(shown) and self.processor is self.tokenizer:
             raise ValueError(
@@ -265,14 +270,14 @@ class History:
 
 
 def _picture(value: Any) -> "Picture":
-    from openrlhf.data.images import ImageSources, load_image  # most environments show none
+    from openrlhf.data.images import ImageSources, load_image  # late: most environments have no images
     from openrlhf.data.pictures import decoded
 
     return decoded(load_image(value, ImageSources()).data)
 
 
 def _result(steps: Sequence[dict], *, truncated: bool) -> dict:
-    """What `execute` returns."""
+    """Returns the result of an episode from its environment steps."""
     rewards = [float(_get(step, "rewards", "step")) for step in steps]
     scores = [step["scores"] for step in steps if step.get("scores") is not None]
     logs = [step.get("extra_logs") or {} for step in steps]
@@ -295,7 +300,7 @@ def _get(result: Any, key: str, method: str) -> Any:
 
 
 async def _make(agent_class: Any) -> Any:
-    """An object whose `__init__` may be async."""
+    """Constructs an object whose `__init__` may be async."""
     agent = agent_class.__new__(agent_class)
     if inspect.isawaitable(waits := agent.__init__()):
         await waits
@@ -303,12 +308,13 @@ async def _make(agent_class: Any) -> Any:
 
 
 async def call_in_time(method: Callable, *arguments: Any, seconds: float | None, **options: Any) -> Any:
-    """`method(*arguments, **options)`; in a thread where it is no coroutine. StepTimeout after `seconds`."""
+    """Returns `method(*arguments, **options)`, run in a thread if it is not a coroutine function. Raises
+    StepTimeout after `seconds`."""
     return await within(seconds, called(partial(method, *arguments, **options)), method.__name__)
 
 
 async def within(seconds: float | None, work: Awaitable[Any], name: str) -> Any:
-    """StepTimeout where it takes longer."""
+    """Awaits `work`, which `name` names in errors. Raises StepTimeout after `seconds`; None: no limit."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
@@ -320,16 +326,17 @@ async def within(seconds: float | None, work: Awaitable[Any], name: str) -> Any:
 
 
 async def called(function: Callable[[], Any]) -> Any:
-    """What it returns, of users' functions that may be `async`; in a thread where it is not."""
+    """Calls a user's function, which may be `async`, and returns its result. Other functions run in a
+    thread."""
     if inspect.iscoroutinefunction(function):
         return await function()
     answer = await in_thread(function)
-    return await answer if inspect.isawaitable(answer) else answer  # a decorator may hide that it is
+    return await answer if inspect.isawaitable(answer) else answer  # a decorator may hide a coroutine
 
 
 async def in_thread(function: Callable, *arguments: Any) -> Any:
-    """As asyncio.to_thread, in a thread of its own: as many as there are calls, and one that never ends keeps
-    neither others nor the end of the process waiting."""
+    """Runs a function like asyncio.to_thread, but in a new daemon thread per call: a call that never ends
+    blocks neither other calls nor the exit of the process."""
     future: Future[Any] = Future()
 
     def run(context: contextvars.Context) -> None:
@@ -338,21 +345,21 @@ async def in_thread(function: Callable, *arguments: Any) -> Any:
         except BaseException as error:
             future.set_exception(error)
 
-    future.set_running_or_notify_cancel()  # who gives it up leaves the thread alone
+    future.set_running_or_notify_cancel()  # cancelling the await does not stop the thread
     threading.Thread(target=run, args=[contextvars.copy_context()], daemon=True).start()
     return await asyncio.wrap_future(future)
 
 
 _PROMPTS = 64
-"""Whose tokens are kept: the samples of a prompt ask for them one soon after the other."""
+"""Number of prompts whose token ids are cached; the samples of a prompt request them in quick succession."""
 
 
 class SingleTurnAgentExecutor(AgentExecutorBase):
-    """One generation, then one call of the reward."""
+    """Generates one answer and calls the reward function once."""
 
     def __init__(self, reward: Callable[[str, str, Any], Awaitable[Reward]], *, is_chat: bool) -> None:
-        """`reward(query, prompt, label)`: query is the prompt and the response as text, special tokens
-        kept. `is_chat`: prompts are written by a chat template."""
+        """`reward(query, prompt, label)`: `query` is prompt plus response as text, with special tokens.
+        `is_chat`: prompts are rendered by a chat template."""
         self.reward = reward
         self._prompt_ids = lru_cache(_PROMPTS)(partial(prompt_token_ids, is_chat=is_chat))
 

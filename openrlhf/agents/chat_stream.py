@@ -1,4 +1,4 @@
-"""A conversation as one stream of tokens: what a chat template writes between the answers of a policy."""
+"""Conversations as token streams: the text that a chat template writes between a policy's answers."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,22 +10,24 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 MARK = "\u241fanswer\u241f"
-"""Stands where an answer was, to find what is behind it."""
+"""Placeholder of an answer in a rendered conversation, to find the text behind it."""
 
 
 class TemplateProblem(ValueError):
-    """The chat template does not take these messages, or nothing of it can stand behind an answer."""
+    """Raised when the chat template rejects messages, or its text cannot be appended to a sampled answer."""
 
 
 class ChatStream:
-    """A tokenizer's chat template. An answer stays as it was sampled: a conversation that goes on has the
-    tokens of what the template writes behind it, whatever the template makes of earlier answers."""
+    """Renders conversations by a tokenizer's chat template and keeps answers as sampled: a continued
+    conversation appends the template's text behind the answer, even if the template would rewrite earlier
+    answers."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, answering: bool = True) -> str:
-        """`answering`: with what the policy answers behind."""
+        """Returns the rendered conversation; `answering` adds the generation prompt. Raises TemplateProblem
+        if the template rejects the messages."""
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -39,19 +41,19 @@ class ChatStream:
             raise TemplateProblem(f"the chat template does not take these messages: {error}") from error
 
     def behind(self, messages: Sequence[Message], place: int, tools: Any, end: str) -> str:
-        """What the template writes behind the answer at `place` in `messages`, but for `end`, what of it was
-        sampled: an end-of-turn token, or nothing where the answer was cut off."""
+        """Returns the text that the template writes behind the answer at `place` in `messages`, without
+        `end`, the part of it that was sampled: an end-of-turn token, or "" for a truncated answer."""
         marked = [*messages[:place], {"role": "assistant", "content": MARK}, *messages[place + 1 :]]
         try:
             text = self.render(marked, tools)
-        except TemplateProblem:  # it looks for the calls that tools have answered
+        except TemplateProblem:  # the template needs the calls that the tool results belong to
             return self._behind_itself(messages, place, tools, end)
         if text.count(MARK) != 1:
             return self._behind_itself(messages, place, tools, end)
         return text.partition(MARK)[2].removeprefix(end)
 
     def _behind_itself(self, messages: Sequence[Message], place: int, tools: Any, end: str) -> str:
-        """As `behind`, where the template needs the real answer."""
+        """Does the same as `behind` for a template that needs the real answer."""
         until = self.render(messages[: place + 1], tools, answering=False)
         whole = self.render(messages, tools)
         if not whole.startswith(until):
@@ -66,8 +68,8 @@ class ChatStream:
 
 
 def probe(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool) -> list[str]:
-    """What the chat template would write otherwise than it was sampled, of some answers: a remark for each.
-    TemplateProblem where an answer cannot stay as it was sampled."""
+    """Returns a remark for each probe answer that the chat template would render differently than it was
+    sampled. Raises TemplateProblem if an answer cannot be kept as sampled."""
     stream, remarks = ChatStream(tokenizer), []
     for what, messages, tools in _conversations(with_tools):
         asked = stream.render(messages[:1], tools)
@@ -83,7 +85,7 @@ def probe(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool) -> list[str
 
 
 def _conversations(with_tools: bool) -> Iterator[tuple[str, list[Message], Any]]:
-    """What is tried, the messages, the tools. The answer is the second message."""
+    """Yields the probe conversations as (description, messages, tools). The second message is the answer."""
     asked, again = {"role": "user", "content": "How many?"}, {"role": "user", "content": "Are you sure?"}
     for what, content in ANSWERS.items():
         yield what, [asked, {"role": "assistant", "content": content}, again], None
@@ -115,13 +117,14 @@ TOOL = {
 
 
 def _end_of_turn(tokenizer: "PreTrainedTokenizerBase", behind: str) -> str:
-    """The token that ends an answer, of what a template writes behind it."""
+    """Returns the end-of-turn token at the start of `behind`, the template's text behind an answer; else the
+    tokenizer's EOS token."""
     tokens = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len)
     return next((token for token in reversed(tokens) if behind.startswith(token)), str(tokenizer.eos_token))
 
 
 def _as_sampled(stream: ChatStream, messages: Sequence[Message], tools: Any, asked: str, end: str) -> str:
-    """The answer that ends `messages`, as a policy would write it."""
+    """Returns the text that a policy would sample for the last message."""
     if not messages[-1].get("tool_calls"):
         return messages[-1]["content"] + end
     written = stream.render(messages, tools, answering=False)
@@ -131,14 +134,15 @@ def _as_sampled(stream: ChatStream, messages: Sequence[Message], tools: Any, ask
 
 
 def departure(kept: str, written: str) -> str:
-    """Where two texts begin to differ, for people."""
+    """Describes the first difference between two texts."""
     same = next((i for i, (a, b) in enumerate(zip(kept, written, strict=False)) if a != b), len(written))
     start = max(0, same - 20)
     return f"It writes {written[start : same + 40]!r} where the stream has {kept[start : same + 40]!r}."
 
 
 def _as_templates_read(message: Mapping[str, Any]) -> Message:
-    """Arguments of calls as mappings, which OpenAI has as text; a content of text parts as one text."""
+    """Converts an OpenAI message for chat templates: JSON arguments of calls become mappings, and a list of
+    text parts becomes one text."""
     read = dict(message)
     if calls := message.get("tool_calls"):
         read["tool_calls"] = [_with_arguments_read(call) for call in calls]
@@ -149,7 +153,7 @@ def _as_templates_read(message: Mapping[str, Any]) -> Message:
 
 
 def _with_arguments_read(call: Mapping[str, Any]) -> dict[str, Any]:
-    """What a policy wrote and is no JSON stays text."""
+    """Parses the arguments of a call; text that is not valid JSON stays text."""
     function = dict(call["function"])
     if isinstance(arguments := function.get("arguments"), str):
         with suppress(ValueError):

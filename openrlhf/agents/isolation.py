@@ -1,10 +1,10 @@
-"""The program that a sandbox starts: it leaves the machine, runs Python code as a child that cannot come
-back, and says how the code ended.
+"""The program that a sandbox starts: it enters namespaces of its own, runs Python code in an isolated child
+process and reports the exit code.
 
-`python -I -S isolation.py REPORT`, with a `Task` as JSON on stdin. The code's output is the program's own;
-the descriptor REPORT gets a line "started" and one with the code's exit code, negative for a signal, or
-"refused" and why. SIGTERM ends the code and everything that it started. Only the standard library is
-imported: nothing else may be visible.
+The command is `python -I -S isolation.py REPORT`, with a `Task` as JSON on stdin. The code writes to the
+program's stdout and stderr. The file descriptor REPORT receives the line "started" and a line with the code's
+exit code (negative: the signal), or the line "refused" with the reason. SIGTERM ends the code and all
+processes that it started. The program imports only the standard library, since nothing else may be visible.
 """
 
 import ctypes
@@ -24,16 +24,16 @@ class Task(TypedDict):
     stdin: str
     environment: dict[str, str]
     visible: dict[str, str]
-    """Files and folders that the code may read, and where they really are."""
+    """Paths that the code may read, each with the real path of its file or folder."""
     disk: int
-    """Bytes of HOME, the only place where it may write."""
+    """Size of HOME, the only writable folder, in bytes."""
     limits: dict[str, int]
-    """By their names in the module `resource`."""
+    """Limits by their names in the module `resource`."""
 
 
 HOME = "/sandbox"
 ROOT = "/tmp"
-"""Where the code's file system is built, over what is there, for this process and its children alone."""
+"""Mount point of the code's file system, visible to this process and its children only."""
 NOBODY = 65534
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -61,11 +61,11 @@ def main() -> None:
         _refuse(report, error)
     if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
         os.kill(first, signal.SIGKILL)
-    os.waitpid(first, 0)  # returns when the namespace has no process any more
+    os.waitpid(first, 0)  # returns once the namespace has no processes left
 
 
 def _call(function: str, *arguments: Any) -> None:
-    """A function of libc. OSError, which names it, where it fails."""
+    """Calls a function of libc. Raises OSError with its name if it fails."""
     if getattr(LIBC, function)(*arguments) == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{function}: {os.strerror(number)}")
@@ -77,10 +77,9 @@ def _refuse(report: int, error: Exception) -> NoReturn:
 
 
 def _separate() -> int:
-    """Namespaces of its own for the processes that follow, and the user that the code is to be. The machine's
-    root makes them as it is, and the code is a user that nobody else is; anyone else is nobody in a namespace
-    of users."""
-    _write("/proc/self/oom_score_adj", "1000")  # where memory is short, the code goes first
+    """Creates namespaces for the child processes and returns the user id under which the code runs: an
+    otherwise unused id if started by the machine's root, else NOBODY in a new user namespace."""
+    _write("/proc/self/oom_score_adj", "1000")  # the OOM killer ends the code first
     with open("/proc/self/uid_map") as file:
         is_root = os.geteuid() == 0 and file.read().split() == ["0", "0", "4294967295"]
     if is_root:
@@ -100,9 +99,9 @@ def _write(path: str, text: str) -> None:
 
 
 def _be_first_process(task: Task, user: int, report: int) -> NoReturn:
-    """Of the namespace: all others end with it."""
+    """Becomes the first process of the PID namespace, with which all its other processes end."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a first process does not get from the others
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # by default a first process ignores SIGINT from inside
     try:
         _call("prctl", PARENT_DEATH_SIGNAL, signal.SIGKILL)
         _leave_the_file_system(task, user)
@@ -111,14 +110,14 @@ def _be_first_process(task: Task, user: int, report: int) -> NoReturn:
     except Exception as error:
         _refuse(report, error)
     ended, status = os.wait()
-    while ended != child:  # orphans are this process's
+    while ended != child:  # the first process also reaps orphans
         ended, status = os.wait()
     os.write(report, f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
 
 
 def _leave_the_file_system(task: Task, user: int) -> None:
-    """Into one that has what is visible, to be read, and HOME."""
+    """Changes root into a file system of the read-only visible paths and a writable HOME."""
     devices = {path: path for path in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")}
     visible = sorted((task["visible"] | devices).items())
     opened = [(path, os.open(real_path, os.O_PATH)) for path, real_path in visible]
@@ -135,7 +134,7 @@ def _leave_the_file_system(task: Task, user: int) -> None:
         if not os.path.lexists(path):
             os.symlink(HOME, path)
     _protect(ROOT)
-    os.chroot(ROOT)  # nobody without rights leaves it, or makes a namespace of users in it
+    os.chroot(ROOT)  # a process without capabilities cannot leave it or create user namespaces in it
     os.chdir(HOME)
 
 
@@ -162,7 +161,7 @@ def _protect(path: str, flags: int = 0) -> None:
 
 
 def _run(task: Task, user: int, report: int) -> NoReturn:
-    """Become the code."""
+    """Drops privileges, sets the limits and replaces this process by the code."""
     os.setsid()
     if os.geteuid() == 0:
         os.setgroups([])
@@ -173,7 +172,7 @@ def _run(task: Task, user: int, report: int) -> NoReturn:
     os.dup2(os.open("stdin", os.O_RDONLY), 0)
     os.unlink("stdin")
     if user == NOBODY:
-        task["limits"]["RLIMIT_NPROC"] += 2  # this program's own are processes of the same user
+        task["limits"]["RLIMIT_NPROC"] += 2  # this program's two processes belong to the same user
     for name, value in task["limits"].items():
         _limit(getattr(resource, name), value)
     _call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
@@ -189,11 +188,12 @@ def _limit(which: int, value: int) -> None:
 
 
 class Machine:
-    """Numbers of a processor's system calls."""
+    """System call numbers of a processor architecture."""
 
     def __init__(self, audit: int, socket: int, refused: tuple[int, ...]) -> None:
-        """`refused`: ptrace, process_vm_readv, process_vm_writev, unshare, setns, keyctl, add_key,
-        request_key, bpf, perf_event_open, userfaultfd, memfd_create, shmget, msgget, semget."""
+        """`audit`: the AUDIT_ARCH constant. `socket`: the number of socket(). `refused`: the numbers of
+        ptrace, process_vm_readv, process_vm_writev, unshare, setns, keyctl, add_key, request_key, bpf,
+        perf_event_open, userfaultfd, memfd_create, shmget, msgget and semget."""
         everywhere = (425, 447)  # io_uring_setup, memfd_secret
         self.audit, self.socket = audit, socket
         self.refused = (*refused, *everywhere)
@@ -207,11 +207,12 @@ MACHINES = {
         0xC00000B7, 198, (117, 270, 271, 97, 268, 219, 217, 218, 280, 241, 282, 279, 194, 186, 190)
     ),
 }
-"""What is refused is memory that no limit counts, the insides of the kernel, and other processes."""
+"""Architectures by name. The refused calls reach memory outside the limits, kernel internals or other
+processes."""
 
 
 def _refuse_system_calls() -> None:
-    """By a filter, for this process and all that follow. Sockets are those of files."""
+    """Installs a seccomp filter for this process and its children. Only Unix-domain sockets are allowed."""
     machine = MACHINES[platform.machine()]
     load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
     refused, kill, allowed, unix = 0x50000 | 1, 0x80000000, 0x7FFF0000, 1

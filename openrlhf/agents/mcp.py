@@ -1,6 +1,6 @@
-"""Tools of MCP servers, by the official client: `mcp` of generation 1 or 2.
+"""Tools of MCP servers, called through the official client: `mcp` of generation 1 or 2.
 
-They stand in the list of a ToolAgentExecutor:
+A ToolAgentExecutor takes servers in its list of tools:
 
     [McpServer(command=["uvx", "mcp-server-time"]), McpServer(url="http://127.0.0.1:8000/mcp")]
 """
@@ -26,11 +26,11 @@ OTHER_GENERATION = (
     'mcp.server.mcpserver of 2. Give it the other one: command=["uvx", "--with", "mcp<2", ...].'
 )
 LAST_CHARACTERS = 2000
-"""Of what a server wrote to stderr, in an error."""
+"""Number of characters of a server's stderr that an error quotes."""
 
 
 class McpServerFailed(RuntimeError):
-    """A server does not start, has ended, or does not answer as MCP has it."""
+    """Raised when a server does not start, has ended, or violates the protocol."""
 
     def __init__(self, server: "McpServer", reason: str) -> None:
         super().__init__(f"{server}: {reason}")
@@ -39,13 +39,14 @@ class McpServerFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class McpServer:
-    """One of a `command` is started for each episode and ends with it, so that episodes share nothing. At
-    a `url` (streamable HTTP) one runs already, and each episode has a session of its own."""
+    """An MCP server, given by a command or a URL. A `command` starts one process per episode, so that
+    episodes share nothing. At a `url` (streamable HTTP) a server runs already, and each episode opens a
+    session."""
 
     command: Sequence[str] = ()
     url: str = ""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables of a command's process, which else has only HOME, PATH and the like."""
+    """Environment variables of the command's process, beside HOME, PATH and similar defaults."""
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url) or isinstance(self.command, str):
@@ -58,7 +59,8 @@ class McpServer:
 
     @asynccontextmanager
     async def tools(self) -> AsyncIterator[list[Tool]]:
-        """Those that it lists. McpServerFailed where it cannot be reached, or not ended."""
+        """Yields the tools that the server lists. Raises McpServerFailed if the server cannot be reached or
+        shut down."""
         failure: Exception | None = None
         with Remains.kept() as remains:
             try:
@@ -66,12 +68,12 @@ class McpServer:
                     tools = [self._tool(session, _plain(tool)) for tool in await _listed(session)]
                     try:
                         yield tools
-                    except Exception as error:  # what happens in an episode is none of the client's failures
+                    except Exception as error:  # an error of the episode, not of the client
                         failure = error
             except Exception as error:
                 first, told = _first(error), remains.told()
                 reason = f"{str(first) or type(first).__name__}{told}"
-                # Of a process that has ended, the lines of the client that noticed it say nothing.
+                # Once the process has ended, the client's own traceback adds nothing.
                 raise McpServerFailed(self, reason) from (None if told else first)
             if isinstance(failure, McpServerFailed) and failure.server is self:
                 raise McpServerFailed(self, f"{failure.reason}{remains.told()}") from None
@@ -80,7 +82,7 @@ class McpServer:
 
     @asynccontextmanager
     async def _session(self, remains: "Remains") -> AsyncIterator[Any]:
-        """The installed client: in both generations it has `list_tools` and `call_tool`."""
+        """Opens a session of the installed client; both generations have `list_tools` and `call_tool`."""
         import mcp
         from mcp.client.streamable_http import streamable_http_client
 
@@ -97,7 +99,8 @@ class McpServer:
                 yield session
 
     def _process(self, remains: "Remains") -> "StdioServerParameters":
-        """A shell that starts the command and leaves its exit code, which the client does not tell."""
+        """Builds a shell command that runs the server and writes its exit code, which the client does not
+        report, to a file."""
         from mcp import StdioServerParameters
 
         words = ["-c", '"$@"; echo $? > "$0"', str(remains.code), *self.command]
@@ -129,17 +132,17 @@ class McpServer:
 
 @dataclass(frozen=True)
 class Remains:
-    """What is left of a command's process when it has ended."""
+    """Exit code and stderr of a server's process, kept for error messages."""
 
     code: Path
-    """A file with its exit code; none where it was killed."""
+    """File with the exit code; does not exist if the process was killed."""
     errors: TextIO
-    """What it wrote to stderr, in a file."""
+    """File with the process's stderr."""
 
     @classmethod
     @contextmanager
     def kept(cls) -> Iterator[Self]:
-        """What no error tells of the process's stderr goes to that of this one in the end."""
+        """Creates the files. On exit, writes the stderr that no error has quoted to this process's stderr."""
         with (
             TemporaryDirectory(prefix="mcp-") as folder,
             open(f"{folder}/stderr", "w+", errors="replace") as errors,
@@ -151,15 +154,15 @@ class Remains:
                 sys.stderr.write(remains._taken())
 
     def _taken(self) -> str:
-        """stderr, which is empty then."""
+        """Returns the stderr written so far and clears the file."""
         self.errors.seek(0)
         text = self.errors.read()
         self.errors.truncate(0)
         return text
 
     def told(self) -> str:
-        """The end of an error: the exit code and the last line of stderr, and on further lines all of it. ""
-        where there is nothing to tell."""
+        """Returns the end of an error message: the exit code and the last line of stderr, followed by the
+        last LAST_CHARACTERS of stderr; "" if there are neither."""
         code = f", exit code {self.code.read_text().strip()}" if self.code.exists() else ""
         text = self._taken().strip()
         if not text:
@@ -171,7 +174,7 @@ class Remains:
 
 
 def _protocol_error() -> type[Any]:
-    """The client's error for an error that a server answers with."""
+    """Returns the client's exception class for error responses of a server."""
     import mcp
 
     if hasattr(mcp, "MCPError"):
@@ -180,7 +183,7 @@ def _protocol_error() -> type[Any]:
 
 
 def _plain(model: "BaseModel") -> dict[str, Any]:
-    """By the names of the protocol, which are the same for both generations."""
+    """Dumps a model of the client by the protocol's field names, which both generations share."""
     return model.model_dump(mode="json", by_alias=True)
 
 
@@ -194,13 +197,13 @@ async def _listed(session: Any) -> "list[BaseModel]":
 
 
 def _text(result: Mapping[str, Any]) -> str:
-    """What a policy can read of it."""
+    """Returns the text of a tool's result; other content is replaced by its type, as in "[image]"."""
     parts = (part["text"] if part["type"] == "text" else f"[{part['type']}]" for part in result["content"])
     return "\n".join(parts)
 
 
 def _first(error: BaseException) -> BaseException:
-    """Of a group, which the client's tasks make of theirs."""
+    """Returns the first error within exception groups, in which the client's tasks wrap theirs."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,5 +1,5 @@
-"""Agents that are written against the `openai` client: the policy answers them over HTTP, in one stream of
-tokens for each conversation.
+"""Agents written against the `openai` client: the policy answers over HTTP, in one token stream per
+conversation.
 
     class AgentExecutor(OpenAIAgentExecutor):
         async def run_agent(self, prompt, label, session):
@@ -39,35 +39,37 @@ logger = logging.getLogger(__name__)
 
 MODEL = "policy"
 MANY = 4096
-"""Episodes that may knock at a time."""
+"""Backlog of the server's socket: episodes that may connect at the same time."""
 OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty")
-"""Of a request, what the run decides: log-probs are trained under the distribution that is sampled from."""
+"""Request fields that the run's flags override: training needs log-probs of the distribution that was sampled
+from."""
 
 
 class OpenAIAgentExecutor(AgentExecutorBase, ABC):
-    """Runs an agent for each episode, and answers it as an OpenAI-compatible server on 127.0.0.1, one for
-    each engine process. Every call is recorded. A conversation that goes on keeps the tokens that were
-    sampled; one that was rewritten begins a new sequence, which shares the reward."""
+    """Runs an agent for each episode and serves its requests on 127.0.0.1, by one OpenAI-compatible server
+    per engine process. Every request is recorded. A continued conversation keeps its sampled tokens; a
+    rewritten one begins a new sequence, which shares the reward."""
 
     writes_messages = True
 
     def __init__(self, tool_parser: str | None = None) -> None:
-        """`tool_parser`: the name of one of vLLM's, such as hermes, which finds calls of tools in an answer.
+        """`tool_parser`: the name of the vLLM tool parser that finds tool calls in answers, such as hermes.
         None: requests with tools are refused."""
-        import openai  # noqa: F401  takes a second, for which no episode should wait
+        import openai  # noqa: F401  the import takes a second, which no episode should wait for
 
         super().__init__()
         self.tool_parser = tool_parser
         self._server = Server()
 
     def check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """A warning where its chat template would write an answer otherwise than it was sampled."""
+        """Logs a warning for each answer that the chat template would render differently than it was
+        sampled."""
         for remark in probe(tokenizer, with_tools=self.tool_parser is not None):
             logger.warning("%s What was sampled stays as it is.", remark)
 
     @abstractmethod
     async def run_agent(self, prompt: str, label: Any, session: "Session") -> Any:
-        """One episode. Returns its reward, or a dictionary with `reward`, and perhaps `scores` and
+        """Runs one episode. Returns the reward, or a dictionary with `reward` and optionally `scores` and
         `extra_logs`, see AgentExecutorBase."""
 
     async def execute(
@@ -89,7 +91,7 @@ class OpenAIAgentExecutor(AgentExecutorBase, ABC):
 
 
 class BadRequest(Exception):
-    """What a client asked for cannot be done: status 400."""
+    """Raised for a request that cannot be served; the client receives status 400."""
 
     def __init__(self, message: str, code: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -97,8 +99,8 @@ class BadRequest(Exception):
 
 
 class Session:
-    """One episode's view of the server. `base_url` and `api_key` are all that a client needs, in any process
-    and any language: the key says which episode a request is part of."""
+    """One episode's view of the server. A client in any process or language needs only `base_url` and
+    `api_key`; the key identifies the episode of a request."""
 
     model = MODEL
 
@@ -123,12 +125,13 @@ class Session:
     def client(self) -> "AsyncOpenAI":
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-        plain = DefaultAsyncHttpxClient(verify=False)  # no TLS here, and certificates take 20 ms to read
+        plain = DefaultAsyncHttpxClient(verify=False)  # no TLS is used, and loading certificates takes 20 ms
         options: Any = {"http_client": plain, "max_retries": 0, "timeout": None}  # episodes have limits
         return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
 
     async def complete(self, request: Mapping[str, Any]) -> dict:
-        """The answer to /v1/chat/completions, as OpenAI has it, with the token ids of prompt and answers."""
+        """Returns the response of /v1/chat/completions in OpenAI's format, with the token ids of prompt and
+        answers. Raises BadRequest."""
         messages, tools = _messages(request), request.get("tools") or None
         if tools and self.tool_parser is None:
             raise BadRequest("tools: OpenAIAgentExecutor(tool_parser=...) names no parser of their calls")
@@ -156,8 +159,8 @@ class Session:
         }
 
     def prompt_of(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
-        """Tokens of a conversation: those of the longest one that it goes on with, as they were sampled, and
-        what the template writes behind that one's answer."""
+        """Returns the tokens of a conversation: those of the longest recorded conversation that it continues,
+        as sampled, and those that the template writes behind its last answer."""
         known = [b for b in self.branches if b.tools == tools and b.begins(messages)]
         if not known:
             return self._tokens(self.stream.render(messages, tools))
@@ -170,7 +173,7 @@ class Session:
 
     @property
     def turns_left(self) -> int | None:
-        """None: no limit."""
+        """Number of requests that the episode may still make; None: no limit."""
         return None if self.max_turns is None else self.max_turns - self.num_turns
 
     def _count_turn(self) -> None:
@@ -180,7 +183,8 @@ class Session:
         self.num_turns += 1
 
     def _params(self, request: Mapping[str, Any], prompt_length: int) -> SamplingParams:
-        """The episode's, with what a request may decide."""
+        """Returns the episode's sampling parameters with the fields that a request may set. Raises BadRequest
+        if the prompt leaves no room for an answer."""
         room = self.max_length - prompt_length
         if room < 1:
             text = f"a prompt of {prompt_length} tokens leaves no room in --data.max_len {self.max_length}"
@@ -218,7 +222,7 @@ class Session:
         return {"index": answer.index, "message": message, "finish_reason": reason, "token_ids": token_ids}
 
     def _end_of(self, token_ids: Sequence[int], params: SamplingParams) -> str:
-        """The end-of-turn token of an answer, as text; "" where it was cut off."""
+        """Returns the end-of-turn token of an answer as text; "" for a truncated answer."""
         stops = {*(params.stop_token_ids or ()), *self.tokenizer.all_special_ids}
         return str(self.tokenizer.decode(list(token_ids[-1:]))) if stops.intersection(token_ids[-1:]) else ""
 
@@ -242,15 +246,15 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A conversation that ends with an answer of the policy."""
+    """A recorded conversation that ends with an answer of the policy."""
 
     messages: list[Message]
     tools: Any
     token_ids: list[int]
-    """As the policy read and sampled them."""
+    """Tokens as the policy read and sampled them."""
     end: str
-    """What was sampled of the template's text behind an answer: its end-of-turn token, or nothing where it
-    was cut off."""
+    """The sampled part of the template's text behind the answer: the end-of-turn token, or "" if the answer
+    was truncated."""
 
     def begins(self, messages: Sequence[Message]) -> bool:
         mine = self.messages
@@ -258,7 +262,8 @@ class Branch:
 
 
 def _same(known: Message, given: Message) -> bool:
-    """As agents hand messages back: clients add fields that are None."""
+    """Compares a recorded message with one sent back by an agent, ignoring empty fields, which clients
+    add."""
     plain = lambda message: {k: v for k, v in message.items() if v not in (None, "", [])}
     return json.dumps(plain(known), sort_keys=True) == json.dumps(plain(given), sort_keys=True)
 
@@ -281,7 +286,8 @@ def _warn_once(names: str) -> None:
 
 
 class Server:
-    """HTTP on a random port of 127.0.0.1, in the event loop of the engine, from the first session on."""
+    """The HTTP server of an engine process. It starts with the first session, on a random port of 127.0.0.1,
+    in the engine's event loop."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
@@ -289,7 +295,7 @@ class Server:
 
     @asynccontextmanager
     async def serving(self, session: Session) -> AsyncIterator[None]:
-        """Inside, requests with the session's key are answered."""
+        """Serves requests with the session's key while the context is open."""
         self._starting = self._starting or asyncio.create_task(self._start())
         session.base_url = f"{await asyncio.shield(self._starting)}/v1"
         self.sessions[session.api_key] = session
@@ -301,7 +307,7 @@ class Server:
                 await session.client.close()
 
     async def _start(self) -> str:
-        """Its address."""
+        """Starts the server and returns its address."""
         app = web.Application(client_max_size=64 << 20, middlewares=[_errors])
         app.router.add_get("/health", _health)
         app.router.add_get("/v1/models", self._models)
@@ -316,7 +322,7 @@ class Server:
 
     def _session(self, request: web.Request, body: Mapping[str, Any] | None = None) -> Session:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        key = (body or {}).get("session_key", bearer)  # of a client that several episodes share
+        key = (body or {}).get("session_key", bearer)  # set by a client that several episodes share
         if (session := self.sessions.get(key)) is None:
             raise web.HTTPUnauthorized(text="no episode has this key; session.api_key is that of run_agent")
         return session
@@ -348,7 +354,7 @@ class Server:
 
 
 def _allow_many_files() -> None:
-    """Each episode has a connection, with both of its ends in this process."""
+    """Raises the limit of open files: both ends of each episode's connection are in this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -369,7 +375,8 @@ async def _body(request: web.Request) -> dict:
 
 
 def _chunks(answer: dict, with_usage: bool) -> Iterator[dict]:
-    """An answer as a stream has it: the engine hands it over whole."""
+    """Yields a complete answer as the chunks of a streamed response: the engine returns answers as a
+    whole."""
     common = {k: answer[k] for k in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
 
     def chunk(choice: dict, delta: dict, reason: str | None = None) -> dict:
@@ -388,7 +395,7 @@ def _chunks(answer: dict, with_usage: bool) -> Iterator[dict]:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
-    """As OpenAI's errors look, which its client raises."""
+    """Returns exceptions as error responses in OpenAI's format, which its client raises."""
     try:
         return await handler(request)
     except BadRequest as error:

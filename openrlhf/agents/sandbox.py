@@ -1,6 +1,6 @@
-"""Python code that nobody trusts: a process of its own without network, secrets or the machine's files.
+"""Sandbox for untrusted Python code: a process without network, secrets or the machine's files.
 
-What it printed, and how it ended, is its result:
+The result has the code's output and how it ended:
 
     result = Sandbox(seconds=5).run("print(int(input()) ** 2)", stdin="7")
     result.status, result.stdout  # "ok", "49\\n"
@@ -29,23 +29,24 @@ Status = Literal["ok", "error", "killed"] | Stopped
 
 
 class SandboxUnavailable(RuntimeError):
-    """Code cannot be isolated on this machine, and is not run."""
+    """Raised when this machine cannot isolate code; the code is not run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxResult:
     status: Status
-    """ok: the code ended with 0. error: with another exit code, as an exception makes it. killed: by a
-    signal. timeout, output: it was stopped at that limit."""
+    """ok: exit code 0. error: another exit code, as after an exception. killed: ended by a signal. timeout,
+    output: stopped at this limit."""
     exit_code: int | None
-    """Negative: the signal. None: it was stopped."""
+    """Exit code; negative: the signal; None: the code was stopped at a limit."""
     stdout: str
     stderr: str
     seconds: float
 
     @property
     def text(self) -> str:
-        """What a policy is told: both outputs, and why it was stopped."""
+        """The result as a policy reads it: stdout, stderr, and the reason if the code was killed or
+        stopped."""
         ending = {
             "killed": f"[killed by signal {-(self.exit_code or 0)}]",
             "timeout": "[stopped: out of time]",
@@ -57,27 +58,27 @@ class SandboxResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Sandbox:
-    """Runs code on Linux in namespaces of its own: no network, no other process, no file but Python's
-    own packages and the system's libraries, as a user without rights, with an empty environment.
-    Everything that the code started ends with it, and nothing is left. SandboxUnavailable, where one is made,
-    if the machine does not allow that.
+    """Runs code in Linux namespaces of its own: without network, other processes or files other than Python's
+    own packages and the system's libraries, as an unprivileged user with a minimal environment. All
+    processes and files of a run end with it. The constructor raises SandboxUnavailable if the machine does
+    not allow this.
 
-    In each process as many run at a time as it has cores; others wait.
+    Each process runs as many sandboxes at a time as it has cores; further runs wait.
     """
 
     seconds: float = 10.0
-    """From its start, whatever it does with them."""
+    """Wall-clock limit in seconds, from the start of the code."""
     memory: int = 512 << 20
-    """Bytes of each of its processes. All together have at most `processes` times that, and `disk`."""
+    """Memory limit of each process, in bytes. A run uses at most `processes` times that, plus `disk`."""
     processes: int = 8
-    """And threads."""
+    """Limit of processes and threads together."""
     disk: int = 64 << 20
-    """Bytes in its folder, which is the only one that it may write to, in memory, and gone with it."""
+    """Size of the run's folder in bytes: the only writable one, held in memory and deleted with the run."""
     output: int = 1 << 20
-    """Bytes that it may print."""
+    """Limit of stdout and stderr together, in bytes."""
     import_from: tuple[str, ...] = ()
-    """Folders of packages that it may read and import from. Where root starts it, all users may read
-    them."""
+    """Folders of packages that the code may read and import from. If root starts the sandbox, they must be
+    readable by all users."""
 
     def __post_init__(self) -> None:
         if missing := [folder for folder in self.import_from if not os.path.isdir(folder)]:
@@ -85,7 +86,7 @@ class Sandbox:
         _check(self)
 
     def run(self, code: str, stdin: str = "") -> SandboxResult:
-        """Waits for the end."""
+        """Runs the code and waits for its result."""
         return self._start(code, stdin).result()
 
     async def run_async(self, code: str, stdin: str = "") -> SandboxResult:
@@ -129,7 +130,7 @@ class Sandbox:
 
 
 SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
-"""What programs are linked with."""
+"""Paths of the shared libraries that programs are linked with."""
 ENVIRONMENT = {"HOME": isolation.HOME, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -140,7 +141,7 @@ def _threads() -> ThreadPoolExecutor:
 
 @cache
 def _check(sandbox: Sandbox) -> None:
-    """One program that does nothing, for each set of limits."""
+    """Runs an empty program, once for each set of limits. Raises SandboxUnavailable if it fails."""
     if sys.platform != "linux" or platform.machine() not in isolation.MACHINES:
         raise SandboxUnavailable(f"this is {sys.platform} on {platform.machine()}. {REMEDY}")
     result = sandbox.run("")
@@ -170,7 +171,7 @@ def _run(task: isolation.Task, seconds: float, output: int) -> SandboxResult:
             try:
                 stopped, (told, stdout, stderr) = _read(streams, seconds, output)
             finally:
-                process.send_signal(signal.SIGTERM)  # after an end of its own it has none to receive
+                process.send_signal(signal.SIGTERM)  # no effect on a process that has ended
     exit_code = _exit_code(told.splitlines(), stderr)
     return SandboxResult(
         status=stopped or _status(exit_code),
@@ -182,8 +183,8 @@ def _run(task: isolation.Task, seconds: float, output: int) -> SandboxResult:
 
 
 def _read(streams: Sequence[int], seconds: float, limit: int) -> tuple[Stopped | None, list[str]]:
-    """What is said in them, and why they were not read to their ends. In the first it is said that the code
-    has started."""
+    """Reads the streams to their ends or to a limit, and returns the limit that was reached (None: none) and
+    the text of each stream. Time is counted from the first bytes of the first stream, the report."""
     said, stopped, deadline = dict.fromkeys(streams, b""), None, time.monotonic() + START_LIMIT
     with selectors.DefaultSelector() as selector:
         for stream in streams:
@@ -204,11 +205,12 @@ def _read(streams: Sequence[int], seconds: float, limit: int) -> tuple[Stopped |
 
 
 START_LIMIT = 60.0
-"""Seconds until the code has started, on a machine that is busy."""
+"""Seconds that the start of the code may take on a busy machine."""
 
 
 def _exit_code(told: Sequence[str], stderr: str) -> int:
-    """Of code that has started. Where nothing is told but that, it has ended what tells it."""
+    """Returns the code's exit code from the lines of the report. A report that stops after "started" counts
+    as SIGKILL: the code ended the reporting process. Raises SandboxUnavailable if the code did not start."""
     nothing = [] if told else [f"the program that isolates said nothing but {stderr[-500:]!r}"]
     for problem in nothing + [line.removeprefix("refused ") for line in told if line.startswith("refused ")]:
         raise SandboxUnavailable(f"{problem}. {REMEDY}")

@@ -1,14 +1,14 @@
-"""Calls of tools in an answer, found by vLLM's parsers, each of which knows the markup of a family of models.
-They need vLLM to be installed, and no engine of it."""
+"""Parsing of tool calls by vLLM's parsers, one for the markup of each model family. vLLM must be installed;
+no vLLM engine is needed."""
 
 from typing import Any
 
 
 def find_calls(parser: str, tokenizer: Any, tools: Any, text: str) -> tuple[str | None, list[dict]]:
-    """Returns what the answer says beside its calls, and the calls, both as OpenAI has them.
+    """Returns the answer's content outside its tool calls, and the calls, both in OpenAI's format.
 
-    `parser`: a name of vLLM's, such as hermes. `tools`: those of the request. KeyError where vLLM has no such
-    parser.
+    `parser`: the name of a vLLM tool parser, such as hermes. `tools`: the tools of the request. Raises
+    KeyError if vLLM has no such parser.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager

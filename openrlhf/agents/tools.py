@@ -1,6 +1,6 @@
-"""Agents that call tools: Python functions, and those of MCP servers (openrlhf.agents.mcp).
+"""Agents that call tools: Python functions and the tools of MCP servers (openrlhf.agents.mcp).
 
-With a function `add`:
+An agent with one tool, the function `add`:
 
     class AgentExecutor(ToolAgentExecutor):
         def __init__(self):
@@ -35,28 +35,29 @@ logger = logging.getLogger(__name__)
 
 
 class ToolError(Exception):
-    """A call that cannot be answered, in words for the policy, whose mistake it is. It reads them and goes
-    on. Any other exception of a tool is the tool's own failure, and ends the episode as one that failed."""
+    """Raised for a call that is the policy's mistake. The policy reads the message and continues. Any other
+    exception is a failure of the tool, with which the episode fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
     name: str
     description: dict[str, Any]
-    """As OpenAI has it: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
+    """Schema in OpenAI's format: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
     call: Callable[[str], Awaitable[Any]]
-    """Its result, of arguments as a JSON object. ToolError where they are none, or others than it has."""
+    """Maps arguments (the text of a JSON object) to the result. Raises ToolError for arguments that are no
+    JSON object or do not fit the tool."""
 
 
 class ToolServer(Protocol):
-    """Tools that are there while an episode runs."""
+    """A source of tools that is opened for each episode."""
 
     def tools(self) -> AbstractAsyncContextManager[Sequence[Tool]]: ...
 
 
 def function_tool(function: Callable) -> Tool:
-    """A tool of a function with type hints and Google's form of docstring, as transformers reads them. It may
-    be `async`, else it runs in a thread."""
+    """Builds a tool from a function with type hints and a Google-style docstring, as transformers parses
+    them. A function that is not `async` runs in a thread."""
     from transformers.utils import get_json_schema
 
     description = get_json_schema(function)
@@ -67,7 +68,7 @@ def function_tool(function: Callable) -> Tool:
         given = json_object(text)
         try:
             signature.bind(**given)
-        except TypeError as error:  # there are too many, or too few
+        except TypeError as error:  # too many or too few arguments
             raise ToolError(str(error)) from error
         arguments = {name: _read(types[name], name, value) for name, value in given.items()}
         return await called(partial(function, **arguments))
@@ -76,7 +77,7 @@ def function_tool(function: Callable) -> Tool:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Arguments of a call. ToolError where they are none."""
+    """Parses the arguments of a call. Raises ToolError if they are no JSON object."""
     try:
         arguments = json.loads(text)
     except ValueError as error:
@@ -87,7 +88,8 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def _read(hint: TypeAdapter, name: str, value: Any) -> Any:
-    """As the hint has it: pydantic reads "3" as the integer 3, and a list as a tuple."""
+    """Converts an argument to the type of its hint: pydantic reads "3" as the integer 3, and a list as a
+    tuple. Raises ToolError if it does not fit."""
     try:
         return hint.validate_python(value)
     except ValidationError as error:
@@ -96,8 +98,8 @@ def _read(hint: TypeAdapter, name: str, value: Any) -> Any:
 
 
 class ToolAgentExecutor(AgentExecutorBase, ABC):
-    """The policy answers, its calls of tools are run, it reads their results behind what it has sampled, and
-    goes on until an answer calls nothing. All of it is one stream of tokens."""
+    """Runs the tool calls of the policy's answers and appends their results, until an answer calls no tool.
+    An episode is one token stream."""
 
     writes_messages = calls_tools = True
 
@@ -110,10 +112,10 @@ class ToolAgentExecutor(AgentExecutorBase, ABC):
         mistakes: Sequence[type[Exception]] = (),
         max_result_length: int = 8000,
     ) -> None:
-        """`tool_parser`: the name of one of vLLM's. `call_mark`: what stands in an answer that calls: where
-        the parser finds no call in such an answer, the policy is told so. `mistakes`: what tools raise that
-        is the policy's mistake, beside ToolError. `max_result_length`: characters of a result; of a longer
-        one the middle is left out."""
+        """`tool_parser`: the name of a vLLM tool parser. `call_mark`: text that marks an attempted call; if
+        the parser finds no call in an answer with it, the policy is told so. `mistakes`: exceptions of tools
+        that count as the policy's mistakes, beside ToolError. `max_result_length`: characters of a result;
+        the middle of a longer one is left out."""
         super().__init__()
         self.tools = [_source(tool) for tool in tools]
         self.tool_parser, self.call_mark = tool_parser, call_mark
@@ -121,7 +123,8 @@ class ToolAgentExecutor(AgentExecutorBase, ABC):
         self.max_result_length = max_result_length
 
     def check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Warnings where its chat template does not write what was sampled, or says nothing of tools."""
+        """Logs a warning if the chat template renders answers differently than they were sampled, or does not
+        list the tools."""
         for remark in probe(tokenizer, with_tools=True):
             logger.warning("%s What was sampled stays as it is.", remark)
         stream, asked = ChatStream(tokenizer), self.messages("?", None)
@@ -130,12 +133,12 @@ class ToolAgentExecutor(AgentExecutorBase, ABC):
 
     @abstractmethod
     async def reward(self, prompt: str, label: Any, messages: Sequence[Message]) -> Any:
-        """What the episode is worth: a number, or a dictionary with `reward`, and perhaps `scores` and
-        `extra_logs`, see AgentExecutorBase. `messages`: all of it, as OpenAI has them. The last one is an
-        answer without calls, unless a limit ended the episode before."""
+        """Returns the episode's reward: a number, or a dictionary with `reward` and optionally `scores` and
+        `extra_logs`, see AgentExecutorBase. `messages`: the whole conversation in OpenAI's format. The last
+        message is an answer without calls, unless a limit ended the episode."""
 
     def messages(self, prompt: str, label: Any) -> list[Message]:
-        """What the policy reads first."""
+        """Returns the messages that the policy reads first."""
         return [{"role": "user", "content": prompt}]
 
     async def execute(
@@ -165,7 +168,7 @@ class ToolAgentExecutor(AgentExecutorBase, ABC):
         return {"truncated": ending != "stop"} | result | {"extra_logs": logs}
 
     async def _open(self, servers: AsyncExitStack, seconds: float | None) -> list[Tool]:
-        """The tools of one episode."""
+        """Returns the tools of one episode; opening a server may take `seconds`."""
         found: list[Tool] = []
         for source in self.tools:
             if isinstance(source, Tool):
@@ -176,7 +179,8 @@ class ToolAgentExecutor(AgentExecutorBase, ABC):
         return found
 
     async def _converse(self, session: Session, toolbox: "Toolbox", messages: list[Message]) -> str:
-        """Adds to `messages` until an answer calls nothing, or for as long as there is room. Why it ended."""
+        """Appends answers and tool results to `messages` until an answer calls no tool or a limit is reached.
+        Returns the reason for the end: "stop", "length", "turns" or "abort"."""
         while session.turns_left != 0:
             try:
                 answer = await session.complete({"messages": messages, "tools": toolbox.descriptions})
@@ -203,7 +207,7 @@ def _source(tool: Any) -> Tool | ToolServer:
 
 
 class Toolbox:
-    """The tools of one episode, and how often they were called."""
+    """The tools of one episode, with counts of calls and errors."""
 
     def __init__(self, tools: Sequence[Tool], executor: ToolAgentExecutor, timeout: float | None) -> None:
         self.executor, self.timeout = executor, timeout
@@ -215,7 +219,8 @@ class Toolbox:
             raise ValueError(f"tools with the same name cannot be told apart: {', '.join(names)}")
 
     async def answer(self, message: Message) -> list[Message]:
-        """What tools say to an answer, all of its calls at a time; none where it calls nothing."""
+        """Runs all tool calls of an answer concurrently and returns their results as messages; none if it
+        calls no tool."""
         calls = message.get("tool_calls") or []
         if not calls and self.executor.call_mark in message["content"]:
             self.num_errors += 1
@@ -249,7 +254,7 @@ UNREADABLE = "Error: this call of a tool cannot be read. Write its name and argu
 
 
 def _shortened(text: str, length: int) -> str:
-    """Its beginning and its end."""
+    """Cuts the middle out of a text longer than `length` characters."""
     if len(text) <= length:
         return text
     start, end = length - length // 2, len(text) - length // 2
