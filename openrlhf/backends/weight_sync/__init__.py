@@ -1,1 +1,1 @@
-"""How weights go from a model in training to engines, and how what arrived is checked."""
+"""Sends weights from a model in training to rollout engines, and checks the weights that they loaded."""

@@ -1,4 +1,5 @@
-"""Weights as both ends of a sync lay them out: tensors with names and shapes, end to end in buckets."""
+"""Layout of weights in a weight sync: named tensors, end to end in buckets. Both ends compute the same
+one."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ ALIGNMENT = 64
 class TensorMeta:
     name: str
     dtype: str
-    """As torch names it: float32."""
+    """Name of a torch dtype, such as float32."""
     shape: tuple[int, ...]
 
     @property
@@ -24,7 +25,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that travel together, and where each lies in the buffer."""
+    """Tensors that are sent together, and their places in the buffer."""
 
     tensors: tuple[TensorMeta, ...]
 
@@ -40,8 +41,8 @@ class Bucket:
 
 
 def plan_buckets(tensors: list[TensorMeta], capacity: int) -> list[Bucket]:
-    """In order, each at most `capacity` bytes unless a single tensor is larger. Both sides compute the same
-    plan."""
+    """Returns the tensors in order in buckets of at most `capacity` bytes each, unless a single tensor is
+    larger. Trainer and engines compute the same plan."""
     buckets: list[list[TensorMeta]] = [[]]
     size = 0
     for t in tensors:

@@ -1,4 +1,4 @@
-"""A sum over the bits of named tensors, by which what was loaded is compared with what was sent."""
+"""A checksum over the bits of named tensors, which compares the weights that were loaded and sent."""
 
 import zlib
 from collections.abc import Iterator
@@ -7,23 +7,23 @@ import torch
 from torch import Tensor
 
 WORD = 8
-"""Bytes that are summed as one number."""
+"""Bytes that are summed as one integer."""
 PLACES = 1021
-"""Words are told apart by their place modulo this prime."""
+"""Prime modulo which a word's place determines its factor in the sum."""
 CHUNK_ROWS, CPU_CHUNK_ROWS = 1 << 13, 1 << 7
-"""Times PLACES: words that are summed at a time. 67 MB, so that a GPU is asked rarely; 1 MB, which stays in a
-core's cache."""
+"""Rows of PLACES words that are summed at a time: 67 MB on a GPU, for few kernel launches, and 1 MB on a CPU,
+which stays in a core's cache."""
 
 
 class Checksum:
-    """Sum over named tensors' bits modulo 2^64, in any order of the tensors. A tensor that is missing,
-    doubled, renamed or changed shows, and so does one whose elements changed places.
+    """A sum over the bits of named tensors modulo 2^64, independent of the tensors' order. It changes where a
+    tensor is missing, doubled, renamed or changed, and where elements of a tensor change places.
 
-    Bits are summed in words of 64, as fast as memory is read. The upper halves are summed once more: of a
-    word times an even number 2^64 would swallow the uppermost bits.
+    Bits are summed in words of 64, as fast as memory is read. The upper halves of the words are summed once
+    more, because a word times an even factor loses its uppermost bits modulo 2^64.
 
     `add` only queues work on the tensor's device, on the current stream. `value` waits for it, and may be
-    read when all streams have been waited for.
+    read once all streams are synchronized.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,12 @@ class Checksum:
             by_place[0] += rows.sum(0)
             by_place[1] += (rows >> 32).sum(0)
         places = torch.arange(1, 2 * PLACES + 1, device=tensor.device).view(2, PLACES)
-        odd = 2 * zlib.crc32(name.encode()) + 1  # so that no bit of the sum is lost
+        odd = 2 * zlib.crc32(name.encode()) + 1  # an odd factor loses no bit modulo 2^64
         self.terms.append(((by_place * places).sum() + tensor.numel()) * odd)
 
 
 def _rows_of_words(data: Tensor) -> Iterator[Tensor]:
-    """(rows, PLACES) words of bytes at a time; what is missing of the last row is zero."""
+    """Yields the bytes as words in chunks of shape (rows, PLACES); the last row is padded with zeros."""
     whole = len(data) - len(data) % (WORD * PLACES)
     head, last = data[:whole], data.new_zeros(WORD * PLACES)
     if head.storage_offset() % WORD:

@@ -1,26 +1,27 @@
-"""The control plane of engines in a weight sync, and what became of engines that failed."""
+"""The control plane of rollout engines in a weight sync, and the error for engines that failed."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 
 class EngineClient(Protocol):
-    """The inference engines' control plane, all engines as one. Every call goes to those that have not failed
-    and waits for them."""
+    """The control plane of all rollout engines. Every call goes to the engines that have not failed, and
+    waits for them."""
 
     version: int
-    """Label that `finish_weight_update` gives to the weights."""
+    """Version that `finish_weight_update` gives to the weights."""
     workers_per_engine: int
     failures: dict[int, str]
-    """Engines by their number, and what became of them."""
+    """Maps the number of an engine that failed to its error."""
     ends_with_first: bool
-    """Raise an engine's error at once, because the others would never answer."""
+    """True while an engine's error must be raised at once, because the others would never answer."""
 
     @property
     def num_engines(self) -> int: ...
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
-        """Engine i takes the ranks from `init_info["rank_offset"] + i * workers_per_engine` on."""
+        """Connects the engines. The workers of engine i get ranks from `init_info["rank_offset"] + i *
+        workers_per_engine` on."""
         ...
 
     def start_weight_update(self) -> None: ...
@@ -30,12 +31,13 @@ class EngineClient(Protocol):
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
     def checksums(self) -> dict[int, list[int]]:
-        """What each engine's workers loaded since `start_weight_update`, see `Checksum`."""
+        """Returns, by engine, each worker's checksum of what it loaded since `start_weight_update`, see
+        `Checksum`."""
         ...
 
 
 class EnginesFailedError(RuntimeError):
-    """Engines that failed in a weight sync. Those that did not hold the new version."""
+    """Some engines failed in a weight sync. The others have the new version."""
 
     def __init__(self, version: int, failures: Mapping[int, str], num_engines: int) -> None:
         super().__init__(version, failures, num_engines)
@@ -50,15 +52,15 @@ class EnginesFailedError(RuntimeError):
 
 class Transfer(Protocol):
     def send_weights(self) -> None:
-        """The whole round, engines paused and resumed. Every rank calls it."""
+        """Sends all weights, and pauses and resumes the engines around it. Every rank calls it."""
         ...
 
 
 class Rendezvous(NamedTuple):
-    """Where a trainer's rank meets the engines' workers."""
+    """Address at which a trainer's rank meets the engines' workers."""
 
     address: str
     port: int
     rank: int
-    """Of the trainer."""
+    """Rank of this process in the trainer."""
     bucket_bytes: int

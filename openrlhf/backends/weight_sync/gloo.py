@@ -1,4 +1,4 @@
-"""Weights over TCP: packed buckets, broadcast in process groups of their own."""
+"""Weight transfer over TCP: packed buckets, broadcast with gloo in private process groups."""
 
 import datetime
 import socket
@@ -14,13 +14,13 @@ from openrlhf.backends.weight_sync.client import EngineClient, Rendezvous, Trans
 from openrlhf.backends.weight_sync.source import WeightSource, as_json, filled
 
 SENDING_THREADS = 8
-"""Of rank 0 over gloo, at most: connections to engines share them."""
+"""Largest number of threads with which rank 0 sends over gloo; connections to engines share them."""
 TIMEOUT = datetime.timedelta(seconds=300)
 
 
 class GlooTransfer:
-    """Broadcasts packed buckets over private process groups, beside DeepSpeed's own: one for each engine, so
-    that none waits for another that has failed."""
+    """Broadcasts packed buckets over private process groups beside the trainer's own, one for each engine, so
+    that no engine waits for another that has failed."""
 
     def __init__(
         self,
@@ -29,13 +29,13 @@ class GlooTransfer:
         groups: Mapping[int, dist.ProcessGroup],
         bucket_bytes: int,
     ) -> None:
-        """`groups`: by the number of the engine; none on ranks other than 0."""
+        """`groups`: process group by the engine's number; empty on ranks other than 0."""
         self.source, self.client, self.groups = source, client, dict(groups)
         self.bucket_bytes = bucket_bytes
         self.under_way: dict[int, dist.Work] = {}
 
     def send_weights(self) -> None:
-        if not self.groups:  # only join the gathers
+        if not self.groups:  # joins the gathers only
             for _ in self.source:
                 pass
             return
@@ -52,8 +52,8 @@ class GlooTransfer:
         self.client.finish_weight_update()
 
     def _arrive(self) -> None:
-        """The bucket under way has arrived where engines live: a dead one's connection breaks, and so does
-        that of one which has failed."""
+        """Waits until engines have received the bucket under way. The connection to an engine that died or
+        failed breaks; its group is dropped."""
         for i, work in self.under_way.items():
             try:
                 work.wait()
@@ -68,14 +68,14 @@ class GlooTransfer:
 
 
 def gloo_group(address: str, port: int, name: str, rank: int, world_size: int) -> dist.ProcessGroup:
-    """A process group that leaves the default one alone. All groups of a trainer, told apart by `name`, meet
-    at the store of its rank 0."""
+    """Creates a private process group beside the default one. All groups of a trainer meet at the store of
+    its rank 0, under different `name`s."""
     store = _store(address, port, is_master=False)
     return _gloo_group(store, name, rank, world_size, _gloo_device(store))
 
 
 def broadcast(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
-    """From rank 0 of a private group, under way."""
+    """Starts a broadcast from rank 0 of a private group."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
@@ -83,17 +83,17 @@ def broadcast(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
 
 
 def _gloo_device(store: dist.TCPStore) -> Any:
-    """A thread that moves the bytes of any number of groups."""
+    """Creates a gloo device: a thread that transfers the data of any number of groups."""
     return dist.ProcessGroupGloo.create_device(hostname=_address_towards(store.host, store.port))
 
 
 def _gloo_group(
     store: dist.TCPStore, name: str, rank: int, world_size: int, device: Any
 ) -> dist.ProcessGroup:
-    gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know its options
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
     options = gloo._Options()
     options._devices, options._timeout = [device], TIMEOUT
-    options._threads = 1  # that waits: one bucket comes after the other
+    options._threads = 1  # for waiting: buckets come one after the other
     return gloo(dist.PrefixStore(name, store), rank, world_size, options)
 
 
@@ -102,7 +102,7 @@ def _store(address: str, port: int, *, is_master: bool) -> dist.TCPStore:
 
 
 def _address_towards(address: str, port: int) -> str:
-    """Of this machine, as seen from there. Sends nothing."""
+    """Returns the address of this machine on the route to `address`. Sends nothing."""
     family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)

@@ -1,18 +1,18 @@
-"""Weights by the control plane of engines, which lays each bucket into Ray's object store."""
+"""Weight transfer through the engines' control plane, which puts each bucket into Ray's object store."""
 
 from openrlhf.backends.weight_sync.client import EngineClient, Rendezvous, Transfer
 from openrlhf.backends.weight_sync.source import WeightSource, as_json, filled
 
 
 class RayTransfer:
-    """Hands buckets to the engines' control plane, which lays each into Ray's object store once: slow, but
+    """Hands buckets to the engines' control plane, which puts each into Ray's object store once. Slow, but
     trainer and engines need no connection of their own."""
 
     def __init__(self, source: WeightSource, client: EngineClient, meeting: Rendezvous) -> None:
         self.source, self.client, self.meeting = source, client, meeting
 
     def send_weights(self) -> None:
-        if self.meeting.rank != 0:  # only join the gathers
+        if self.meeting.rank != 0:  # joins the gathers only
             for _ in self.source:
                 pass
             return

@@ -1,4 +1,4 @@
-"""The trainer's side of a weight sync. Speaks vLLM's weight-transfer protocol.
+"""The trainer's side of a weight sync, which follows vLLM's weight-transfer protocol.
 
     client.start_weight_update()     engines pause; their weights are being replaced
     send                             names and shapes once, then the tensors in buckets
@@ -6,8 +6,9 @@
     check                            engines must have loaded exactly what was sent
 
 `gloo` broadcasts over TCP and `ray` hands buckets to the control plane. `nccl` and `ipc` are vLLM's own, and
-import it. With all but `nccl` an engine that fails leaves the others whole: they finish their update before
-EnginesFailedError says which it was. All engines of `nccl` are in one group, which ends with any of them.
+import it. With all but `nccl` the failure of one engine does not affect the others: they finish their update
+before EnginesFailedError names the failed one. With `nccl` all engines are in one group, and the failure of
+one ends it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,20 +21,20 @@ from openrlhf.backends.weight_sync.source import Sendable, WeightSource
 from openrlhf.config.choices import LoraSync
 
 BUCKET_BYTES = {"gloo": 16 << 20, "nccl": 64 << 20, "ipc": 512 << 20, "ray": 64 << 20}
-"""Of weights that travel at a time, unless `--vllm.sync_bucket_mb` says otherwise. On a CPU memory of more
-than 32 MiB is new to the process each time, which takes longer than to copy it. Of a buffer that processes on
-one GPU share each filling is a round trip to all engines, and so is each bucket of Ray's."""
+"""Default bytes of a bucket for each transfer backend, in place of `--vllm.sync_bucket_mb`. On a CPU a block
+of more than 32 MiB is newly mapped each time, which takes longer than to copy it. With `ipc` and `ray` each
+bucket costs a round trip to all engines."""
 OPEN_TRANSFER = {
     "gloo": "openrlhf.backends.weight_sync.gloo:open_gloo",
     "ray": "openrlhf.backends.weight_sync.ray:open_ray",
     "nccl": "openrlhf.backends.vllm.gpu_transfers:open_nccl",
     "ipc": "openrlhf.backends.vllm.gpu_transfers:open_ipc",
 }
-"""Maps ways for weights to functions (source, client, meeting) -> Transfer, imported where they are used."""
+"""Maps a transfer backend to its function (source, client, meeting) -> Transfer, imported on demand."""
 
 
 class WeightSender:
-    """One trainer rank's end. Every rank calls `send`; rank 0 talks to the engines."""
+    """One trainer rank's end of a weight sync. Every rank calls `send`; rank 0 calls the engines."""
 
     def __init__(
         self,
@@ -47,16 +48,16 @@ class WeightSender:
         lora_sync: LoraSync = "merged",
         bucket_bytes: int | None = None,
     ) -> None:
-        """`address`, `port`: where rank 0 can be reached. `bucket_bytes`: of weights that travel at a
-        time."""
+        """Opens the transfer. `address`, `port`: where rank 0 can be reached. `bucket_bytes`: size of a
+        bucket; None: the backend's default."""
         self.source, self.client, self.rank = WeightSource(engine, lora_sync), client, rank
         meeting = Rendezvous(address, port, rank, bucket_bytes or BUCKET_BYTES[backend])
         module, _, function = OPEN_TRANSFER[backend].partition(":")
         self.transfer: Transfer = getattr(import_module(module), function)(self.source, client, meeting)
 
     def send(self, version: int) -> None:
-        """Raises EnginesFailedError where engines failed, or loaded something else than what was sent, once
-        the others hold the new version."""
+        """Sends the current weights as `version`. Raises EnginesFailedError where engines failed or loaded
+        other weights than were sent, once the other engines have the new version."""
         self.client.version = version
         if torch.cuda.is_available():  # vLLM's NCCL sender reads the weights on streams of its own
             torch.cuda.current_stream().synchronize()
@@ -70,7 +71,7 @@ class WeightSender:
 
 
 def _differing(loaded: Mapping[int, Sequence[int]], sent: int) -> dict[int, str]:
-    """What to say of engines with workers that loaded something else."""
+    """Maps engines with workers that loaded other weights to an error message."""
     return {
         i: f"worker {worker} loaded other weights than the trainer sent (checksum {checksum:#x}, expected "
         f"{sent:#x})"

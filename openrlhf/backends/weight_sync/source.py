@@ -1,4 +1,4 @@
-"""The weights that a trainer sends: names and shapes, and the tensors themselves, whole on rank 0."""
+"""The weights that a trainer sends: their metadata, and the tensors themselves, unsharded on rank 0."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle
@@ -13,13 +13,13 @@ from openrlhf.backends.weight_sync.checksum import Checksum
 from openrlhf.config.choices import LoraSync
 
 GATHERED_BYTES = 64 << 20
-"""Of weights that are made whole at a time."""
+"""Bytes of weights that are gathered at a time."""
 ADAPTER_MARKS = (".lora_A.", ".lora_B.")
-"""In the names of an adapter's tensors, and in no checkpoint's of a whole model."""
+"""Substrings that mark the names of an adapter's tensors; no checkpoint of a whole model has them."""
 
 
 class Sendable(Protocol):
-    """A model in training, on every rank: TrainEngine says what these do."""
+    """A model in training, on every rank. `TrainEngine` documents these methods."""
 
     def weights(self, bucket_bytes: int, part: Part = "merged") -> Iterator[tuple[str, Tensor]]: ...
 
@@ -27,20 +27,20 @@ class Sendable(Protocol):
 
 
 class WeightSource:
-    """A model's weights as the transfer backends want them: metadata, and iteration that every rank joins.
-    Where adapters go apart, what lies below them is only sent the first time."""
+    """A model's weights as the transfer backends read them: metadata, and an iteration that every rank joins.
+    With separate adapters the base weights are sent the first time only."""
 
     def __init__(self, engine: Sendable, lora_sync: LoraSync) -> None:
         self.engine = engine
         self.whole_part: Part = "merged" if lora_sync == "merged" else "base"
-        """What of the model the layers of engines hold."""
+        """Part of the model that the engines' layers hold."""
         self.parts: tuple[Part, ...] = ("merged",) if lora_sync == "merged" else ("base", "adapter")
         self.checksum = Checksum()
         self._metadata: dict[Part, list[TensorMeta]] = {}
 
     @property
     def tensors(self) -> list[TensorMeta]:
-        """Of the parts that are next to be sent."""
+        """Metadata of the parts that the next sync sends."""
         return [meta for part in self.parts for meta in self._of_part(part)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -52,7 +52,7 @@ class WeightSource:
                 yield name, whole
 
     def were_sent(self) -> None:
-        """What changes in training is all that the engines need from now on."""
+        """Limits further syncs to the part that training changes."""
         self.parts = self.parts[-1:]
 
     def _of_part(self, part: Part) -> list[TensorMeta]:
@@ -63,7 +63,8 @@ class WeightSource:
 
 
 def filled(source: WeightSource, capacity: int) -> Iterator[tuple[Bucket, Tensor]]:
-    """All weights of `source`, a bucket at a time, whose bytes last until the one after the next."""
+    """Yields all weights of `source` in buckets with their bytes. A bucket's bytes are overwritten by the
+    bucket after the next."""
     stream, buckets = iter(source), plan_buckets(source.tensors, capacity)
     for bucket, buffer in zip(buckets, _two_buffers(buckets), strict=True):
         for meta, view in bucket.views(buffer):
@@ -80,7 +81,7 @@ def as_json(tensors: Iterable[TensorMeta]) -> list[list]:
 
 
 def _two_buffers(buckets: Sequence[Bucket]) -> Iterator[Tensor]:
-    """For the next of `buckets`, in turns: one is filled while the other is under way."""
+    """Yields a buffer for each of `buckets`, two in turns: one is filled while the other is sent."""
     size = max((bucket.num_bytes for bucket in buckets), default=0)
     memory = cycle(torch.empty(2, size, dtype=torch.uint8))
     return (buffer[: bucket.num_bytes] for bucket, buffer in zip(buckets, memory, strict=False))

@@ -1,8 +1,8 @@
-"""Whether engines compute with the weights that they were sent.
+"""Checks that engines compute with the weights that they were sent.
 
-A checksum shows what went into an engine's loader, not what the engine made of it: fused and packed copies,
-tied heads, buffers, adapters. That shows in what it computes, so after every weight sync trainer and engines
-compute the log-probs of the same tokens, the probe, and must agree.
+A checksum covers the input of an engine's loader, but not what the engine makes of it: fused and packed
+copies, tied heads, buffers, adapters. So after every weight sync trainer and engines compute the log-probs of
+the same tokens, the probe, and must agree.
 """
 
 import math
@@ -19,22 +19,23 @@ from openrlhf.types import Image
 
 PROBE_TOKENS = 128
 ROUNDING = {"fp32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Largest relative error of one rounding by `--ds.param_dtype`. GPUs may round the factors of float32
+"""Largest relative error of one rounding for each `--ds.param_dtype`. GPUs may round the factors of float32
 products to TF32."""
 FLOAT32_ON_CPU = 2.0**-17
-"""The error of a float32 product on a CPU, relative to its factors: n additions of 2^-24, whose signs differ,
-for n up to 2^14."""
+"""Relative error of a float32 product on a CPU: n additions with errors of 2^-24 and random signs, for n up
+to 2^14."""
 ROUNDINGS = 32
-"""Errors that may add up. Independent ones grow with the square root: it is 32 with 256 layers, 4 in each."""
+"""Number of rounding errors that may add up. Independent errors grow with the square root of their number: 32
+for 256 layers with 4 roundings each."""
 OTHER_EXPERTS = 2.0**-3
-"""The difference of log-probs, in units of their spread, that a mixture of experts may have in any precision:
-a router near a tie sends a token to another expert, and all later tokens attend to it."""
+"""Allowed difference of log-probs, in units of their spread, for a mixture of experts in any precision: a
+router near a tie sends a token to another expert, and all later tokens attend to it."""
 LEAST_SPREAD = 0.01
-"""Nats, the spread that counts for a model that tells tokens apart by less."""
+"""Smallest spread of log-probs, in nats, as the unit of differences."""
 PROJECTIONS = 16
-"""Numbers that stand for a weight when it is read back."""
+"""Random projections in the sketch of a weight."""
 LEAST_EFFECT = 4.0
-"""How many times the allowed difference an adapter must move the log-probs of a probe to show anything."""
+"""Smallest effect of a random adapter on the log-probs of a probe, in multiples of the allowed difference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,19 +43,19 @@ class EngineProbe:
     """An engine's answer to a probe."""
 
     log_probs: list[float]
-    """(L - 1,) of every token but the first, at temperature 1."""
+    """(L - 1,) log-probs of every token but the first, at temperature 1."""
     version: int
-    """Label of the weights that computed them."""
+    """Version of the weights that computed them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """Tokens that trainer and engines read to be compared, the same ones in every process of a run."""
+    """Tokens by which trainer and engines are compared, the same ones in every process of a run."""
 
     token_ids: list[int]
-    """(L,) as the trainer reads them, with all tokens of a picture."""
+    """(L,) tokens as the trainer reads them, with all tokens of a picture."""
     asked: list[int]
-    """The same with one placeholder in place of the picture's tokens, as an engine is asked."""
+    """The same tokens as in an engine's request, with one placeholder in place of the picture's tokens."""
     images: tuple[Image, ...] = ()
 
 
@@ -72,8 +73,8 @@ def make_probe(tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None, m
 
 
 def probe_of(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
-    """At most `length` ordinary tokens drawn at random, the same ones at every call, after the tokenizer's
-    first token where it has one."""
+    """Returns at most `length` tokens: the tokenizer's BOS token where it has one, then ordinary tokens drawn
+    at random, the same ones at every call."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     ordinary = torch.tensor(sorted(set(tokenizer.get_vocab().values()) - special))
     drawn = torch.randint(len(ordinary), (length,), generator=torch.Generator().manual_seed(0))
@@ -83,10 +84,10 @@ def probe_of(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """The difference between two log-probs of a token that rounding explains, averaged over a probe.
+    """The largest mean difference between two sets of log-probs of a probe that rounding explains.
 
-    Errors of logits grow with the logits, so differences are measured in units of the trainer's spread: the
-    mean of |log p - mean log p|. Those of wrong weights are about 1.
+    Errors of logits grow with the logits, so differences are measured in units of the trainer's spread, the
+    mean of |log p - mean log p|. Wrong weights cause differences of about 1.
     """
 
     dtype: str
@@ -96,30 +97,30 @@ class Limit:
 
     @property
     def relative(self) -> float:
-        """In units of what is computed, without routers."""
+        """Relative error by rounding alone, without routers."""
         exact = self.dtype == "fp32" and not self.on_gpu
         return ROUNDINGS * (FLOAT32_ON_CPU if exact else ROUNDING[self.dtype])
 
     def allowed(self, trainer: Tensor) -> float:
-        """Nats, for the trainer's log-probs (L - 1,) of a probe."""
+        """Returns the limit in nats, given the trainer's log-probs (L - 1,) of a probe."""
         relative = max(self.relative, OTHER_EXPERTS) if self.has_experts else self.relative
         return relative * _spread(trainer)
 
 
 def check_stored(trainer: Tensor, number: int, engine: EngineProbe, limit: Limit) -> float:
-    """Returns the mean difference between an engine's log-probs and the trainer's, (L - 1,), of the same
+    """Returns the mean difference between an engine's and the trainer's log-probs (L - 1,) of the same
     version, in units of their spread. Raises DifferentWeightsError where it is more than `limit` allows.
 
-    `number`: the engine's.
+    `number`: the engine's number.
     """
     difference = (torch.tensor(engine.log_probs) - trainer).abs().mean()
-    if not difference <= limit.allowed(trainer):  # nor is NaN
+    if not difference <= limit.allowed(trainer):  # NaN is not either
         raise DifferentWeightsError(number, engine, trainer, limit)
     return float(difference) / _spread(trainer)
 
 
 class DifferentWeightsError(RuntimeError):
-    """An engine computes with other weights than the trainer's. `reason` says more where it is known."""
+    """An engine computes with other weights than the trainer's. `reason` adds the cause where it is known."""
 
     def __init__(self, engine: int, probe: EngineProbe, trainer: Tensor, limit: Limit) -> None:
         super().__init__(engine, probe, trainer, limit)
@@ -141,8 +142,8 @@ class DifferentWeightsError(RuntimeError):
 
 
 def check_adapter(plain: Tensor, adapted: Tensor, limit: Limit) -> None:
-    """Raises RuntimeError where a random adapter hardly moves the trainer's own log-probs, (L - 1,) each: an
-    engine without it would pass for one with it."""
+    """Raises RuntimeError where a random adapter hardly moves the trainer's own log-probs, (L - 1,) each: the
+    probe could not tell an engine that applies the adapter from one that does not."""
     moved, least = float((adapted - plain).abs().mean()), LEAST_EFFECT * limit.allowed(plain)
     if not moved >= least:
         raise RuntimeError(
@@ -154,29 +155,29 @@ def check_adapter(plain: Tensor, adapted: Tensor, limit: Limit) -> None:
 
 
 class Sketch(NamedTuple):
-    """A weight in a few numbers: of its product with a random input, or of itself where it is a vector."""
+    """A summary of a weight in a few numbers: of a matrix's product with a random input, or of a vector."""
 
     length: int
     size: float
-    """Root mean square of the elements."""
+    """Root mean square of the summarized vector's elements."""
     projections: tuple[float, ...]
-    """Onto random directions, in units of an element: wrong weights move them by about `size`."""
+    """Projections onto random directions, in units of an element; wrong weights move them by about `size`."""
 
     @classmethod
     def of(cls, values: Tensor) -> Self:
-        """`values`: (n,)"""
+        """Sketches a vector (n,)."""
         numbers = values.detach().double().cpu()
         directions = random_input(PROJECTIONS * len(numbers)).double().view(PROJECTIONS, -1)
         projections = (directions @ numbers / math.sqrt(len(numbers))).tolist()
         return cls(len(numbers), float((numbers**2).mean().sqrt()), tuple(projections))
 
     def distance(self, other: "Sketch") -> float:
-        """In units of an element: about the root mean square of the elements' differences."""
+        """Returns the distance in units of an element: about the root mean square of the differences."""
         return math.dist(self.projections, other.projections) / math.sqrt(PROJECTIONS)
 
 
 def random_input(size: int) -> Tensor:
-    """(size,) float32, the same in every process."""
+    """Returns a random (size,) float32 vector, the same in every process."""
     return torch.randn(size, generator=torch.Generator().manual_seed(size))
 
 
@@ -192,8 +193,8 @@ def sketches(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Sketch]:
 
 
 def differing_weights(sent: Mapping[str, Sketch], stored: Mapping[str, Sketch], relative: float) -> list[str]:
-    """Names the weights that an engine's layers hold otherwise than the trainer sent them, in the order of
-    sending. `relative`: the error that rounding explains."""
+    """Returns the names of weights whose sketches in an engine's layers differ from those the trainer sent,
+    in the order of sending. `relative`: the relative error that rounding explains."""
     return [
         name
         for name, ours in sent.items()
@@ -202,8 +203,8 @@ def differing_weights(sent: Mapping[str, Sketch], stored: Mapping[str, Sketch], 
 
 
 def reason_of(unwritten: Sequence[str], different: Sequence[str], num_compared: int) -> str:
-    """Says what is known of why an engine computes otherwise: parameters that no sync has written, weights
-    that its layers hold differently, of so many that were compared."""
+    """Returns a message on why an engine's log-probs differ. `unwritten`: parameters that no sync has
+    written; `different`: weights that differ in its layers, among `num_compared`."""
     if unwritten:
         return f"The sync did not write {_some(unwritten)}: nothing was sent for it, or vLLM passed over it."
     if different:
