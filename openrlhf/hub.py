@@ -1,7 +1,7 @@
-"""The hub on which names of models and datasets are looked up.
+"""Selects the hub on which names of models and datasets are looked up.
 
-transformers, vLLM and `datasets` know that of Hugging Face. A name on ModelScope becomes a folder of this
-machine first, which they read as they read any other: nothing inside them is replaced."""
+transformers, vLLM and `datasets` load from the Hugging Face hub. A name on ModelScope is downloaded to a
+local folder first, which they read like any other, so none of them is patched."""
 
 import os
 import sys
@@ -12,13 +12,13 @@ from typing import Literal
 from openrlhf.errors import first_line
 
 VARIABLE = "OPENRLHF_HUB"
-"""Of the environment: every process of a run has it, on whichever machine."""
+"""Environment variable with the hub; forwarded to every process of a run on every machine."""
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 
 
 def choose_hub(use_ms: bool) -> None:
-    """For this process, and for those that it starts."""
+    """Selects ModelScope or Hugging Face for this process and those that it starts."""
     if use_ms:
         os.environ[VARIABLE] = "modelscope"
     else:
@@ -30,27 +30,29 @@ def uses_modelscope() -> bool:
 
 
 def model_folder(name: str, *, weights: bool = False) -> str:
-    """What transformers and vLLM load `name` from: its folder on this machine where ModelScope has it, else
-    the name itself. Without `weights` only what is small has been fetched. ValueError where it cannot be."""
+    """Returns the path or name from which transformers and vLLM load `name`: the local copy of ModelScope's
+    files if ModelScope is selected, else `name` itself. Without `weights` only the small files are fetched.
+    Raises ValueError if they cannot be fetched."""
     if not uses_modelscope() or Path(name).exists():
         return name
     return str(_snapshot(name, "model", weights))
 
 
 def dataset_folder(name: str) -> Path:
-    """The files of a dataset on ModelScope. ValueError where they cannot be fetched."""
+    """Returns the local folder of a ModelScope dataset. Raises ValueError if it cannot be fetched."""
     return _snapshot(name, "dataset", True)
 
 
 @cache
 def _snapshot(name: str, kind: Literal["model", "dataset"], weights: bool) -> Path:
-    """Its newest version. ModelScope's cache is shared by the processes of a machine, and locked."""
+    """Returns the folder with the newest version, or with the cached one if ModelScope cannot be reached. The
+    machine's processes share ModelScope's cache, which is locked."""
     from modelscope.hub.snapshot_download import snapshot_download
 
     left_out = None if weights else list(WEIGHTS)
     try:
         return Path(snapshot_download(name, repo_type=kind, ignore_patterns=left_out))
-    except Exception as error:  # its own types, and those of whatever it is made with
+    except Exception as error:  # ModelScope's own types, and those of its dependencies
         reason = first_line(error)
         try:
             folder = snapshot_download(name, repo_type=kind, local_files_only=True)

@@ -1,4 +1,4 @@
-"""How the ranks of a model share its work: data, sequence and tensor parallel. Plain numbers; the process
+"""Mesh of a model's ranks: data, sequence and tensor parallel coordinates. Pure arithmetic; the process
 groups are in backends/distributed.py."""
 
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 
 
 class Coordinates(NamedTuple):
-    """Of one rank in a mesh."""
+    """Coordinates of one rank in a mesh."""
 
     data: int
     sequence: int
@@ -15,11 +15,11 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """Ranks in three dimensions.
+    """Three-dimensional arrangement of ranks.
 
-    Along `data` each rank has samples of its own. The `sequence * tensor` ranks of one data coordinate have
-    the same samples and share the work on them. Ranks are counted along tensor first, then sequence, then
-    data: those that exchange most are neighbours, and on one node.
+    Ranks along `data` have different samples. The `sequence * tensor` ranks of one data coordinate have the
+    same samples and share the work on them. Ranks are numbered along tensor first, then sequence, then data,
+    so that ranks that communicate most are neighbours on one node.
     """
 
     data: int = 1
@@ -30,23 +30,23 @@ class Mesh:
 
     @classmethod
     def within(cls, num_ranks: int, *, sequence: int = 1, tensor: int = 1) -> "Mesh":
-        """The largest of these dimensions that has no more than `num_ranks`, but at least one copy of the
-        model."""
+        """Returns the largest mesh with these sizes on at most `num_ranks` ranks, but at least one copy of
+        the model."""
         return Mesh(data=max(1, num_ranks // (sequence * tensor)), sequence=sequence, tensor=tensor)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Sizes, in the order of DIMENSIONS."""
+        """Sizes of the dimensions, in the order of DIMENSIONS."""
         return self.data, self.sequence, self.tensor
 
     @property
     def replica(self) -> int:
-        """Ranks that have the same samples."""
+        """Number of ranks that have the same samples."""
         return self.sequence * self.tensor
 
     @property
     def copies(self) -> int:
-        """Ranks that have the same part of the matrices."""
+        """Number of ranks that have the same tensor parallel slice of the weights."""
         return self.data * self.sequence
 
     @property
@@ -56,7 +56,7 @@ class Mesh:
 
     @property
     def leaders(self) -> range:
-        """The first rank of each data coordinate. What all ranks with the same samples know, it says."""
+        """First rank of each data coordinate; it answers for all ranks with the same samples."""
         return range(0, self.size, self.replica)
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -64,10 +64,11 @@ class Mesh:
         return Coordinates(data, *divmod(inner, self.tensor))
 
     def rank_at(self, at: Coordinates) -> int:
-        """The rank with these coordinates."""
+        """Returns the rank with these coordinates."""
         return (at.data * self.sequence + at.sequence) * self.tensor + at.tensor
 
     def group(self, dimension: str, rank: int) -> list[int]:
-        """The ranks whose coordinates are those of `rank` but in this dimension."""
+        """Returns the ranks of `rank`'s group along `dimension`: their other coordinates equal those of
+        `rank`."""
         at = self.coordinates(rank)
         return [self.rank_at(at._replace(**{dimension: i})) for i in range(getattr(self, dimension))]

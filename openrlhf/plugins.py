@@ -1,7 +1,7 @@
-"""Objects that users plug in.
+"""Finds and imports objects that users plug in.
 
 A reference is `package.module:Name` or `folder/file.py:Name`. Installed packages register names as entry
-points of the groups `openrlhf.KIND`.
+points in the groups `openrlhf.KIND`.
 """
 
 import hashlib
@@ -14,7 +14,8 @@ from openrlhf.user_file import import_place, import_problem, source_of, split
 
 
 def is_reference(name: str) -> bool:
-    """Whether `name` says where an object is defined, and is not the name of one of ours."""
+    """Tells whether `name` is a reference to where an object is defined, not a built-in or registered
+    name."""
     return ":" in name and "://" not in name
 
 
@@ -30,7 +31,7 @@ def registered(kind: str) -> dict[str, EntryPoint]:
 
 
 def resolve(name: str, kind: str) -> str:
-    """Returns the reference that a registered name stands for, and anything else as it is."""
+    """Returns the reference that a registered name stands for; any other name unchanged."""
     if is_reference(name) or file_of(name) or (point := registered(kind).get(name)) is None:
         return name
     return f"{point.module}:{point.attr}"
@@ -39,8 +40,8 @@ def resolve(name: str, kind: str) -> str:
 def load(reference: str, *, flag: str) -> Any:
     """Imports the object that `reference` names.
 
-    Raises ValueError where the module cannot be imported or lacks the object. It names the flag, the file
-    with its line, and what the module has instead.
+    Raises ValueError if the module cannot be imported or lacks the object. The message names the flag, the
+    file and line, and the objects that the module has.
     """
     place, name = split(reference)
     if file_of(reference) and not Path(place).is_file():
@@ -57,7 +58,7 @@ def load(reference: str, *, flag: str) -> Any:
 
 
 def digest(reference: str) -> str:
-    """Returns a fingerprint of the source file that the reference names."""
+    """Returns a fingerprint of the source file that the reference names; the reference itself without one."""
     source = source_of(split(reference)[0])
     if source is None:  # a module without a source: only its name is known
         return reference
@@ -65,7 +66,7 @@ def digest(reference: str) -> str:
 
 
 def _as_module(place: str) -> tuple[str, str]:
-    """Returns the place, and for a file its whole path, with the name of the module that it becomes."""
+    """Returns (place, module name): for a file its absolute path, and the name it is imported under."""
     if not place.endswith(".py"):
         return place, place
     path = Path(place).resolve()

@@ -1,4 +1,4 @@
-"""Ranges of numbers that flags and options take."""
+"""Ranges of valid numbers for flags and options."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,8 @@
-"""Classes that a flag selects: each in a file of its own, found by name or by a reference to a user's file.
+"""Registry of classes that a flag selects, by name or by a reference to a user's file. Each class has its own
+file.
 
-Configuration, its checks and `--help` read those of `algorithms`, so no file there imports torch at its top.
+Configuration, its checks and `--help` read the classes of `algorithms`, so no file there imports torch at its
+top.
 """
 
 import inspect
@@ -19,13 +21,13 @@ KindT = TypeVar("KindT", bound="Selectable")
 
 @dataclass_transform(kw_only_default=True, eq_default=False)
 class Selectable:
-    """A class that a flag selects by its `name`. Subclasses are dataclasses: their annotated fields are
-    options, `--algo.options.NAME` on the command line, except those of `field(init=False)`."""
+    """Base of classes that a flag selects by `name`. Subclasses become dataclasses: their annotated fields
+    are options, `--algo.options.NAME` on the command line, except those of `field(init=False)`."""
 
     name: ClassVar[str] = ""
-    """What the flag takes. A user's class needs none."""
+    """Value of the flag that selects the class. A user's class needs none."""
     summary: ClassVar[str] = ""
-    """What `--help` says of it: the first paragraph of the docstring."""
+    """Description in `--help`: the first paragraph of the docstring."""
 
     __dataclass_fields__: ClassVar[dict[str, Field]]
 
@@ -36,7 +38,7 @@ class Selectable:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """Returns an instance with those of the options that are its own."""
+        """Returns an instance with the options that the class has; other options are ignored."""
         return cls(**{name: options[name] for name in cls.option_names() if name in options})
 
     @classmethod
@@ -45,16 +47,16 @@ class Selectable:
 
 
 class Registry(Mapping[str, type[KindT]], Generic[KindT]):
-    """Maps what a flag takes to a class: the names of a package's files, those that installed packages
-    register as entry points, `package.module:Name` and `folder/file.py:Name`. Iteration is over ours."""
+    """Maps values of a flag to classes: built-in names, names that installed packages register as entry
+    points, `package.module:Name` and `folder/file.py:Name`. Iterates over the built-in names."""
 
     def __init__(self, package: str, base: type[KindT]) -> None:
-        """`package`: whose modules define subclasses of `base`. Its last word names the group of entry
-        points, `openrlhf.WORD`."""
+        """`package`: the package whose modules define subclasses of `base`. Its last word names the group of
+        entry points, `openrlhf.WORD`."""
         self.package, self.base = package, base
         self.kind = package.rpartition(".")[2]
         self.loaded: dict[str, type[KindT]] = {}
-        """By reference with the whole path of its file: a file is imported once in a process."""
+        """Reference with absolute path -> class, so that a process imports a file once."""
 
     @cached_property
     def ours(self) -> dict[str, type[KindT]]:
@@ -67,12 +69,12 @@ class Registry(Mapping[str, type[KindT]], Generic[KindT]):
 
     @property
     def names(self) -> list[str]:
-        """Ours, and those that installed packages register."""
+        """Built-in names, and those that installed packages register."""
         return [*self.ours, *plugins.registered(self.kind)]
 
     def reference(self, name: str) -> str | None:
-        """Returns where the class of this name is defined; None for one of ours. Raises KeyError for a name
-        that nobody has."""
+        """Returns the reference to the class of this name; None for a built-in one. Raises KeyError for an
+        unknown name."""
         if name in self.ours:
             return None
         reference = plugins.resolve(name, self.kind)
@@ -81,7 +83,8 @@ class Registry(Mapping[str, type[KindT]], Generic[KindT]):
         return reference
 
     def __getitem__(self, name: str) -> type[KindT]:
-        """Raises KeyError for a name that nobody has, ValueError where a reference leads to no such class."""
+        """Returns the class. Raises KeyError for an unknown name, ValueError if a reference leads to no
+        subclass of `base`."""
         reference = self.reference(name)
         if reference is None:
             return self.ours[name]
@@ -91,7 +94,8 @@ class Registry(Mapping[str, type[KindT]], Generic[KindT]):
         return self.loaded[place]
 
     def __contains__(self, name: object) -> bool:
-        """Raises ValueError where a reference leads to no such class."""
+        """Tells whether `name` selects a class. Raises ValueError if a reference leads to no subclass of
+        `base`."""
         try:
             return bool(self[str(name)])
         except KeyError:
@@ -122,7 +126,7 @@ class Registry(Mapping[str, type[KindT]], Generic[KindT]):
 
 
 def _place(found: Any) -> str:
-    """The file and line of a class."""
+    """Returns the file, line and name of a class, for messages."""
     try:
         return f"{inspect.getsourcefile(found)}: line {inspect.getsourcelines(found)[1]}: {found.__name__}"
     except TypeError:

@@ -1,4 +1,4 @@
-"""Tokens as the text that they are, and prompts as tokens, also where an image stands for some."""
+"""Converts prompts to tokens and tokens to text, including prompts with images."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -10,14 +10,16 @@ if TYPE_CHECKING:
 
 
 def prompt_token_ids(tokenizer: "PreTrainedTokenizerBase", prompt: str, *, is_chat: bool) -> list[int]:
-    """A prompt as a policy reads it. Plain text begins with what the tokenizer puts in front of a text, as
-    with transformers. `is_chat`: a chat template wrote it, special tokens and all, and nothing is added."""
+    """Returns the tokens of a prompt as the policy reads it. Plain text gets the tokenizer's leading special
+    tokens, as in transformers. `is_chat`: a chat template has written all special tokens, so none are
+    added."""
     token_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     return token_ids if is_chat else with_first(token_ids, first_token_ids(tokenizer))
 
 
 def first_token_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """What the tokenizer puts in front of a text: most often the beginning-of-sequence token, or nothing."""
+    """Returns the tokens that the tokenizer puts in front of a text: usually the beginning-of-sequence token,
+    or none."""
     alone = tokenizer(_ANY_TEXT, add_special_tokens=False)["input_ids"]
     whole = tokenizer(_ANY_TEXT)["input_ids"]
     starts = (i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
@@ -28,8 +30,9 @@ _ANY_TEXT = "a"
 
 
 def token_ids_within(tokenizer: "PreTrainedTokenizerBase", text: str, limit: int) -> list[int]:
-    """The tokens of a text. Of one with far more than `limit` those of its beginning, more than `limit` too:
-    a tool may say megabytes, and nobody else in the process gets a word in while they are tokenised."""
+    """Returns the tokens of a text. For a text with far more than `limit` tokens, only those of its
+    beginning, still more than `limit`: a tool may return megabytes, and tokenising them would block the
+    process."""
     start = text[: _CHARACTERS * limit]
     token_ids = tokenizer(start, add_special_tokens=False)["input_ids"]
     if len(start) == len(text) or len(token_ids) > 2 * limit:
@@ -38,11 +41,12 @@ def token_ids_within(tokenizer: "PreTrainedTokenizerBase", text: str, limit: int
 
 
 _CHARACTERS = 16
-"""More than most tokens have."""
+"""Characters per token that most tokens stay below."""
 
 
 def with_first(token_ids: list[int], first: list[int]) -> list[int]:
-    """`first` in front of tokens that do not begin with it. No tokens stay none."""
+    """Returns the tokens with `first` in front, unless they begin with it already. Empty tokens stay
+    empty."""
     return [*first, *token_ids] if token_ids and token_ids[: len(first)] != first else token_ids
 
 
@@ -53,33 +57,33 @@ def decode(
     after: Sequence[int] = (),
     skip_special_tokens: bool = False,
 ) -> str:
-    """What `token_ids` add to the text of the tokens `after` which they stand: decode(all) minus
+    """Returns the text that `token_ids` add to the preceding tokens `after`: decode(after + token_ids) minus
     decode(after), without any cleaning of spaces.
 
-    Alone they may say something else: Llama 2's decoder drops the space before the first word of a text.
-    Where `after` ends within a character, the text begins with the whole character.
+    Decoded alone they may give another text: Llama 2's decoder drops the space before the first word. If
+    `after` ends within a character, the text begins with the whole character.
     """
 
     def text(ids: Sequence[int]) -> str:
         decoded = tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
-        return cast(str, decoded)  # a list only where it gets several texts
+        return cast(str, decoded)  # a list only for a batch of texts
 
     before, whole = text(after), text([*after, *token_ids])
     for known in (before, before.rstrip(_REPLACEMENT)):
         if whole.startswith(known):
             return whole[len(known) :]
-    return text(token_ids)  # they make bytes of `after` invalid, as a decoder with byte tokens sees it
+    return text(token_ids)  # for a byte-level decoder they make bytes of `after` invalid
 
 
 def decode_each(
     tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int], *, after: Sequence[int] = ()
 ) -> list[str]:
-    """What each token adds; together they are `decode(token_ids, after=after)`. A character of several tokens
-    stands at the last of them."""
+    """Returns the text that each token adds; joined they are `decode(token_ids, after=after)`. A character of
+    several tokens is in the text of its last token."""
     whole, texts = [*after, *token_ids], []
-    before, start = 0, len(after)  # the last tokens that are whole characters, and those that follow
+    before, start = 0, len(after)  # start of the last whole-character tokens, and of those after
     for end in range(start + 1, len(whole) + 1):
         text = decode(tokenizer, whole[start:end], after=whole[before:start])
         is_part = text.endswith(_REPLACEMENT) and end < len(whole) and end - start < _LONGEST_CHARACTER
@@ -90,24 +94,24 @@ def decode_each(
 
 
 def text_tokenizer(tokenizer: Any) -> "PreTrainedTokenizerBase":
-    """That of a processor, which is what belongs to a model that reads images."""
+    """Returns the tokenizer of a processor (vision-language models have one); a tokenizer unchanged."""
     return getattr(tokenizer, "tokenizer", tokenizer) if hasattr(tokenizer, "image_processor") else tokenizer
 
 
 class ImageLayout(NamedTuple):
-    """The tokens that a model reads of an image, in place of the one that its chat template writes."""
+    """Tokens that a model reads for an image, in place of the single placeholder of its chat template."""
 
     placeholder: int
     patch: int
-    """Stands there as often as the image has patches."""
+    """Token repeated once per patch of the image."""
     before: tuple[int, ...]
     after: tuple[int, ...]
     newlines: Mapping[int, int]
-    """Tokens that are newlines -> how many. Such tokens melt into one where they meet."""
+    """Token of newlines -> number of newlines. Adjacent ones merge into one token."""
 
     def expanded(self, token_ids: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The tokens with those of each image, and for each of them its place in `token_ids`, -1 where an
-        image brought it. counts: patches of each image."""
+        """Returns the tokens with all image tokens, and for each its index in `token_ids`, -1 for tokens of
+        an image. `counts`: patches of each image."""
         whole: list[int] = []
         places: list[int] = []
         left, follows_image = iter(counts), False
@@ -131,7 +135,8 @@ class ImageLayout(NamedTuple):
 
 @cache
 def image_layout(processor: Any) -> ImageLayout:
-    """ValueError where the processor writes images in another way."""
+    """Returns the processor's layout of image tokens. Raises ValueError if the processor does not write an
+    image as one token per patch, between fixed tokens."""
     from PIL import Image
 
     name = type(processor).__name__
@@ -156,21 +161,22 @@ def image_layout(processor: Any) -> ImageLayout:
 
 
 def stand_ins(processor: Any) -> tuple[int, ...]:
-    """Tokens that stand for what is no text, which a policy must not answer with: that of an image, with
-    which an engine is asked, comes first. Gemma 4 reads those of videos and sound as padding."""
+    """Returns the tokens that stand for images, videos or sound, which a policy must not sample. The image
+    placeholder of an engine's prompts comes first. Gemma 4 reads the tokens of videos and sound as
+    padding."""
     others = (getattr(processor, f"{kind}_token_id", None) for kind in ("video", "audio"))
     layout = image_layout(processor)
     return layout.placeholder, layout.patch, *(token_id for token_id in others if token_id is not None)
 
 
 def patch_counts(processor: Any, sizes: Sequence[tuple[int, int]]) -> list[int]:
-    """Of images with these heights and widths."""
+    """Returns the number of patches of images with these (height, width) in pixels."""
     return processor._get_num_multimodal_tokens(image_sizes=list(sizes)).num_image_tokens
 
 
 def num_tokens_read(processor: Any, token_ids: Sequence[int], images: Sequence["Picture"]) -> int:
-    """Of tokens with a placeholder for each image: what a model reads of an image is as many tokens as its
-    size makes."""
+    """Returns the number of tokens that a model reads for `token_ids` with one placeholder per image; each
+    image expands to as many tokens as its size gives."""
     if not images:
         return len(token_ids)
     counts = patch_counts(processor, [(image.height, image.width) for image in images])
@@ -178,7 +184,7 @@ def num_tokens_read(processor: Any, token_ids: Sequence[int], images: Sequence["
 
 
 def image_data(images: Sequence["Picture"] | None) -> dict | None:
-    """As vLLM takes them beside a prompt."""
+    """Returns images in the form that vLLM takes beside a prompt; None without images."""
     return {"image": list(images)} if images else None
 
 
@@ -186,8 +192,8 @@ IMAGE_TAG = "<image>"
 
 
 def with_placeholders(processor: Any, text: str, count: int) -> str:
-    """`text` with the model's placeholder for each `<image>`; without any, all of them in front of it.
-    ValueError where there are not as many as images."""
+    """Returns `text` with each `<image>` replaced by the model's placeholder; a text without any gets `count`
+    of them in front. Raises ValueError if the text has tags, but not `count`."""
     if IMAGE_TAG not in text:
         text = IMAGE_TAG * count + text
     if (tags := text.count(IMAGE_TAG)) != count:
@@ -196,7 +202,7 @@ def with_placeholders(processor: Any, text: str, count: int) -> str:
 
 
 def placeholder(processor: Any) -> str:
-    """What the chat template writes for an image. ValueError where that is nothing."""
+    """Returns the text that the chat template writes for an image. Raises ValueError if that is nothing."""
     text = {"type": "text", "text": IMAGE_TAG}
     with_image, without = (
         processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
@@ -209,5 +215,5 @@ def placeholder(processor: Any) -> str:
 
 
 _LONGEST_CHARACTER = 4
-"""Bytes, and so tokens."""
+"""Bytes, and so tokens, of the longest UTF-8 character."""
 _REPLACEMENT = "\ufffd"

@@ -1,5 +1,4 @@
-"""Users' files and modules: how they get to other machines, how they are imported, and where in them
-something was raised.
+"""Copies users' files to other machines, imports users' files and modules, and locates errors in them.
 
 A reference names one of their objects: `folder/file.py:Name` or `package.module:Name`. In a bare
 `folder/file.py` the object has the name that the flag documents.
@@ -21,7 +20,7 @@ from typing import Self
 from openrlhf.files import cache_folder, replacing
 
 IMPORT_DEADLINE = 1800.0
-"""Seconds that an engine waits for the import of a user's file. Then the run ends."""
+"""Seconds that an engine waits for the import of a user's file before the run ends."""
 
 IMPORTED = (
     "Fix that line: the file is imported where the run starts and in every engine. What is only there where "
@@ -34,11 +33,11 @@ NOT_FOUND = (
 
 
 class UnusableFile(ValueError):
-    """The file was imported, and does not have what it is asked for."""
+    """Raised for a file that was imported, but lacks the object that a flag needs."""
 
 
 class ImportTimeout(RuntimeError):
-    """The import did not end: nobody will ever have what the file defines."""
+    """Raised for a user's file whose import in an engine did not end within its limit."""
 
     def __init__(self, path: str, limit: float) -> None:
         super().__init__(
@@ -48,16 +47,17 @@ class ImportTimeout(RuntimeError):
 
 
 class OtherModule(RuntimeError):
-    """A machine has another version of a module than the one where the run starts, or has it not."""
+    """Raised on a machine that lacks a module, or has another version than the machine where the run
+    starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserFiles:
-    """Files of the machine where a run starts, for those where it samples: every engine shall have the same
-    rewards. A file is copied; a module is only compared, because it may need the rest of its package."""
+    """Users' files of the machine where a run starts, for the machines of its engines, so that all have the
+    same rewards. A file is copied; a module is only compared, because it may need the rest of its package."""
 
     contents: Mapping[str, bytes]
-    """Maps files and modules to what they hold."""
+    """File or module -> its source, in bytes."""
 
     @classmethod
     def of(cls, *references: str | None) -> Self:
@@ -65,12 +65,13 @@ class UserFiles:
         return cls({place: Path(source).read_bytes() for place, source in sources.items() if source})
 
     def here(self, reference: str) -> str:
-        """Returns `reference`, or where this machine has another file there or none, one to a copy.
+        """Returns `reference`, or a reference to a copy if this machine lacks the file or has another one
+        there.
 
-        Raises OtherModule for a module that is not the same here.
+        Raises OtherModule for a module that differs or is missing here.
         """
         place, name = split(reference)
-        if place not in self.contents:  # a module without a source: only its name is known
+        if place not in self.contents:  # a module without a source file is known by name only
             return reference
         content, source = self.contents[place], source_of(place)
         if source and os.path.isfile(source) and Path(source).read_bytes() == content:
@@ -90,13 +91,13 @@ class UserFiles:
 
 
 def split(reference: str) -> tuple[str, str]:
-    """Returns the file or module and the name; "" for the name where the reference is a bare file."""
+    """Returns (file or module, name); the name is "" for a bare file."""
     place, colon, name = reference.rpartition(":")
     return (place, name) if colon else (reference, "")
 
 
 def resolved(reference: str) -> str:
-    """Returns the reference with the whole path of its file, which means the same in any folder."""
+    """Returns the reference with the absolute path of its file, valid from any folder."""
     place, name = split(reference)
     if not place.endswith(".py"):
         return reference
@@ -108,43 +109,44 @@ def source_of(place: str) -> str | None:
     if place.endswith(".py"):
         return place
     try:
-        spec = importlib.util.find_spec(place)  # imports the packages that the module is in
+        spec = importlib.util.find_spec(place)  # imports the module's parent packages
     except ModuleNotFoundError:
         return None
     return spec.origin if spec and spec.has_location else None
 
 
 def import_place(place: str, name: str) -> ModuleType:
-    """Imports a module, or a file as the module `name`. Raises what it raises."""
+    """Imports a module, or a file as the module `name`. Exceptions of the import pass through."""
     return import_file(place, name) if place.endswith(".py") else importlib.import_module(place)
 
 
 def import_file(path: str, name: str) -> ModuleType:
-    """The file as the module `name`, or what it raises."""
+    """Imports a file as the module `name`, registered in `sys.modules`. Exceptions of the import pass
+    through."""
     module = _empty_module(path, name)
-    sys.modules[name] = module  # dataclasses and pickle look it up
+    sys.modules[name] = module  # dataclasses and pickle look the module up
     return _run(module)
 
 
 def run_file(path: str, name: str) -> ModuleType:
-    """The file once more, as a module of its own beside the one that was imported."""
+    """Runs a file as a new module that is not registered, beside the one that was imported."""
     return _run(_empty_module(path, name))
 
 
 def _empty_module(path: str, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # as of every .py file
+    assert spec is not None  # every .py file has one
     return importlib.util.module_from_spec(spec)
 
 
 def _run(module: ModuleType) -> ModuleType:
-    assert module.__spec__ is not None and module.__spec__.loader is not None  # as of every .py file
+    assert module.__spec__ is not None and module.__spec__.loader is not None  # every .py file has both
     module.__spec__.loader.exec_module(module)
     return module
 
 
 def import_problem(error: BaseException, reference: str) -> str:
-    """Says what is wrong with the file or module on whose import `error` was raised, and what to do."""
+    """Returns a message for `error`, raised by the import of a file or module: the problem and the remedy."""
     place, name = split(reference)
     if isinstance(error, UnusableFile):
         return f"{reference}: {error}"
@@ -154,9 +156,10 @@ def import_problem(error: BaseException, reference: str) -> str:
 
 
 def located(error: BaseException, reference: str) -> str:
-    """Returns one line: the reference, the last line of its file that was running, and what was raised."""
+    """Returns one line: the reference, the line of its file that raised or led to the error, and the
+    error."""
     source = source_of(split(reference)[0]) or ""
-    files = os.path.abspath(source), os.path.realpath(source)  # as tracebacks have it
+    files = os.path.abspath(source), os.path.realpath(source)  # the forms in tracebacks
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
     if isinstance(error, SyntaxError) and error.filename in files:
         lines = [error.lineno]

@@ -1,4 +1,4 @@
-"""Texts in, scores out: a reward model, and the queue before the one thread that it works in."""
+"""Scores texts with a reward model, and queues requests for the one thread that runs it."""
 
 import logging
 import math
@@ -20,21 +20,22 @@ from openrlhf.types import PackedRow, Sample
 logger = logging.getLogger(__name__)
 
 ROUND = 256
-"""Texts that the model is given at a time, so that those who wait are answered one after the other."""
+"""Maximum number of texts of several requests that the model scores at a time. Finished rounds are answered
+while others wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
     score: float
     is_cut: bool
-    """The text was longer than the model reads."""
+    """Whether the text was longer than the model reads."""
 
 
 Result = Scored | Exception
 
 
 class TextScorer:
-    """Scores of texts as the model learned to read them: see `data/inference.py`."""
+    """Scores texts, tokenised as in the model's training; see `data/inference.py`."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class TextScorer:
         mean: float = 0.0,
         std: float = 1.0,
     ) -> None:
-        """Packed rows have at most `max_tokens` tokens and `batch_size` texts; scores are
+        """Limits packed rows to `max_tokens` tokens and `batch_size` texts, and normalises scores to
         (score - mean) / std."""
         self.model, self.tokenizer, self.encode = model, tokenizer, Encoder(tokenizer)
         self.max_len, self.max_tokens, self.batch_size = max_len, max_tokens, batch_size
@@ -56,7 +57,8 @@ class TextScorer:
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[Text]) -> list[Result]:
-        """One for each text. Where the model fails on a row, the texts of that row have failed."""
+        """Returns one result per text. If the model fails on a packed row, all its texts get the
+        exception."""
         token_ids = [with_end(ids, self.tokenizer) for ids, _ in self.encode(texts)]
         samples = [score_last(ids, self.max_len) for ids in token_ids]
         results: list[Result] = [RuntimeError("not scored")] * len(texts)
@@ -74,14 +76,14 @@ class TextScorer:
     def _score(self, samples: Sequence[Sample]) -> list[float] | list[Exception]:
         try:
             scores = self.model(PackedRow.of(samples).to(self.device)).tolist()
-        except Exception as error:  # they speak of shapes and memory
+        except Exception as error:  # messages are about shapes and memory, never texts
             logger.error("a row of %d texts failed: %s: %s", len(samples), type(error).__name__, error)
             return [error] * len(samples)
         return [(score - self.mean) / self.std for score in scores]
 
 
 class QueueFull(Exception):
-    """There is no room for so many texts."""
+    """Raised if the queue has no room for a request's texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +93,11 @@ class _Job:
 
 
 class ScoreQueue:
-    """Requests that arrive while the model works are scored together next."""
+    """Queue of scoring requests: those that arrive while the model works are scored together in the next
+    round."""
 
     def __init__(self, score: Callable[[Sequence[Text]], list[Result]], *, max_waiting: int) -> None:
-        """`score`: is called in one thread. `max_waiting`: texts."""
+        """`score`: called in a single thread. `max_waiting`: maximum number of waiting texts."""
         self._score, self.max_waiting = score, max_waiting
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
@@ -104,7 +107,8 @@ class ScoreQueue:
         self._thread.start()
 
     def submit(self, texts: Sequence[Text]) -> Future[list[Scored]]:
-        """Its error names the first text that could not be scored. Raises QueueFull."""
+        """Queues texts. The future's RuntimeError names the first text that could not be scored. Raises
+        QueueFull if there is no room."""
         job = _Job(texts)
         with self._changed:
             if self.num_waiting + len(texts) > self.max_waiting:
@@ -119,7 +123,7 @@ class ScoreQueue:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Finish what the model is at, and forget the rest."""
+        """Finishes the round that the model is scoring, and drops the rest."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -140,7 +144,8 @@ class ScoreQueue:
             self.num_scoring = 0
 
     def _take(self) -> list[_Job]:
-        """What has waited longest, up to a round, without those who gave up; nothing once closed."""
+        """Waits for requests; returns the oldest, up to one round, without cancelled ones. Empty once
+        closed."""
         taken: list[_Job] = []
         count = 0
         with self._changed:

@@ -1,5 +1,5 @@
-"""A reward model over HTTP: what is asked, what is refused and why, and how the server ends. No text of a
-request is ever written to a log."""
+"""HTTP server for a reward model: requests, their validation and refusals, and shutdown. No text of a request
+is ever logged."""
 
 import asyncio
 import hmac
@@ -20,23 +20,23 @@ from openrlhf.data.encode import Text
 from openrlhf.serving.scoring import QueueFull, ScoreQueue
 
 RETRY_AFTER = 1
-"""Seconds after which those who were turned away may come back."""
+"""Seconds after which a client may retry if the queue was full (Retry-After)."""
 
 
 class Question(BaseModel):
-    """The body of a request."""
+    """Body of a request."""
 
     query: list[str]
     """Prompts and responses as text, special tokens kept."""
     prompts: list[str] | None = None
-    """What of them is the prompt. Where a query begins with it, its tokens are those that it has alone, as in
-    training; as it was before its template, it says nothing about tokens."""
+    """Prompt of each query. A query that begins with its prompt is tokenised with the prompt's own tokens, as
+    in training; a prompt without its template does not affect tokens."""
     labels: list[Any] | None = None
-    """Not read: they are for rules, not for models."""
+    """Ignored: labels are for rules, not for models."""
 
 
 class Refusal(Exception):
-    """Becomes the answer of a request."""
+    """Raised to refuse a request: becomes its HTTP response."""
 
     def __init__(self, status: int, reason: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(reason)
@@ -44,7 +44,7 @@ class Refusal(Exception):
 
 
 def build_app(queue: ScoreQueue, config: ServeRMConfig) -> FastAPI:
-    """POST /get_reward and GET /health."""
+    """Builds the app with POST /get_reward and GET /health."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -96,8 +96,8 @@ def has_key(request: Request, key: str | None) -> bool:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes | None:
-    """None where there are more bytes. They are all received, because who is cut off while sending never
-    reads the answer."""
+    """Reads the body; returns None if it has more than `max_bytes`. All bytes are received, because a client
+    that is cut off while sending never reads the response."""
     body, size = bytearray(), 0
     async for chunk in request.stream():
         size += len(chunk)
@@ -109,13 +109,14 @@ async def read_body(request: Request, max_bytes: int) -> bytes | None:
 
 
 def read_question(body: bytes, config: ServeRMConfig) -> list[Text]:
-    """The texts of a request. Raises Refusal, which names what is wrong but repeats nothing of it."""
+    """Returns the texts of a request. Raises Refusal, which names the problem and quotes nothing of the
+    body."""
     try:
         question = Question.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"]))
-        # Of broken JSON the message is about the place; some of it may be quoted behind that.
+        # The message for broken JSON may quote some of it.
         reason = "the body is no JSON" if first["type"] == "json_invalid" else f"{place}: {first['msg']}"
         raise Refusal(422, reason) from None
     queries, prompts = question.query, question.prompts or []
@@ -144,13 +145,13 @@ def read_question(body: bytes, config: ServeRMConfig) -> list[Text]:
 
 
 def occurs(prompt: str, query: str) -> bool:
-    """But for white space, which templates and decoders change."""
+    """Tells whether `prompt` occurs in `query`, ignoring white space, which templates and decoders change."""
     return "".join(prompt.split()) in "".join(query.split())
 
 
 def text_of(query: str, prompt: str, is_chat: bool = False) -> Text:
-    """Without newlines at the end, as `data/answers.py` prepares the texts that reward models learn
-    from; the answer is marked where the query begins with the prompt."""
+    """Returns the text without trailing newlines, as `data/answers.py` prepares the training texts of reward
+    models. The answer is marked if the query begins with the prompt."""
     text = query.rstrip("\n") or query
     has_border = prompt and text.startswith(prompt) and len(text) > len(prompt)
     spans = ((len(prompt), len(text)),) if has_border else ()
@@ -158,8 +159,8 @@ def text_of(query: str, prompt: str, is_chat: bool = False) -> Text:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the port before anything is loaded; until the server listens, others are refused. ValueError
-    where it cannot be had."""
+    """Takes the port before the model is loaded; connections are refused until the server listens. Raises
+    ValueError if the port cannot be taken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -177,7 +178,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve(app: FastAPI, bound: socket.socket, drain_seconds: float) -> None:
-    """Until SIGTERM or Ctrl-C; then requests that came before are answered first."""
+    """Serves until SIGTERM or Ctrl-C, then answers pending requests for up to `drain_seconds`."""
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -187,7 +188,7 @@ def serve(app: FastAPI, bound: socket.socket, drain_seconds: float) -> None:
             timeout_graceful_shutdown=max(1, round(drain_seconds)),
         )
     )
-    # uvicorn ends by raising the signal again, which would make an error of an orderly end.
+    # uvicorn re-raises the signal at the end, which would turn an orderly exit into an error.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     bound.listen(2048)
     host, port = bound.getsockname()[:2]
