@@ -1,3 +1,3 @@
-"""Hugging Face models, and what we add to them."""
+"""Hugging Face models, extended for packed rows, parallelism and adapters."""
 
 from openrlhf import device as device  # before anything that imports transformers

@@ -1,4 +1,4 @@
-"""Answers of a transformers model, each decided by its own seed: not by what else is in its batch."""
+"""Generates answers with a transformers model; each depends on its own seed, not on the rest of its batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from openrlhf.completions import LogProb, SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
-    """How answers are sampled; engine-neutral."""
+    """Sampling settings of an answer, independent of the engine."""
 
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
@@ -31,13 +31,14 @@ class Decoding:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0: all tokens."""
+    """Top-k; 0 means all tokens."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
 
     @classmethod
     def of(cls, params: SamplingParams, room: int, eos: Sequence[int]) -> Self:
-        """`room`: the most tokens that an answer may have. `eos`: the model's own stop tokens."""
+        """Builds the settings from a request. `room`: the largest number of tokens that an answer may have.
+        `eos`: the model's own stop tokens."""
         return cls(
             max_new_tokens=min(room, params.max_tokens or room),
             stop_token_ids=(*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos)),
@@ -50,7 +51,7 @@ class Decoding:
         )
 
     def sampling_params(self, seed: int) -> SamplingParams:
-        """The request of an engine for one answer, as tokens."""
+        """Returns the same settings as a request to an engine for one answer as token ids."""
         return SamplingParams(
             temperature=0.0 if self.greedy else self.temperature,
             top_p=1.0 if self.greedy else self.top_p,
@@ -67,13 +68,14 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Likely(Sequence):
-    """The sampled token of each position, and behind it the K most likely ones. A sequence of mappings from
-    tokens to LogProbs, made as they are read."""
+    """The sampled token of each position followed by the K most likely ones: a sequence of mappings from
+    token to LogProb, built on access."""
 
     ids: Tensor
-    """(A, 1 + K)"""
+    """(A, 1 + K) token ids."""
     log_probs: Tensor
-    """(A, 1 + K) float32, under the distribution that was sampled from. -inf: sampling did not keep it."""
+    """(A, 1 + K) float32 log-probs under the sampling distribution; -inf for tokens that truncation
+    removed."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -88,11 +90,11 @@ class Likely(Sequence):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generated:
     token_ids: list[int]
-    """Without the prompt; a stop token that ended it included."""
+    """Token ids of the answer without the prompt, including the stop token that ended it."""
     finish_reason: str
-    """stop, length or abort."""
+    """One of stop, length or abort."""
     likely: Likely | None = None
-    """None: not asked for."""
+    """Log-probs of likely tokens; None if not requested."""
 
 
 @torch.inference_mode()
@@ -107,12 +109,12 @@ def generate(
     stop: Callable[[], bool] = lambda: False,
     likely: int | None = None,
 ) -> list[Generated]:
-    """Answers to prompts of token ids, padded on the left. One seed for each.
+    """Generates one answer for each prompt of token ids, each with its own seed. Prompts are padded on the
+    left.
 
-    on_token: called with each token of the answer to a single prompt as it comes.
-    stop: asked after each token; True ends all answers as they are.
-    likely: log-probs are returned of the sampled token of each position and of so many likely ones.
-    """
+    on_token: called with each new token of the answer; for a single prompt. stop: called after each token;
+    True ends all answers where they are. likely: K, the number of most likely tokens per position whose
+    log-probs are returned besides that of the sampled token. None: no log-probs."""
     longest = max(map(len, prompts))
     input_ids = torch.full((len(prompts), longest), pad_token_id)
     mask = torch.zeros(len(prompts), longest, dtype=torch.bool)
@@ -121,14 +123,14 @@ def generate(
         mask[i, longest - len(prompt) :] = True
     device = model.device
     sampling = Sampling(decoding, mask.to(device), seeds, likely)
-    # Whatever the model's folder recommends (penalties, top-k) is not what the flags say.
+    # Recommendations in the model's folder (penalties, top-k) must not override the flags.
     model.generation_config = GenerationConfig()
     output = cast(Any, model).generate(
         input_ids.to(device),
         attention_mask=mask.long().to(device),
         generation_config=GenerationConfig(
             max_new_tokens=decoding.max_new_tokens,
-            do_sample=False,  # the processor has added the randomness: its argmax is a sample
+            do_sample=False,  # the processor adds the randomness: its argmax is a sample
             eos_token_id=list(decoding.stop_token_ids),
             pad_token_id=pad_token_id,
             use_cache=True,
@@ -143,15 +145,15 @@ def generate(
 class Sampling(LogitsProcessor):
     """Turns logits into scores whose argmax is the next token.
 
-    Penalty, temperature and top-p in vLLM's order, then -log(E) with E from an exponential distribution is
-    added: the argmax of log p_i - log E_i is distributed as p (Gumbel 1954). Each row draws from a generator
-    of its own.
-    """
+    Repetition penalty, temperature and truncation (min-p, top-k, top-p) apply in vLLM's order. Then -log(E)
+    is added, with E from an exponential distribution: the argmax of log p_i - log E_i is distributed as p
+    (Gumbel 1954). Each row draws from its own generator."""
 
     def __init__(
         self, decoding: Decoding, prompt_mask: Tensor, seeds: Sequence[int], likely: int | None = None
     ) -> None:
-        """prompt_mask: (B, prompt) bool, False where there is padding. likely: see `generate`."""
+        """Prepares one generator per seed. prompt_mask: (B, prompt) bool, False for padding. likely: see
+        `generate`."""
         self.decoding = decoding
         self.prompt_mask = prompt_mask
         self.generators = [torch.Generator(prompt_mask.device).manual_seed(seed) for seed in seeds]
@@ -163,7 +165,7 @@ class Sampling(LogitsProcessor):
         self.num_likely, self.found = likely, []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(B, L) tokens so far, (B, V) logits -> (B, V)"""
+        """Maps tokens so far (B, L) and logits (B, V) to scores (B, V)."""
         decoding = self.decoding
         scores = scores.float()
         if decoding.repetition_penalty != 1:
@@ -176,14 +178,16 @@ class Sampling(LogitsProcessor):
         return self._recorded(scores, scores - self._exponential(scores).log())
 
     def likely_of(self, row: int, length: int) -> Likely | None:
-        """Those of the first `length` tokens of an answer."""
+        """Returns the likely tokens at the first `length` positions of answer `row`; None if not
+        requested."""
         if self.num_likely is None:
             return None
         ids, log_probs = (torch.stack(of)[:length, row] for of in zip(*self.found, strict=True))
         return Likely(ids, log_probs)
 
     def _recorded(self, scores: Tensor, drawn: Tensor) -> Tensor:
-        """Returns `drawn`, whose argmax was sampled from the softmax of `scores`, both (B, V)."""
+        """Records the likely tokens if requested, and returns `drawn`, whose argmax is a sample from the
+        softmax of `scores`, both (B, V)."""
         if self.num_likely is not None:
             log_probs = scores.log_softmax(-1)
             ids = torch.cat([drawn.argmax(-1, True), log_probs.topk(self.num_likely).indices], 1)
@@ -191,7 +195,7 @@ class Sampling(LogitsProcessor):
         return drawn
 
     def _seen(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(B, V) True for tokens of the prompt and of the answer; padding does not count."""
+        """Returns (B, V), True for tokens of the prompt and of the answer; padding does not count."""
         new = input_ids.shape[1] - self.prompt_mask.shape[1]
         real = torch.nn.functional.pad(self.prompt_mask, (0, new), value=True)
         rows, columns = real.nonzero(as_tuple=True)
@@ -211,7 +215,7 @@ class Sampling(LogitsProcessor):
 
 
 class _AfterEachToken(StoppingCriteria):
-    """Tells somebody the token, and asks whether to go on."""
+    """Passes each new token to `on_token` and ends generation when `stop` returns True."""
 
     def __init__(self, on_token: Callable[[int], None] | None, stop: Callable[[], bool]) -> None:
         self.on_token, self.stop = on_token, stop
@@ -223,7 +227,7 @@ class _AfterEachToken(StoppingCriteria):
 
 
 def _generated(token_ids: list[int], decoding: Decoding, stopped: bool) -> Generated:
-    """Cuts what follows the first stop token: padding, while others of the batch went on."""
+    """Cuts what follows the first stop token: padding, added while other answers of the batch went on."""
     for i, token in enumerate(token_ids):
         if token in decoding.stop_token_ids:
             return Generated(token_ids=token_ids[: i + 1], finish_reason="stop")

@@ -1,9 +1,8 @@
-"""Liger's kernels inside a model: norms, rotary positions and gated MLPs, each one kernel instead of several.
+"""Replaces parts of a model by Liger's fused kernels: norms, rotary positions and gated MLPs.
 
 https://github.com/linkedin/Liger-Kernel. The head and the losses stay ours: Liger's fused cross-entropy has
-no log-probs of single tokens. Liger exchanges methods of modules and functions of the architecture's file, so
-transformers' own can be put back while models/self_check.py compares the two.
-"""
+no log-probs of single tokens. Liger replaces methods of modules and functions of the architecture's file, so
+models/self_check.py can restore transformers' own while it compares the two."""
 
 import sys
 from collections.abc import Iterator
@@ -20,15 +19,16 @@ ACTIVATIONS = {
     "SwiGLU": F.silu,
     "GEGLU": lambda x: F.gelu(x, approximate="tanh"),
 }
-"""What Liger's MLPs compute, by a part of the name that their modules take on."""
+"""Activations of Liger's MLPs, by a part of the name of their module's class."""
 
 _own_functions: dict[str, dict[str, Any]] = {}
-"""What Liger has exchanged in files of transformers, for all models of the process: file -> name -> own."""
+"""transformers' own functions that Liger replaced, for all models of the process: file -> name -> own
+function."""
 
 
 def apply_liger(model: PreTrainedModel) -> None:
-    """Exchange the kernels of `model`. ValueError where Liger has none for its architecture, or would compute
-    something else."""
+    """Replaces the kernels of `model` by Liger's. Raises ValueError where Liger has none for its
+    architecture, or would compute a different activation."""
     if not torch.cuda.is_available():
         raise ValueError(
             "--ds.use_liger_kernel: Liger's kernels run on GPUs, and this process has none.\nRemove the flag."
@@ -50,8 +50,9 @@ def apply_liger(model: PreTrainedModel) -> None:
 
 
 def _keep_own_functions(file: ModuleType, own: dict[str, Any]) -> None:
-    """Liger's classes would become part of every later model of the process: they go at once. Functions stay,
-    because modules look them up when they are called."""
+    """Restores the classes in `file` and remembers its own functions (`own`: all names before the exchange).
+    Liger's classes would otherwise become part of every later model of the process. Liger's functions stay in
+    place, because modules look them up when they are called."""
     for name, value in own.items():
         if getattr(file, name) is value:
             continue
@@ -73,7 +74,7 @@ def _wrong_activation(model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def transformers_kernels(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model computes with transformers' own kernels."""
+    """Restores transformers' own kernels of the model inside the context."""
     file = _file_of(model)
     liger = {m: m.__dict__.pop("forward") for m in model.modules() if _is_liger(m.__dict__.get("forward"))}
     functions = {name: getattr(file, name) for name in _own_functions.get(file.__name__, {})}

@@ -1,4 +1,4 @@
-"""From a name or path to a model and its tokenizer."""
+"""Loads a model and its tokenizer from a name or path."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ DTYPES: Mapping[str | None, Any] = {
     "fp32": torch.float32,
     None: "auto",
 }
-"""`--ds.param_dtype` as transformers wants it. None: the type that the model's files have."""
+"""Maps `--ds.param_dtype` to transformers' `dtype` argument. None: the dtype of the model's files."""
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt", "spiece*", "sentencepiece*")
 
 
@@ -55,12 +55,11 @@ def load_causal_lm(
     liger: bool = False,
     images: bool = False,
 ) -> PreTrainedModel:
-    """The model in `dtype` (bf16, fp16 or fp32) for packed rows; with `in_4bit` its linear layers but the
-    head in NF4, for models that only carry adapters; with `liger` see `apply_liger`; with `images` a
-    vision-language model, whose rows may have them.
+    """Loads a causal language model in `dtype` (bf16, fp16 or fp32) for packed rows.
 
-    max_len: tokens of the longest sequence of the run, see `fix_frequencies`.
-    """
+    max_len: tokens of the longest sequence of the run, see `fix_frequencies`. in_4bit: linear layers except
+    the head are NF4, for models that train only adapters. liger: see `apply_liger`. images: load a
+    vision-language model, whose rows may have images."""
     config = load_config(path, flag)
     options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
     options |= {"config": config, "dtype": DTYPES[dtype]} | (nf4(dtype, config) if in_4bit else {})
@@ -69,7 +68,8 @@ def load_causal_lm(
 
 
 def weight_bytes(path: str, *, flag: str, dtype: str, images: bool = False) -> int:
-    """Of the model in `dtype`, by its configuration alone. ValueError where there is none."""
+    """Returns the bytes of the model's weights in `dtype`, from its configuration alone. Raises ValueError
+    where there is no configuration."""
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto_class.from_config(load_config(path, flag))
@@ -79,7 +79,8 @@ def weight_bytes(path: str, *, flag: str, dtype: str, images: bool = False) -> i
 def load_generator(
     path: str, *, flag: str, dtype: str, attention: str, max_len: int, in_4bit: bool = False
 ) -> PreTrainedModel:
-    """The model for transformers' `generate`, with its own attention: `auto` is what it would choose."""
+    """Loads a model for transformers' `generate` with transformers' own attention; `auto` leaves the choice
+    to transformers."""
     config = load_config(path, flag)
     model = AutoModelForCausalLM.from_pretrained(
         model_folder(path, weights=True),
@@ -102,8 +103,9 @@ def load_for_rows(
     images: bool = False,
     **options: Any,
 ) -> tuple[Any, dict]:
-    """The model, and what transformers says about loading it. It has the attention for packed rows where its
-    architecture takes one; whether a row may be packed is found out by models/self_check.py."""
+    """Loads a model for packed rows; returns it and transformers' loading info. It gets the attention for
+    packed rows if its architecture supports one; models/self_check.py finds out whether rows may be packed.
+    """
     config = options["config"]
     name = resolve_attention(attention, config)
     takes_it = name != PACKED or _takes_attention(auto_class, config)
@@ -134,15 +136,15 @@ def _emulates_bf16() -> bool:
 
 
 def _takes_attention(auto_class: Any, config: Any) -> bool:
-    """Whether the architecture asks transformers' registry for its attention, in which ours is. Code from the
-    hub is taken to do so."""
+    """Returns whether the architecture looks its attention up in transformers' registry, where ours is
+    registered. Code from the hub is assumed to do so."""
     model_type = auto_class._model_mapping.get(type(config), None)
     return model_type is None or model_type._can_set_attn_implementation()
 
 
 def nf4(dtype: str | None, config: PreTrainedConfig) -> dict[str, BitsAndBytesConfig]:
-    """The option of QLoRA's 4-bit weights (https://arxiv.org/abs/2305.14314), with matrix products in
-    `dtype`, or in that of the model's files."""
+    """Returns transformers' option for QLoRA's 4-bit weights (https://arxiv.org/abs/2305.14314), with matrix
+    products in `dtype` (None: in the dtype of the model's files)."""
     in_type = (config.dtype or torch.float32) if dtype is None else DTYPES[dtype]
     return {
         "quantization_config": BitsAndBytesConfig(
@@ -155,8 +157,8 @@ def nf4(dtype: str | None, config: PreTrainedConfig) -> dict[str, BitsAndBytesCo
 
 
 def keep_nf4(model: PreTrainedModel) -> None:
-    """On CPUs with bf16 products bitsandbytes would repack the weights for good at the first evaluation, with
-    coarser scales."""
+    """Keeps bitsandbytes from repacking the weights permanently, with coarser scales, at the first evaluation
+    on CPUs with bf16 products."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.__dict__["support_avx512bf16_for_cpu"] = False
@@ -165,10 +167,11 @@ def keep_nf4(model: PreTrainedModel) -> None:
 def load_tokenizer(
     path: str, *, flag: str, use_fast: bool = True, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer, with a pad token (the end-of-sequence token where it has none of its own)."""
+    """Loads the tokenizer and makes sure that it has a pad token: the end-of-sequence token if it has none of
+    its own. Raises ValueError where there is no tokenizer."""
     folder = Path(path)
     if folder.is_dir() and not any(next(folder.glob(name), None) for name in TOKENIZER_FILES):
-        raise ValueError(  # transformers would make up an empty one
+        raise ValueError(  # transformers would create an empty one
             f"{flag} {path}: the folder has no tokenizer. Save it beside the model."
         )
     try:
@@ -185,7 +188,7 @@ def load_tokenizer(
 
 
 def policy_tokenizer(config: PPOConfig) -> PreTrainedTokenizerBase:
-    """What a run's prompts and responses are written in."""
+    """Loads the tokenizer of the policy, which prompts and responses of a run are encoded with."""
     return load_tokenizer(
         config.actor.model_name_or_path,
         flag=ACTOR_FLAG,
@@ -195,8 +198,8 @@ def policy_tokenizer(config: PPOConfig) -> PreTrainedTokenizerBase:
 
 
 def policy_processor(config: PPOConfig) -> Any:
-    """What is handed out and saved with a policy: its tokenizer; where it reads images, the processor around
-    it."""
+    """Returns the tokenizer to use and save with a policy; for a policy that reads images, its processor with
+    that tokenizer."""
     tokenizer = policy_tokenizer(config)
     if not config.reads_images:
         return tokenizer
@@ -204,14 +207,14 @@ def policy_processor(config: PPOConfig) -> Any:
 
 
 def processor_around(tokenizer: PreTrainedTokenizerBase, path: str) -> Any:
-    """The processor of a vision-language model, with this tokenizer and its chat template."""
+    """Loads the processor of a vision-language model and gives it this tokenizer and its chat template."""
     processor = AutoProcessor.from_pretrained(model_folder(path))
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
     return processor
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token that ends a response: the tokenizer's, and all that the generation config names."""
+    """Returns every token that ends a response: the tokenizer's, and all those of the generation config."""
     ids, path = {tokenizer.eos_token_id}, model_folder(path)
     if (Path(path) / "generation_config.json").exists() or not Path(path).exists():
         try:
@@ -223,12 +226,14 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def model_digest(path: str, flag: str) -> str:
-    """Changes with the weights and the configuration: of a folder the contents, on the hub the commit."""
+    """Returns a digest that changes with weights and configuration: of a folder's contents, or a hub model's
+    commit."""
     return _digest_of(path, flag, file_digest)
 
 
 def model_fingerprint(path: str, flag: str) -> str:
-    """As `model_digest`, from samples of large files: another one where a model was trained or replaced."""
+    """Returns a cheap variant of `model_digest` from samples of large files. It changes where a model was
+    trained or replaced."""
     return _digest_of(path, flag, sampled_digest)
 
 
@@ -241,14 +246,14 @@ def _digest_of(path: str, flag: str, of_file: Callable[[Path], str]) -> str:
 
 
 def reads_the_tokens_of(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Every token of `other` means the same in `own`, which may have more."""
+    """Returns whether every token of `other` means the same in `own`, which may have more tokens."""
     return other.get_vocab().items() <= own.get_vocab().items()
 
 
 def check_same_vocabulary(
     own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, flag: str, path: str
 ) -> None:
-    """Raise ValueError where a token means something else to the other model."""
+    """Raises ValueError unless both tokenizers have the same vocabulary."""
     if own.get_vocab() != other.get_vocab():
         raise ValueError(
             f"{flag} {path}: its tokenizer has {len(other)} tokens, not the same ones as that of "
@@ -258,13 +263,13 @@ def check_same_vocabulary(
 
 
 def check_model(path: str, flag: str) -> None:
-    """Raise ValueError, without loading weights, where `path` holds no causal language model."""
+    """Raises ValueError, without loading weights, where `path` has no model configuration."""
     load_config(path, flag)
 
 
 def check_room(model_config: PreTrainedConfig, config: Any, *keys: str, path: str) -> None:
-    """Raise ValueError where sequences of the lengths of these flags, end to end, are longer than the model
-    reads."""
+    """Raises ValueError where the sum of the lengths that these flags set exceeds the longest sequence that
+    the model reads."""
     room, lengths = room_of(model_config), [values_of(config)[key] for key in keys]
     if not room or sum(lengths) <= room:
         return
@@ -277,9 +282,10 @@ def check_room(model_config: PreTrainedConfig, config: Any, *keys: str, path: st
 
 
 def room_of(model_config: PreTrainedConfig) -> int | None:
-    """Tokens of the longest sequence that the model has learned to read, None where its configuration names
-    no limit. RoPE that its configuration stretches reads as much as that says: of `linear` and `dynamic` the
-    factor times the positions, of `yarn` times the original ones. Gemma 3 counts that in its positions."""
+    """Returns the tokens of the longest sequence that the model has learned to read; None where its
+    configuration has no limit. Scaled RoPE extends the limit: for `linear` and `dynamic` to the factor times
+    the positions, for `yarn` to the factor times the original positions. Gemma 3's positions already include
+    the factor."""
     config = model_config.get_text_config()
     limit = room = getattr(config, "max_position_embeddings", None) or 0
     ropes = getattr(config, "rope_parameters", None) or {}
@@ -291,11 +297,11 @@ def room_of(model_config: PreTrainedConfig) -> int | None:
 
 
 STRETCHED = ("linear", "dynamic", "yarn")
-"""Kinds of RoPE whose factor says how far they reach; the others say it in `max_position_embeddings`."""
+"""RoPE types whose factor extends the limit; the others include it in `max_position_embeddings`."""
 
 
 def load_config(path: str, flag: str):
-    """The model's configuration. ValueError, without loading weights, where there is none."""
+    """Returns the model's configuration without loading weights. Raises ValueError where there is none."""
     if (Path(path) / "adapter_config.json").exists():
         raise ValueError(
             f"{flag} {path}: holds a LoRA adapter, not a whole model. Merge it into its base first:\n"
@@ -311,6 +317,6 @@ def load_config(path: str, flag: str):
 
 
 def has_experts(path: str, flag: str) -> bool:
-    """Whether it is a mixture of experts, by whatever name its architecture gives their number."""
+    """Returns whether the model is a mixture of experts, by any configuration entry for their number."""
     settings = load_config(path, flag).get_text_config().to_dict()
     return any("expert" in name and isinstance(value, int) and value > 1 for name, value in settings.items())

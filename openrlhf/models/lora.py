@@ -29,19 +29,20 @@ from openrlhf.models.scorer import CLASSIFIER_HEAD, head_name
 from openrlhf.models.tensor_parallel import whole, whole_shape
 
 ALL_LINEAR = "all-linear"
-"""The `--ds.lora.target_modules` that stands for every linear layer but the head."""
+"""Value of `--ds.lora.target_modules` that selects every linear layer except the head."""
 
 ADAPTER = "default"
-"""peft's name of the only adapter that a model has here."""
+"""peft's name of the model's only adapter."""
 
 STATISTICS_FILE = "reward_statistics.json"
-"""Beside the adapter of a reward model: mean and standard deviation of its scores, which a whole model has in
-its config.json. A config.json beside an adapter would make transformers take the folder for a whole model."""
+"""File beside a reward model's adapter with the mean and standard deviation of its scores, which a full model
+keeps in config.json. A config.json beside an adapter would make transformers take the folder for a full
+model."""
 
 
 def prepare_for_training(model: PreTrainedModel, ds: DeepSpeedConfig) -> PreTrainedModel:
-    """What every model that is trained goes through once it is loaded: adapters where `ds.lora.rank` asks for
-    them. The head of a sequence classifier is then trained as a whole, every other weight is frozen."""
+    """Prepares a loaded model for training: adds adapters if `ds.lora.rank` is positive. With adapters the
+    head of a sequence classifier is trained in full, and every other weight is frozen."""
     if ds.lora.rank > 0:
         _add_adapters(model, ds.lora)
     return model
@@ -53,12 +54,13 @@ def has_adapters(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def disabled_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """A language model as it was before training. Only for forward passes without a gradient."""
+    """Turns a language model's adapters off inside the context, which restores the model before training.
+    Only for forward passes without a gradient."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # peft takes seconds, and most runs have no adapters
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     assert layers and not torch.is_grad_enabled()
-    # Not by `enable_adapters`, which sets requires_grad of the tensors that stand for parameters just now:
+    # Not `enable_adapters`, which sets requires_grad of the tensors that stand in for parameters just now:
     # with fully_shard there are two for each.
     for layer in layers:
         layer._disable_adapters = True
@@ -71,15 +73,15 @@ def disabled_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
-    """A tensor as a model without adapters has it, and what it is made of in this one."""
+    """A tensor as a model without adapters has it, and the tensors that it is made of in this model."""
 
     stored: Tensor
     layer: Any = None
-    """The adapted layer that it is the weight of, if it is one."""
+    """The adapted layer that owns this weight; None where no adapter applies."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """In full."""
+        """Full (unsharded, dequantized) shape."""
         state = getattr(self.stored, "quant_state", None)
         return whole_shape(self.stored) if state is None else tuple(state.shape)
 
@@ -90,18 +92,20 @@ class Weight:
 
     @property
     def parts(self) -> list[Tensor]:
-        """All of them are needed in full."""
+        """Tensors that must be available in full to make this one: the stored one, and the adapter's A and
+        B."""
         if self.layer is None:
             return [self.stored]
         return [self.stored, self.layer.lora_A[ADAPTER].weight, self.layer.lora_B[ADAPTER].weight]
 
     def merged(self) -> Tensor:
-        """With what its adapter adds, while the parts are whole. Collective where ranks share matrices."""
+        """Returns the full weight with the adapter's update added. The parts must be available in full.
+        Collective under tensor parallelism."""
         weight = self._dequantized()
         return weight if self.layer is None else weight + whole(self.layer.get_delta_weight(ADAPTER))
 
     def _dequantized(self) -> Tensor:
-        """Of 4 bits in the dtype that it was made of."""
+        """Returns the stored weight in full; 4-bit weights in the dtype that they were quantized from."""
         if (state := getattr(self.stored, "quant_state", None)) is None:
             return whole(self.stored)
         from bitsandbytes.functional import dequantize_4bit
@@ -110,7 +114,7 @@ class Weight:
 
 
 def merged_weights(model: PreTrainedModel) -> dict[str, Weight]:
-    """Every tensor that a checkpoint of the model holds, adapters merged into the layers below them."""
+    """Returns every tensor of the model's checkpoint, with adapters merged into the layers below them."""
     layers = dict(model.named_modules())
     found = {}
     for name, tensor in checkpoint_tensors(model).items():
@@ -124,19 +128,19 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Weight]:
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, Weight]:
-    """The same, as they are below the adapters."""
+    """Returns every tensor of the model's checkpoint without the adapters."""
     return {name: replace(weight, layer=None) for name, weight in merged_weights(model).items()}
 
 
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The adapters' parameters by peft's names."""
+    """Returns the adapters' parameters by peft's names."""
     return {_name_on_disk(model, name): p for name, p in model.named_parameters() if ".lora_" in name}
 
 
 @torch.no_grad()
 def fill_randomly(adapters: Mapping[str, Tensor], lora: LoraConfig, seed: int) -> None:
-    """Overwrites whole `adapter_weights` with normal numbers, the same for a seed on every rank. What a layer
-    then adds to its output has half the size of its input."""
+    """Overwrites full `adapter_weights` with normal numbers, which depend only on name and seed, so that
+    ranks agree. The output that an adapter adds has half the size of its layer's input."""
     for name, param in adapters.items():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
         size = 1.0 if ".lora_A." in name else 0.5 * lora.rank / lora.alpha
@@ -144,8 +148,8 @@ def fill_randomly(adapters: Mapping[str, Tensor], lora: LoraConfig, seed: int) -
 
 
 def adapted_layers(path: str, flag: str, lora: LoraConfig) -> tuple[str, ...]:
-    """The last part of the names of layers that get an adapter in the language model at `path`. ValueError
-    where a name of `lora.target_modules` is that of none."""
+    """Returns the last part of the names of layers that get an adapter in the language model at `path`.
+    Raises ValueError for a name of `lora.target_modules` that matches no layer."""
     config = load_config(path, flag)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -153,13 +157,13 @@ def adapted_layers(path: str, flag: str, lora: LoraConfig) -> tuple[str, ...]:
 
 
 def adapter_dropout(module: nn.Module) -> list[nn.Module]:
-    """The dropout in front of the adapters, where there are any."""
+    """Returns the dropout modules in front of the adapters, if any."""
     return [child for name, child in module.named_modules() if name.endswith(".lora_dropout")]
 
 
 def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: str | Path) -> None:
-    """Write `weights`, the trained parameters by their names in `model`, as an adapter that peft and
-    transformers load. The head of a sequence classifier is called `score` there, as transformers calls it."""
+    """Writes `weights`, the trained parameters by their names in `model`, as an adapter that peft and
+    transformers load. The head of a sequence classifier is stored as `score`, transformers' name."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     tensors = {_name_on_disk(model, name): weight.contiguous() for name, weight in weights.items()}
@@ -171,7 +175,8 @@ def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: 
 
 
 def load_statistics(folder: str | Path) -> dict[str, float]:
-    """What `save_adapter` kept of a reward model's scores: `mean` and `std`, or nothing."""
+    """Returns the `mean` and `std` of a reward model's scores that `save_adapter` stored, or an empty
+    dict."""
     path = Path(folder) / STATISTICS_FILE
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -186,7 +191,7 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
         target_modules=_targets(model, lora.target_modules),
         task_type=peft.TaskType.SEQ_CLS if _is_classifier(model) else peft.TaskType.CAUSAL_LM,
     )
-    # A stream of its own: adapters start the same however much randomness loading took at this ZeRO stage.
+    # A forked RNG: adapters start the same however much randomness loading used at this ZeRO stage.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch.initial_seed())
         model.add_adapter(config, ADAPTER)
@@ -194,13 +199,13 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
         if param.requires_grad:
             param.data = param.data.to(model.dtype)
     if _is_classifier(model):
-        # Only now: peft would wrap the head, and train a copy of it.
+        # Only after `add_adapter`: peft would wrap the head and train a copy of it.
         config.modules_to_save = [CLASSIFIER_HEAD]
         _head(model).requires_grad_(True)
 
 
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
-    """Names, or ends of names, of the layers that get an adapter."""
+    """Returns names, or ends of names, of the layers that get an adapter."""
     head = _head(model)
     linear = [
         n for n, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
@@ -227,7 +232,7 @@ def _head(model: PreTrainedModel) -> nn.Module:
 
 
 def _name_on_disk(model: PreTrainedModel, name: str) -> str:
-    """peft's name of a parameter."""
+    """Returns peft's name of a parameter."""
     own_head = f"{head_name(model.config)}."
     if _is_classifier(model) and name.startswith(own_head):
         name = f"{CLASSIFIER_HEAD}.{name.removeprefix(own_head)}"

@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face causal language model that reads packed rows and answers with log-probs of
+"""The policy model: a Hugging Face causal language model that reads packed rows and returns the log-probs of
 actions."""
 
 from typing import NamedTuple, overload
@@ -12,13 +12,13 @@ from openrlhf.types import PackedRow
 
 
 class TokenScores(NamedTuple):
-    log_probs: Tensor  # (A,) float32; where their sum was asked for, ()
-    entropy: Tensor | None  # (A,) float32, None where it was not asked for
+    log_probs: Tensor  # (A,) float32; () if their sum was requested
+    entropy: Tensor | None  # (A,) float32, None if not requested
 
 
 class PolicyModel(RowModel):
-    """Log-probs of the actions. The forward never holds all logits: the head runs on the hidden states that
-    predict an action, a chunk at a time."""
+    """Returns the log-probs of the actions. The forward pass never holds all logits: the head runs in chunks,
+    only on the hidden states that predict an action."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -29,10 +29,11 @@ class PolicyModel(RowModel):
     def forward(
         self, row: PackedRow, temperature: float = 1.0, with_entropy: bool = False, summed: bool = False
     ) -> TokenScores:
-        """`temperature` divides the logits, as it does in sampling. Where actions have kept sets, their
-        distribution is the softmax over these alone; the log of the sets' probability mass, a constant, is
-        added to log-probs. With `summed`, which has no entropy, the gradients of the head are made in the
-        forward pass, see `sum_of_log_probs`."""
+        """Returns the scores of the row's actions. `temperature` divides the logits, as in sampling. For
+        actions with a recorded top-p/top-k support the distribution is the softmax over the support alone,
+        and the log of its probability mass, a constant, is added to the log-probs. With `summed`, which
+        excludes the entropy, the head's gradients are computed in the forward pass, see `sum_of_log_probs`.
+        """
         states = action_states(self.model, row, row.actions - 1)
         scale, softcap = self.head_options
         log_probs, entropy = head_of(self.model)(
@@ -53,11 +54,11 @@ class PolicyModel(RowModel):
 
 
 class LogProbHead(nn.Linear):
-    """A language model head that can answer with log-probs instead of logits. It is called as a module so
-    that ZeRO-3 gathers its weight around the computation."""
+    """A language model head that can return log-probs instead of logits. It is called as a module so that
+    ZeRO-3 gathers its weight around the computation."""
 
     vocabulary: Vocabulary = WHOLE
-    """Of which each rank may have a part, see models/tensor_parallel.py."""
+    """The vocabulary or, under tensor parallelism, this rank's shard of it (models/tensor_parallel.py)."""
 
     @overload
     def forward(self, input: Tensor) -> Tensor: ...
@@ -86,8 +87,9 @@ class LogProbHead(nn.Linear):
         with_entropy: bool = False,
         summed: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """`targets` (A,): log-probs, or their sum, and entropy (A,) of softmax(scale * head(input)), with
-        `kept` of `linear_log_probs` over these tokens. Without: logits."""
+        """Returns logits without `targets`. With `targets` (A,): log-probs (A,), or their sum, and the
+        entropy (A,) or None, of softmax(scale * head(input)). `kept` restricts the softmax as in
+        `linear_log_probs`."""
         if targets is None:
             return self.vocabulary.joined(super().forward(input))
         options = {"scale": scale, "bias": self.bias, "softcap": softcap, "vocabulary": self.vocabulary}
@@ -103,8 +105,8 @@ def head_of(model: PreTrainedModel) -> nn.Module:
 
 
 def head_options(config: PreTrainedConfig) -> tuple[float, float | None]:
-    """What the architecture does to its logits after the head: (factor, cap). Cohere multiplies, Granite
-    divides, Gemma caps by tanh."""
+    """Returns the architecture's transformation of its logits after the head as (factor, cap): Cohere
+    multiplies, Granite divides, Gemma caps by tanh."""
     text_config = config.get_text_config()
     known = lambda *names: next(
         (value for name in names if (value := getattr(text_config, name, None))), None

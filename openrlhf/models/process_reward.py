@@ -1,4 +1,4 @@
-"""Process reward models: a causal language model that is read at the placeholders themselves."""
+"""Process reward models: causal language models that score steps at placeholder tokens."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from openrlhf.types import PackedRow
 
 
 class ProcessRewardModel(RowModel):
-    """What it says of a step is its prediction at the placeholder that ends the step."""
+    """Judges a step by the model's prediction at the placeholder that ends the step."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -19,7 +19,7 @@ class ProcessRewardModel(RowModel):
         head_of(model).__class__ = LogitsHead  # ZeRO-3's hooks on the module stay
 
     def forward(self, row: PackedRow) -> Tensor:
-        """(A, V) float32 logits at each action."""
+        """Returns the (A, V) float32 logits at each action."""
         scale, softcap = self.head_options
         states = action_states(self.model, row, row.actions)
         logits = states.whole(head_of(self.model)(states.hidden)) * scale
@@ -27,7 +27,7 @@ class ProcessRewardModel(RowModel):
 
 
 class LogitsHead(nn.Linear):
-    """A language model head whose logits are float32, whatever type its weight has."""
+    """A language model head whose logits are float32, whatever the dtype of its weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear_logits(input, self.weight, self.bias)

@@ -1,18 +1,17 @@
-"""Ring attention: keys and values travel from rank to rank, and no rank ever has those of a whole row.
+"""Implements ring attention: keys and values travel from rank to rank, and no rank ever holds a whole row's.
 
-Of the keys of one rank a query with scores s has an output o_1 and l_1 = log sum e^s, of those of others o_2
-and l_2. Of all of them it has l = log(e^l_1 + e^l_2) and o = e^(l_1 - l) o_1 + e^(l_2 - l) o_2. The backward
-pass of a part of the keys needs l and o of all keys: with p = e^(s - l)
+Let a query with scores s have output o_1 and l_1 = log sum e^s over the keys of one rank, o_2 and l_2 over
+the keys of others. Over all of them, l = log(e^l_1 + e^l_2) and o = e^(l_1 - l) o_1 + e^(l_2 - l) o_2. The
+backward pass of a part of the keys needs l and o over all keys: with p = e^(s - l)
 
     dv = p^T do    ds = p (do v^T - rowsum(do o))    dq = ds k    dk = ds^T q
 
-so the backward passes of FlashAttention, given these, compute its gradients. Those of keys and values follow
-them round the ring, and come home with what every rank added.
+so FlashAttention's backward pass, given these, computes the gradients. The gradients of keys and values
+follow them round the ring and return to their own rank with the contributions of all ranks.
 
 Ring attention: https://arxiv.org/abs/2310.01889; the formulas: https://arxiv.org/abs/2307.08691, section 3.1.
 
-q, o and their gradients are (1, heads, n, d), keys and values (1, kv heads, n, d), l is (1, heads, n).
-"""
+q, o and their gradients are (1, heads, n, d), keys and values (1, kv heads, n, d), l is (1, heads, n)."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -29,8 +28,8 @@ from openrlhf.types import present
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, shard: RowShard, scale: float, *, flash: bool
 ) -> Tensor:
-    """Causal attention within sequences, of the queries of this rank's slice; collective. All heads are of
-    one size. `flash`: by FlashAttention on CUDA, else by torch's kernel on the CPU."""
+    """Computes causal attention within sequences for the queries of this rank's slice; collective. All heads
+    have one size. `flash`: use FlashAttention on CUDA, else torch's kernel on the CPU."""
     return _Ring.apply(query, key, value, shard, scale, FLASH if flash else ON_CPU)
 
 
@@ -38,9 +37,9 @@ class Kernel(NamedTuple):
     """Attention of the queries of a block to its keys."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    """(q, k, v, block, scale) -> (o, l) of these keys"""
+    """Maps (q, k, v, block, scale) to (o, l) over these keys."""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """(do, q, o, l, k, v, block, scale) -> (dq, dk, dv) of these keys, with o and l of all keys"""
+    """Maps (do, q, o, l, k, v, block, scale) to (dq, dk, dv) of these keys, with o and l over all keys."""
 
 
 class _Ring(torch.autograd.Function):
@@ -68,7 +67,8 @@ class _Ring(torch.autograd.Function):
         dq = torch.zeros_like(query, dtype=_wide(query))
 
         def differentiated(rank: int, kv: Tensor) -> Tensor:
-            """The gradient of these keys and values by this rank's queries; adds theirs to `dq`."""
+            """Returns the gradient of these keys and values from this rank's queries; adds the queries' to
+            `dq`."""
             dkv = torch.zeros_like(kv, dtype=dq.dtype)
             for block in shard.blocks(rank):
                 own = (x[:, :, block.own] for x in of_queries)
@@ -88,8 +88,8 @@ class _Ring(torch.autograd.Function):
 
 
 def _travelling(kv: Tensor, sharing: SequenceParallel) -> Iterator[tuple[int, Tensor]]:
-    """Every rank, this one first, and what it began with in the place of `kv`. The next one is under way
-    while the caller computes."""
+    """Yields every rank, this one first, and the `kv` that it started with. The next `kv` is in transit while
+    the caller computes."""
     for step in range(sharing.size):
         arriving = sharing.passed_on(kv) if step + 1 < sharing.size else None
         yield (sharing.rank - step) % sharing.size, kv
@@ -98,7 +98,7 @@ def _travelling(kv: Tensor, sharing: SequenceParallel) -> Iterator[tuple[int, Te
 
 
 def _add(total: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """The attention to more keys, to what `total` and `lse` say of others."""
+    """Merges the attention to more keys (`part`, `part_lse`) into `total` and `lse`, in place."""
     both = torch.logaddexp(lse, part_lse)
     total *= (lse - both).exp()[..., None]
     total += part * (part_lse - both).exp()[..., None]
@@ -106,7 +106,7 @@ def _add(total: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """In which sums over ranks are made."""
+    """Returns the dtype for sums over ranks: at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -133,7 +133,7 @@ def _cpu_backward(
 
 
 def _sequences(block: Block, of_queries: tuple[Tensor, ...], of_keys: tuple[Tensor, ...]) -> Iterator[tuple]:
-    """The parts of all these that belong to each sequence of the block."""
+    """Yields the parts of these tensors that belong to each sequence of the block."""
     queries = (x.split(block.queries.lengths, 2) for x in of_queries)
     return zip(*queries, *(x.split(block.keys.lengths, 2) for x in of_keys), strict=True)
 
@@ -158,7 +158,7 @@ def _flash_backward(
         max(block.queries.lengths),
         max(block.keys.lengths),
         block.causal,
-        torch.zeros(2, dtype=torch.uint64, device=q.device),  # of dropout, which there is none of
+        torch.zeros(2, dtype=torch.uint64, device=q.device),  # dropout's RNG state, unused
         scale,
         list(_flash_window(block)),
     )
@@ -167,12 +167,12 @@ def _flash_backward(
 
 
 def _flat(x: Tensor) -> Tensor:
-    """(1, heads, n, d) -> (n, heads, d)"""
+    """Reshapes (1, heads, n, d) to (n, heads, d)."""
     return x[0].transpose(0, 1)
 
 
 def _flash_window(block: Block) -> tuple[int, int]:
-    """How many keys before and behind its own a query sees; -1: all."""
+    """Returns how many keys before and after its own position a query sees; -1: all."""
     return (-1, 0) if block.causal else (-1, -1)
 
 

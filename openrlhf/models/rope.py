@@ -1,4 +1,4 @@
-"""Rotary frequencies that do not depend on what else is in a row."""
+"""Fixes rotary frequencies so that they do not depend on the other tokens of a row."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of RoPE whose frequencies transformers chooses anew by the largest position of each call."""
+"""RoPE types whose frequencies transformers recomputes from the largest position of each call."""
 
 
 def fix_frequencies(model: PreTrainedModel, max_len: int | None) -> None:
-    """Make every rotary embedding of `model` keep the frequencies of a sequence of `max_len` tokens, as vLLM
-    does by its `max_model_len`. None: those that the model starts with."""
+    """Fixes the frequencies of every rotary embedding of `model` to those of a sequence of `max_len` tokens,
+    as vLLM does with its `max_model_len`. None: to those that the model starts with."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         if isinstance(kinds, dict):
@@ -25,7 +25,7 @@ def fix_frequencies(model: PreTrainedModel, max_len: int | None) -> None:
 
 
 _FIXED = "fixed"
-"""Any name that transformers does not update."""
+"""A RoPE type that transformers does not know, and so does not update."""
 
 
 def _fix(module: nn.Module, prefix: str, kind: str, max_len: int | None, **layer: Any) -> None:

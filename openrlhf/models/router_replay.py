@@ -1,16 +1,15 @@
-"""Mixtures of experts that send every token to the experts that the sampler sent it to (rollout routing
-replay, https://arxiv.org/abs/2510.11370).
+"""Rollout routing replay for mixtures of experts: training sends every token to the experts that the rollout
+engine chose (https://arxiv.org/abs/2510.11370).
 
-A router scores all experts and takes the best of them. Where two score nearly alike, rounding decides, and
-what samples rounds otherwise than what trains: a token that goes to another expert gets another log-prob, by
-far more than rounding. So the choice is replayed, and nothing else: scores, and weights made of them, are
-the router's own, with their gradients.
+A router scores all experts and takes the best of them. Where two scores are nearly equal, rounding decides,
+and the rollout engine and the trainer round differently: a token routed to another expert gets a log-prob
+that differs by far more than rounding. So only the choice is replayed: scores, and the weights made of them,
+stay the router's own, with their gradients.
 
-Every architecture of transformers has a router of its own, whose code ends in one `torch.topk` over all
-experts. Inside of it this one call answers with the experts that were given, and their values. Where the
-tokens' experts are is said to each layer by the keyword `routing`, which travels through the model as
-`packing` does; so what gradient checkpointing computes again chooses alike.
-"""
+Every architecture of transformers has its own router, whose code ends in one `torch.topk` over all experts.
+During a replay this call returns the given experts and their values. Each layer gets its tokens' experts by
+the keyword `routing`, which travels through the model as `packing` does; gradient checkpointing therefore
+recomputes the same choice."""
 
 import inspect
 import re
@@ -28,42 +27,43 @@ from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.types import own_choice
 
 ROUTER = re.compile(r"TopK_?Router$", re.IGNORECASE)
-"""What transformers calls the classes of routers that end in one choice of `top_k` experts."""
+"""Matches transformers' class names of routers that end in one choice of `top_k` experts."""
 LAYER = re.compile(r"(?P<layer>.*\blayers\.(?P<index>\d+))\.")
 
 
 class NotReplayed(RuntimeError):
-    """A router has chosen by itself."""
+    """Raised when a router has chosen its experts by itself."""
 
 
 class Choice(TorchFunctionMode):
-    """Inside, the one `torch.topk` that chooses the best `top_k` of `num_experts` answers with those that are
-    `given` (n, K), one row for each token."""
+    """Makes the `torch.topk` that chooses the best `top_k` of `num_experts` return the `given` experts (n,
+    K), one row for each token, inside the context. Tokens marked with `own_choice` keep the router's choice.
+    """
 
     def __init__(self, router: Any) -> None:
         super().__init__()
         self.sizes = [router.num_experts, router.top_k]
         self.given: Tensor | None = None
-        """None: routers choose."""
+        """Experts to choose; None: the router chooses."""
         self.was_made = False
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         answer = func(*args, **kwargs or {})
         if func not in (torch.topk, Tensor.topk) or not self._is_over_experts(args[0], answer):
             return answer
-        assert self.given is not None  # only then it is entered
+        assert self.given is not None  # the context is entered only with `given`
         own = self.given == own_choice(self.given)
         indices = torch.where(own, answer.indices, self.given.long())
         self.was_made = True
         return torch.return_types.topk((args[0].gather(-1, indices), indices))
 
     def _is_over_experts(self, scores: Tensor, answer: Any) -> bool:
-        """Not one of groups of experts."""
+        """Returns whether this choice is over the experts, not over groups of experts."""
         return scores.dim() == 2 and [scores.shape[1], answer.indices.shape[1]] == self.sizes
 
 
 class Replay:
-    """Of a model whose routers can be told what to choose."""
+    """Replays the experts of a model whose routers support it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         routers = [
@@ -78,19 +78,20 @@ class Replay:
         ]
 
     def routing(self, of_row: Tensor, num_tokens: int, sharing: SequenceParallel | None) -> Tensor:
-        """What the model must be called with as `routing`, where a row has `of_row` (N, M, K): of the
-        `num_tokens` that a pass reads, also of those behind the row, or of this rank's slice."""
+        """Returns the `routing` argument of the model's call from a row's experts `of_row` (N, M, K), padded
+        to the `num_tokens` that a pass reads (on this rank, if it has a slice of the row). Padding tokens
+        keep the router's choice."""
         missing = num_tokens * (1 if sharing is None else sharing.size) - len(of_row)
         padded = F.pad(of_row, (0, 0, 0, 0, 0, missing), value=own_choice(of_row))
         return padded if sharing is None else sharing.own(padded)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(M, K) of a routing: layers that have no experts are counted too."""
+        """Shape (M, K) of a token's routing; M also counts layers without experts."""
         return 1 + max(self.layers), self.choices[0].sizes[1]
 
     def check(self) -> None:
-        """Raise NotReplayed where a layer has not taken part in the pass that was just made."""
+        """Raises NotReplayed if a layer did not replay its choice in the last pass."""
         left_out = [i for i, choice in zip(self.layers, self.choices, strict=True) if not choice.was_made]
         if left_out:
             raise NotReplayed(f"its routers in layers {left_out} do not choose what they are told")
@@ -99,7 +100,7 @@ class Replay:
 
 
 def _replaying(layer: nn.Module, index: int, router: nn.Module) -> Choice:
-    """Have `layer` hand on to its router what it is told in the keyword `routing`."""
+    """Makes `layer` pass its experts from the keyword `routing` on to its router."""
     choice, forward = Choice(router), router.forward
 
     def take(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -119,7 +120,7 @@ def _replaying(layer: nn.Module, index: int, router: nn.Module) -> Choice:
 
 
 def check_replay(config: Any, flag: str, path: str) -> None:
-    """Raise ValueError, without loading weights, where the routers of `path` cannot be told what to do."""
+    """Raises ValueError, without loading weights, if the routers of `path` do not support replay."""
     model_type: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     names = vars(sys.modules[model_type.__module__]) if model_type else {}
     masks_weights = getattr(config, "topk_method", "") == "group_limited_greedy"

@@ -23,11 +23,11 @@ from openrlhf.models.loading import DTYPES, load_config, load_for_rows, nf4
 from openrlhf.types import PackedRow
 
 CLASSIFIER_HEAD = "score"
-"""What transformers calls the head of its sequence classifiers."""
+"""Name of the head of transformers' sequence classifiers."""
 
 
 class ScoreModel(RowModel):
-    """A scalar head gives every action a score."""
+    """Scores every action by a scalar head."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -36,28 +36,28 @@ class ScoreModel(RowModel):
         getattr(model, self.head_name).__class__ = ScoreHead
 
     def forward(self, row: PackedRow) -> Tensor:
-        """(A,) float32: the score that is read off each action itself."""
+        """Returns (A,) float32 scores, each read at its action's own token."""
         return self.read(row, row.actions)
 
     def read(self, row: PackedRow, places: Tensor) -> Tensor:
-        """(A,) what the head says at `places`, one for each action."""
+        """Returns the head's (A,) float32 outputs at `places`, one token for each action."""
         states = action_states(self.model, row, places)
         return states.whole(getattr(self.model, self.head_name)(states.hidden)[:, 0])
 
 
 class ValueModel(ScoreModel):
-    """A critic. The value of an action is that of the state in which it was chosen: it is read off the token
-    before the action."""
+    """A critic. The value of an action is that of the state in which it was chosen, so it is read at the
+    token before the action."""
 
     def forward(self, row: PackedRow) -> Tensor:
-        """(A,) float32"""
+        """Returns (A,) float32 values."""
         return self.read(row, row.actions - 1)
 
 
 class ScoreHead(nn.Linear):
-    """A scalar head that computes in float32, whatever type its weight has: bf16 would round scores of about
-    3 to multiples of 1/64, and so give different answers to one prompt the same. It is called as a module so
-    that ZeRO-3 gathers its weight around the computation."""
+    """A scalar head that computes in float32, whatever the dtype of its weight: bf16 would round scores of
+    about 3 to multiples of 1/64, and so give different answers to one prompt the same score. It is called as
+    a module so that ZeRO-3 gathers its weight around the computation."""
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.float()
@@ -79,14 +79,13 @@ def load_scorer(
     images: bool = False,
     trained: bool = False,
 ) -> ScoreModel:
-    """A reward model, or a language model with a new scalar head; with `trained` that is a ValueError.
+    """Loads a reward model, or a language model with a new scalar head, which `trained` forbids (ValueError).
 
-    `head_prefix` names the head in the files that this model will be saved to; a `value_head_prefix` in the
-    model's config.json wins. `tokenizer` of a model that will be saved: tokenizer and model are made to agree
-    on a padding token that is not the end of a sequence. `max_len`: tokens of the longest sequence of the
-    run, see `fix_frequencies`. `dtype`: see `DTYPES`. `liger`: see `apply_liger`. `images`: rows may have
-    some.
-    """
+    head_prefix: the head's name in the files that this model will be saved to; a `value_head_prefix` in the
+    model's config.json takes precedence. tokenizer: given for a model that will be saved; tokenizer and model
+    get the same padding token, which is not the end of a sequence. max_len: tokens of the longest sequence of
+    the run, see `fix_frequencies`. dtype: see `DTYPES`. liger: see `apply_liger`. images: rows may have
+    images."""
     config = load_config(path, flag)
     name = getattr(config, "value_head_prefix", None) or head_prefix
     config.num_labels = 1
@@ -118,8 +117,9 @@ def load_scorer(
 
 
 def register_classifier(config: PreTrainedConfig) -> None:
-    """Most vision-language models have no sequence classifier in transformers. It is made of the parts of
-    those that have one, and reads the files of the generator, whatever their weights are called."""
+    """Registers a sequence classifier for a vision-language model that has none in transformers, as most do.
+    It combines transformers' generic classifier with the architecture's base class, and reads the generator's
+    files with the same renaming of weights."""
     if type(config) in AutoModelForSequenceClassification._model_mapping:
         return
     generator = AutoModelForImageTextToText._model_mapping[type(config)]
@@ -133,8 +133,8 @@ def register_classifier(config: PreTrainedConfig) -> None:
 
 
 def check_reward_model(path: str, flag: str, head_prefix: str) -> None:
-    """Raise ValueError, without loading weights, where `path` is no reward model. Of a name on the hub only
-    the configuration is looked at."""
+    """Raises ValueError, without loading weights, if `path` is no reward model. For a model on the hub only
+    the configuration is checked."""
     name = getattr(load_config(path, flag), "value_head_prefix", None) or head_prefix
     files = sorted(Path(path).glob("*.safetensors"))
     heads = [head for file in files for head in _heads(file, (f"{name}.weight", f"{CLASSIFIER_HEAD}.weight"))]
@@ -145,7 +145,7 @@ def check_reward_model(path: str, flag: str, head_prefix: str) -> None:
 
 
 def _heads(file: Path, names: tuple[str, ...]) -> list[int]:
-    """Labels of the heads in a file of weights."""
+    """Returns the number of labels of each head in a file of weights."""
     with safe_open(file, "pt") as weights:
         return [weights.get_slice(key).get_shape()[0] for key in weights.keys() if key in names]  # noqa: SIM118
 
@@ -158,7 +158,8 @@ def _no_head(path: str, flag: str, name: str) -> ValueError:
 
 
 def score_statistics(config: PreTrainedConfig, path: str) -> tuple[float, float]:
-    """Mean and standard deviation of the scores, as `train_rm` wrote them into the model's config.json."""
+    """Returns mean and standard deviation of the scores, as `train_rm` wrote them into the model's
+    config.json. Raises ValueError if they are missing or the deviation is not positive."""
     mean, std = getattr(config, "mean", None), getattr(config, "std", None)
     if mean is None or std is None:
         raise ValueError(
@@ -178,8 +179,9 @@ def head_name(config: PreTrainedConfig) -> str:
 
 
 def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """A token that is not the end of a sequence. transformers reads a score off the last token that is not
-    padding, and would read the wrong one where the end-of-sequence token pads."""
+    """Returns a padding token that is not the end of a sequence. transformers reads a score at the last token
+    that is not padding, and would read the wrong one if the end-of-sequence token were the padding. Raises
+    ValueError where there is no such token."""
     candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
     candidates += [id for id, token in tokenizer.added_tokens_decoder.items() if token.special]
     usable = [token for token in candidates if token is not None and token != tokenizer.eos_token_id]

@@ -1,15 +1,14 @@
-"""Ranks that share a row (sequence parallelism): each runs the model on a slice of its tokens.
+"""Implements sequence (context) parallelism: each rank runs the model on a slice of a row's tokens.
 
-A row is filled up at its end and cut into two equal chunks for each rank; an edge may cut a sequence. The
-slice of rank r of W is chunk r and chunk 2W - 1 - r (zigzag): its first half looks at few earlier tokens, its
-second at many, and all ranks together at about as many. All of a model but its attention computes every token
-by itself. Attention sees whole sequences (models/attention.py), and what a head says of the actions of each
-slice is put together (models/backbone.py), so that every rank computes the loss of the whole row.
+A row is padded at its end and cut into two equal chunks per rank; a chunk's edge may cut a sequence. The
+slice of rank r of W is chunk r and chunk 2W - 1 - r (zigzag): the first chunk attends to few earlier tokens
+and the second to many, so the ranks' work is about equal. All layers except attention compute every token by
+itself. Attention sees whole sequences (models/attention.py), and the head's outputs for the actions of each
+slice are collected (models/backbone.py), so that every rank computes the loss of the whole row.
 
-Every rank has a copy of the loss, and each collective is differentiated as what it is, a function of all
-ranks' tensors: where values were gathered, the gradients of all copies are summed. DeepSpeed's mean over the
-ranks is then the gradient of the loss.
-"""
+Every rank has a copy of the loss, and each collective is differentiated as a function of all ranks' tensors:
+the backward of a gather sums the gradients of all copies. DeepSpeed's mean over the ranks is then the
+gradient of the loss."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +26,12 @@ from openrlhf.types import PackedRow, present
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceParallel:
-    """The ranks that share rows, seen from one of them."""
+    """A sequence-parallel group, from the view of one of its ranks."""
 
     group: dist.ProcessGroup
     mode: SequenceParallelMode = "auto"
     heads_at_a_time: int = 1
-    """Of keys and values, that are gathered at a time: `--ds.ring_attn_head_stride`."""
+    """Key/value heads gathered at a time: `--ds.ring_attn_head_stride`."""
 
     @property
     def size(self) -> int:
@@ -43,7 +42,7 @@ class SequenceParallel:
         return self.group.rank()
 
     def filled_up(self, row: PackedRow) -> PackedRow:
-        """The row with one more sequence, without actions, where its tokens do not divide among the
+        """Pads the row with one more sequence, without actions, if its tokens do not divide evenly into
         chunks."""
         missing = -len(row.token_ids) % (2 * self.size)
         if not missing:
@@ -57,17 +56,17 @@ class SequenceParallel:
         )
 
     def chunks(self, rank: int) -> tuple[int, int]:
-        """Which two of a row's chunks are the slice of `rank`."""
+        """Returns the indices of the two chunks in the slice of `rank`."""
         return rank, 2 * self.size - 1 - rank
 
     def own(self, x: Tensor) -> Tensor:
-        """(N,) of a row that is filled up -> (n,) of this rank's slice."""
+        """Returns this rank's slice (n,) of a padded row's tensor (N,)."""
         chunks = x.chunk(2 * self.size)
         return torch.cat([chunks[i] for i in self.chunks(self.rank)])
 
     def located(self, places: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """places (A,) in a row of `num_tokens` -> (a,) which of them are in this rank's slice, (a,) where in
-        the slice those are."""
+        """Locates places (A,) of a row of `num_tokens` in this rank's slice. Returns (a,) the indices of the
+        places that are in the slice, and (a,) their positions there."""
         size = -(-num_tokens // (2 * self.size))
         first, second = self.chunks(self.rank)
         chunk = places // size
@@ -75,12 +74,12 @@ class SequenceParallel:
         return own, places[own] % size + size * (chunk[own] == second)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """(n, ...) of each rank's slice -> (N, ...)"""
+        """Gathers each rank's slice (n, ...) into the whole row (N, ...)."""
         return self._as_row(_Gathered.apply(x, self.group).chunk(self.size), dim=0)
 
     def passed_on(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin to send `x` to the next rank of the ring. Returns what waits for the tensor of the one
-        before."""
+        """Starts sending `x` to the next rank of the ring. Returns a function that waits for the tensor of
+        the previous rank."""
         x = x.contiguous()
         received = torch.empty_like(x)
         to, of = [0] * self.size, [0] * self.size
@@ -94,18 +93,20 @@ class SequenceParallel:
         return wait
 
     def _as_row(self, slices: Sequence[Tensor], dim: int) -> Tensor:
-        """The slices of all ranks, in the order of the ranks -> in the order of the row's tokens."""
+        """Reorders the slices of all ranks, given in the order of the ranks, into the order of the row's
+        tokens."""
         first, second = zip(*(x.chunk(2, dim) for x in slices), strict=True)
         return torch.cat([*first, *reversed(second)], dim)
 
     def _as_slices(self, x: Tensor) -> Tensor:
-        """(N, ...) in the order of the row's tokens -> (N, ...) the slices of all ranks."""
+        """Reorders (N, ...) from the order of the row's tokens into the slices of all ranks, end to end."""
         chunks = x.chunk(2 * self.size)
         return torch.cat([chunks[i] for rank in range(self.size) for i in self.chunks(rank)])
 
     def splits_heads(self, num_heads: int, num_kv: int) -> bool:
-        """Whether each rank attends with a part of the heads over whole rows; else with all from its slice.
-        `num_kv`: heads of keys, each for as many of the others."""
+        """Returns whether each rank attends with some of the heads over whole rows (Ulysses); otherwise it
+        attends with all heads from its slice. `num_kv`: the number of key heads, each shared by equally many
+        query heads. Raises ValueError if mode `ulysses` cannot divide the heads."""
         divides = num_heads % math.lcm(num_kv, self.size) == 0
         if self.mode == "ulysses" and not divides:
             raise ValueError(
@@ -115,25 +116,28 @@ class SequenceParallel:
         return divides and self.mode in ("auto", "ulysses")
 
     def copies(self, num_kv: int) -> int:
-        """Of each head of keys, so that every rank has those that its queries look at."""
+        """Returns how often each key head is repeated so that every rank has the key heads of its query
+        heads."""
         return math.lcm(num_kv, self.size) // num_kv
 
     def own_heads(self, num_heads: int) -> slice:
-        """That this rank attends with."""
+        """Returns the heads with which this rank attends."""
         size = num_heads // self.size
         return slice(self.rank * size, (self.rank + 1) * size)
 
     def whole_row(self, x: Tensor) -> Tensor:
-        """(heads, n, d) of each rank's slice -> (heads / ranks, N, d) of this rank's heads."""
+        """Exchanges each rank's slice (heads, n, d) for the whole row of this rank's heads (heads / ranks, N,
+        d)."""
         return self._as_row(_Exchanged.apply(x, self.group).chunk(self.size), dim=1)
 
     def all_heads(self, x: Tensor) -> Tensor:
-        """(N, heads / ranks, d) of each rank's heads -> (n, heads, d) of this rank's slice."""
+        """Exchanges each rank's heads (N, heads / ranks, d) for all heads of this rank's slice (n, heads,
+        d)."""
         by_heads = _Exchanged.apply(self._as_slices(x), self.group).unflatten(0, (self.size, -1))
         return by_heads.transpose(0, 1).flatten(1, 2)
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of every rank's `x`."""
+        """Returns the sum of `x` over the ranks."""
         return _Summed.apply(x, self.group)
 
 
@@ -141,15 +145,17 @@ class Cut(NamedTuple):
     """The sequences that have tokens in a slice of a row."""
 
     inside: tuple[int, ...]
-    """Their tokens in the slice."""
+    """Number of tokens of each sequence inside the slice."""
     until: tuple[int, ...]
-    """Their tokens up to the last of those: what these tokens may look at."""
+    """Number of tokens of each sequence up to its last one in the slice: all that its tokens there may attend
+    to."""
     seen: slice
-    """Where the latter are in the row."""
+    """Range of the tokens counted by `until` in the row."""
 
 
 def cut(lengths: Sequence[int], start: int, end: int) -> Cut:
-    """Of a row with sequences of these lengths, the slice from `start` to `end`, which has a token."""
+    """Cuts the slice from `start` to `end`, with at least one token, out of a row with sequences of these
+    lengths."""
     inside, until, first, border = [], [], end, 0
     for length in lengths:
         begin, border = border, border + length
@@ -162,29 +168,29 @@ def cut(lengths: Sequence[int], start: int, end: int) -> Cut:
 
 
 class Packing(NamedTuple):
-    """Where the sequences of a row lie. Travels through the model to the attention as `packing`."""
+    """Boundaries of a row's sequences. It travels through the model to the attention as `packing`."""
 
     lengths: tuple[int, ...]
     cumulative: Tensor  # (B + 1,) int32, on the row's device
     shard: "RowShard | None" = None
-    """None: this rank has the whole row."""
+    """This rank's slice; None where it has the whole row."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
-        # Summed up here: copying a list to a GPU would wait for it.
+        # Summed on the CPU: copying a list to a GPU would synchronize.
         cumulative = torch.tensor((0, *lengths)).cumsum(0, dtype=torch.int32)
         return cls(tuple(lengths), cumulative.to(device, non_blocking=True))
 
 
 class Chunk(NamedTuple):
-    """One of the two in this rank's slice, and what it sees of the row."""
+    """One of the two chunks in this rank's slice, and the part of the row that it sees."""
 
     number: int
     queries: Packing
     keys: Packing
-    """Of the same sequences, each up to its last query."""
+    """The same sequences, each up to its last query."""
     seen: slice
-    """Where those are in the row."""
+    """Range of the keys in the row."""
 
     @property
     def size(self) -> int:
@@ -192,27 +198,28 @@ class Chunk(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Queries of this rank, and keys of one rank that they look at."""
+    """Queries of this rank, and the keys of one rank that they attend to."""
 
     own: slice
-    """Of this rank's slice."""
+    """Range of the queries in this rank's slice."""
     of: slice
-    """Of the other's."""
+    """Range of the keys in the other rank's slice."""
     queries: Packing
     keys: Packing
-    """As many sequences. Their queries look at all of them, or if `causal` at those up to their own."""
+    """As many sequences as `queries`. Queries attend to all keys of their sequence, or if `causal` up to
+    their own."""
     causal: bool
 
 
 class RowShard(NamedTuple):
-    """This rank's slice of a row, and what it sees of the others'."""
+    """This rank's slice of a row, and the parts of the row that it sees."""
 
     sharing: SequenceParallel
     chunks: tuple[Chunk, ...]
 
     @classmethod
     def of(cls, sharing: SequenceParallel, lengths: Sequence[int], device: torch.device) -> Self:
-        """`lengths`: of the sequences of a row that is filled up."""
+        """Cuts this rank's slice. `lengths`: of the sequences of a padded row."""
         size = sum(lengths) // (2 * sharing.size)
         chunks = []
         for number in sharing.chunks(sharing.rank):
@@ -221,7 +228,7 @@ class RowShard(NamedTuple):
         return cls(sharing, tuple(chunks))
 
     def blocks(self, rank: int) -> Iterator[Block]:
-        """All that this rank's queries see of the keys of `rank`."""
+        """Yields the blocks of keys of `rank` that this rank's queries attend to."""
         for i, chunk in enumerate(self.chunks):
             for j, other in enumerate(self.sharing.chunks(rank)):
                 size, queries = chunk.size, chunk.queries
@@ -229,7 +236,7 @@ class RowShard(NamedTuple):
                     place = slice(i * size, (i + 1) * size)
                     yield Block(place, place, queries, queries, causal=True)
                     continue
-                # Of an earlier chunk, the end of the one sequence that may go on in this one.
+                # The end of an earlier chunk, where its last sequence may continue in this chunk.
                 start = max(0, chunk.seen.start - other * size)
                 if other < chunk.number and start < size:
                     own = slice(i * size, i * size + queries.lengths[0])
@@ -256,7 +263,8 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Exchanged(torch.autograd.Function):
-    """x has a block for each rank; block i of rank j becomes block j of rank i, and so do their gradients."""
+    """Exchanges block i of rank j with block j of rank i, where x has one block per rank; gradients
+    likewise."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""torch's attention over sequences that lie end to end, which is FlashAttention 2 on CUDA."""
+"""Wraps torch's attention over concatenated sequences, which is FlashAttention 2 on CUDA."""
 
 import inspect
 from functools import cache
@@ -19,11 +19,10 @@ def varlen_attention(
     scale: float,
     window_size: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """(N, heads, d) each, k and v with heads that may be fewer -> the output, and the log-sum-exp of the
-    scores (heads, N).
+    """Computes attention within the sequences of q, k and v, each (N, heads, d), where k and v may have fewer
+    heads. Returns the output and the log-sum-exp of the scores (heads, N).
 
-    window_size: how many keys before and behind its own a query sees; -1: all.
-    """
+    window_size: how many keys before and after its own position a query sees; -1: all."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn  # takes a second: it imports the compiler
 
     options: dict[str, Any] = {"return_aux": AuxRequest(lse=True), "scale": scale, "window_size": window_size}
@@ -44,6 +43,6 @@ def varlen_attention(
 
 @cache
 def _asks_for_groups(varlen_attn: Any) -> bool:
-    """Whether it must be told of fewer heads of keys: torch 2.13's must, 2.11's takes them and has no
-    parameter for it."""
+    """Returns whether grouped key heads need the `enable_gqa` argument: torch 2.13 requires it; torch 2.11
+    accepts fewer key heads and has no such parameter."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
