@@ -1,1 +1,1 @@
-"""DeepSpeed behind `TrainEngine`. Nothing else imports it."""
+"""The DeepSpeed training backend. Only this package imports DeepSpeed."""

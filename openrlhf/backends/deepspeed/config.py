@@ -1,4 +1,4 @@
-"""The dictionary that DeepSpeed wants, from the `ds.*` flags."""
+"""Builds DeepSpeed's configuration from the `ds.*` flags."""
 
 from typing import Any
 
@@ -6,17 +6,17 @@ from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.device import DEVICE_TYPE
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Of a weight, by its type."""
+"""Bytes of one element for each dtype."""
 
 
 def training_config(ds: DeepSpeedConfig, *, max_norm: float, muon: bool = False) -> dict:
-    """For a model that is trained. Accumulation stays at 1: the engine drives the boundary itself, because
-    the number of micro-batches differs from step to step."""
+    """Returns the configuration of a trained model. Gradient accumulation stays at 1: the engine sets the
+    accumulation boundary itself, because the number of micro-batches differs from step to step."""
     zero = _zero_section(ds)
     if ds.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": DEVICE_TYPE == "cuda"}
     if muon and ds.zero_stage == 3:
-        zero["reduce_scatter"] = False  # every rank needs whole gradients to orthogonalise them
+        zero["reduce_scatter"] = False  # every rank orthogonalises whole gradients
     config = _common(ds, zero) | {"gradient_clipping": max_norm}
     accumulated = ds.grad_accum_dtype or ("fp32" if ds.zero_stage >= 2 else None)
     if accumulated is not None:
@@ -25,7 +25,7 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float, muon: bool = False)
 
 
 def inference_config(ds: DeepSpeedConfig, *, offload: bool) -> dict:
-    """For a frozen model whose weights are sharded over the ranks, and kept on the CPU with `offload`."""
+    """Returns the configuration of a frozen model with sharded weights, kept on the CPU with `offload`."""
     zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": "auto"}
     if offload:
         zero["offload_param"] = {"device": "cpu", "pin_memory": DEVICE_TYPE == "cuda"}
@@ -37,7 +37,7 @@ def _common(ds: DeepSpeedConfig, zero: dict) -> dict:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": None,
-        # It would wait for the GPU in every pass, and nobody reads it.
+        # The throughput timer would synchronize with the GPU in every pass, and nothing reads it.
         "timers": {"throughput": {"enabled": False}},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -53,7 +53,7 @@ def _zero_section(ds: DeepSpeedConfig) -> dict:
     if ds.overlap_comm:
         zero |= {"overlap_comm": True, "contiguous_gradients": True}
     elif ds.zero_stage < 3 and DEVICE_TYPE == "cpu":
-        zero["contiguous_gradients"] = False  # they keep GPU memory whole, and cost a copy of every gradient
+        zero["contiguous_gradients"] = False  # they avoid fragmentation on a GPU, for a copy
     if ds.zero_stage == 3:
         zero["zero_hpz_partition_size"] = ds.zpg
     elements = bucket_elements(ds)
@@ -61,7 +61,7 @@ def _zero_section(ds: DeepSpeedConfig) -> dict:
 
 
 def bucket_elements(ds: DeepSpeedConfig) -> int:
-    """That travel at a time."""
+    """Returns the size of a communication bucket, in elements."""
     if ds.bucket_mb is None:
-        return 500_000_000  # DeepSpeed's own
+        return 500_000_000  # DeepSpeed's default
     return ds.bucket_mb * 2**20 // ITEM_BYTES[ds.param_dtype]

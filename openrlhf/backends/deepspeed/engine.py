@@ -1,4 +1,4 @@
-"""DeepSpeed behind one verb. The only file that talks to a DeepSpeed engine."""
+"""Training and frozen models on DeepSpeed, at any ZeRO stage."""
 
 import logging
 import math
@@ -44,15 +44,15 @@ from openrlhf.models.self_check import resolve_reading, shard_matrices_checked
 from openrlhf.types import Metrics
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-# DeepSpeed's older calls
+# DeepSpeed calls deprecated functions of torch.distributed
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
 class DeepSpeedEngine(TrainedRank):
     """One rank of a model in training, at any ZeRO stage. `init_distributed` comes first.
 
-    `build_model` returns a module whose `.model` is a Hugging Face model (see models/policy.py); it is called
-    here so that at stage 3 no rank ever holds the whole model.
+    `build_model` returns a module whose `.model` is a Hugging Face model (see models/policy.py). The engine
+    calls it, so that at stage 3 no rank ever holds the whole model.
     """
 
     def __init__(
@@ -68,13 +68,15 @@ class DeepSpeedEngine(TrainedRank):
         ema_beta: float | None = None,
         mesh: ProcessMesh | None = None,
     ) -> None:
-        """`total_steps`: optimizer steps of the whole run, which the learning rate schedule needs.
+        """Builds the model and wraps it for training.
 
-        `dropout`: train with what the model's configuration has of it. Without, a training pass computes what
-        `forward` and `evaluate` do, but for the dropout of adapters.
+        `total_steps`: optimizer steps of the whole run, for the learning rate schedule.
+
+        `dropout`: train with the dropout of the model's configuration. Without it a training pass computes
+        the same as `forward` and `evaluate`, except for the dropout of adapters.
 
         `ema_beta`: decay of a moving average of the trained weights, None for no average. `export` writes the
-        average, checkpoints keep it; nothing else sees it.
+        average and checkpoints keep it; nothing else uses it.
 
         `mesh`: None where every rank has samples of its own.
         """
@@ -82,8 +84,7 @@ class DeepSpeedEngine(TrainedRank):
         super().__init__(mesh)
         self.ds, self.stage = ds, ds.zero_stage
         self.checkpoints_layers = gradient_checkpointing
-        # DeepSpeed neither reports nor exposes the norm at stage 0 in float32, so there the engine clips by
-        # itself.
+        # DeepSpeed neither reports nor exposes the gradient norm at stage 0 in float32, so this class clips.
         self.clips_itself = self.stage == 0 and ds.param_dtype == "fp32"
         self.max_norm = optim.max_norm
         self.scales_loss = ds.param_dtype == "fp16"
@@ -97,7 +98,7 @@ class DeepSpeedEngine(TrainedRank):
         if self.mesh.tensor_group is not None:
             shard_matrices_checked(module.model, self.mesh.tensor_group)
         module.register_state_dict_post_hook(_leave_out_frozen)
-        # Without noise nothing has to be done, and to some architectures evaluation means no gradients.
+        # Models without noise stay in training mode: in evaluation mode some architectures drop gradients.
         self.plain_training = dropout or not has_noise(module.model.config)
         if gradient_checkpointing:
             enable_checkpointing(
@@ -111,7 +112,7 @@ class DeepSpeedEngine(TrainedRank):
         self.engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
-            # pyrefly: ignore[bad-argument-type]  DeepSpeed names torch's older base class
+            # pyrefly: ignore[bad-argument-type]  DeepSpeed's annotation is torch's older base class
             lr_scheduler=scheduler,
             mpu=None if self.mesh.tensor_group is None else ModelParallelUnit(self.mesh),
             config=config,
@@ -135,11 +136,11 @@ class DeepSpeedEngine(TrainedRank):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done, also before a resume."""
+        """Number of optimizer steps done, including those before a resume."""
         return self.engine.global_steps
 
     def row_memory(self, num_tokens: int) -> RowMemory:
-        """Of this rank, at the peak of a step with a row of `num_tokens`. Said before there is one."""
+        """Estimates this rank's peak memory in a step with a row of `num_tokens`, before any step."""
         return row_memory(
             self.shape(),
             self.ds,
@@ -161,7 +162,7 @@ class DeepSpeedEngine(TrainedRank):
         self.engine.step()
         if grad_norm is None:
             found = self.engine.get_global_grad_norm()
-            assert found is not None  # but in the one case in which the engine clips itself
+            assert found is not None  # None only where this class clips
             grad_norm = float(found)
         return lr, grad_norm
 
@@ -175,9 +176,9 @@ class DeepSpeedEngine(TrainedRank):
 
     @contextmanager
     def random_adapter(self, seed: int) -> Iterator[None]:
-        """Inside, the model computes with random matrices A and B in the place of its adapters', large enough
-        to change every layer by about as much as it does. Afterwards all bits are what they were. Collective;
-        without an optimizer step inside."""
+        """Replaces the adapters' matrices A and B by random ones within the context, large enough to change
+        every layer's output by about its own size. Afterwards all bits are restored. Collective; no optimizer
+        step may happen inside."""
         adapters = adapter_weights(self.module.model)
         params = [*adapters.values()]
         with self._changing(params):
@@ -193,9 +194,9 @@ class DeepSpeedEngine(TrainedRank):
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
         self._check_present()
         if self.mesh.is_first and (place := Path(folder, tag)).exists():
-            shutil.rmtree(place)  # a save that other ranks did not finish, or of before a resume
+            shutil.rmtree(place)  # an unfinished save, or one from before a resume
         dist.barrier()
-        # DeepSpeed mixes client state with its own keys, so the trainer's stays under one.
+        # DeepSpeed mixes client state with its own keys, so the trainer's state has a single key.
         self.engine.save_checkpoint(
             folder,
             tag=tag,
@@ -209,9 +210,9 @@ class DeepSpeedEngine(TrainedRank):
         dist.barrier()
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
-        """Restore everything that `save_checkpoint` wrote, with any number of ranks at any ZeRO stage, and
-        return its `state`. With a moving average the checkpoint must have one too; without, one that is there
-        is left where it is."""
+        """Restores everything that `save_checkpoint` wrote with any number of ranks at any ZeRO stage, and
+        returns its `state`. Raises ValueError where this engine has a moving average and the checkpoint has
+        none. An average in the checkpoint is ignored where the engine has none."""
         self._check_present()
         if self.average is not None:
             self.average.load(f"{folder}/{tag}")
@@ -227,15 +228,16 @@ class DeepSpeedEngine(TrainedRank):
         return client_state["openrlhf"]
 
     def _follow_schedule(self) -> None:
-        """The rates that a checkpoint holds are those of the length that its run had."""
+        """Sets the learning rates of this run's schedule, in place of those in the checkpoint, whose run may
+        have had another length."""
         scheduler = cast(LambdaLR, self.engine.lr_scheduler)
         groups = scheduler.optimizer.param_groups
         for group, peak, shape in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
             group["lr"] = peak * shape(scheduler.last_epoch)
 
     def offload(self) -> None:
-        """Move optimizer state, master weights and gradients to the CPU. The weights stay: forwards and
-        weight syncs read them."""
+        """Moves optimizer state, master weights and gradients to the CPU. The weights stay: forward passes
+        and weight syncs read them."""
         self.optimizer_state.leave()
 
     def reload(self) -> None:
@@ -246,7 +248,7 @@ class DeepSpeedEngine(TrainedRank):
             raise RuntimeError("the optimizer's state is on the CPU since offload(); reload() comes first")
 
     def _trained_in_full(self) -> Iterator[tuple[str, Tensor]]:
-        """The moving average, where there is one, in place of what was trained."""
+        """Yields the moving average, where there is one, in place of the trained weights."""
         return super()._trained_in_full() if self.average is None else self.average.in_full()
 
     def _clip(self) -> float:
@@ -254,16 +256,17 @@ class DeepSpeedEngine(TrainedRank):
         return float(clip_grad_norm_(self.module.parameters(), limit, mpu=self.engine.mpu))
 
     def _changing(self, params: list[Tensor]) -> AbstractContextManager:
-        """Inside, parameters are whole on every rank, and rank 0's are kept. Collective."""
+        """Gathers parameters on every rank within the context; rank 0's values are kept. Collective."""
         return deepspeed.zero.GatheredParameters(params, modifier_rank=0, enabled=self.stage == 3)
 
     def _gathered(self, tensors: Iterable[Tensor]) -> AbstractContextManager:
-        """Inside, parameters are whole on every rank. Collective."""
+        """Gathers parameters on every rank within the context. Collective."""
         return deepspeed.zero.GatheredParameters(list(tensors), enabled=self.stage == 3)
 
 
 class DeepSpeedFrozen(ModelRank):
-    """Sharded at ZeRO stage 3 or when offloaded, else a copy on every rank."""
+    """One rank of a model that is not trained: sharded at ZeRO stage 3 or when offloaded on a GPU, else a
+    copy on every rank."""
 
     def __init__(
         self,
@@ -292,7 +295,8 @@ class DeepSpeedFrozen(ModelRank):
 
     @torch.no_grad()
     def __call__(self, row: Row) -> Any:
-        """What the model answers about one row, by its kind (see models/). All ranks must ask together."""
+        """Returns the model's output for one row; its form depends on the kind of model (see models/).
+        Collective."""
         return self.model(row)
 
     @property
@@ -304,21 +308,21 @@ class DeepSpeedFrozen(ModelRank):
         return cast(RowModel, self.model.module if self.sharded else self.model)
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """A parameter in full, to keep. Collective."""
+        """Returns an unsharded parameter that the caller may keep. Collective."""
         with deepspeed.zero.GatheredParameters([parameter], enabled=self.sharded):
             return parameter.detach().to(self.device, copy=self.sharded)
 
 
 def join_deepspeed() -> None:
-    """DeepSpeed takes over the process group that `init_distributed` made."""
+    """Makes DeepSpeed use the process group that `init_distributed` created."""
     if DEVICE_TYPE == "cpu":  # its shared-memory collectives would be compiled on first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=BACKENDS[DEVICE_TYPE], verbose=False)
 
 
 def _optimizer(module: RowModel, optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW with biases, norms and other vectors exempt from decay; or Muon for matrices, and that for the
-    rest."""
+    """Builds AdamW, with biases, norms and other vectors exempt from weight decay; or Muon for matrices and
+    AdamW for the rest."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     matrices = _matrices(module) if optim.optim == "muon" else []
     by_muon = {id(p) for p in matrices}
@@ -334,13 +338,13 @@ def _optimizer(module: RowModel, optim: OptimConfig) -> torch.optim.Optimizer:
     groups = [g for g in groups if g["params"]]
     if matrices:
         return _muon(groups, adam, matrices, optim)
-    # Fused on a GPU and, over threads, on a CPU. DeepSpeed's own need a compiler, which users may not have.
+    # Fused on a GPU and, over threads, on a CPU. DeepSpeed's AdamW needs a compiler, which users may lack.
     return torch.optim.AdamW(groups, **adam, fused=True)
 
 
 def _matrices(module: RowModel) -> list[Tensor]:
-    """What Muon trains: the weights of linear layers, but not embeddings nor the head, whose rows are
-    tokens."""
+    """Returns the parameters that Muon trains: weights of linear layers, without embeddings and the head,
+    whose rows are tokens."""
     model = module.model
     ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
     layers = [m.weight for m in backbone_of(model).modules() if isinstance(m, nn.Linear)]
@@ -348,12 +352,12 @@ def _matrices(module: RowModel) -> list[Tensor]:
 
 
 def _muon(groups: list[dict], adam: dict, matrices: list, optim: OptimConfig) -> torch.optim.Optimizer:
-    """https://kellerjordan.github.io/posts/muon, as DeepSpeed spreads it over ranks."""
+    """Builds Muon (https://kellerjordan.github.io/posts/muon) as DeepSpeed distributes it over ranks."""
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     if DEVICE_TYPE == "cpu":
-        # DeepSpeed compiles Newton-Schulz. That takes longer than it saves here, and what torch 2.13 compiles
-        # for AVX2 returns inf.
+        # DeepSpeed compiles Newton-Schulz. That takes longer than it saves on a CPU, and the code that torch
+        # 2.13 generates for AVX2 returns inf.
         torch.compiler.set_stance("force_eager")
     muon = {"lr": optim.muon.lr, "momentum": optim.muon.momentum, "weight_decay": optim.adam.weight_decay}
     others = [group | adam | {"use_muon": False} for group in groups]
@@ -361,15 +365,16 @@ def _muon(groups: list[dict], adam: dict, matrices: list, optim: OptimConfig) ->
 
 
 def _leave_out_frozen(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
-    """Frozen weights come from where the model was loaded: checkpoints are without them. DeepSpeed's
-    `exclude_frozen_parameters` alone keeps tied heads and the scales of 4-bit weights."""
+    """Removes frozen weights from a state dict, because a resume loads them with the model. DeepSpeed's
+    `exclude_frozen_parameters` alone would leave tied heads and the scales of 4-bit weights in it."""
     trained = {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
     for name in state.keys() - trained - dict(module.named_buffers()).keys():
         del state[name]
 
 
 def _load_trained(src: Mapping[str, Tensor], dst: nn.Module) -> None:
-    """What DeepSpeed does with a checkpoint's weights. Frozen ones are not in it."""
+    """Loads a checkpoint's weights for DeepSpeed; frozen weights are not in the checkpoint. Raises ValueError
+    where it is of another model."""
     missing = [name for name, p in dst.named_parameters() if p.requires_grad and name not in src]
     unknown = src.keys() - dst.state_dict().keys()
     check_same_model(unknown, missing)

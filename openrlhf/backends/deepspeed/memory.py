@@ -1,18 +1,19 @@
-"""What DeepSpeed keeps on a rank at each ZeRO stage."""
+"""Estimates the memory of a rank under DeepSpeed at each ZeRO stage."""
 
 from openrlhf.backends.deepspeed.config import ITEM_BYTES, bucket_elements
 from openrlhf.backends.row_memory import ModelShape, RowMemory, activations
 from openrlhf.config.sections import DeepSpeedConfig
 
 LIVE = 10**9
-"""Parameters that stage 3 keeps whole after it gathered them: DeepSpeed's max_live_parameters."""
+"""Largest number of parameters that stage 3 keeps gathered: DeepSpeed's max_live_parameters."""
 
 
 def row_memory(
     shape: ModelShape, ds: DeepSpeedConfig, *, ranks: int, tokens: int, checkpointing: bool, gpu: int | None
 ) -> RowMemory:
-    """At the peak of a training step. `ranks`: that share optimizer states, and at stage 3 weights. `tokens`:
-    of the longest row, that this rank computes. `gpu`: bytes of its memory; None: on a CPU."""
+    """Estimates the peak of a training step. `ranks`: number of ranks that shard optimizer states, and at
+    stage 3 weights. `tokens`: this rank's tokens of the longest row. `gpu`: bytes of the GPU's memory; None:
+    on a CPU."""
     size, stage = ITEM_BYTES[ds.param_dtype], ds.zero_stage
     own = shape.trainable // ranks
     whole = min(shape.weight_bytes, LIVE * size)
@@ -23,7 +24,7 @@ def row_memory(
         optimizer=0 if on_gpu and ds.adam_offload else 12 * (own if stage > 0 else shape.trainable),
         activations=max(
             activations(shape, tokens, size, checkpointing, gpu, on_host=on_gpu and ds.activation_offload),
-            4 * own,  # in the optimizer's step: gradients in float32
+            4 * own,  # during the optimizer step: gradients in float32
         ),
     )
 

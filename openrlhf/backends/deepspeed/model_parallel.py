@@ -1,4 +1,4 @@
-"""The ranks of a model as DeepSpeed wants to be told of them."""
+"""Describes a model's ranks to DeepSpeed through the interface of Megatron's model-parallel unit."""
 
 import torch.distributed as dist
 
@@ -6,8 +6,9 @@ from openrlhf.backends.distributed import ProcessMesh
 
 
 class ModelParallelUnit:
-    """The ranks that share a model's matrices, in Megatron's words, which are those of DeepSpeed: with it
-    DeepSpeed reduces gradients, partitions optimizer states and counts norms as it has to."""
+    """The tensor-parallel and data-parallel groups of a model, with Megatron's method names, which DeepSpeed
+    expects. DeepSpeed needs them to reduce gradients, partition optimizer states and compute gradient norms
+    correctly under tensor parallelism."""
 
     def __init__(self, mesh: ProcessMesh) -> None:
         self.mesh, self.at = mesh, mesh.coordinates(mesh.rank)

@@ -25,14 +25,14 @@ from openrlhf.models.tensor_parallel import put_together
 class MovingAverage:
     """One rank's part of the average: p_mean <- beta * p_mean + (1 - beta) * p for each trained parameter p.
 
-    It is float32 on the CPU, whatever the weights are and wherever they are at the moment. Each rank averages
-    a part of every parameter, at ZeRO stage 3 the one that it keeps anyway: a step needs no communication.
+    The average is float32 on the CPU, whatever the dtype and device of the weights. Each rank averages a part
+    of every parameter, at ZeRO stage 3 its own shard, so a step needs no communication.
     """
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], *, beta: float, mesh: ProcessMesh
     ) -> None:
-        """It starts from the weights of this moment."""
+        """Starts the average at the current weights."""
         self.beta, self.mesh = beta, mesh
         self.parameters = {name: param for name, param in parameters if param.requires_grad}
         on_gpu = DEVICE_TYPE == "cuda"
@@ -44,13 +44,13 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """The weights have made a step."""
+        """Averages the current weights in. Called after each optimizer step."""
         for name, copy in self._copied():
             self.parts[name].lerp_(copy.float(), 1 - self.beta)
 
     def in_full(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, average in the shape and dtype of the parameter) on rank 0, and nothing elsewhere. All ranks
-        must iterate together: each parameter is a collective."""
+        """Yields (name, average in the shape and dtype of the parameter) on rank 0, and nothing on other
+        ranks. All ranks must iterate together: each parameter is a collective."""
         for name, part in self.parts.items():
             param = self.parameters[name]
             whole = self._joined(part.to(current_device(), param.dtype), param)
@@ -58,12 +58,12 @@ class MovingAverage:
                 yield name, whole
 
     def save(self, folder: str | Path) -> None:
-        """Write this rank's part into a checkpoint's folder."""
+        """Writes this rank's part into a checkpoint's folder."""
         save_file(self.parts, _file(folder, self.mesh.rank), {"num_parts": str(self.mesh.size)})
 
     def load(self, folder: str | Path) -> None:
-        """Continue with exactly what any number of ranks saved, as many of which shared matrices.
-        ValueError, on every rank, where the folder has no average."""
+        """Restores exactly the average that any number of ranks saved with the same tensor-parallel size.
+        Raises ValueError on every rank where the folder has no average."""
         with ExitStack() as opened:
             saved = _saved_files(Path(folder))[self.mesh.rank % self.mesh.tensor :: self.mesh.tensor]
             files = [opened.enter_context(safe_open(file, "pt")) for file in saved]
@@ -73,7 +73,8 @@ class MovingAverage:
                 )
 
     def _read(self, own: Tensor, parts: Sequence[Any], numel: int) -> None:
-        """This rank's part of a parameter, from the parts of those that saved it."""
+        """Fills this rank's part `own` of a parameter of `numel` elements from the saved parts of all
+        ranks."""
         mine = self._slice(numel)
         for rank, part in enumerate(parts):
             theirs = slice_of(numel, rank, len(parts))
@@ -82,7 +83,8 @@ class MovingAverage:
                 own[start - mine.start : stop - mine.start] = part[start - theirs.start : stop - theirs.start]
 
     def _copied(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of the weights on the CPU. The device is waited for once."""
+        """Yields (name, this rank's part of the weight on the CPU), after one synchronization of the
+        device."""
         for name, copy in self._copies.items():
             copy.copy_(self._own_part(self.parameters[name]), non_blocking=True)
         if DEVICE_TYPE == "cuda":
@@ -90,23 +92,25 @@ class MovingAverage:
         yield from self._copies.items()
 
     def _own_part(self, param: nn.Parameter) -> Tensor:
-        """The shard of a parameter at ZeRO stage 3, else as many of its elements, in order: of those that are
-        here, where ranks share the parameter."""
+        """Returns this rank's shard of a parameter at ZeRO stage 3, else an equal part of the parameter's
+        elements on this rank, in order."""
         if hasattr(param, "ds_tensor"):
             return getattr(param, "ds_tensor").detach()  # noqa: B009  DeepSpeed puts it there
         mine = self._slice(param.numel())
         return param.detach().flatten()[mine.start : mine.stop]
 
     def _slice(self, numel: int) -> range:
-        """Of the elements of a parameter that are here, those of this rank."""
+        """Returns the range that this rank averages among a parameter's `numel` elements."""
         return slice_of(numel, self.mesh.copy, self.mesh.copies)
 
     def _joined(self, part: Tensor, param: nn.Parameter) -> Tensor | None:
-        """All parts of a parameter as one tensor on rank 0."""
+        """Gathers all parts of a parameter into one tensor on rank 0; returns None on other ranks."""
         shape, mesh = _shape(param), self.mesh
         if mesh.size == 1:
             return part.view(shape)
-        part = F.pad(part, (0, -(-shape.numel() // mesh.copies) - len(part)))  # DeepSpeed has padded its own
+        part = F.pad(
+            part, (0, -(-shape.numel() // mesh.copies) - len(part))
+        )  # DeepSpeed pads its shards already
         parts = [torch.empty_like(part) for _ in range(mesh.size)] if mesh.is_first else None
         dist.gather(part, parts)
         if parts is None:
@@ -120,7 +124,8 @@ def _file(folder: str | Path, part: int) -> Path:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """One of each rank that saved. Every rank reads the first, so that all of them raise together."""
+    """Returns one file for each rank that saved. Every rank reads the first, so that all of them raise
+    together."""
     if not _file(folder, 0).exists():
         raise ValueError(
             f"--train.enable_ema: the checkpoint {folder} was saved without a moving average,\n"
@@ -132,5 +137,5 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 def _shape(param: Tensor) -> torch.Size:
-    """Of the whole parameter, of which ZeRO-3 keeps only a shard here."""
+    """Returns the shape of a parameter before ZeRO-3 sharded it."""
     return getattr(param, "ds_shape", param.shape)

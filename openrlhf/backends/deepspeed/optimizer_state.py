@@ -1,8 +1,8 @@
-"""What one rank keeps for optimizer steps alone, away from the device between them.
+"""Offloads one rank's optimizer state, master weights and gradients between optimizer steps.
 
-DeepSpeed's `offload_states` moves buffers of gradients. The rest it moves, at ZeRO stage 3, of FusedAdam
-alone, which a CUDA compiler has to build, and its host buffers stay in the optimizer's state, where
-checkpoints would find them.
+DeepSpeed's `offload_states` is used for gradient buffers alone. It moves optimizer states only at ZeRO stage
+3 and only of FusedAdam, which needs a CUDA compiler, and leaves its host buffers in the optimizer's state,
+where checkpoints would save them.
 """
 
 from typing import Any
@@ -17,22 +17,23 @@ from openrlhf.device import DEVICE_TYPE
 GRADIENTS = (OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contiguous_grad_buffer)
 
 PIECE = 1 << 28
-"""Elements of a host tensor, 1 GiB of float32: torch rounds page-locked memory up to a power of two."""
+"""Elements of one host tensor, 1 GiB of float32: torch rounds page-locked memory up to a power of two."""
 
 
 class OptimizerState:
     """Master weights, optimizer state and gradients of a DeepSpeed engine at ZeRO stage 1, 2 or 3."""
 
     def __init__(self, engine: Any, *, on_host: bool) -> None:
-        """`on_host`: with --ds.adam_offload there is nothing to move but what stage 3 has of gradients."""
+        """`on_host`: optimizer state is in CPU memory already (--ds.adam_offload), so only stage 3's gradient
+        buffers are moved."""
         self.engine, self.on_host = engine, on_host
         self.is_away = False
         self._left: list[tuple[Tensor, torch.Size, list[Tensor]]] = []
         self._host: dict[tuple[int, str], list[Tensor]] = {}
 
     def leave(self) -> None:
-        """To host memory, on a CPU to other memory. What is left behind is empty: whoever uses it before
-        `come_back` fails on every device."""
+        """Copies the state to host memory, on a CPU to other memory, and empties the original tensors, so
+        that any use before `come_back` fails on every device."""
         if self.is_away:
             return
         self.is_away = True
@@ -48,10 +49,10 @@ class OptimizerState:
             for piece, copy in zip(pieces, self._host[key], strict=True):
                 copy.copy_(piece, non_blocking=True)
             self._left.append((tensor, tensor.shape, self._host[key]))
-            tensor.data = tensor.new_empty(0)  # what takes its memory comes later in the same stream
+            tensor.data = tensor.new_empty(0)  # its memory is reused later in the same stream
 
     def come_back(self) -> None:
-        """Bit for bit."""
+        """Restores the state to the device, equal to the last bit."""
         if not self.is_away:
             return
         self.is_away = False
@@ -65,22 +66,23 @@ class OptimizerState:
             self.engine.reload_states()
         elif not self.on_host:
             self.engine.optimizer._link_all_hp_params()
-            self.engine.optimizer._hp_optimizer_states_linked = False  # the next step links them again
+            self.engine.optimizer._hp_optimizer_states_linked = False  # makes the next step link them
 
     @property
     def _at_stage_3(self) -> bool:
         return isinstance(self.engine.optimizer, DeepSpeedZeroOptimizer_Stage3)
 
     def _forget_scratch(self) -> None:
-        """What Muon keeps between steps and writes before it reads: buffers of gathers and, at stages 1 and
-        2, the momentum of a step that may still be given up."""
+        """Clears buffers that Muon keeps between steps but overwrites before it reads them: gather buffers
+        and, at stages 1 and 2, the pending momentum of a step that may still be skipped."""
         zero = self.engine.optimizer
         zero._clear_muon_allgather_buffers()
         if not self._at_stage_3:
             zero._muon_pending_momentum.clear()
 
     def _tensors(self) -> dict[tuple[int, str], Tensor]:
-        """The optimizer has no state before its first step."""
+        """Returns master weights and optimizer states by (group, name). Before the optimizer's first step
+        there are master weights alone."""
         zero = self.engine.optimizer
         masters = (
             zero.fp32_partitioned_groups_flat if self._at_stage_3 else zero.single_partition_of_fp32_groups
