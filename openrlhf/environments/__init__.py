@@ -1,2 +1,2 @@
-"""Environments that others have made, as agents: a file with a subclass of one of these executors is what
-`--train.agent_func_path` takes. docs/environments.md"""
+"""Executors for third-party environments. `--train.agent_func_path` takes a file with a subclass of one of
+them; see docs/environments.md."""

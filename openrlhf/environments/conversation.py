@@ -1,4 +1,4 @@
-"""A policy that is spoken to: one stream of tokens in its own chat template."""
+"""Conversations with the policy as one token stream in its chat template."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Conversation:
-    """What the policy is told are user messages, as its template writes them; what it sampled stays as it was
+    """Sends texts to the policy as user messages, rendered by its chat template, and keeps answers as
     sampled."""
 
     def __init__(
@@ -22,19 +22,19 @@ class Conversation:
         max_length: int,
         max_turns: int | None = None,
     ) -> None:
-        """`max_length`: of the whole stream. `max_turns`: answers, None: as many as have room."""
+        """`max_length`: tokens of the whole stream. `max_turns`: number of answers; None: as many as fit."""
         self.session = Session(engine, tokenizer, sampling_params, max_length, max_turns=max_turns)
         self.messages: list[Message] = []
         self.token_ids: list[int] = []
-        """The stream up to the last answer."""
+        """Tokens of the stream, including the last answer."""
         self.action_ranges: list[tuple[int, int]] = []
-        """Where in it the answers are."""
+        """Ranges [start, end) of the answers in `token_ids`."""
         self.is_cut = False
-        """Whether the last answer ran out of tokens."""
+        """True if the last answer ran out of tokens."""
 
     async def answer(self, told: str) -> str | None:
-        """Without its end-of-turn token. None: there is no further turn, no room for it, or the engine gave
-        it up."""
+        """Returns the policy's answer without its end-of-turn token; None if no turn is left, no room is
+        left, or the engine aborted the request."""
         if self.session.turns_left == 0:
             return None
         self.messages.append({"role": "user", "content": told})

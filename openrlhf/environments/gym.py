@@ -1,4 +1,4 @@
-"""Text environments with `reset` and `step`, as gymnasium and GEM have them."""
+"""Text environments with the `reset` and `step` of gymnasium and GEM."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,32 +14,33 @@ if TYPE_CHECKING:
 
 
 class TextEnvironment(Protocol):
-    """Text in, text out. Where it has a method `close`, the end of the episode calls it."""
+    """An environment of texts. Its optional method `close` is called at the end of the episode."""
 
     def reset(self, *, seed: int) -> tuple[str, dict]:
-        """(what the policy is told first, anything)."""
+        """Begins the episode. Returns (first text for the policy, info); info is ignored."""
         ...
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        """(what it is told next, reward, terminated, truncated, anything)."""
+        """Returns (next text for the policy, reward, terminated, truncated, info); info is ignored."""
         ...
 
 
 class GymExecutor(AgentExecutorBase, ABC):
-    """An environment for each episode, whose observations are user messages to the policy. The reward is the
-    sum over the turns; the metric `rollout/turns` their number."""
+    """Runs one environment per episode, whose observations become user messages. The reward is the sum over
+    the turns; the metric `rollout/turns` is their number."""
 
     writes_messages = True
     draws_globally = True
-    """The environment draws from the global random numbers of Python or numpy: each episode has its own, and
-    calls of environments run one at a time. False: side by side, and methods may be `async`."""
+    """True: the environment draws from the global random generators of Python or numpy; each episode gets
+    states of its own, and calls of environments run one at a time. False: calls run concurrently, and methods
+    may be `async`."""
 
     @abstractmethod
     def make(self, prompt: str, label: Any) -> TextEnvironment:
-        """The environment of one episode, from the row's prompt, templates applied, and its label."""
+        """Returns the environment of one episode, from the row's prompt (templates applied) and its label."""
 
     def seed(self, label: Any) -> int:
-        """Of `reset`, and of what is drawn globally: the label, unless a subclass says otherwise."""
+        """Returns the seed of `reset` and of the global random generators; by default the label."""
         return seed_of(label)
 
     async def execute(
@@ -54,7 +55,8 @@ class GymExecutor(AgentExecutorBase, ABC):
         max_turns: int | None = None,
         step_timeout: float | None = None,
     ) -> dict:
-        """Limits are those of MultiTurnAgentExecutor. Truncated: by one of them, or by the environment."""
+        """Runs one episode with the limits of MultiTurnAgentExecutor. The episode is truncated if one of them
+        or the environment truncates it."""
         talk = Conversation(llm_engine, hf_tokenizer, sampling_params, max_length, max_turns)
         seed = self.seed(label)
         own = GlobalRandom(seed).within if self.draws_globally else _unchanged
@@ -85,6 +87,7 @@ def _unchanged(method: Callable) -> Callable:
 
 
 def seed_of(label: Any) -> int:
+    """Returns the label as an integer seed. Raises ValueError if it is none."""
     try:
         return int(label)
     except (TypeError, ValueError):

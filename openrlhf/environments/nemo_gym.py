@@ -1,4 +1,4 @@
-"""Environments of NVIDIA NeMo Gym: its agent servers play the episodes, and their model server asks the
+"""Environments of NVIDIA NeMo Gym: its agent servers run the episodes, and their model server queries the
 policy."""
 
 import asyncio
@@ -12,22 +12,23 @@ from aiohttp import web
 from openrlhf.agents.openai import OpenAIAgentExecutor, Session
 
 SESSION = "openrlhf_session"
-"""Of a request's body: where its episode's own server is, and the key."""
+"""Field of a request's body with the address and key of the episode's server."""
 OF_TOKENS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-"""What NeMo Gym adds to the messages that it hands back. The engine has recorded them."""
+"""Fields that NeMo Gym adds to the messages that it sends back; they are dropped, since the engine has
+recorded them."""
 
 
 class NeMoGymExecutor(OpenAIAgentExecutor):
-    """Labels are rows of NeMo Gym, see `rows`: each is posted to the `/run` of the agent that its `agent_ref`
-    names, and comes back with the reward.
+    """Posts each label, a row of NeMo Gym (see `rows`), to `/run` of the agent that its `agent_ref` names;
+    the response has the reward.
 
-    All episodes of a machine share one model server of NeMo Gym, whose `base_url` is
-    `http://127.0.0.1:{port}/v1`. It hands on what `responses_create_params.metadata.extra_body` says, and by
-    that a request finds its episode, in whichever engine's process that runs."""
+    All episodes of a machine share one model server of NeMo Gym, whose `base_url` must be
+    `http://127.0.0.1:{port}/v1`. It forwards `responses_create_params.metadata.extra_body`, which routes a
+    request to its episode in whichever engine process runs it."""
 
     def __init__(self, agents: Mapping[str, str], port: int, tool_parser: str | None = None) -> None:
-        """`agents`: addresses by name, such as {"simple_agent": "http://127.0.0.1:8001"}. `tool_parser`: as
-        of OpenAIAgentExecutor."""
+        """`agents`: addresses by name, such as {"simple_agent": "http://127.0.0.1:8001"}. `port`: the local
+        port that the model server sends requests to. `tool_parser`: see OpenAIAgentExecutor."""
         super().__init__(tool_parser)
         self.agents, self.port = agents, port
         self._door: asyncio.Task[None] | None = None
@@ -56,8 +57,8 @@ class NeMoGymExecutor(OpenAIAgentExecutor):
 
 
 def rows(lines: Iterable[str]) -> Iterator[dict[str, str]]:
-    """Rows of --data.prompt_dataset, from the JSON lines of a dataset of NeMo Gym. `input` is there to be
-    read in reports; the policy reads what the agent asks. ValueError where a line is none of NeMo Gym's."""
+    """Yields rows for --data.prompt_dataset from the JSON lines of a NeMo Gym dataset. `input` is shown in
+    reports only; the policy reads the agent's requests. Raises ValueError for a line of another format."""
     for number, line in enumerate(lines, start=1):
         try:
             asked = json.loads(line)["responses_create_params"]["input"]
@@ -70,7 +71,7 @@ def rows(lines: Iterable[str]) -> Iterator[dict[str, str]]:
 
 
 def addressed(row: Mapping[str, Any], session: Session) -> dict:
-    """The row, whose requests carry the session."""
+    """Returns the row with the session's address and key in its metadata, which its requests carry."""
     params = row["responses_create_params"]
     metadata = params.get("metadata") or {}
     own = json.loads(metadata.get("extra_body") or "{}")
@@ -80,7 +81,8 @@ def addressed(row: Mapping[str, Any], session: Session) -> dict:
 
 
 def result_of(answer: Mapping[str, Any]) -> dict:
-    """Numbers beside the reward become metrics. RuntimeError where the agent says that it failed."""
+    """Converts an agent's response to the episode's result; its other numbers become metrics. Raises
+    RuntimeError if the agent reports a failure."""
     if failure := answer.get("_ng_failure_class"):
         raise RuntimeError(f"the agent's episode failed: {failure}")
     numbers = {name: value for name, value in answer.items() if isinstance(value, int | float)}
@@ -94,8 +96,8 @@ def result_of(answer: Mapping[str, Any]) -> dict:
 
 
 async def open_door(port: int) -> None:
-    """Listen on 127.0.0.1. Every engine's process of a machine does so on the same port, and hands on what
-    is another's."""
+    """Listens on a port of 127.0.0.1, which all engine processes of a machine share, and forwards each
+    request to its episode's server."""
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/v1/chat/completions", _hand_on)
     app.router.add_post("/tokenize", _hand_on)
@@ -123,7 +125,8 @@ async def _hand_on(request: web.Request) -> web.Response:
 
 
 def _as_vllm(answer: dict, body: Mapping[str, Any]) -> dict:
-    """What NeMo Gym asks vLLM for: ids as the names of tokens, and "context length" in an error of that."""
+    """Rewrites a response as NeMo Gym expects it of vLLM: token ids as token names, and "context length" in
+    the message of that error."""
     if answer.get("error", {}).get("code") == "context_length_exceeded":
         answer["error"]["message"] += " (context length)"
     if body.get("return_tokens_as_token_ids"):

@@ -1,13 +1,15 @@
-"""Packages of environments, which are extras of this one."""
+"""Optional packages of environments, installed as extras."""
 
 from importlib import import_module
 from types import ModuleType
 
 EXTRAS = {"gem": "gem", "reasoning_gym": "gym", "textarena": "textarena", "verifiers": "verifiers"}
+"""Extras of this project by package name."""
 
 
 def package(name: str) -> ModuleType:
-    """The module `name` of one of EXTRAS. ImportError, which names the extra, where it is not installed."""
+    """Imports the module `name` of a package in EXTRAS. Raises ImportError with the extra's name if the
+    package is not installed."""
     root = name.partition(".")[0]
     try:
         return import_module(name)

@@ -1,4 +1,4 @@
-"""Random numbers of an episode whose environment draws them from those of the whole process."""
+"""Random states per episode, for environments that draw from the process's global generators."""
 
 import random
 import threading
@@ -11,8 +11,8 @@ import numpy as np
 
 
 class GlobalRandom:
-    """The global random numbers of Python and numpy as one episode sees them: from its seed on, whatever
-    others draw meanwhile. Calls of all episodes of a process run one after the other."""
+    """One episode's states of the global random generators of Python and numpy, seeded and independent of
+    other episodes. Calls of all episodes of a process run one after the other."""
 
     _one_at_a_time = threading.Lock()
 
@@ -20,7 +20,7 @@ class GlobalRandom:
         self._states = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
 
     def within(self, method: Callable) -> Callable:
-        """`method`, which draws from these."""
+        """Returns `method` wrapped to draw from this episode's states."""
 
         @wraps(method)
         def call(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym over several turns: a wrong answer is told, and the policy tries again."""
+"""Problems of reasoning-gym over several turns: after a wrong answer the policy tries again."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ package("reasoning_gym")
 
 
 class ReasoningGymExecutor(GymExecutor):
-    """Rows are those of `--data.prompt_dataset reasoning_gym:NAME?size=N&seed=S`. The reward is the
+    """Runs the problems of `--data.prompt_dataset reasoning_gym:NAME?size=N&seed=S`. The reward is the
     verifier's score of the last answer; a score of 1 ends the episode."""
 
     draws_globally = False
@@ -21,7 +21,7 @@ class ReasoningGymExecutor(GymExecutor):
         self.max_tries, self.feedback = max_tries, feedback
 
     def seed(self, label: Any) -> int:
-        """The label has that of the problem."""
+        """Returns 0: the label has the problem's seed."""
         return 0
 
     def make(self, prompt: str, label: Any) -> "Problem":
@@ -29,7 +29,7 @@ class ReasoningGymExecutor(GymExecutor):
 
 
 class Problem:
-    """A TextEnvironment. The score counts when the episode ends, before that a turn is worth nothing."""
+    """A TextEnvironment of one problem. The score of the last turn is the reward; earlier turns earn 0."""
 
     def __init__(self, question: str, label: str, max_tries: int, feedback: str) -> None:
         self.question, self.max_tries, self.feedback = question, max_tries, feedback
@@ -40,7 +40,7 @@ class Problem:
         return self.question, {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        """Raises what the verifier raises."""
+        """Scores an answer. Raises whatever the verifier raises."""
         self.tries += 1
         score = float(self.dataset.score_answer(extract_answer(action)[0], self.entry))
         over = score >= 1 or self.tries == self.max_tries

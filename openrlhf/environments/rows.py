@@ -1,4 +1,4 @@
-"""Rows of --data.prompt_dataset that the file of an agent writes."""
+"""Command line of agent files that write rows for --data.prompt_dataset."""
 
 import argparse
 import inspect
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def write_rows(make: Callable[..., Iterable[Mapping[str, Any]]]) -> None:
-    """Writes what `make` yields, as JSON lines, to the file that is the last word of the command line. The
-    words before it are the arguments of `make`. Where a word is missing or a file cannot be read, the program
-    ends with its usage."""
+    """Writes the rows that `make` yields, as JSON lines, to the file named by the last argument of the
+    command line. The arguments before it are those of `make`. If an argument is missing or a file cannot be
+    read, the program exits with its usage."""
     parser = argparse.ArgumentParser()
     for name in inspect.signature(make).parameters:
         parser.add_argument(name, metavar=name.upper())

@@ -1,4 +1,4 @@
-"""Games of TextArena: the policy alone, against an opponent, or against itself."""
+"""Games of TextArena, played by the policy alone, against an opponent, or against itself."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,8 @@ textarena = package("textarena")
 
 
 class TextArenaExecutor(AgentExecutorBase):
-    """The prompt is the game's name, such as GuessTheNumber-v0, the label its seed. The trained player is
-    number `seed % num_players`, and the reward what the game gives it."""
+    """Plays one game per episode. The prompt is the game's name, such as GuessTheNumber-v0, the label its
+    seed. The trained player is number `seed % num_players`; its reward in the game is the episode's."""
 
     writes_messages = True
 
@@ -29,9 +29,9 @@ class TextArenaExecutor(AgentExecutorBase):
         unfinished: float = 0.0,
         **options: Any,
     ) -> None:
-        """`opponent(told)`: the move of every other player. None: the policy plays them too, and is not
-        trained on what it does there. `unfinished`: the reward where the game did not end. `options`: of
-        textarena.make."""
+        """`opponent(told)`: returns the moves of all other players. None: the policy plays them too, without
+        being trained on those moves. `unfinished`: the reward of a game that did not end. `options`:
+        arguments of textarena.make."""
         super().__init__()
         self.num_players, self.opponent = num_players, opponent
         self.unfinished, self.options = unfinished, options
@@ -48,7 +48,8 @@ class TextArenaExecutor(AgentExecutorBase):
         max_turns: int | None = None,
         step_timeout: float | None = None,
     ) -> dict:
-        """As GymExecutor."""
+        """Runs one game with the limits of GymExecutor. Raises ValueError if the game ends before the trained
+        player has moved."""
         seed = seed_of(label)
         own, trained = GlobalRandom(seed), seed % self.num_players
         talks = [
@@ -82,7 +83,7 @@ class TextArenaExecutor(AgentExecutorBase):
 
 
 class Game:
-    """One that has begun."""
+    """A game in progress."""
 
     def __init__(self, name: str, num_players: int, seed: int, options: dict[str, Any]) -> None:
         self.env = textarena.make(name, **options)
@@ -90,15 +91,15 @@ class Game:
         self.is_over = False
 
     def look(self) -> tuple[int, str]:
-        """Whose turn it is, and what this player has not been told yet."""
+        """Returns the player whose turn it is and the text that this player has not read yet."""
         bare = self.env
-        while isinstance(bare, textarena.Wrapper):  # they tell the whole game again in every turn
+        while isinstance(bare, textarena.Wrapper):  # wrappers repeat the whole game in every turn
             bare = bare.env
         player, events = bare.get_observation()
         return player, self._text(player, events)
 
     def _text(self, player: int, events: Sequence[tuple[int, str, Any]]) -> str:
-        """Without what the player did itself."""
+        """Joins the texts of events, without the player's own."""
         names = self.env.state.role_mapping
         others = [event for event in events if event[0] != player]
         return "\n".join(

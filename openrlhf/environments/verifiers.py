@@ -1,4 +1,5 @@
-"""Environments of verifiers: its tasks and rewards, the policy as the model of its agents."""
+"""Environments of the package verifiers: its tasks and rewards, with the policy as the model of its
+agents."""
 
 import asyncio
 import sys
@@ -17,11 +18,11 @@ import verifiers.v1 as vf  # noqa: E402
 from verifiers.v1.dialects.chat import message_to_wire  # noqa: E402
 
 CHAT = {"harness": {"id": "openrlhf_chat"}, "runtime": {"type": "subprocess"}}
-"""An agent of an environment: a conversation without tools, which needs no program beside this process."""
+"""Configuration of an agent that holds a conversation without tools, in this process."""
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):
-    """Asks for the next answer. A conversation for which there is no room ends."""
+    """Requests the next answer. A conversation ends if no room is left for it."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -58,17 +59,17 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-__all__ = ["ChatHarness"]  # verifiers looks for it here
-sys.modules["openrlhf_chat"] = sys.modules[__name__]  # it finds top-level modules by their name only
+__all__ = ["ChatHarness"]  # verifiers finds harnesses by __all__
+sys.modules["openrlhf_chat"] = sys.modules[__name__]  # verifiers imports harnesses as top-level modules only
 
 
 class VerifiersExecutor(OpenAIAgentExecutor):
-    """Labels are the numbers of tasks, see `rows`. The reward is that of the agent, or the mean over those
-    of several that are trainable; metrics and the parts of rewards become metrics of the run."""
+    """Runs one task per episode; labels are task numbers, see `rows`. The reward is the mean over the
+    trainable agents; their metrics and the parts of their rewards become metrics of the run."""
 
     def __init__(self, config: Mapping[str, Any], tool_parser: str | None = None) -> None:
         """`config`: an `[env]` block of verifiers, such as {"taskset": {"id": "gsm8k-v1"}, "agent": CHAT}.
-        `tool_parser`: as of OpenAIAgentExecutor."""
+        `tool_parser`: see OpenAIAgentExecutor."""
         super().__init__(tool_parser)
         self.config = vf.resolve_env_config(dict(config))
         self._coming = iter(vf.load_taskset(self.config.taskset))
@@ -76,7 +77,8 @@ class VerifiersExecutor(OpenAIAgentExecutor):
         self._playing = 0
 
     def rows(self, count: int) -> Iterator[dict[str, Any]]:
-        """Of --data.prompt_dataset: `input`, which is what the task asks, and its number as `label`."""
+        """Yields the first `count` rows for --data.prompt_dataset: the task's prompt as `input`, its number
+        as `label`."""
         for task in islice(vf.load_taskset(self.config.taskset), count):
             yield {"input": task.data.prompt_text or f"task {task.data.idx}", "label": task.data.idx}
 
@@ -98,7 +100,7 @@ class VerifiersExecutor(OpenAIAgentExecutor):
 
     @asynccontextmanager
     async def _environment(self) -> AsyncIterator[vf.Env]:
-        """With its servers, which episodes that run at the same time share."""
+        """Yields the environment with its servers running; concurrent episodes share them."""
         if self._playing == 0:
             self._over, self._served = asyncio.Event(), asyncio.get_running_loop().create_future()
             self._keeper = asyncio.create_task(self._serve(self._served, self._over))
