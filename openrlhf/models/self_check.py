@@ -1,23 +1,23 @@
-"""Does a model read packed rows as it reads their sequences one by one, and do the parts of one that ranks
-share compute what the whole did? Asked of every model once it is loaded: on its device, in its precision and
-under its engine, before anything trains.
+"""Checks that a model reads packed rows as it reads their sequences one by one, and that its tensor-parallel
+shards compute what the whole model does. Every model is checked once it is loaded: on its device, in its
+precision and under its engine, before training.
 
 A list of architectures cannot be right: whether a row may hold several sequences depends on the code of the
-architecture, on the attention implementation, and on the versions of both. So the model itself answers, on
-rows of two short sequences A and B:
+architecture, on the attention implementation, and on the versions of both. So the checks run the model
+itself, on rows of two short sequences A and B:
 
-    leaks       A is exchanged: nothing may change in B. A token of B is: nothing may change before it.
-    the same    hidden states of A and B in the row are those of transformers' own forward of each alone.
-    sharing     where ranks share rows, the hidden states of each slice of A are those of the whole.
-    matrices    where ranks share them, their hidden states and logits of B are those of the model before it
-                was cut, in float32: that rounds so little that a plan which forgets one layer shows.
-    the head    log-probs made of hidden states are those of the model's own logits.
-    Liger       hidden states with its kernels are those with transformers' own.
-    routers     where their choice is replayed, every layer can be told what to choose.
+    leaks       Replacing A must change nothing in B; replacing a token of B nothing before that token.
+    equality    Hidden states of A and B in the row equal those of transformers' own forward of each alone.
+    slices      Under sequence parallelism, the hidden states of each slice of A equal those of the whole.
+    shards      Under tensor parallelism, hidden states and logits of B equal those of the model before it was
+                cut, in float32: its rounding is so small that a plan which forgets one layer shows.
+    head        Log-probs made of hidden states equal those of the model's own logits.
+    Liger       Hidden states with Liger's kernels equal those with transformers' own.
+    routers     With router replay, every layer's choice of experts can be replayed.
 
-A leak is measured against what that one exchanged token does to the rest of B. Rows of the same shape round
-alike, so this asks little of the precision, and nothing of the size of the weights. The model itself is
-asked: a small copy of its configuration would run other kernels, in another precision, without the engine.
+A leak is measured relative to the effect of one replaced token on the rest of B. Rows of the same shape round
+alike, so the test needs little precision and does not depend on the size of the weights. The model itself is
+tested: a small copy of its configuration would run other kernels, in another precision, without the engine.
 """
 
 import json
@@ -50,18 +50,21 @@ from openrlhf.types import PackedRow, Sample, own_choice
 logger = logging.getLogger(__name__)
 
 MAX_LEAK = {torch.float32: 0.05, torch.float16: 0.2, torch.bfloat16: 0.2}
-"""Of the effect of one exchanged token on later tokens of its own sequence; leaks have half of it and more.
-In half precision a token may be sent to another expert because others came to its own."""
+"""Largest leak, relative to the effect of one replaced token on later tokens of its own sequence; real leaks
+have at least half of that effect. In half precision a token may be routed to another expert because others
+came to its own."""
 MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Relative error of a hidden state, the median over tokens: what the rounding of other kernels amounts to in
+"""Largest relative error of a hidden state, as the median over tokens: about the rounding of other kernels in
 a deep model. A lost window, cap or position changes hidden states by more."""
 MAX_HEAD_ERROR = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
-"""Nats. One of the two ways rounds its logits, which are some tens, to the model's precision."""
+"""Largest error of log-probs in nats. One of the two computations rounds its logits, of magnitude some tens,
+to the model's precision."""
 MAX_PARTS_ERROR = 0.01
-"""Relative error of a hidden state, or of its logits, between a model and its parts, the median over tokens.
-Both compute in float32, which rounds by less, but some architectures round to half precision on their way."""
+"""Largest relative error of hidden states or logits between a model and its tensor-parallel shards, as the
+median over tokens. Both compute in float32, which rounds by less, but some architectures round to half
+precision inside."""
 STATE_KERNELS = ("causal_conv1d", "fla")
-"""Packages that transformers takes its kernels for states from, where they are installed."""
+"""Packages with kernels for stateful layers, which transformers uses where they are installed."""
 BROKEN_ATTENTION = (
     f"This is attention over packed rows with torch {torch.__version__} on {DEVICE_TYPE}, and says nothing "
     "of the model.\n--ds.attn_implementation sdpa takes transformers' own, with memory that grows with the "
@@ -70,20 +73,19 @@ BROKEN_ATTENTION = (
 LENGTHS = (23, 17)
 """Tokens of A and B."""
 LONGEST = 1280
-"""Tokens of A where it must be longer than a sliding window."""
+"""Largest number of tokens of A, which must be longer than a sliding window."""
 
 
 def resolve_reading(
     ask: Callable[[], Any], module: RowModel, *, zero_stage: int | None = None, tensor: int = 1
 ) -> Reading:
-    """Find out how `module.model` reads rows, and have it read them so from now on.
+    """Determines how `module.model` reads rows, and sets it to read them so.
 
-    ask: calls `module`, as its engine does where it has one. Every rank calls this together. `zero_stage`:
-    of that engine, if any. `tensor`: ranks that share the model's matrices.
+    ask: calls `module`, through its engine if it has one. All ranks call this function together. zero_stage:
+    ZeRO stage of that engine, if any. tensor: tensor-parallel size.
 
-    Raises ValueError where the model leaks with the `--ds.attn_implementation` that was asked for, looks
-    ahead, or has a head that is more than a linear layer.
-    """
+    Raises ValueError if the model leaks with the requested `--ds.attn_implementation`, attends to later
+    tokens, has a head that is more than a linear layer, or fails another of the checks."""
     model = module.model
     entry = _cache_entry(model, zero_stage, tensor)
     found = _agreed(json.loads(entry.read_text()) if entry.exists() else None)
@@ -106,8 +108,9 @@ def resolve_reading(
 
 
 def shard_matrices_checked(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
-    """Leave each rank of `group` its part of a model that all of them have. ValueError where it cannot be
-    shared, or the parts compute something else than the whole. Before an engine moves it to a device."""
+    """Shards a model, of which every rank of `group` has a full copy, and checks the shards. Runs before an
+    engine moves the model to a device. Raises ValueError if it cannot be sharded, or if the shards compute
+    something else."""
     check_planned(model, group.size())
     expected = _states_and_logits(model)
     shard_matrices(model, group)
@@ -117,11 +120,11 @@ def shard_matrices_checked(model: PreTrainedModel, group: dist.ProcessGroup) -> 
 
 
 def _difference(model: PreTrainedModel, expected: Sequence[Tensor], group: dist.ProcessGroup) -> str:
-    """Between what ranks compute and what they should; "" where there is none."""
+    """Returns how the shards' results differ from `expected`, "" where they agree."""
     try:
         found = _states_and_logits(model)
     except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError):
-        raise  # of the machine: it says nothing about the plan
+        raise  # an error of the machine, not of the plan
     except RuntimeError as error:
         return f"their parts fail with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     errors = torch.tensor([_error(*pair) for pair in zip(found, expected, strict=True)])
@@ -135,7 +138,7 @@ def _difference(model: PreTrainedModel, expected: Sequence[Tensor], group: dist.
 
 @torch.no_grad()
 def _states_and_logits(model: PreTrainedModel) -> list[Tensor]:
-    """(L, H) of one sequence, and (L, V) of a language model."""
+    """Returns the hidden states (L, H) of one sequence, and a language model's logits (L, V)."""
     head = model.get_output_embeddings()
     with transformers_attention(model), _passing_through(model):
         hidden = alone(model, _probe(model).b.token_ids.to(DEVICE_TYPE)).float()
@@ -144,8 +147,8 @@ def _states_and_logits(model: PreTrainedModel) -> list[Tensor]:
 
 @contextmanager
 def _passing_through(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, each module computes in float32 on this process's device, where its weights are only while it
-    does: the model may be larger than the device."""
+    """Makes each module compute in float32 on this process's device inside the context. A module's weights
+    are there only while it computes: the model may be larger than the device."""
     left: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def bring(module: nn.Module, _: Any) -> None:
@@ -169,15 +172,15 @@ def _passing_through(model: PreTrainedModel) -> Iterator[None]:
 
 
 def read_one_by_one(model: PreTrainedModel) -> None:
-    """From now on, with the attention that transformers chooses for the architecture."""
+    """Makes the model read one sequence at a time, with the attention that transformers chooses for it."""
     reading_of(model).packed = False
     if model.config._attn_implementation == PACKED:
         _set_attention(model, "sdpa" if model._supports_sdpa else "eager")
 
 
 def _find_out(run: Callable, model: PreTrainedModel) -> dict[str, str]:
-    """`reason`: why rows may not hold several sequences, or "". `error`: why the model cannot be trained, or
-    ""."""
+    """Returns `reason`, why rows may not hold several sequences, and `error`, why the model cannot be
+    trained; each "" where there is none."""
     name, reading = type(model).__name__, reading_of(model)
     reason = (
         why_not_packed(run, model) if reading.packed else "its attention does not know where sequences end"
@@ -200,7 +203,7 @@ def _find_out(run: Callable, model: PreTrainedModel) -> dict[str, str]:
 
 
 def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
-    """What goes wrong in a row of two sequences; "" where nothing does."""
+    """Returns why a row of two sequences is not read correctly, "" where it is."""
     probe = _probe(model)
     start = probe.a.length
     changed = start + probe.place
@@ -209,14 +212,14 @@ def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
     try:
         row, with_other_a, with_other_b = [run(lambda row=row: in_one_pass(model, row)) for row in rows]
     except (torch.OutOfMemoryError, dist.DistError):
-        raise  # of the machine: it says nothing about the model
+        raise  # an error of the machine, not of the model
     except (CannotPack, TypeError, AttributeError, RuntimeError) as error:
         if broke_attention(error):
             error.add_note(BROKEN_ATTENTION)
             raise
         if isinstance(error, torch.AcceleratorError):
             raise
-        # The architecture's own code was not made for packed rows: it computes with the mask, say. Where a
+        # The architecture's own code does not support packed rows: it computes with the mask, say. If a
         # kernel of other layers is broken, it also fails in `why_not_at_all`.
         return f"it fails with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     effect = _change(row[changed + 1 :], with_other_b[changed + 1 :]) + torch.finfo(model.dtype).eps
@@ -237,7 +240,7 @@ def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
 
 
 def why_slices_differ(run: Callable, model: PreTrainedModel, sharing: SequenceParallel) -> str:
-    """What goes wrong where each rank computes a slice of a sequence; "" where nothing does."""
+    """Returns why sequence-parallel slices of a sequence are not computed correctly, "" where they are."""
     row = _row(model, _probe(model).a)
     expected = run(lambda: in_one_pass(model, row))
     found = run(lambda: sharing.gathered(in_one_pass(model, row, sharing)))[: len(expected)]
@@ -249,7 +252,7 @@ def why_slices_differ(run: Callable, model: PreTrainedModel, sharing: SequencePa
 
 
 def why_not_at_all(run: Callable, model: PreTrainedModel) -> str:
-    """What would be wrong even with one sequence at a time; "" where nothing is."""
+    """Returns why the model fails even with one sequence at a time, "" where it does not."""
     probe = _probe(model)
     with transformers_attention(model):
         hidden, with_other_b = (run(lambda s=s: _alone(model, s)) for s in (probe.b, probe.other_b))
@@ -269,7 +272,7 @@ def why_not_at_all(run: Callable, model: PreTrainedModel) -> str:
 
 
 def why_not_liger(run: Callable, model: PreTrainedModel) -> str:
-    """How Liger's kernels change what the model computes; "" where they only round otherwise."""
+    """Returns how Liger's kernels change the results beyond rounding, "" where they do not."""
     b = _probe(model).b
     with transformers_attention(model):
         found = run(lambda: _alone(model, b))
@@ -285,7 +288,7 @@ def why_not_liger(run: Callable, model: PreTrainedModel) -> str:
 
 
 def why_not_replayed(run: Callable, model: PreTrainedModel, replay: Replay) -> str:
-    """Why the choice of its routers cannot be replayed; "" where it can."""
+    """Returns why the routers' choices cannot be replayed, "" where they can."""
     if not replay.choices:
         return "none of its layers has a router; remove --algo.router_replay"
     b = _probe(model).b
@@ -302,7 +305,7 @@ def why_not_replayed(run: Callable, model: PreTrainedModel, replay: Replay) -> s
 
 @contextmanager
 def transformers_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model attends as transformers defines the architecture: plainly, with whole masks."""
+    """Switches the model to transformers' eager attention, with full masks, inside the context."""
     own = model.config._attn_implementation
     if own is None or not model._can_set_attn_implementation():
         yield
@@ -319,7 +322,8 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
 
 
 class _Probe(NamedTuple):
-    """Of a model that reads images every sequence begins with one, of another size in a and b."""
+    """The sequences of the checks. For a model that reads images each begins with an image, of different
+    sizes in a and b."""
 
     a: Sample
     b: Sample
@@ -378,12 +382,13 @@ def _alone(model: PreTrainedModel, sample: Sample) -> Tensor:
 
 
 def _change(before: Tensor, after: Tensor) -> float:
-    """By how much of their size hidden states (L, H) differ, on average."""
+    """Returns the relative difference of hidden states (L, H), as the mean over tokens."""
     return float(_differences(before, after).mean())
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
-    """The same for a typical token: in half precision a few may be sent to other experts."""
+    """Returns the relative difference as the median over tokens: in half precision a few tokens may be routed
+    to other experts."""
     return float(_differences(found, expected).median())
 
 
@@ -393,7 +398,8 @@ def _differences(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _head_error(model: PreTrainedModel, hidden: Tensor, sample: Sample) -> Tensor:
-    """() nats between log-probs as models/policy.py makes them and those of the model's logits: the mean."""
+    """Returns the mean difference, () in nats, between log-probs as models/policy.py computes them and those
+    of the model's own logits."""
     scale, softcap = head_options(model.config)
     ours = head_of(model)(hidden).float() * scale
     if softcap is not None:
@@ -406,8 +412,8 @@ def _head_error(model: PreTrainedModel, hidden: Tensor, sample: Sample) -> Tenso
 
 
 def _through(ask: Callable[[], Any], module: RowModel) -> Callable:
-    """question -> its answer, a tensor, computed where the engine calls the model: ZeRO-3's hooks stay around
-    it."""
+    """Returns a function that runs a question, which returns a tensor, through the engine's call of the
+    model, inside ZeRO-3's hooks."""
 
     def run(question: Callable[[], Tensor]) -> Tensor:
         module.forward = question
@@ -428,7 +434,7 @@ def _evaluating(module: RowModel) -> Iterator[None]:
 
 
 def _agreed(value: Any) -> Any:
-    """Rank 0's."""
+    """Returns rank 0's value on every rank."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -441,7 +447,7 @@ def _is_first_rank() -> bool:
 
 
 def _cache_entry(model: PreTrainedModel, zero_stage: int | None, tensor: int) -> Path:
-    """Named by everything that the verdict depends on."""
+    """Returns the cache file of a verdict, named by everything that the verdict depends on."""
     code = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
     parts = {
         "class": f"{type(model).__module__}.{type(model).__name__}",

@@ -1,4 +1,4 @@
-"""An answer of a transformers model, token by token; and tokens as text, piece by piece."""
+"""Streams an answer of a transformers model token by token, and decodes tokens to text piece by piece."""
 
 import queue
 import threading
@@ -12,13 +12,13 @@ from openrlhf.text import decode
 
 
 class TransformersStream:
-    """One answer at a time, computed in a thread so that whoever reads it can stop it."""
+    """Generates one answer at a time, in a thread so that the consumer can stop it."""
 
     def __init__(self, model: Any, pad_token_id: int) -> None:
         self.model, self.pad_token_id = model, pad_token_id
 
     def stream(self, prompt: list[int], seed: int, decoding: Decoding) -> Generator[int, None, None]:
-        """The tokens of the answer. Closing the generator stops the computation."""
+        """Yields the tokens of the answer. Closing the generator stops the computation."""
         tokens: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
         stopped = threading.Event()
 
@@ -34,7 +34,7 @@ class TransformersStream:
                     stop=stopped.is_set,
                 )
                 tokens.put(None)
-            except BaseException as error:  # raised again where the tokens are read
+            except BaseException as error:  # re-raised where the tokens are read
                 tokens.put(error)
 
         thread = threading.Thread(target=compute, name="answer", daemon=True)
@@ -53,23 +53,23 @@ class TransformersStream:
 
 
 class PiecewiseText:
-    """Tokens in, text out, never half a character."""
+    """Decodes tokens to text incrementally, never splitting a character."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
-        """`prompt`: the tokens that stand before."""
+        """Starts an empty text. `prompt`: the tokens before it."""
         self.tokenizer, self.prompt = tokenizer, prompt
         self.token_ids: list[int] = []
         self.text = ""
-        """What has been given out."""
+        """Text returned so far."""
 
     def add(self, token_id: int) -> str:
-        """The text that this token completes; "" while a character is not whole."""
+        """Returns the text that this token completes; "" while a character is incomplete."""
         self.token_ids.append(token_id)
         text = self._decoded()
         return "" if text.endswith(_REPLACEMENT) else self._give(text)
 
     def finish(self) -> str:
-        """What is left, whole or not."""
+        """Returns the remaining text, even if its last character is incomplete."""
         return self._give(self._decoded())
 
     def _decoded(self) -> str:

@@ -1,5 +1,5 @@
-"""Distillation: a student that is compared with its teacher over the whole vocabulary, never holding all
-logits of either."""
+"""Distillation: compares a student with its teacher over the whole vocabulary without holding all logits of
+either."""
 
 from typing import NamedTuple, cast
 
@@ -14,23 +14,23 @@ from openrlhf.types import PackedRow
 
 
 class Lesson(NamedTuple):
-    """The teacher's distributions at the actions of a row; where ranks share it, at those of this rank's
-    slice, which is the student's slice too."""
+    """The teacher's distributions at the actions of a row; under sequence parallelism, at those of this
+    rank's slice, which is also the student's."""
 
-    hidden: Tensor  # (a, H) what its head reads to predict each action
+    hidden: Tensor  # (a, H) input of its head that predicts each action
     head: LinearHead
 
 
 class TeacherModel(RowModel):
-    """Answers with hidden states, from which `StudentModel` makes the teacher's logits."""
+    """The teacher. Returns hidden states, from which `StudentModel` computes the teacher's logits."""
 
     def forward(self, row: PackedRow) -> Tensor:
-        """(a, H), see `Lesson`."""
+        """Returns (a, H), see `Lesson`."""
         return action_states(self.model, row, row.actions - 1).hidden
 
 
 def linear_head(model: PreTrainedModel) -> LinearHead:
-    """The head of a causal language model, with what its architecture does to the logits."""
+    """Returns the head of a causal language model with the architecture's scale and cap of its logits."""
     head, (scale, softcap) = cast(nn.Linear, head_of(model)), head_options(model.config)
     return LinearHead(head.weight, head.bias, scale, softcap)
 
@@ -47,7 +47,8 @@ class StudentModel(RowModel):
         head_of(model).__class__ = StudentHead  # ZeRO-3's hooks on the module stay
 
     def forward(self, row: PackedRow, lesson: Lesson, temperature: float, kind: Divergence) -> StudentScores:
-        """`temperature` divides the logits of both in the divergence, and nothing in the log-probs."""
+        """Returns log-probs of the actions and divergences from the teacher. `temperature` divides both
+        models' logits in the divergence, but not in the log-probs."""
         states = action_states(self.model, row, row.actions - 1)
         scale, softcap = self.head_options
         log_probs, divergence = head_of(self.model)(
@@ -63,8 +64,8 @@ class StudentModel(RowModel):
 
 
 class StudentHead(nn.Linear):
-    """A language model head that can also answer with log-probs and divergences. It is called as a module so
-    that ZeRO-3 gathers its weight around the computation."""
+    """A language model head that can also return log-probs and divergences. It is called as a module so that
+    ZeRO-3 gathers its weight around the computation."""
 
     # pyrefly: ignore[bad-override]  without a lesson it is a linear layer
     def forward(

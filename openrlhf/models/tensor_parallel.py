@@ -1,17 +1,17 @@
-"""Ranks that share a model's matrices (tensor parallelism): https://arxiv.org/abs/1909.08053
+"""Implements tensor parallelism, the sharding of a model's matrices over ranks:
+https://arxiv.org/abs/1909.08053
 
-Of the two products of an attention or an MLP, each rank has some of the outputs of the first (its columns, in
-the paper's order of factors) and the same inputs of the second, whose results are summed. Which layers those
-are says transformers' own plan of the architecture. All else is the same on every rank: so are its gradients,
-but for those of weights that see some of the heads alone, which are summed too.
+An attention or MLP has two products. Each rank holds some outputs of the first (its columns, in the paper's
+order of factors) and the matching inputs of the second, whose results are summed. transformers' own plan of
+the architecture names these layers. Everything else is replicated on every rank, and so are its gradients,
+except those of weights applied to some of the heads alone, which are summed too.
 
-The vocabulary is shared where the head is one of log-probs, or there is none: each rank has some tokens'
-rows of the embedding and of the head, which exchanges numbers of each action (algorithms/logprobs.py).
+The vocabulary is sharded where the head is a `LogProbHead`, or there is none: each rank has the rows of some
+tokens of the embedding and of the head, and ranks exchange a few numbers per action (algorithms/logprobs.py).
 
-DeepSpeed finds what is shared by `tensor_model_parallel`, the mark of Megatron. Its own AutoTP is not used:
-the gradient of its column-parallel layer is not summed where it is not contiguous, and it has layers for
-training only inside of an engine.
-"""
+DeepSpeed recognizes sharded parameters by `tensor_model_parallel`, Megatron's mark. Its own AutoTP is not
+used: it does not sum the gradient of its column-parallel layer where it is not contiguous, and its layers for
+training work only inside an engine."""
 
 import re
 from collections import defaultdict
@@ -37,20 +37,20 @@ WRONG_PLANS = {
     "apertus": "its activation has weights of its own, whose gradients transformers' plan forgets",
     "doge": "transformers' plan shares its attention, but not the mask that it makes of the values",
 }
-"""Architectures with which transformers' plan computes something else, by `model_type`."""
+"""Architectures for which transformers' plan computes something else: `model_type` -> reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a parameter that ranks share is a part of: equal parts, in order, along one dimension."""
+    """Marks a parameter as one of the group's equal parts, in rank order, of a tensor cut along `dim`."""
 
     group: dist.ProcessGroup
     dim: int
 
 
 def shard_matrices(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
-    """Leave each rank of `group` its part of a model that all of them have. ValueError where it cannot be
-    shared."""
+    """Shards a model, of which every rank of `group` has a full copy. Raises ValueError if it cannot be
+    sharded."""
     check_planned(model, group.size())
     inputs: dict[str, SharedInput] = defaultdict(lambda: SharedInput(group))
     for name, module, style in _planned(model):
@@ -64,16 +64,17 @@ def shard_matrices(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
 
 
 def check_planned(model: PreTrainedModel, size: int) -> None:
-    """Raise ValueError where `size` ranks cannot share the matrices of a model."""
+    """Raises ValueError if the matrices of a model cannot be sharded over `size` ranks."""
     if reason := why_not(model, size):
         raise ValueError(refusal(model, size, reason))
 
 
 def check_tensor_parallel(path: str, flag: str, size: int) -> None:
-    """Raise ValueError, without loading weights, where `size` ranks cannot share the matrices of `path`."""
+    """Raises ValueError, without loading weights, if the matrices of `path` cannot be sharded over `size`
+    ranks."""
     config = load_config(path, flag)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return  # whoever loads it says what it is
+        return  # loading it reports the error
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     if reason := why_not(model, size):
@@ -81,8 +82,8 @@ def check_tensor_parallel(path: str, flag: str, size: int) -> None:
 
 
 def why_not(model: PreTrainedModel, size: int) -> str:
-    """The matrices of a model, which may be without weights, cannot be shared by `size` ranks; "" where they
-    can."""
+    """Returns why the matrices of a model, possibly without weights, cannot be sharded over `size` ranks, ""
+    where they can."""
     planned, config = list(_planned(model)), model.config.get_text_config()
     if not planned:
         return "transformers has no plan for its architecture"
@@ -102,7 +103,7 @@ def why_not(model: PreTrainedModel, size: int) -> str:
 
 
 def refusal(model: PreTrainedModel, size: int, reason: str) -> str:
-    """What the user is told of a model that ranks cannot share."""
+    """Returns the error message for a model that cannot be sharded."""
     return (
         f"--ds.tensor_parallel_size {size}: ranks cannot share the matrices of {type(model).__name__}: "
         f"{reason}.\nRemove the flag; --ds.zero_stage 3 shards weights too."
@@ -110,8 +111,9 @@ def refusal(model: PreTrainedModel, size: int, reason: str) -> str:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor of a model in full, without a gradient. Collective for the ranks that share it."""
-    if isinstance(tensor, DTensor):  # fully_shard's
+    """Returns a model's tensor in full (unsharded), without a gradient. Collective for the ranks that shard
+    it."""
+    if isinstance(tensor, DTensor):  # sharded by fully_shard
         return tensor.full_tensor().detach()
     shard: Shard | None = getattr(tensor, "shard", None)
     if shard is None:
@@ -120,13 +122,13 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def put_together(parts: Sequence[Tensor], tensor: Tensor) -> Tensor:
-    """What each rank has in place of `tensor`, in order -> that of all of it."""
+    """Concatenates the ranks' shards of `tensor`, given in rank order, into the full tensor."""
     shard: Shard | None = getattr(tensor, "shard", None)
     return parts[0] if shard is None else torch.cat(list(parts), shard.dim)
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Of a tensor of a model in full, of which ZeRO-3 or this rank keeps only a part here."""
+    """Returns the full (unsharded) shape of a tensor that ZeRO-3 or tensor parallelism shards."""
     shape, shard = list(getattr(tensor, "ds_shape", tensor.shape)), getattr(tensor, "shard", None)
     if shard is not None:
         shape[shard.dim] *= shard.group.size()
@@ -134,8 +136,8 @@ def whole_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 class SharedInput:
-    """What the layers of a module with some of the outputs are given. Those that are given the same, such as
-    the projections to queries, keys and values, have one sum of gradients."""
+    """The input of a module's column-parallel layers. Layers with the same input, such as the query, key and
+    value projections, share one sum of its gradients."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -144,7 +146,7 @@ class SharedInput:
         self._answer: Tensor | None = None
 
     def of_one_more(self) -> Self:
-        """Of its layers."""
+        """Registers one more layer of the module."""
         self.layers += 1
         return self
 
@@ -153,12 +155,14 @@ class SharedInput:
         if answer is None or self._given is not x:
             answer, self._left = _Replicated.apply(x, self.group), self.layers
         self._left -= 1
-        self._given, self._answer = (x, answer) if self._left else (None, None)  # nothing outlives its pass
+        self._given, self._answer = (
+            (x, answer) if self._left else (None, None)
+        )  # the cache ends with the pass
         return answer
 
 
 class ColumnLinear(nn.Linear):
-    """A linear layer with some of the outputs."""
+    """A column-parallel linear layer: it has some of the outputs."""
 
     group: dist.ProcessGroup
     entrance: SharedInput
@@ -168,7 +172,7 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """A linear layer with some of the inputs."""
+    """A row-parallel linear layer: it has some of the inputs, and sums the results over the ranks."""
 
     group: dist.ProcessGroup
 
@@ -178,21 +182,21 @@ class RowLinear(nn.Linear):
 
 
 class GatheredLinear(ColumnLinear):
-    """A linear layer with some of the weights, and all of the outputs."""
+    """A column-parallel linear layer that gathers all outputs on every rank."""
 
     def forward(self, input: Tensor) -> Tensor:
         return _Gathered.apply(super().forward(input), self.group)
 
 
 class SplitLinear(RowLinear):
-    """A linear layer with some of the weights, which is given all inputs."""
+    """A row-parallel linear layer that takes all inputs and selects this rank's."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(_Split.apply(input, self.group))
 
 
 class SharedEmbedding(nn.Embedding):
-    """Before an embedding's own class: with the rows of some tokens."""
+    """Mixin for an embedding's own class that holds the rows of some tokens and sums over the ranks."""
 
     vocabulary: SharedVocabulary
 
@@ -203,7 +207,7 @@ class SharedEmbedding(nn.Embedding):
 
 
 def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, module, style) of all but the vocabulary."""
+    """Yields (name, module, style) of everything in transformers' plan except the vocabulary."""
     plan = model._tp_plan or {}
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     modules = dict(model.named_modules())
@@ -224,7 +228,7 @@ def _key_heads(config: PreTrainedConfig) -> int:
 
 
 def _cut_size(module: nn.Module, style: str) -> int:
-    """Of the dimension that is cut, 0 where none is."""
+    """Returns the size of the dimension that is cut, 0 where none is."""
     if not isinstance(module, nn.Linear):
         return 0
     return module.out_features if style.startswith("colwise") else module.in_features
@@ -242,7 +246,8 @@ def _shard_rows(module: Any, group: dist.ProcessGroup, kind: type = RowLinear) -
 
 
 def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Every rank sees some of the heads, and has a part of the gradient."""
+    """Sums gradients over the ranks, each of which sees some of the heads and so has a part of the
+    gradient."""
     for parameter in module.parameters(recurse=False):
         if parameter.requires_grad:
             parameter.register_hook(lambda grad: _sum(grad, group))
@@ -256,11 +261,11 @@ STYLES = {
     "rowwise_split_input": partial(_shard_rows, kind=SplitLinear),
     REPLICATED: _sum_gradients,
 }
-"""What transformers calls a way to share a layer -> how it is done here."""
+"""Maps the styles of transformers' plans to their implementations here."""
 
 
 def _shard_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
-    """Where it divides, and nothing but log-probs is asked of the head."""
+    """Shards embedding and head if their tokens divide evenly and the head computes only log-probs."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     num_tokens, rest = divmod(len(embedding.weight), group.size())
@@ -280,7 +285,7 @@ def _shard_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
 
 
 def _cut(parameter: Tensor | None, dim: int, group: dist.ProcessGroup) -> None:
-    """Of a weight that is tied to another one only once."""
+    """Replaces a parameter by this rank's shard; a tied weight is cut only once."""
     if parameter is None or hasattr(parameter, "shard"):
         return
     parameter.data = _own(parameter.data, dim, group)
@@ -289,14 +294,14 @@ def _cut(parameter: Tensor | None, dim: int, group: dist.ProcessGroup) -> None:
 
 
 def _take_first(parameter: Tensor, group: dist.ProcessGroup) -> None:
-    """What is new, a scalar head, is random: all ranks get that of the first."""
+    """Copies the first rank's value to all: new weights, such as a scalar head, are initialized at random."""
     value = parameter.data.to(DEVICE_TYPE)
     dist.broadcast(value, group=group, group_src=0)
     parameter.data.copy_(value)
 
 
 class _Replicated(torch.autograd.Function):
-    """The same on every rank, which does something of its own with it: gradients are summed."""
+    """Identity on a replicated tensor that each rank uses differently; sums the gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -311,7 +316,7 @@ class _Replicated(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of every rank's part, with which all do the same: each has the gradient of its part."""
+    """Sums the ranks' parts for replicated use; each part gets the gradient of the sum unchanged."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -325,7 +330,8 @@ class _Summed(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Every rank's features, one rank's after the other's, with which all do the same."""
+    """Gathers the ranks' features in rank order for replicated use; each rank keeps its part of the
+    gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -340,7 +346,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """This rank's features of what is the same on every rank."""
+    """Selects this rank's features of a replicated tensor; gathers the gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,10 +1,9 @@
-"""Images as a vision-language model reads them: patches, in place of the tokens that stand for them.
+"""Converts images to the inputs of a vision-language model: patches, in place of the tokens that stand for
+them.
 
-A row carries image files. They become tensors here, by the processor that belongs to the model, for each
-forward pass; the last ones are kept, because the samples of a prompt share its images. Where a token of an
-image has positions in height and width, they are counted in each sequence alone, so that a row may hold
-several.
-"""
+A row carries image files. The model's processor turns them into tensors here, for each forward pass; the most
+recent ones are cached, because the samples of a prompt share its images. Where image tokens have positions in
+height and width, they are counted within each sequence, so that a row may hold several."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,19 +22,19 @@ from openrlhf.text import image_layout
 from openrlhf.types import Image, PackedRow, Sample
 
 KEPT_IMAGES = 64
-"""Of which a process keeps the patches."""
+"""Number of images whose patches a process caches."""
 BLANK_SIDE = 56
-"""Pixels of the picture that stands behind a row without images."""
+"""Side in pixels of the blank picture appended to a row without images."""
 SHAPES = ((64, 64), (96, 160))
-"""Height and width of pictures that are read as different numbers of patches."""
+"""Heights and widths of pictures that are read as different numbers of patches."""
 
 
 KINDS = ("token_type_ids", "mm_token_type_ids")
-"""What processors call the argument that says which tokens are patches."""
+"""Names that processors use for the argument that marks the tokens of patches."""
 
 
 class ImageReader:
-    """The processor of a model that reads images."""
+    """Reads images with a model's processor."""
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
@@ -44,15 +43,15 @@ class ImageReader:
         self.patches = lru_cache(KEPT_IMAGES)(self._patches)
 
     def inputs(self, token_ids: Tensor, images: Sequence[Image]) -> dict[str, Tensor]:
-        """Of token ids (N,): the patches of their images, end to end, and which tokens stand for them, by the
-        names that transformers' models have for it."""
+        """Returns the image inputs for token ids (N,), named as transformers' models expect: the patches of
+        `images`, end to end, and the mask of the tokens that stand for them."""
         read = [self.patches(image.data) for image in images]
         patches = {name: torch.cat([of_image[name] for of_image in read]) for name in read[0]}
         on_device = {name: x.to(token_ids.device, non_blocking=True) for name, x in patches.items()}
         return on_device | {self._kinds_name: self.kinds(token_ids)}
 
     def kinds(self, token_ids: Tensor) -> Tensor:
-        """(1, N) int32: 1 for patches, 0 for text."""
+        """Returns (1, N) int32: 1 for patches, 0 for text."""
         return (token_ids == self.patch_id).int()[None]
 
     @cached_property
@@ -60,12 +59,13 @@ class ImageReader:
         return self.alone(PILImage.new("RGB", (BLANK_SIDE, BLANK_SIDE), "grey"))
 
     def noise(self, shape: tuple[int, int]) -> Sample:
-        """A picture of `shape`, height and width, the same one at every call."""
+        """Returns a random picture of `shape`, height and width, as a sequence of its own; the same at every
+        call."""
         pixels = np.random.default_rng(shape).integers(256, size=(*shape, 3), dtype=np.uint8)
         return self.alone(PILImage.fromarray(pixels))
 
     def alone(self, picture: PILImage.Image) -> Sample:
-        """As a sequence that has nothing else, and nothing to learn."""
+        """Returns a sequence that consists of `picture` alone, without actions."""
         read = self.processor(text=[self.processor.image_token], images=[picture], add_special_tokens=False)
         token_ids = torch.tensor(read["input_ids"][0])
         mask = torch.zeros(len(token_ids), dtype=torch.bool)
@@ -81,7 +81,8 @@ def image_reader(path: str) -> ImageReader:
 
 
 def freeze_vision(model: PreTrainedModel) -> None:
-    """Only the language part is trained: not the tower, nor what projects its patches."""
+    """Freezes the vision tower and the projection of its patches, so that only the language part is
+    trained."""
     head = model.get_output_embeddings()
     learns = {id(p) for part in (model.get_decoder(), head) if part for p in part.parameters()}
     for parameter in model.parameters():
@@ -90,8 +91,8 @@ def freeze_vision(model: PreTrainedModel) -> None:
 
 
 def with_blank(row: PackedRow, reader: ImageReader) -> PackedRow:
-    """`row`; where it has no images a grey picture behind it, as a sequence of its own. Ranks that share
-    parameters or sum up gradients must all pass through the vision tower."""
+    """Returns `row`, with a grey picture appended as a sequence of its own if it has no images. Ranks that
+    shard parameters or sum gradients must all pass through the vision tower."""
     if row.images:
         return row
     blank = PackedRow.of([reader.blank]).to(row.token_ids.device)
@@ -105,7 +106,7 @@ def with_blank(row: PackedRow, reader: ImageReader) -> PackedRow:
 
 
 def inputs_of_row(backbone: nn.Module, row: PackedRow, reader: ImageReader) -> dict[str, Tensor]:
-    """What `backbone` is called with for a row of one or more images, beside its token ids."""
+    """Returns the inputs of `backbone` besides the token ids for a row with one or more images."""
     inputs = reader.inputs(row.token_ids, [image for images in row.images for image in images])
     counts_places = hasattr(backbone, "get_rope_index")
     positions = _positions(backbone, row, reader) if counts_places else row.position_ids[None]
@@ -113,7 +114,8 @@ def inputs_of_row(backbone: nn.Module, row: PackedRow, reader: ImageReader) -> d
 
 
 def _positions(backbone: Any, row: PackedRow, reader: ImageReader) -> Tensor:
-    """(4, 1, N): the place in the sequence, then time, height and width as the model counts them."""
+    """Returns positions (4, 1, N): the place in the sequence, then time, height and width as the model counts
+    them."""
     places = []
     for token_ids, images in zip(row.token_ids.cpu().split(row.lengths), row.images, strict=True):
         grids = [reader.patches(image.data)["image_grid_thw"] for image in images]
