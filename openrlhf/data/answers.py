@@ -1,4 +1,4 @@
-"""A prompt and the answer to it as one text, with the answer marked."""
+"""Joins a prompt and its answer into one text and marks the answer's characters."""
 
 import logging
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ def check_answer_flags(
     apply_chat_template: bool,
     input_template: str | None,
 ) -> None:
-    """ValueError for templates that cannot be used (see `check_templates`), and where nothing says what the
-    answer is."""
+    """Raises ValueError for templates that cannot be used (see `check_templates`), and where no flag says
+    which column or message is the answer."""
     check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
     if output_key is None and not apply_chat_template:
         raise ValueError(
@@ -48,8 +48,8 @@ def read_answer(
     multiturn: bool = False,
     images: "ImageColumn | None" = None,
 ) -> Text:
-    """The text of a row with its answer marked; with `multiturn` the assistant's part of the whole
-    conversation. Images have their placeholders in it, which needs a chat template."""
+    """Returns the text of a row with its answer marked; with `multiturn` every assistant turn of the
+    conversation is marked. Images are written as placeholders, which needs a chat template."""
     if apply_chat_template:
         asked = value_of(row, input_key, str, list)
         if isinstance(asked, str) and output_key is None:
@@ -62,7 +62,7 @@ def read_answer(
         if images is not None:
             messages = images.place(row, messages)
         return mark_answer(messages, 0 if multiturn else first, tokenizer)
-    assert output_key is not None  # check_answer_flags
+    assert output_key is not None  # ensured by check_answer_flags
     prompt = render_prompt(
         value_of(row, input_key, str), tokenizer, apply_chat_template=False, input_template=input_template
     )
@@ -80,19 +80,19 @@ def _no_answer(row: Row, input_key: str) -> str:
 
 
 def plain_answer(prompt: str, answer: str) -> Text:
-    """Both end to end, without the newlines at the end."""
+    """Returns prompt and answer end to end, with the answer marked and its trailing newlines removed."""
     text = prompt + answer.rstrip("\n")
     return Text(text=text, spans=((len(prompt), len(text)),) if text[len(prompt) :].strip() else ())
 
 
 def mark_answer(messages: Sequence[Message], first: int, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """The conversation up to the last turn of the assistant, with the assistant's turns from message `first`
-    on: each from the end of what the policy read before it to the end of what the template makes of it,
-    without blanks and newlines there: those behind a turn are not written by the policy. The text ends with
-    the last turn.
+    """Returns the conversation up to the last assistant turn, with each assistant turn from message `first`
+    on marked. A turn's span runs from the end of the generation prompt before it to the end of the turn as
+    the template renders it, without trailing whitespace, because the policy does not write that. The text
+    ends with the last turn.
 
-    ValueError for a template that does not show one of these turns right behind its generation prompt, or
-    shows it differently once other messages follow.
+    Raises ValueError for a template that does not render one of these turns directly after its generation
+    prompt, or renders it differently once other messages follow.
     """
     turns = _assistant_turns(messages, first)
     messages = messages[: turns[-1] + 1]
@@ -114,7 +114,7 @@ def mark_answer(messages: Sequence[Message], first: int, tokenizer: PreTrainedTo
 
 @cache
 def _tell_endless(template: str) -> None:
-    """Once for each template."""
+    """Warns once per chat template."""
     logger.warning(
         "--data.apply_chat_template: the template puts nothing behind an answer that others follow, so only "
         "the last\nanswer of a conversation learns to stop. Use one that ends every turn "
@@ -140,14 +140,14 @@ def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> ValueError
 def scored_answer(
     messages: Sequence[Message], first: int, tokenizer: PreTrainedTokenizerBase, *, is_open: bool = False
 ) -> Text:
-    """The conversation up to the last turn of the assistant, with everything after the prompt (the messages
-    before `first`). It is read, not written, so a template may show the answer as it likes. `is_open`: that
-    turn was cut, and is shown without an end."""
+    """Returns the conversation up to the last assistant turn, with everything after the prompt (the messages
+    before `first`) marked. The text is only scored, not learned, so a template may render the answer in any
+    way. `is_open`: the last turn was truncated and is rendered without an end."""
     turns = _assistant_turns(messages, first)
     prompt = render_messages(messages[:first], tokenizer, add_generation_prompt=True)
     talk = messages[: turns[-1] + 1]
     text = render_messages(talk, tokenizer, add_generation_prompt=False, is_open=is_open).rstrip("\n")
-    start = len([*takewhile(bool, map(eq, prompt, text))])  # of what differs
+    start = len([*takewhile(bool, map(eq, prompt, text))])  # length of the common prefix
     is_empty = not any(messages[turn].get("content") or messages[turn].get("tool_calls") for turn in turns)
     return Text(text=text, spans=() if is_empty else ((start, len(text)),), is_chat=True)
 

@@ -1,4 +1,4 @@
-"""What happens to a row that cannot be used: it stops the run, or it is skipped and counted; never
+"""Handles rows that cannot be used: such a row stops the run, or is skipped and counted; it is never
 repaired."""
 
 import logging
@@ -18,17 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 class BadRow(Exception):
-    """Why a row cannot be used. Becomes a ValueError or a count, never seen outside `openrlhf.data`."""
+    """The reason why a row cannot be used. Becomes a ValueError or a count; never leaves `openrlhf.data`."""
 
 
 def read_each(
     rows: Rows, read: Callable[[Row], ReadT], policy: BadRowAction, dropped: Counter[str]
 ) -> Iterator[tuple[int, ReadT]]:
-    """Row number, and what `read` makes of the row, one after the other.
+    """Yields the row number and the result of `read` for each usable row, in order.
 
     "error": the first row for which `read` raises BadRow is a ValueError with its file and line.
-    "skip": such rows are left out and counted in `dropped`, and so are those that no file could give and
-    those with a value of another kind than most have; the first few are logged.
+    "skip": such rows are left out and counted in `dropped`, as are unreadable rows and rows with a value of
+    another kind than the column has in most rows; the first few are logged.
     """
     for i in tracked(range(len(rows)), len(rows), "reading rows"):
         try:
@@ -42,7 +42,7 @@ def read_each(
 
 
 def refuse(origin: str, reason: object, policy: BadRowAction, dropped: Counter[str]) -> None:
-    """ValueError; with "skip" one more in `dropped`, of which the first few are logged."""
+    """Raises ValueError under "error"; under "skip" counts the row in `dropped` and logs the first few."""
     if policy == "error":
         raise ValueError(f"{origin}: {reason}\n{REMEDY}")
     dropped[BAD_ROW] += 1
@@ -51,10 +51,10 @@ def refuse(origin: str, reason: object, policy: BadRowAction, dropped: Counter[s
 
 
 NAMED = 3
-"""Skipped rows that are logged one by one."""
+"""Number of skipped rows that are logged one by one."""
 
 BAD_ROW = "bad row"
-"""Why such rows are dropped."""
+"""Reason under which unusable rows are counted in `dropped`."""
 
 
 def _check_kinds(row: Row, kinds: Mapping[str, str]) -> None:
@@ -64,7 +64,7 @@ def _check_kinds(row: Row, kinds: Mapping[str, str]) -> None:
 
 
 def value_of(row: Row, column: str, *types: type) -> Any:
-    """The value of a column, which must be there and be of one of the types."""
+    """Returns the value of a column. Raises BadRow where it is missing, null, NaN or of none of the types."""
     if row.get(column) is None:
         raise BadRow(f"column {column!r} is {'null' if column in row else 'missing'}.")
     value = row[column]

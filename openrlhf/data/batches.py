@@ -1,4 +1,4 @@
-"""From samples to the packed rows of one rank, one optimizer step at a time."""
+"""Deals samples to ranks and packs them into rows, one optimizer step at a time."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from openrlhf.types import Image
 
 class Row(Protocol):
     def empty(self) -> Self:
-        """A row of the same kind without anything to learn."""
+        """Returns a row of the same kind in which no token is learned."""
         ...
 
 
@@ -23,7 +23,7 @@ RowT = TypeVar("RowT", bound=Row)
 
 
 class Dataset(Protocol):
-    """What a supervised run learns from: samples, pairs of them, or samples with labels."""
+    """A dataset of supervised training: samples, pairs of samples, or samples with labels."""
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -36,35 +36,35 @@ class Dataset(Protocol):
 
 
 class TokenisedDataset(Dataset, Kept, Protocol):
-    """As it comes from rows or from the cache."""
+    """A dataset as built from rows or read from the cache."""
 
     @property
     def sequence_lengths(self) -> Sequence[int]:
-        """Tokens of each sequence, of which an item may have several."""
+        """Tokens of each sequence; an item may have several sequences."""
         ...
 
     @property
     def images_digest(self) -> str:
-        """Changes when an image does. Empty: there are none."""
+        """Digest that changes when an image does. Empty: there are no images."""
         ...
 
     def read_images_with(self, read: Callable[[int], tuple[Image, ...]], images_digest: str) -> None:
-        """From now on samples come with the images that `read` reads of their row."""
+        """Makes samples carry the images that `read` returns for their row number."""
         ...
 
     def arrays(self) -> Mapping[str, np.ndarray]:
-        """All that it holds."""
+        """Returns all arrays that the dataset holds, by name."""
         ...
 
 
 class Windows(Generic[RowT]):
     """The optimizer steps of an epoch, as this rank sees them.
 
-    A step takes the next `batch_size` items in the order of the epoch, the last step what is left. They are
-    dealt to `data_size` ranks so that each has about as much work, and laid by `collate` into packed rows: of
-    `micro_batch_size` items, or of as many as fit into `max_tokens` (a longer item alone). Every rank gets
-    the same number of rows, where needed empty ones, because ranks meet in collectives at each row.
-    Everything follows from the arguments, so ranks agree without talking.
+    A step takes the next `batch_size` items in the order of the epoch; the last step takes the rest. The
+    items are dealt to `data_size` ranks with about equal work, and `collate` packs them into rows of
+    `micro_batch_size` items, or of as many as fit into `max_tokens` (a longer item has its own row). Every
+    rank gets the same number of rows, padded with empty ones, because ranks meet in collectives at each row.
+    The result depends on the arguments alone, so ranks agree without communication.
     """
 
     def __init__(
@@ -80,8 +80,9 @@ class Windows(Generic[RowT]):
         seed: int,
         shuffle: bool = True,
     ) -> None:
-        """Give one of `micro_batch_size` and `max_tokens`. `data_rank` of `data_size`: this rank along the
-        data dimension of its mesh; ranks that agree in it get the same rows."""
+        """Exactly one of `micro_batch_size` and `max_tokens` must be given. `data_rank` of `data_size` is
+        this rank's coordinate along the data dimension of its mesh; ranks with the same coordinate get the
+        same rows."""
         if (micro_batch_size is None) == (max_tokens is None):
             raise ValueError("Windows: give one of micro_batch_size and max_tokens.")
         self._dataset = dataset
@@ -95,28 +96,28 @@ class Windows(Generic[RowT]):
         self._shuffle = shuffle
 
     def __len__(self) -> int:
-        """Steps of an epoch."""
+        """Returns the number of steps of an epoch."""
         return math.ceil(len(self._dataset) / self._batch_size)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[RowT]]:
-        """This rank's rows of each step from `start_step` on."""
+        """Yields this rank's packed rows of each step of one epoch, from `start_step` on."""
         for rows in self.items(epoch, start_step):
             yield [self.pack(items) for items in rows]
 
     def endless(self, start_step: int = 0) -> Iterator[list[RowT]]:
-        """This rank's rows of each step from `start_step` on, epoch after epoch."""
+        """Yields this rank's packed rows of each step from `start_step` on, epoch after epoch."""
         first, start = divmod(start_step, len(self))
         for epoch in itertools.count(first):
             yield from self.epoch(epoch, start if epoch == first else 0)
 
     def items(self, epoch: int, start_step: int = 0) -> Iterator[list[list[int]]]:
-        """The items of each of this rank's rows of each step from `start_step` on."""
+        """Yields, for each step from `start_step` on, the item indices of each of this rank's rows."""
         order = epoch_order(len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         for step in range(start_step, len(self)):
             yield self.deal(order[step * self._batch_size : (step + 1) * self._batch_size])[self._data_rank]
 
     def deal(self, batch: Sequence[int]) -> list[list[list[int]]]:
-        """The items of each row of each rank; a row without items is empty."""
+        """Returns the item indices of each row of each rank; a row without items is padding."""
         lengths = [self._dataset.lengths[i] for i in batch]
         costs = [estimated_cost(length) for length in lengths]
         of_rank = partition(costs, self._data_size, equal_size=self._micro_batch_size is not None)
@@ -132,7 +133,7 @@ class Windows(Generic[RowT]):
         return [[mine[i] for i in row] for row in packed]
 
     def pack(self, items: Sequence[int]) -> RowT:
-        """A row of these items; without items an empty one."""
+        """Collates a row of these items; without items an empty row."""
         row = self._collate([self._dataset[i] for i in items or [0]])
         return row if items else row.empty()
 

@@ -1,11 +1,11 @@
-"""Tokenised data on disk, found by what it was made of: the same files, tokenizer, options and code give the
-same entry. Every process of a machine maps the same pages.
+"""Tokenised data on disk, keyed by a digest of its inputs: the same files, tokenizer, options and code give
+the same entry. Every process of a machine maps the same pages.
 
-    <folder>/<key>/meta.json    what it was made of, counts, and the arrays that belong to it
+    <folder>/<key>/meta.json    the inputs, counts, and the layouts of the arrays
     <folder>/<key>/*.npy        the arrays
 
-An entry is written beside its place and renamed, so it is there whole or not at all. Whoever takes its lock
-first builds it; the others wait, and read it.
+An entry is written under a temporary name and renamed, so it is complete or absent. The process that takes
+the entry's lock first builds it; the others wait and read it.
 """
 
 import hashlib
@@ -36,17 +36,18 @@ logger = logging.getLogger(__name__)
 
 
 class Cacheable(Protocol):
-    """A dataset that is a few arrays and a few counts."""
+    """A dataset that consists of arrays and a few JSON values."""
 
     def arrays(self) -> Mapping[str, np.ndarray]: ...
 
     def meta(self) -> Mapping[str, Any]:
-        """What is no array, as JSON."""
+        """Returns the state that is not in the arrays, as JSON."""
         ...
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Self:
-        """What `arrays` and `meta` gave. The arrays are read-only maps."""
+        """Rebuilds the dataset from the results of `arrays` and `meta`. The arrays are read-only memory
+        maps."""
         ...
 
 
@@ -61,14 +62,14 @@ def cached(
     cache_dir: str | None = None,
     source: str = "",
 ) -> DatasetT:
-    """The dataset that `build` makes, from the cache where it was kept before.
+    """Returns the dataset from the cache, or the result of `build`, which it then keeps.
 
     key_parts: everything that the result depends on, as JSON: see `rows_digest` and `tokenizer_digest`.
     cache_dir: None: `datasets` in `cache_folder()`.
     source: where the rows come from, for people who look at an entry.
 
-    A damaged entry is built again, with a warning. ValueError when `cache_dir` cannot be written; where
-    nobody named a folder, only a warning, and nothing is kept.
+    A damaged entry is built again, with a warning. Raises ValueError when `cache_dir` cannot be written; with
+    the default folder it only warns and keeps nothing.
     """
     folder = cache_folder() / "datasets" if cache_dir is None else Path(cache_dir).expanduser()
     entry = folder / digest({**key_parts, "kind": dataset_type.__name__, "versions": _versions()})
@@ -94,16 +95,16 @@ def cached(
 
 
 HEAD_START = 1.0
-"""Seconds."""
+"""Seconds that other processes wait before they try the lock."""
 
 
 def digest(value: object) -> str:
-    """Of anything that JSON can write."""
+    """Returns the SHA-256 of a JSON-serialisable value, as hex."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """Of names, layouts and contents."""
+    """Returns the SHA-256 of the arrays' names, layouts and contents, as hex."""
     found = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         found.update(json.dumps([name, _layout(array)]).encode())
@@ -112,7 +113,7 @@ def arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Of the content."""
+    """Returns the SHA-256 of a file's content, as hex."""
     found = hashlib.sha256()
     with path.open("rb") as file:
         blocks = iter(lambda: file.read(_MEBIBYTE), b"")
@@ -122,7 +123,8 @@ def file_digest(path: Path) -> str:
 
 
 def sampled_digest(path: Path) -> str:
-    """Of the size and of 64 places: a moment's work, and another one where weights were trained."""
+    """Returns a digest of a file's size and 64 sampled blocks: cheap, and changes whenever weights were
+    trained."""
     size = path.stat().st_size
     found = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
@@ -134,12 +136,12 @@ def sampled_digest(path: Path) -> str:
 
 _MEBIBYTE = 2**20
 _PLACE = 2**14
-"""Bytes."""
+"""Bytes of a sampled block."""
 
 
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Of everything that turns messages into tokens. A chat template that writes the date is another one
-    every day."""
+    """Returns a digest of everything that turns messages into tokens. It changes daily for a chat template
+    that writes the date."""
     template = tokenizer.chat_template
     return digest(
         {
@@ -156,7 +158,10 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
 def _vocabulary(tokenizer: "PreTrainedTokenizerBase") -> object:
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-        return state | {"truncation": None, "padding": None}  # of the last call, not of the tokenizer
+        return state | {
+            "truncation": None,
+            "padding": None,
+        }  # truncation and padding are state of the last call, not of the tokenizer
     with tempfile.TemporaryDirectory() as folder:
         try:
             files = tokenizer.save_vocabulary(folder) or ()
@@ -167,7 +172,7 @@ def _vocabulary(tokenizer: "PreTrainedTokenizerBase") -> object:
 
 @cache
 def _versions() -> Mapping[str, str]:
-    """Of the code that makes tokens of rows."""
+    """Returns digests and versions of the code that turns rows into tokens."""
     here = Path(__file__).parent
     code = [path.read_text() for path in [*sorted(here.glob("*.py")), here.parent / "types.py"]]
     return {
@@ -178,7 +183,7 @@ def _versions() -> Mapping[str, str]:
 
 
 def _read(dataset_type: type[DatasetT], entry: Path) -> DatasetT | Exception:
-    """The dataset, or why there is none."""
+    """Returns the dataset, or the error because of which it cannot be read."""
     try:
         dataset = _load(dataset_type, entry)
     except (OSError, EOFError, ValueError, LookupError, TypeError) as damage:
@@ -211,7 +216,8 @@ def _keep(
     key_parts: Mapping[str, object],
     source: str,
 ) -> DatasetT:
-    """The dataset as it reads from disk; where that has no room, as it is."""
+    """Writes the dataset to its entry and returns it as memory-mapped; returns it unchanged where writing
+    fails."""
     arrays = dataset.arrays()
     about = {
         "source": source,
@@ -236,7 +242,7 @@ def _keep(
 
 
 def _lock(entry: Path) -> BaseFileLock:
-    """Held by this process; the operating system frees it when the process dies."""
+    """Acquires the entry's file lock; the operating system releases it when the process dies."""
     lock = FileLock(entry.with_name(f"{entry.name}.lock"))
     try:
         lock.acquire(timeout=_PATIENCE)
@@ -247,13 +253,13 @@ def _lock(entry: Path) -> BaseFileLock:
 
 
 _PATIENCE = 5.0
-"""Seconds to wait for the lock in silence."""
+"""Seconds to wait for the lock before a message says so."""
 
 _REMEDY = "Name a folder that can be written with --data.cache_dir, or switch it off: --data.no_cache_enable"
 
 
 def _refuse(folder: Path, cache_dir: str | None, error: Exception) -> None:
-    """ValueError when somebody asked for this folder, otherwise a warning."""
+    """Raises ValueError when the user named this folder, otherwise warns."""
     reason = getattr(error, "strerror", None) or str(error)
     message = f"{folder}: tokenised data cannot be kept there: {reason}."
     if cache_dir is not None:

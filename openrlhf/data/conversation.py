@@ -1,4 +1,4 @@
-"""A conversation as the text that a model continues."""
+"""Renders a growing conversation as the text that a model continues."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -8,8 +8,8 @@ from openrlhf.data.templates import Message, check_templates, render_messages, r
 
 
 class Conversation:
-    """With a chat template a list of messages; without, one text that grows: each message in `input_template`
-    on a line of its own, each answer behind it."""
+    """A conversation: with a chat template a list of messages; without, one growing text in which each
+    message stands in `input_template` on a line of its own, followed by its answer."""
 
     def __init__(
         self,
@@ -20,8 +20,8 @@ class Conversation:
         start: str = "",
         suffix: str | None = None,
     ) -> None:
-        """start: what stands before the first message, the system message with a chat template. suffix:
-        appended to each message, see `with_suffix`."""
+        """start: text before the first message; the system message with a chat template. suffix: appended to
+        each message, see `with_suffix`."""
         check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
         self.tokenizer = tokenizer
         self.apply_chat_template, self.input_template = apply_chat_template, input_template
@@ -34,7 +34,8 @@ class Conversation:
         self.num_turns = 0
 
     def prompt(self, message: str) -> str:
-        """The conversation so far, and this message. ValueError where the chat template refuses it."""
+        """Returns the conversation so far with this message appended, as text. Raises ValueError where the
+        chat template refuses it."""
         asked = message if self.suffix is None else with_suffix(message, self.suffix)
         if not self.apply_chat_template:
             rendered = render_prompt(
@@ -48,7 +49,7 @@ class Conversation:
             raise ValueError(f"--data.apply_chat_template: {reason}") from reason
 
     def add(self, message: str, answer: str) -> None:
-        """A turn is over."""
+        """Appends a finished turn: a message and its answer."""
         self.text = self.prompt(message) + answer
         asked = message if self.suffix is None else with_suffix(message, self.suffix)
         self.messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]

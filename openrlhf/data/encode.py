@@ -1,4 +1,4 @@
-"""Texts as tokens: which tokens a model reads, and which of them it learns."""
+"""Tokenises texts and marks which tokens the model learns."""
 
 import logging
 import os
@@ -31,15 +31,16 @@ logger = logging.getLogger(__name__)
 class Text:
     text: str
     spans: tuple[tuple[int, int], ...] = ()
-    """Characters to learn: [start, end) in ascending order. Empty: nothing to learn."""
+    """Spans of characters to learn: [start, end) in ascending order. Empty: nothing to learn."""
     ends: tuple[int, ...] = ()
-    """Characters, in ascending order, before which a step ends: its last token is marked. Not with spans."""
+    """Character positions, in ascending order, at which a step ends: the last token before each is marked.
+    Not used together with spans."""
     is_chat: bool = False
-    """A chat template wrote it, special tokens and all: nothing is put in front of it."""
+    """True where a chat template wrote the text with its special tokens, so none are prepended."""
 
     @property
     def borders(self) -> list[int]:
-        """Characters that no token spans."""
+        """Character positions that no token may span."""
         return [border for span in self.spans for border in span] + [*self.ends]
 
 
@@ -55,8 +56,8 @@ def read_tokens(
     dropped: Counter[str],
     images: "ImageColumn | None" = None,
 ) -> Iterator[tuple[int, list[Tokens], LabelT]]:
-    """Row number, the tokens of its texts, and its label, of each row of which `read` makes texts and a
-    label. For rows that it refuses, or whose images cannot be used, see `read_each`."""
+    """Yields, for each usable row, its number, the tokens of its texts, and its label. Rows that `read`
+    refuses, or whose images cannot be used, are handled as in `read_each`."""
     encode = Encoder(tokenizer)
     for block in _blocks(read_each(rows, read, policy, dropped)):
         encoded = iter(encode([text for _, (texts, _) in block for text in texts]))
@@ -72,7 +73,7 @@ def read_tokens(
 
 
 class Encoder:
-    """A tokenizer that knows where in a text each of its tokens stands."""
+    """A tokenizer that maps each token to its place in the text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -80,9 +81,9 @@ class Encoder:
         self._encoder = _whole_token_encoder(tokenizer) if tokenizer.is_fast else None
 
     def __call__(self, texts: Iterable[Text]) -> Iterator[Tokens]:
-        """The tokens of each text. What comes before its first span has the tokens that it has alone, and no
-        token spans the border of a span. A text that no chat template wrote begins with what the tokenizer
-        puts in front of a text."""
+        """Yields the tokens of each text. The part before a text's first span has the tokens that it has
+        alone, and no token crosses the border of a span. A text without a chat template begins with the
+        tokens that the tokenizer prepends to a text."""
         for block in _blocks(texts):
             for text, (token_ids, learned) in zip(block, self._encode(block), strict=True):
                 whole = token_ids if text.is_chat else with_first(token_ids, self._first)
@@ -95,7 +96,7 @@ class Encoder:
 
 
 def _blocks(items: Iterable[ItemT], size: int = 1000) -> Iterator[list[ItemT]]:
-    """The tokenizer works on the texts of a block in parallel."""
+    """Splits items into blocks; the tokenizer encodes the texts of a block in parallel."""
     left = iter(items)
     while block := list(islice(left, size)):
         yield block
@@ -123,9 +124,8 @@ def _encode_fast(
 
 
 def _whole_token_encoder(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """The tokenizer with the full extent of its tokens. Many post-processors leave the space before a word
-    out of its offsets, and give tokens of nothing but spaces no width, so that indentation would not be
-    learned."""
+    """Returns the tokenizer with full token offsets. Many post-processors leave the space before a word out
+    of its offsets and give whitespace-only tokens no width, so that indentation would not be learned."""
     encoder = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     encoder.post_processor = processors.ByteLevel(trim_offsets=False)
     encoder.no_truncation()
@@ -134,8 +134,8 @@ def _whole_token_encoder(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def _encode_pieces(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Prompts and replies, or steps, tokenised apart, as a policy meets them: no token spans the border
-    between them."""
+    """Tokenises prompts and replies, or steps, separately, as a policy meets them: no token crosses a
+    border."""
     token_ids: list[int] = []
     learned: list[bool] = []
     for i, (start, end) in enumerate(pairwise([0, *text.borders, len(text.text)])):
@@ -148,7 +148,8 @@ def _encode_pieces(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
 
 
 def _encode_slow(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Without offsets the pieces are all there is to go by; so they must say the same as the whole."""
+    """Tokenises the pieces of a text separately, since a slow tokenizer has no offsets. Raises ValueError
+    where the pieces decode to another text than the whole."""
     token_ids, learned = _encode_pieces(text, tokenizer)
     if decode(tokenizer, token_ids) != decode(tokenizer, token_ids_of(text.text, tokenizer)):
         raise ValueError(
@@ -161,7 +162,7 @@ def _encode_slow(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
 def encode_prompts(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, is_chat: bool
 ) -> Iterator[list[int]]:
-    """`prompt_token_ids` of each text."""
+    """Yields `prompt_token_ids` of each text."""
     first = [] if is_chat else first_token_ids(tokenizer)
     for block in _blocks(texts):
         for token_ids in tokenizer(block, add_special_tokens=False)["input_ids"]:
@@ -173,8 +174,8 @@ def token_ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def finish(tokens: Tokens, eos: int | None) -> None:
-    """Append the end-of-sequence token (None: none) to an answer that reaches the end of the text without it.
-    Nothing predicts the first token, so it is never learned."""
+    """Appends the end-of-sequence token (None: none) to an answer that reaches the end of the text without
+    it. The first token is never learned, because nothing predicts it."""
     token_ids, learned = tokens
     if eos is not None and token_ids and learned[-1] and token_ids[-1] != eos:
         token_ids.append(eos)
@@ -184,19 +185,20 @@ def finish(tokens: Tokens, eos: int | None) -> None:
 
 
 def with_end(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """With an end-of-sequence token, where they do not end with one."""
+    """Returns the token ids, with an end-of-sequence token appended where they do not end with one."""
     if token_ids and token_ids[-1] == tokenizer.eos_token_id:
         return token_ids
     return [*token_ids, tokenizer.eos_token_id]
 
 
 def cut_before_end(token_ids: list[int], max_len: int) -> list[int]:
-    """At most max_len tokens, of which the last, that a reward model is read at, stays the last."""
+    """Truncates to max_len tokens but keeps the last token, at which a reward model is read."""
     return token_ids if len(token_ids) <= max_len else [*token_ids[: max_len - 1], token_ids[-1]]
 
 
 def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> Drop | None:
-    """None when the sample stays. max_len: None where a text need not leave room for an answer."""
+    """Returns the reason to drop a sample, or None to keep it. max_len: None where a text need not leave room
+    for an answer."""
     if True not in learned:
         return Drop(NOTHING_TO_LEARN)
     if max_len is not None and (prompt := learned.index(True)) >= max_len - 2:
@@ -205,7 +207,7 @@ def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> Drop | None:
 
 
 def cut_image(images: "ImageColumn | None", tokens: Tokens, max_len: int) -> Drop | None:
-    """None unless max_len cuts tokens of an image off."""
+    """Returns the reason to drop a text whose image tokens are truncated at max_len, else None."""
     if images is None:
         return None
     token_ids, patch = tokens[0], images.tokens.layout.patch
@@ -218,7 +220,7 @@ LONG_PROMPT = "prompt of max_len - 2 tokens or more"
 
 
 def check_left(kept: Kept, rows: Rows, max_len: int, unit: str = "sample") -> None:
-    """Raise ValueError when no row is left."""
+    """Raises ValueError when no row is left."""
     if not len(kept):
         raise ValueError(
             f"No {unit} is left of {len(rows)} rows: {_reasons(kept)}{_remedy(kept)}.\n"
@@ -227,8 +229,8 @@ def check_left(kept: Kept, rows: Rows, max_len: int, unit: str = "sample") -> No
 
 
 def tell_losses(kept: Kept, flag: str, room: int | None = None) -> None:
-    """Says in the first process how many rows of `flag` give nothing, and how many are cut. room: the tokens
-    that the models read."""
+    """Logs, in the first process, how many rows of `flag` are dropped and how many are truncated. room: the
+    maximum number of tokens that the models read."""
     dropped, lost = kept.dropped.total(), []
     if dropped:
         lost.append(f"{dropped:,} were dropped ({_reasons(kept)})")

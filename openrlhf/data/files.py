@@ -1,8 +1,7 @@
-"""Files of rows: json, jsonl, csv, parquet and arrow.
+"""Reads rows from json, jsonl, csv, parquet and arrow files.
 
-Rows are parsed when they are asked for, so that a set may be larger than memory: of .jsonl and .csv files
-only the places of the rows are held, and tables are mapped from disk. A .json file that is one list is held
-whole.
+Rows are parsed on access, so a dataset may be larger than memory: for .jsonl and .csv files only the offsets
+of the rows are held in memory, and tables are memory-mapped. A .json file that is one list is held whole.
 
 A row keeps the types that its file gives it. The JSON reader of `datasets` turns every "1" of a column into a
 number when one row holds a number, and its JSON columns lose digits of floats; so JSON is read with the
@@ -40,10 +39,10 @@ REMEDY = "Fix the row, or leave such rows out with --data.bad_rows skip."
 
 
 class Unreadable(Exception):
-    """Why there is no row where one should be. Stands in its place where `--data.bad_rows` says skip."""
+    """The reason why a row cannot be read. Stands in the row's place under `--data.bad_rows skip`."""
 
     def __init__(self, reason: str, line: int = 1):
-        """line: of the text that is read, from 1."""
+        """line: the line within the text that is read, from 1."""
         super().__init__(reason)
         self.line = line
 
@@ -53,9 +52,9 @@ class File:
     """A file, or the folder of a saved dataset."""
 
     path: Path
-    """Where its content is."""
+    """Local path of the content."""
     name: str
-    """What messages call it: the path, or the URL that the content was fetched from."""
+    """Name in messages: the path, or the URL that the content was fetched from."""
 
     @classmethod
     def at(cls, path: Path) -> "File":
@@ -67,14 +66,14 @@ class File:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """The rows of one file, saved folder or hub name."""
+    """The rows of one file, saved folder or hub dataset."""
 
     name: str
     rows: Sequence[Row | Unreadable] | datasets.Dataset
     columns: tuple[str, ...]
-    """Every column that some row has."""
+    """Columns that at least one row has."""
     kinds: "Kinds" = field(default_factory=dict)
-    """Not of tables: see `kinds_of`."""
+    """Kinds of values by column; empty for tables, see `kinds_of`."""
     lines: Sequence[int] | np.ndarray | None = None
     """Line of each row, where the format has lines."""
 
@@ -91,7 +90,7 @@ class Part:
 
     @property
     def folder(self) -> Path | None:
-        """That the file is in, or that was saved; None of a name on the hub."""
+        """Parent folder of the file, or the folder of a saved dataset; None for a hub dataset."""
         place = Path(self.name)
         if not place.exists():
             return None
@@ -101,8 +100,8 @@ class Part:
         return f"{self.name} row {row + 1}" if self.lines is None else f"{self.name}:{self.lines[row]}"
 
     def kinds_of(self, column: str) -> Mapping[str, tuple[int, int]]:
-        """Kind of value -> the first row with one, and how many there are, leaving out null. A column of a
-        table has one type."""
+        """Returns, for each kind of value in the column except null, (the first row with one, number of
+        rows). A column of a table has a single kind."""
         if not isinstance(self.rows, datasets.Dataset):
             return {
                 found: where for found, where in self.kinds.get(column, {}).items() if found != kind(None)
@@ -113,8 +112,8 @@ class Part:
 
 
 def _with_image_files(rows: datasets.Dataset) -> datasets.Dataset:
-    """Images as the table has them, not as PIL decodes them: what may be opened is decided in
-    data/images.py."""
+    """Keeps images in their encoded form instead of letting PIL decode them; data/images.py decides which may
+    be opened."""
     features = datasets.Features({name: _undecoded(feature) for name, feature in rows.features.items()})
     if features == rows.features:
         return rows
@@ -132,7 +131,7 @@ def _undecoded(feature: Any) -> Any:
 
 
 Kinds = dict[str, dict[str, tuple[int, int]]]
-"""Column -> kind of value -> the first row with one, and how many there are, in order of rows."""
+"""Column -> kind of value -> (first row with one, number of rows), in the order of rows."""
 
 
 def _note_kinds(kinds: Kinds, row: Row | Unreadable, i: int) -> None:
@@ -145,7 +144,7 @@ def _note_kinds(kinds: Kinds, row: Row | Unreadable, i: int) -> None:
 
 
 def kind(value: Any) -> str:
-    """What a message calls the type of a value."""
+    """Returns the name of a value's type for messages."""
     return _KINDS.get(type(value), type(value).__name__)
 
 
@@ -161,14 +160,15 @@ _KINDS = {
 
 
 class RowsOnDisk(Sequence[Row]):
-    """The rows of a text file, parsed anew each time. Can be pickled."""
+    """The rows of a text file, parsed on each access. Can be pickled."""
 
     def __init__(
         self, file: File, version: "Version", starts: np.ndarray, flag: str, parse: Callable[[bytes], Row]
     ):
-        """version: of the file in which the rows were found.
-        starts: (rows,) byte at which each begins.
-        parse: reads a row at the beginning of what stands there until the next one begins."""
+        """version: state of the file in which the rows were found.
+        starts: (rows,) byte offset of each row.
+        parse: parses a row from the bytes between its offset and the next one.
+        """
         self._file = file
         self._version = version
         self._starts = starts
@@ -192,7 +192,7 @@ class RowsOnDisk(Sequence[Row]):
 
 
 class Version(NamedTuple):
-    """Differs once the file has been written to or replaced."""
+    """State of a file; differs once the file has been written to or replaced."""
 
     device: int
     inode: int
@@ -205,16 +205,17 @@ def _version(path: Path) -> Version:
     return Version(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
-@lru_cache(maxsize=64)  # a folder may have more files than a process may open
+@lru_cache(maxsize=64)  # bounded, because a folder may have more files than a process may open
 def _opened(file: File, version: Version, flag: str) -> BinaryIO:
-    """Not mapped: the pages of a large file would count as memory of every process that reads it."""
+    """Opens the file and raises ValueError if it changed. It is not memory-mapped: the pages of a large file
+    would count as memory of every process that reads it."""
     if _version(file.path) != version:
         raise ValueError(f"{flag} {file}: the file changed while it was being read. Start again.")
     return file.path.open("rb", buffering=0)
 
 
 Found = tuple[int, int, Row | Unreadable]
-"""The byte at which a row begins, its line, and the row."""
+"""(byte offset of the row, its line, the row)."""
 
 
 def _on_disk(file: File, flag: str, found: Iterable[Found], parse: Callable[[bytes], Row]) -> Part:
@@ -238,7 +239,7 @@ def _read_json_lines(file: File, flag: str, bad_rows: BadRows) -> Part:
 
 
 def _json_lines(file: File, flag: str, bad_rows: BadRows) -> Iterator[Found]:
-    """Each line that is not blank."""
+    """Yields each line that is not blank, with its byte offset."""
     start = 0
     with file.path.open("rb") as opened:
         for line, raw in enumerate(tracked(opened, None, f"checking the lines of {file.path.name}"), start=1):
@@ -249,7 +250,8 @@ def _json_lines(file: File, flag: str, bad_rows: BadRows) -> Iterator[Found]:
 
 
 def _row_or_reason(read: Callable[[], ReadT], where: str, bad_rows: BadRows) -> ReadT | Unreadable:
-    """What `read` answers, or with "skip" why there is no answer; else that is a ValueError."""
+    """Returns the result of `read`. If it is Unreadable, returns the reason under "skip", else raises
+    ValueError."""
     try:
         return read()
     except Unreadable as reason:
@@ -259,13 +261,13 @@ def _row_or_reason(read: Callable[[], ReadT], where: str, bad_rows: BadRows) -> 
 
 
 def _parse_line(raw: bytes) -> Row | None:
-    """None: the line is blank."""
+    """Returns the row of a line, or None for a blank line."""
     text = _decode(raw).strip()
     return _row(_parse_json(text)) if text else None
 
 
 def _parse_first_line(raw: bytes) -> Row:
-    """Those behind it are blank."""
+    """Parses the first line; the lines after it, up to the next row, are blank."""
     return _parse_line(raw.partition(b"\n")[0]) or {}
 
 
@@ -308,7 +310,7 @@ def _row(value: Any) -> Row:
 
 
 def _read_json(file: File, flag: str, bad_rows: BadRows) -> Part:
-    """A list of objects; or, as many files of this name are, one object in each line."""
+    """Reads a list of objects; or, for JSON Lines under this file ending, one object per line."""
     if _has_a_row_in_each_line(file.path):
         return _read_json_lines(file, flag, bad_rows)
     try:
@@ -329,7 +331,7 @@ def _read_json(file: File, flag: str, bad_rows: BadRows) -> Part:
 
 
 def _has_a_row_in_each_line(path: Path) -> bool:
-    """As far as the first line tells; of an empty file too."""
+    """Returns True if the first line is a JSON object and another line follows, or the file is empty."""
     with path.open("rb") as file:
         lines = (line for raw in file if (line := raw.removeprefix(codecs.BOM_UTF8).strip()))
         first, second = next(lines, b""), next(lines, b"")
@@ -358,7 +360,7 @@ def _csv_columns(file: File, flag: str) -> Sequence[str]:
 
 
 def _csv_rows(file: File, flag: str, bad_rows: BadRows) -> Iterator[Found]:
-    """The line is the last one of the row."""
+    """Yields each row with its byte offset; the line is the last one of the row."""
     csv.field_size_limit(sys.maxsize)  # the default refuses texts of more than 128 KiB
     with file.path.open(newline="", encoding="utf-8-sig") as opened:
         lines = _CountedLines(opened, _size_of_mark(file.path))
@@ -382,7 +384,7 @@ def _parse_csv_row(raw: bytes, columns: Sequence[str]) -> Row:
 
 class _CountedLines:
     def __init__(self, lines: Iterable[str], size: int) -> None:
-        """size: bytes before them."""
+        """size: bytes before the first of the lines."""
         self._lines, self.size = iter(lines), size
 
     def __iter__(self) -> Iterator[str]:
@@ -395,7 +397,7 @@ class _CountedLines:
 
 
 def _size_of_mark(path: Path) -> int:
-    """Bytes of the byte order mark."""
+    """Returns the bytes of the byte order mark, 0 without one."""
     with path.open("rb") as file:
         return len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
 
@@ -411,7 +413,8 @@ def _whole_row(row: Row, columns: Sequence[str]) -> Row:
 
 
 def _read_parquet(file: File, flag: str, bad_rows: BadRows) -> Part:
-    """Parquet can only be decoded; what is large is decoded to disk, and mapped from there."""
+    """Reads a Parquet file, which cannot be memory-mapped: a large one is decoded to disk and mapped from
+    there."""
     metadata = _read_table(pq.read_metadata, file, flag)
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     read = _parquet_in_memory if size <= PARQUET_IN_MEMORY else _parquet_on_disk
@@ -419,7 +422,7 @@ def _read_parquet(file: File, flag: str, bad_rows: BadRows) -> Part:
 
 
 PARQUET_IN_MEMORY = 64 * 2**20
-"""Bytes, decoded, up to which a file is held in memory."""
+"""Decoded bytes up to which a Parquet file is held in memory."""
 
 
 def _parquet_in_memory(path: Path) -> pa.Table:
@@ -428,7 +431,7 @@ def _parquet_in_memory(path: Path) -> pa.Table:
 
 
 def _parquet_on_disk(path: Path) -> pa.Table:
-    """Mapped from an Arrow file that has lost its name: it takes disk for as long as the process needs it."""
+    """Decodes to an unlinked Arrow file and memory-maps it; its disk space is freed when the process ends."""
     with (
         writing_to_cache(f"{path}: its rows cannot be decoded to", ", or make a .jsonl file of it") as folder,
         tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as copy,
@@ -451,7 +454,7 @@ def _read_arrow(file: File, flag: str, bad_rows: BadRows) -> Part:
 
 
 def _arrow_table(path: Path) -> pa.Table:
-    """Both Arrow formats, through the memory map."""
+    """Memory-maps an Arrow file of either format (file or stream)."""
     source = pa.memory_map(str(path))
     is_file_format = source.read(6) == b"ARROW1"
     source.seek(0)
@@ -474,21 +477,22 @@ READERS: Mapping[str, Callable[[File, str, BadRows], Part]] = {
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }
-"""Ending of a file -> what reads it; the string is the flag that named it. A table has no bad rows."""
+"""Maps a file ending to its reader; the string argument is the flag that named the file. Tables have no bad
+rows."""
 
 PACKED = ".gz"
 ENDINGS = f"{', '.join(READERS)}, or one of these and {PACKED}"
-"""For people."""
+"""Supported file endings, for messages."""
 
 
 def has_rows(name: str | PurePath) -> bool:
-    """Whether a file of this name is read."""
+    """Returns whether a file of this name has a reader."""
     path = PurePath(name)
     return PurePath(path.stem if path.suffix == PACKED else path).suffix in READERS
 
 
 def peek(file: File, flag: str, bad_rows: BadRows) -> Part:
-    """The first rows or the schema of a file."""
+    """Reads only the first rows or the schema of a file."""
     if file.path.suffix == ".parquet":
         schema = _read_table(pq.read_schema, file, flag)
         return Part(name=file.name, rows=[], columns=tuple(schema.names))

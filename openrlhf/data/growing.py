@@ -1,4 +1,4 @@
-"""Flat arrays that grow beyond memory."""
+"""Flat arrays that may grow beyond memory."""
 
 import tempfile
 from array import array
@@ -14,8 +14,8 @@ IN_MEMORY = 2**24
 
 
 class GrowingArray:
-    """Numbers that are appended. Where they are many, all but the last stand in a file of the cache folder
-    that has lost its name: it takes disk for as long as the process needs it."""
+    """An append-only array of numbers. Beyond `IN_MEMORY` bytes, all but the last numbers are in an unlinked
+    file of the cache folder, whose disk space is freed when the process ends."""
 
     def __init__(self, typecode: str) -> None:
         """typecode: as in `array`."""
@@ -32,7 +32,7 @@ class GrowingArray:
             self._store()
 
     def whole(self) -> np.ndarray:
-        """All of them, which may not be written to: mapped from the file where there is one."""
+        """Returns all numbers as a read-only array, memory-mapped where there is a file."""
         if self._file is None:
             return np.array(self._last)
         self._store()

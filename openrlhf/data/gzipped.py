@@ -1,4 +1,4 @@
-"""Files packed with gzip: unpacked once into the cache folder, and read from there by their own name.
+"""Unpacks gzip files once into the cache folder, from where they are read under their own name.
 
 <cache folder>/unpacked/<version of the file>/<its name without .gz>
 """
@@ -17,7 +17,8 @@ MAGIC = b"\x1f\x8b"
 
 
 def unpacked(file: File, flag: str) -> File:
-    """The file as it is read. ValueError where it is damaged, or the cache folder has no room for it."""
+    """Returns the unpacked file, or the file itself if it is not packed. Raises ValueError where it is
+    damaged, or the cache folder has no room for it."""
     if file.path.suffix != PACKED or file.path.is_dir():
         return file
     stat = file.path.stat()

@@ -1,4 +1,4 @@
-"""Images of rows: their places in a conversation, and the tokens that stand for them."""
+"""Places the images of rows in a conversation and expands their placeholder tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,17 +20,18 @@ from openrlhf.text import image_layout, patch_counts
 from openrlhf.types import Image
 
 TAG = "<image>"
-"""In a message: here is an image."""
+"""Marks the place of an image in a message's text."""
 PART = {"type": "image"}
-"""What a chat template makes an image's place of."""
+"""Message part that a chat template renders as an image placeholder."""
 
 
 class ImageTokens:
-    """How a model's images are written: one placeholder by the chat template, which the processor expands."""
+    """The tokens of a model's images: the chat template writes one placeholder, which the processor
+    expands."""
 
     def __init__(self, processor: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        """ValueError where the chat template shows no images, or the processor expands them in a way that is
-        not understood."""
+        """Raises ValueError where the chat template renders no images, or the processor expands them in an
+        unsupported way."""
         self._processor = processor
         _check_template(tokenizer, processor.image_token)
         try:
@@ -43,15 +44,15 @@ class ImageTokens:
 
     @property
     def settings(self) -> str:
-        """What the number of tokens depends on."""
+        """Settings of the image processor, as JSON, on which the number of tokens depends."""
         return self._processor.image_processor.to_json_string()
 
     def counts(self, headers: Sequence[ImageHeader]) -> list[int]:
-        """Tokens of each image."""
+        """Returns the number of tokens of each image."""
         return patch_counts(self._processor, [_size(header) for header in headers]) if headers else []
 
     def expand(self, tokens: Tokens, counts: Sequence[int]) -> Tokens:
-        """With the tokens of its image in place of each placeholder. None of them is learned."""
+        """Replaces each placeholder by the tokens of its image, none of which is learned."""
         token_ids, learned = tokens
         whole, places = self.layout.expanded(token_ids, counts)
         return whole, [place >= 0 and learned[place] for place in places]
@@ -59,19 +60,19 @@ class ImageTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageColumn:
-    """A column with images, what they may be, and the tokens of the model that reads them."""
+    """A column with images, the sources that they may come from, and the image tokens of the model."""
 
     key: str
     max_images: int
     root: str | None
-    """None: the folder of each file of rows."""
+    """Folder of image paths. None: the folder of each file of rows."""
     hosts: tuple[str, ...]
     tokens: ImageTokens
 
     @classmethod
     def of(cls, data: Any, path: str, flag: str, tokenizer: PreTrainedTokenizerBase) -> "ImageColumn | None":
-        """As the flags `data` say, for the model at `path`, that `flag` names; None where rows have no
-        images."""
+        """Builds the column from the flags `data`, for the model at `path`, named by `flag`; None where rows
+        have no images."""
         if not data.max_images_per_prompt:
             return None
         return cls(
@@ -83,7 +84,8 @@ class ImageColumn:
         )
 
     def values(self, row: Row) -> list[Any]:
-        """What the row says of its images: none, one or a list."""
+        """Returns the row's images as a list, which may be empty. Raises BadRow where there are more than
+        `max_images`."""
         value = row.get(self.key)
         values = value if isinstance(value, list) else [] if value is None else [value]
         if len(values) > self.max_images:
@@ -94,12 +96,12 @@ class ImageColumn:
         return values
 
     def place(self, row: Row, messages: Sequence[Message]) -> list[Message]:
-        """The messages with a part for each image of the row."""
+        """Returns the messages with an image part for each image of the row."""
         return place_images(messages, len(self.values(row)), self.key)
 
     def headers(self, rows: Rows, i: int, policy: BadRowAction) -> list[ImageHeader]:
-        """Of the images of row i. Where bad rows are skipped the images are read whole, because a row cannot
-        be left out later. Raises BadRow."""
+        """Returns the headers of the images of row i. With "skip" the images are decoded whole, because a row
+        cannot be skipped later. Raises BadRow."""
         values, sources = self.values(rows[i]), self._sources(rows, i)
         try:
             if policy == "skip":
@@ -110,11 +112,12 @@ class ImageColumn:
             raise BadRow(f"column {self.key!r}: {reason}") from reason
 
     def expand(self, headers: Sequence[ImageHeader], texts: Sequence[Tokens]) -> list[Tokens]:
-        """Texts of a row, each of which shows all of its images, with all tokens of the images. BadRow where
-        one holds more placeholders, or fewer, or the processor refuses an image."""
+        """Expands the placeholders in each text of a row; each text shows all images of the row. Raises
+        BadRow where a text's placeholders do not match the number of images, or the processor refuses an
+        image."""
         try:
             counts = self.tokens.counts(headers)
-        except ValueError as refusal:  # of its shape
+        except ValueError as refusal:  # raised for an image's shape
             raise BadRow(f"column {self.key!r}: the processor refuses an image: {refusal}.") from refusal
         for token_ids, _ in texts:
             found = token_ids.count(self.tokens.layout.placeholder)
@@ -125,7 +128,7 @@ class ImageColumn:
         return [self.tokens.expand(text, counts) for text in texts]
 
     def reader(self, rows: Rows) -> Callable[[int], tuple[Image, ...]]:
-        """Row number -> its images, read from where they are."""
+        """Returns a function from a row number to its images, which are read from their source."""
         return partial(self._read, rows)
 
     def _read(self, rows: Rows, i: int) -> tuple[Image, ...]:
@@ -136,8 +139,8 @@ class ImageColumn:
             raise ValueError(f"{rows.origin(i)}: column {self.key!r}: {error}\n{REMEDY}") from error
 
     def digest(self, rows: Rows) -> str:
-        """Changes with what the processor makes of images, and when one does: its name, the size of its file,
-        or the time of its last change."""
+        """Returns a digest that changes with the processor's settings and with any image: its name, the size
+        of its file, or the time of its last change."""
         images = [self._identity(rows, i) for i in range(len(rows))]
         return digest([self.key, self.max_images, self.tokens.settings, images])
 
@@ -163,8 +166,8 @@ def _load_processor(path: str, flag: str) -> Any:
 
 
 def check_same_images(own: str, other: str, flag: str) -> None:
-    """Raise ValueError where the model `other`, which `flag` names, does not read an image at the same tokens
-    as the model `own`."""
+    """Raises ValueError where the model `other`, named by `flag`, expands images to other tokens than the
+    model `own`."""
     first, second = (_load_processor(path, flag) for path in (own, other))
     counts = [patch_counts(processor, SIZES) for processor in (first, second)]
     if image_layout(first) != image_layout(second) or counts[0] != counts[1]:
@@ -175,7 +178,7 @@ def check_same_images(own: str, other: str, flag: str) -> None:
 
 
 SIZES = ((56, 56), (96, 160), (224, 224), (640, 480), (1080, 1920), (4000, 3000))
-"""Heights and widths of images that tell processors apart."""
+"""(height, width) of probe images by which processors are compared."""
 
 
 def _size(header: ImageHeader) -> tuple[int, int]:
@@ -183,8 +186,8 @@ def _size(header: ImageHeader) -> tuple[int, int]:
 
 
 def place_images(messages: Sequence[Message], num_images: int, key: str) -> list[Message]:
-    """The messages with `PART` for each `TAG` of their texts; without any the images come before the text of
-    the first message of a user. BadRow where there are more places than images, or fewer."""
+    """Replaces each `TAG` in the messages' texts by `PART`; without any tag the images come before the text
+    of the first user message. Raises BadRow where the number of places and of images differ."""
     placed = [_with_parts(message) for message in messages]
     places = sum(_is_image(part) for message in placed for part in _parts(message))
     if num_images and not places:

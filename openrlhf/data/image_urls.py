@@ -1,5 +1,5 @@
-"""Images of the web: from hosts that are allowed, over HTTPS, and from public addresses only. What a data set
-or an environment names may reach nothing inside the network that a run is in."""
+"""Fetches images from the web: over HTTPS, from allowed hosts and public addresses only, so that a dataset or
+an environment cannot reach into the network of the run."""
 
 import http.client
 import ipaddress
@@ -10,15 +10,15 @@ from collections.abc import Collection, Sequence
 from urllib.parse import quote, urljoin, urlsplit
 
 TIMEOUT = 30.0
-"""Seconds for one image, with its redirects."""
+"""Seconds for one image, including redirects."""
 MAX_REDIRECTS = 5
 PORT = 443
 
 
 def fetch(url: str, hosts: Collection[str], max_bytes: int) -> bytes:
-    """What the URL answers. ValueError where it, or what it redirects to, may not be asked, answers with an
-    error or more than max_bytes, or takes too long. No proxy is used: the address that was checked is the one
-    that is asked."""
+    """Returns the body that the URL answers with. Raises ValueError where the URL or a redirect is not
+    allowed, answers with an error or more than max_bytes, or takes too long. No proxy is used: the connection
+    goes to the address that was checked."""
     deadline = time.monotonic() + TIMEOUT
     for _ in range(1 + MAX_REDIRECTS):
         check_url(url, hosts)
@@ -30,7 +30,8 @@ def fetch(url: str, hosts: Collection[str], max_bytes: int) -> bytes:
 
 
 def check_url(url: str, hosts: Collection[str]) -> None:
-    """ValueError for a URL that may not be asked, whatever its host's address."""
+    """Raises ValueError for a URL that is not https or whose host is not allowed; the host's address is not
+    checked."""
     parts = urlsplit(url)
     if parts.scheme != "https" or not parts.hostname:
         raise ValueError(f"{url}: only https:// addresses are read.")
@@ -42,8 +43,8 @@ def check_url(url: str, hosts: Collection[str]) -> None:
 
 
 def public_addresses(host: str) -> list[str]:
-    """All addresses of a host. ValueError where it has none, or one that is not public: private, loopback,
-    link-local, ..."""
+    """Returns all addresses of a host. Raises ValueError where it has none, or one that is not public:
+    private, loopback, link-local, ..."""
     try:
         found = socket.getaddrinfo(host, PORT, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -59,7 +60,7 @@ def public_addresses(host: str) -> list[str]:
 
 
 class _Connection(http.client.HTTPSConnection):
-    """To the first of these addresses that answers; the certificate must be the host's all the same."""
+    """A connection to the first of these addresses that answers; the certificate must still be the host's."""
 
     def __init__(self, host: str, addresses: Sequence[str], port: int, timeout: float) -> None:
         super().__init__(host, port, timeout=timeout)
@@ -80,9 +81,9 @@ class _Connection(http.client.HTTPSConnection):
 
 
 def _ask(url: str, max_bytes: int, deadline: float) -> bytes | str:
-    """The body, or where the server redirects to."""
+    """Returns the body, or the URL that the server redirects to."""
     parts = urlsplit(url)
-    assert parts.hostname  # check_url
+    assert parts.hostname  # ensured by check_url
     connection = _Connection(
         parts.hostname, public_addresses(parts.hostname), parts.port or PORT, _seconds_until(deadline, url)
     )
@@ -122,4 +123,4 @@ def _seconds_until(deadline: float, url: str) -> float:
 _BLOCK = 2**16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _SAFE = "/?:@!$&'()*+,;=-._~%"
-"""Characters of a path and a query that stay as they are."""
+"""Characters of a path and a query that are not percent-encoded."""

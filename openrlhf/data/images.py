@@ -1,10 +1,10 @@
-"""From what a row or an environment names to the file of a picture. What may be opened is decided here:
+"""Opens the images that rows and environments refer to. The module decides which may be opened:
 
     path               inside one folder, links resolved
-    https://           from the hosts that `--data.image_hosts` names, see `image_urls`; kept in the cache
-    data:, base64      in the row itself, and so are bytes, {"bytes": ..., "path": ...} and pictures of PIL
+    https://           from the hosts of `--data.image_hosts`, see `image_urls`; kept in the cache
+    data:, base64      in the row itself, and so are bytes, {"bytes": ..., "path": ...} and PIL images
 
-PNG, JPEG and WebP of limited size. ValueError says what is wrong with an image.
+PNG, JPEG and WebP of limited size are read. An image that cannot be used is a ValueError.
 """
 
 import base64
@@ -30,21 +30,21 @@ from openrlhf.types import Image
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_BYTES = 32 * 2**20
 MAX_PIXELS = 50_000_000
-"""More are not decoded: a small file may hold a picture that fills the memory."""
+"""Maximum pixels of an image: a small file may hold a picture that fills the memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSources:
-    """Where images may come from, beside the values themselves."""
+    """The sources from which images may be read, apart from the values themselves."""
 
     root: Path | None = None
-    """Paths begin in this folder, and lead to files in it. None: no path is opened."""
+    """Folder that paths are relative to and must stay inside. None: no path is opened."""
     hosts: tuple[str, ...] = ()
-    """Whose https:// addresses are read."""
+    """Hosts whose https:// addresses are read."""
 
 
 class ImageHeader(NamedTuple):
-    """What is known of a picture that was not decoded, upright."""
+    """Metadata of an image, read without decoding it; height and width are those of the upright image."""
 
     reference: str
     height: int
@@ -52,8 +52,8 @@ class ImageHeader(NamedTuple):
 
 
 def load_image(value: Any, sources: ImageSources) -> Image:
-    """The picture, decoded once to see that it is whole. One that programs show in different ways, as they
-    heed its EXIF orientation and its transparency or not, becomes a PNG: upright, and on white."""
+    """Returns the image, decoded once to check that it is complete. An image with an EXIF orientation or
+    transparency, which programs render differently, becomes a PNG: upright, and on white."""
     reference, file = _find(value, sources)
     data = file if isinstance(file, bytes) else file.read_bytes()
     with _opened(data, reference) as picture:
@@ -65,7 +65,7 @@ def load_image(value: Any, sources: ImageSources) -> Image:
 
 
 def image_header(value: Any, sources: ImageSources) -> ImageHeader:
-    """Of a file its first bytes are read."""
+    """Returns the size of an image; of a file only the first bytes are read."""
     reference, file = _find(value, sources)
     with _opened(file, reference) as picture:
         lies = _orientation(picture) in _LYING
@@ -74,7 +74,7 @@ def image_header(value: Any, sources: ImageSources) -> ImageHeader:
 
 
 def image_identity(value: Any, sources: ImageSources) -> list[Any]:
-    """Changes when the picture does, as far as can be told without reading a file."""
+    """Returns values that change when the image does, as far as known without reading the file."""
     reference, file = _find(value, sources)
     if isinstance(file, bytes):
         return [reference]
@@ -83,7 +83,7 @@ def image_identity(value: Any, sources: ImageSources) -> list[Any]:
 
 
 def _find(value: Any, sources: ImageSources) -> tuple[str, Path | bytes]:
-    """What people call the image, and where it is."""
+    """Returns (the image's name in messages, its file or bytes)."""
     match value:
         case str():
             return _find_text(value, sources)
@@ -147,7 +147,7 @@ def _downloaded(url: str, sources: ImageSources) -> Path:
     kept = cache_folder() / "images" / hashlib.sha256(url.encode()).hexdigest()
     if not kept.exists():
         data = fetch(url, sources.hosts, MAX_BYTES)
-        with _opened(data, url):  # what is no image is not kept
+        with _opened(data, url):  # raises for data that is not an image, so that it is not cached
             kept.parent.mkdir(parents=True, exist_ok=True)
         with replacing(kept, shared=True) as beside:
             beside.write_bytes(data)
@@ -156,7 +156,7 @@ def _downloaded(url: str, sources: ImageSources) -> Path:
 
 @contextmanager
 def _opened(file: Path | bytes, reference: str) -> Iterator[PILImage.Image]:
-    """The picture, not yet decoded. Whatever PIL raises until the block ends is a ValueError."""
+    """Opens an image without decoding it. Turns whatever PIL raises inside the block into a ValueError."""
     size = len(file) if isinstance(file, bytes) else file.stat().st_size
     if size > MAX_BYTES:
         raise ValueError(f"{reference}: {size} bytes are more than the {MAX_BYTES} that an image may have.")
@@ -167,19 +167,20 @@ def _opened(file: Path | bytes, reference: str) -> Iterator[PILImage.Image]:
             yield picture
     except PILImage.UnidentifiedImageError as error:
         raise ValueError(f"{reference}: neither {', '.join(FORMATS[:-1])} nor {FORMATS[-1]}.") from error
-    except Exception as error:  # of a damaged file nearly anything
+    except Exception as error:  # a damaged file may raise nearly anything
         raise ValueError(f"{reference}: not a whole picture: {error}.") from error
 
 
 def _orientation(picture: PILImage.Image) -> int:
-    """Of EXIF: from 1, upright, to 8. PIL would decode a PNG to look behind its pixels, too."""
+    """Returns the EXIF orientation: from 1, upright, to 8. For a PNG only EXIF data before the pixels counts,
+    since PIL would decode the whole picture to look behind them."""
     if picture.format == "PNG" and "exif" not in picture.info:
         return 1
     return picture.getexif().get(ExifTags.Base.Orientation, 1)
 
 
 _LYING = (5, 6, 7, 8)
-"""Orientations in which height and width change places."""
+"""EXIF orientations that swap height and width."""
 
 
 def _on_white(picture: PILImage.Image) -> PILImage.Image:
@@ -189,4 +190,4 @@ def _on_white(picture: PILImage.Image) -> PILImage.Image:
 
 
 _BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "UklGR")
-"""Of files of the three formats."""
+"""First base64 characters of files of the three formats."""

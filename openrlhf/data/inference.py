@@ -1,4 +1,4 @@
-"""From rows to what batch inference works on: questions to answer, and answers to score."""
+"""Builds the items of batch inference from rows: questions to answer, and answers to score."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from openrlhf.types import Sample
 logger = logging.getLogger(__name__)
 
 Input = str | list[dict[str, Any]]
-"""A prompt as it stands in the dataset, so that a later run can put it into a template of its own."""
+"""A prompt as in the dataset, without a template, so that a later run can apply its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Question:
     prompt_id: int
     input: Input
     token_ids: list[int]
-    """The prompt with its template."""
+    """Tokens of the prompt rendered in its template."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class Answer:
     input: Input
     output: Input
     sample: Sample
-    """Prompt and answer; its one action is the last token, which carries the score."""
+    """Prompt and answer; the only action is the last token, which carries the score."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -48,8 +48,8 @@ class Answer:
 
 
 def iteration(num_rows: int, iter: int | None, batch_size: int) -> range:
-    """Numbers of the prompts of an iteration. Number n is row n modulo `num_rows`, so iterations go around
-    the dataset; None: every row once."""
+    """Returns the prompt numbers of an iteration. Number n is row n modulo `num_rows`, so iterations wrap
+    around the dataset; iter None: every row once."""
     return range(num_rows) if iter is None else range(iter * batch_size, (iter + 1) * batch_size)
 
 
@@ -65,7 +65,7 @@ def build_questions(
     max_len: int,
     bad_rows: BadRowAction = "error",
 ) -> list[Question]:
-    """The questions with these numbers, which become their ids (see `iteration`).
+    """Builds the questions with these numbers, which become their ids (see `iteration`).
 
     suffix: appended to each prompt before its template. A row is bad when its prompt is missing or null, when
     the chat template refuses it, or when it has no token or more than max_len.
@@ -107,9 +107,9 @@ def build_answers(
     max_len: int,
     bad_rows: BadRowAction = "error",
 ) -> list[Answer]:
-    """Every row as a reward model reads it: prompt and answer in their template, with an end-of-sequence
-    token where the answer does not end with one. A text of more than max_len tokens is cut before that token,
-    as in the training of reward models."""
+    """Builds every row as a reward model reads it: prompt and answer in their template, with an
+    end-of-sequence token where the answer does not end with one. A text of more than max_len tokens is
+    truncated before that token, as in the training of reward models."""
     check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
 
     def read(row: Row) -> tuple[Input, Input, Text]:
@@ -139,8 +139,8 @@ def build_answers(
 
 
 def with_suffix(value: Input, suffix: str) -> Input:
-    """The prompt, or its last message, with a space, `suffix` without spaces around it, and a space behind
-    it: what `--reward.template` makes of a prompt."""
+    """Appends a space, `suffix` stripped, and a space to the prompt or its last message, as
+    `--reward.template` does. Raises BadRow where the last message is not text."""
     if isinstance(value, str):
         return f"{value} {suffix.strip()} "
     *others, last = as_messages(value)
@@ -150,7 +150,7 @@ def with_suffix(value: Input, suffix: str) -> Input:
 
 
 def fingerprint(items: Iterable[Question | Answer]) -> str:
-    """Changes when a prompt, an answer, a template or a number does."""
+    """Returns a digest that changes when a prompt, an answer, a template or a number does."""
     digest = hashlib.blake2b(digest_size=16)
     for item in items:
         token_ids = item.token_ids if isinstance(item, Question) else item.sample.token_ids.tolist()
@@ -159,8 +159,8 @@ def fingerprint(items: Iterable[Question | Answer]) -> str:
 
 
 def score_last(token_ids: list[int], max_len: int) -> Sample:
-    """What a reward model reads: its one action is the last token. Of more than max_len tokens, those before
-    it are cut off."""
+    """Builds the sample that a reward model scores: its only action is the last token. Beyond max_len tokens,
+    those just before the last one are cut off."""
     ids = torch.tensor(cut_before_end(token_ids, max_len))
     return Sample(token_ids=ids, action_mask=torch.arange(len(ids)) == len(ids) - 1)
 

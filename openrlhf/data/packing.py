@@ -1,5 +1,4 @@
-"""Which sequences go together: rows under a token budget, and equal work for every rank. Same input, same
-answer."""
+"""Packs sequences into rows under a token budget and balances work over ranks. Deterministic."""
 
 import bisect
 import heapq
@@ -7,8 +6,8 @@ from collections.abc import Sequence
 
 
 def pack_to_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Rows of indices into `lengths`; no row sums to more than `budget`, except a longer sequence alone in
-    its row.
+    """Returns rows of indices into `lengths`; no row sums to more than `budget`, except a longer sequence
+    alone in its row.
 
     First-fit decreasing: at most 11/9 of the fewest possible rows, and 6/9 of a row more.
     """
@@ -26,12 +25,12 @@ def pack_to_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def partition(costs: Sequence[float], k: int, *, equal_size: bool = False) -> list[list[int]]:
-    """`k` parts of indices into `costs` with nearly equal sums, costliest first. With fewer costs than parts
-    some parts are empty. With `equal_size`, no part has two more indices than another.
+    """Returns `k` parts of indices into `costs` with nearly equal sums, costliest part first. With fewer
+    costs than parts some parts are empty. With `equal_size`, part sizes differ by at most one.
 
-    The costliest first, each to the part that has least (LPT, Graham 1969; with `equal_size` k at a time, one
-    to each part). Then the costliest part gives and takes until no exchange makes it cheaper, or it is
-    even enough.
+    Greedy longest processing time first (LPT, Graham 1969): the costliest index goes to the part with the
+    smallest sum; with `equal_size` k at a time, one to each part. Then the costliest part exchanges indices
+    with others until no exchange makes it cheaper or it is within `UNEVEN` of the mean.
     """
     order, at_a_time = _decreasing(costs), k if equal_size else 1
     totals = [(0.0, part) for part in range(k)]
@@ -47,12 +46,12 @@ def partition(costs: Sequence[float], k: int, *, equal_size: bool = False) -> li
 
 
 UNEVEN = 0.001
-"""Of the mean: what the costliest part may have more than that, and what an exchange must gain."""
+"""Fraction of the mean: the tolerated excess of the costliest part, and the least gain of an exchange."""
 
 
 def _even_out(costs: Sequence[float], parts: list[list[int]], *, may_move: bool) -> None:
-    """Exchanges between the costliest part and the cheapest that has something to offer, with `may_move` also
-    nothing."""
+    """Exchanges indices between the costliest part and the cheapest part with a useful exchange; with
+    `may_move` an index may also move without one in return."""
     totals = [sum(costs[i] for i in part) for part in parts]
     mean = sum(totals) / len(parts)
     for _ in costs:
@@ -78,8 +77,8 @@ def _even_out(costs: Sequence[float], parts: list[list[int]], *, may_move: bool)
 def _exchange(
     costs: Sequence[float], rich: Sequence[int], poor: Sequence[int], gap: float, least: float, may_move: bool
 ) -> tuple[list[int], list[int]] | None:
-    """(what `rich` gives, what it takes) that brings their sums, now `gap` apart, nearest. None where the
-    larger sum would lose less than `least`."""
+    """Returns (indices that `rich` gives, indices that it takes) that bring the two sums, now `gap` apart,
+    closest together. None where the larger sum would lose less than `least`."""
     on_offer = sorted((costs[i], [i]) for i in poor)
     if may_move:
         on_offer.insert(0, (0, []))
@@ -93,9 +92,9 @@ def _exchange(
 
 
 def estimated_cost(length: int, *, crossover: int = 24576) -> float:
-    """The work of one sequence, in units of a token's matrix products: those grow with the length, attention
-    with its square. `crossover` is the length at which they are equal, in a dense transformer about 12 times
-    its width."""
+    """Returns the work of one sequence in units of a token's matrix products: those grow linearly with the
+    length, attention with its square. `crossover` is the length at which both are equal, in a dense
+    transformer about 12 times its width."""
     return length + length**2 / crossover
 
 

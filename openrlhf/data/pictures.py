@@ -1,4 +1,4 @@
-"""Between the file of an image and its pixels."""
+"""Converts between image files and pixels."""
 
 import hashlib
 import io
@@ -10,12 +10,12 @@ from openrlhf.types import Image
 
 
 def decoded(data: bytes) -> PILImage.Image:
-    """The picture of a file, upright, in RGB."""
+    """Decodes an image file: upright, in RGB."""
     return ImageOps.exif_transpose(PILImage.open(io.BytesIO(data))).convert("RGB")
 
 
 def encoded(picture: PILImage.Image) -> Image:
-    """A file with exactly these pixels, in RGB, which has their digest for a name."""
+    """Returns a PNG file of exactly these pixels, in RGB, named by its digest."""
     data = png(picture.convert("RGB"))
     return Image(name_of(data), data)
 
@@ -27,5 +27,5 @@ def png(picture: PILImage.Image) -> bytes:
 
 
 def name_of(data: bytes) -> str:
-    """What the file of a picture is called that has no other name."""
+    """Returns the name of an image file that has no other: its SHA-256."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"

@@ -1,5 +1,5 @@
-"""What becomes of scored answers: rows for the next round of training. Pure functions on rows
-{"input", "output", "reward", …}."""
+"""Turns scored answers into rows for the next round of training. Pure functions on rows {"input", "output",
+"reward", …}."""
 
 import json
 import statistics
@@ -10,17 +10,17 @@ Row = dict[str, Any]
 
 
 def keep_best(rows: Sequence[Row]) -> list[Row]:
-    """Rejection sampling: of the answers to each input the one with the highest reward, the first of equal
+    """Rejection sampling: returns, for each input, the answer with the highest reward, the first of equal
     ones."""
     return [max(group, key=_reward) for group in _by_input(rows)]
 
 
 def write_rewards(rows: Sequence[Row], template: str, *, normalize: bool) -> list[Row]:
-    """Conditional SFT: every input becomes `template` with `{input}` and `{reward}` in it, the reward with
-    two decimals.
+    """Conditional SFT: replaces every input by `template` with `{input}` and `{reward}` filled in, the reward
+    with two decimals.
 
-    normalize: rewards become z-scores over all rows, (reward - mean) / std with the standard deviation of
-    this population; where all are equal they become 0.
+    normalize: rewards become z-scores over all rows, (reward - mean) / std with the population standard
+    deviation; where all are equal they become 0.
     """
     rewards = [_reward(row) for row in rows]
     if normalize:
@@ -33,8 +33,8 @@ def write_rewards(rows: Sequence[Row], template: str, *, normalize: bool) -> lis
 
 
 def best_and_worst(rows: Sequence[Row]) -> tuple[list[Row], int]:
-    """Iterative DPO: best and worst answer to each input, the first of equal ones, and how many inputs were
-    dropped because their rewards are all equal."""
+    """Iterative DPO: returns the best and the worst answer to each input, the first of equal ones, and the
+    number of inputs dropped because their rewards are all equal."""
     pairs: list[Row] = []
     groups = _by_input(rows)
     for group in groups:
@@ -53,7 +53,7 @@ def best_and_worst(rows: Sequence[Row]) -> tuple[list[Row], int]:
 
 
 def _by_input(rows: Sequence[Row]) -> list[list[Row]]:
-    """Groups in the order in which their inputs come first."""
+    """Groups rows by input, in the order of first occurrence."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(json.dumps(row["input"]), []).append(row)
