@@ -1,1 +1,1 @@
-"""Pure functions: tensors and numbers in, tensors and numbers out."""
+"""Losses, advantages, corrections and metrics as pure functions of tensors and numbers."""

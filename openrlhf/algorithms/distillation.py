@@ -1,4 +1,4 @@
-"""How far a student is from its teacher, straight from hidden states, without the logits of a whole batch."""
+"""Divergence between student and teacher from hidden states, without the logits of a whole batch."""
 
 from typing import Literal, NamedTuple
 
@@ -12,7 +12,8 @@ Divergence = Literal["forward_kl", "reverse_kl"]
 
 
 class LinearHead(NamedTuple):
-    """logits = scale * cap(hidden @ weight.T + bias), as in `linear_log_probs`."""
+    """Parameters of an output head: logits = scale * cap(hidden @ weight.T + bias), as in
+    `linear_log_probs`."""
 
     weight: Tensor  # (V, H)
     bias: Tensor | None = None  # (V,)
@@ -29,14 +30,14 @@ def linear_divergence(
     kind: Divergence,
     chunk: int | None = None,
 ) -> Tensor:
-    """Student's hidden (A, H) and teacher's (A, H') -> (A,) float32, of the distributions s and t over the
-    first V tokens that both heads have.
+    """Student's hidden (A, H) and teacher's (A, H') -> (A,) float32 divergences between the distributions s
+    of the student and t of the teacher over the first V tokens that both heads have.
 
     forward_kl: KL(t || s) = sum_v t_v (log t_v - log s_v),   d/dz = s - t
     reverse_kl: KL(s || t) = sum_v s_v (log s_v - log t_v),   d/dz = s * (log s - log t - KL(s || t))
 
-    Differentiable in hidden, head.weight and head.bias. At most `chunk` rows of logits of each exist at a
-    time, in float32; the backward pass computes them again. A temperature goes into the scale of both heads.
+    Differentiable in hidden, head.weight and head.bias. At most `chunk` rows of float32 logits of each model
+    exist at a time; the backward pass recomputes them. A temperature goes into the scale of both heads.
     """
     size = min(len(head.weight), len(teacher_head.weight))
     chunk = chunk or rows_of_chunk(head.weight[:size], copies=2)
@@ -80,7 +81,7 @@ class _LinearDivergence(torch.autograd.Function):
         grads = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         grad_divergence = grad_divergence * ctx.scale
 
-        def add(rows: slice) -> None:  # a chunk's logits are gone before those of the next are made
+        def add(rows: slice) -> None:  # frees a chunk's logits before the next chunk's are computed
             logits = student(hidden[rows])
             slope = student.slope(logits)
             s, t = logits.log_softmax(-1), teacher(teacher_hidden[rows]).log_softmax(-1)
@@ -101,5 +102,5 @@ def _first(head: LinearHead, size: int) -> HeadLogits:
 
 
 def _divergence(s: Tensor, t: Tensor, kind: Divergence) -> Tensor:
-    """Log-probs of student and teacher (C, V) -> (C,)"""
+    """Log-probs s of the student and t of the teacher, both (C, V) -> divergences (C,)"""
     return (t.exp() * (t - s)).sum(-1) if kind == "forward_kl" else (s.exp() * (s - t)).sum(-1)

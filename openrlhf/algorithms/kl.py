@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def approx_kl(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
-    """(A,) -> (A,), each in [-10, 10]. http://joschu.net/blog/kl-approx.html
+    """Estimates KL(policy || reference) per action: (A,) -> (A,), clamped to [-10, 10].
+    http://joschu.net/blog/kl-approx.html
 
     With d = log pi - log pi_ref:   k1 = d,   k2 = d^2 / 2,   k3 = exp(-d) - 1 + d
     """
@@ -22,11 +23,12 @@ def approx_kl(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tenso
 @dataclass(frozen=True, slots=True)
 class KLEstimate:
     summary: str
-    """What `--help` says of it."""
+    """Description in `--help`."""
     of: Callable[[Tensor], Tensor]
     """Maps log ratios (A,) to estimates (A,)."""
     has_gradient: bool
-    """On average over the policy's samples. What has one suits the loss, what has none the reward."""
+    """True if its expected gradient over the policy's samples is not zero. Estimators with a gradient suit
+    the loss, the others the reward."""
 
 
 KL_ESTIMATORS: Mapping[str, KLEstimate] = {
@@ -36,27 +38,27 @@ KL_ESTIMATORS: Mapping[str, KLEstimate] = {
         "exp(-log ratio) - 1 + log ratio, for the loss", lambda d: (-d).exp() - 1 + d, has_gradient=True
     ),
 }
-"""By the names that `--algo.kl.estimator` takes."""
+"""Estimators by their names in `--algo.kl.estimator`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KLController:
-    """The KL coefficient as it stands: fixed, or led towards `target`. Part of a checkpoint."""
+    """The current KL coefficient: fixed, or adapted towards `target`. Checkpoints contain it."""
 
     coef: float
     target: float | None = None
-    """KL per token to aim for. None keeps the coefficient."""
+    """Target KL per token, in nats. None: the coefficient is fixed."""
     horizon: int = 10000
-    """Samples over which the coefficient may change by a fifth."""
+    """Number of samples over which the coefficient may change by a fifth."""
 
     def update(self, kl: float, num_samples: int) -> Self:
-        """Returns the controller after a step of `num_samples` whose mean KL was `kl`.
+        """Returns the controller after a step of `num_samples` samples with mean KL `kl`.
         https://arxiv.org/abs/1909.08593, section 2.2
 
             coef <- coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(num_samples / horizon, 1))
 
-        The paper has no minimum: with more than five horizons in a step its coefficient may become negative,
-        and then pays the policy for leaving the reference.
+        The paper has no `min`: in a step of more than five horizons its coefficient may become negative,
+        which rewards the policy for leaving the reference.
         """
         if self.target is None:
             return self

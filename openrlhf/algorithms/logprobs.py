@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens straight from hidden states, without the logits of a whole batch."""
+"""Log-probs of chosen tokens from hidden states, without the logits of a whole batch."""
 
 from dataclasses import dataclass
 
@@ -8,45 +8,45 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LOGITS_BYTES = 256 * 2**20
-"""What the float32 logits of one chunk may take on a CPU. The peak is about that; a softcap and the gradient
-of an entropy add as much each."""
+"""Bytes that the float32 logits of one chunk may take on a CPU. Peak memory is about that; a softcap and the
+gradient of an entropy add as much each."""
 
 SHARE_OF_GPU = 1 / 64
-"""Of a GPU's memory that they may take there. Every chunk of C rows also reads and writes the gradient of
-the head, 8 bytes for each of its weights, beside 8 C operations of its four products. An H100 does 240
-operations while it moves a byte: of the products' time that is 11% with the 2,200 rows of 150,000 tokens that
-fit, and would be 55% with the 440 of a CPU."""
+"""Share of a GPU's memory that the float32 logits of one chunk may take. Each chunk of C rows also reads and
+writes the gradient of the head: 8 bytes per weight, beside 8 C operations of its four products. An H100 does
+240 operations while it moves a byte. The traffic thus takes 11 % of the products' time with the 2,200 rows of
+150,000 tokens that fit; with the 440 rows of a CPU's chunk it would take 55 %."""
 
 FAR = 80.0
-"""How far the logits of tokens that could not be chosen are below the largest of those that could. Their
-probability, 2e-35, changes no sum, and is above the smallest numbers, at which CPUs are slow."""
+"""Distance of the logits of tokens outside the top-p/top-k support below the largest logit inside it. Their
+probability, 2e-35, changes no sum, and is above the denormal numbers, with which CPUs are slow."""
 
 
 class Vocabulary:
-    """The tokens of a head, all of which are here: what is asked of their logits (C, V)."""
+    """Operations on the logits (C, V) of a head whose whole vocabulary is on this rank."""
 
     def largest(self, logits: Tensor) -> Tensor:
-        """(C,)"""
+        """Returns the largest logit of each row, (C,)."""
         return logits.amax(-1)
 
     def total(self, x: Tensor) -> Tensor:
-        """A sum over the tokens that are here -> that over all tokens."""
+        """Turns a sum over this rank's tokens into the sum over all tokens."""
         return x
 
     def at(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """(C, K) the logits of `ids` (C, K)."""
+        """Returns the logits (C, K) of `ids` (C, K)."""
         return logits.gather(-1, ids)
 
     def put(self, logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """The logits of `ids` become `values` (C, K), which are not less, in place."""
+        """Sets the logits of `ids` to `values` (C, K), which must not be smaller, in place."""
         return logits.scatter_(-1, ids, values)
 
     def add(self, x: Tensor, ids: Tensor, values: Tensor) -> None:
-        """`values` (C, K) to the places of `ids` in x (C, V)."""
+        """Adds `values` (C, K) to x (C, V) at `ids`, in place."""
         x.scatter_add_(-1, ids, values)
 
     def joined(self, logits: Tensor) -> Tensor:
-        """Those of the tokens that are here -> those of all. Without a gradient."""
+        """Gathers the logits of all tokens from this rank's, without a gradient."""
         return logits
 
 
@@ -55,8 +55,8 @@ WHOLE = Vocabulary()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedVocabulary(Vocabulary):
-    """Each rank of `group` has the head's weights of `size` tokens, in order. The ranks have the same hidden
-    states, and exchange numbers of each row of logits, never logits."""
+    """Vocabulary-parallel head: each rank of `group` has the weights of `size` tokens, in rank order. The
+    ranks have the same hidden states and exchange a few numbers per row; only `joined` exchanges logits."""
 
     group: dist.ProcessGroup
     size: int
@@ -88,7 +88,7 @@ class SharedVocabulary(Vocabulary):
         return torch.cat(parts, -1)
 
     def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of `ids` are here, and their places; some place for the others."""
+        """Returns which of `ids` are on this rank (bool), and their local indices; 0 for the others."""
         places = ids - self.group.rank() * self.size
         here = (places >= 0) & (places < self.size)
         return here, places.where(here, 0)
@@ -107,19 +107,19 @@ def linear_log_probs(
     chunk: int | None = None,
     vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, Tensor | None]:
-    """hidden (A, H), weight (V, H), targets (A,) -> log-probs and, if asked, entropies, both (A,) float32.
+    """hidden (A, H), weight (V, H), targets (A,) -> log-probs and, on request, entropies, both (A,) float32.
 
     z = scale * cap(hidden @ weight.T + bias),   log p(y) = z_y - logsumexp(z),   H = -sum_v p_v log p_v
 
     `scale` is 1 / temperature (times the model's own logit scale); `cap(x)` is softcap * tanh(x / softcap),
-    or x. With `kept` (A, K), the ids of the tokens that each action was chosen from, its target among them,
-    z has these tokens alone: v goes over them, and the gradient is theirs. A row may name a token twice, and
-    is -1 where there were all.
+    or x. `kept` (A, K) has the ids of each action's top-p/top-k support, including its target; z, the sum
+    over v and the gradient are then restricted to these tokens. A row may repeat a token; a row of -1 stands
+    for the whole vocabulary.
 
     Both results are differentiable in hidden, weight and bias. At most `chunk` rows of logits exist at a
-    time, in float32 also if the weight is not; the backward pass computes them again. Without actions the
-    results are empty, and their gradients are zeros, so that collectives over gradients still find their
-    partners. Where ranks share the `vocabulary`, each has its part of `weight` and of `bias`.
+    time, in float32 even if the weight is not; the backward pass recomputes them. Without actions the results
+    are empty and their gradients zeros, so that every rank still takes part in collectives over gradients.
+    With a `SharedVocabulary` each rank passes its shard of `weight` and `bias`.
     """
     chunk = chunk or rows_of_chunk(weight)
     arguments = hidden, weight, bias, targets, scale, softcap, kept, vocabulary, chunk
@@ -140,8 +140,8 @@ def sum_of_log_probs(
     chunk: int | None = None,
     vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
-    """The sum of `linear_log_probs`, (). Its gradients are made in the forward pass, of the logits that are
-    there, so a step has three products of the head's size instead of four."""
+    """Returns the sum () of `linear_log_probs`. The forward pass computes the gradients from the logits at
+    hand, so a step has three products of the head's size instead of four."""
     chunk = chunk or rows_of_chunk(weight)
     arguments = hidden, weight, bias, targets, scale, softcap, None, vocabulary, chunk
     if not torch.is_grad_enabled():
@@ -150,7 +150,7 @@ def sum_of_log_probs(
 
 
 def rows_of_chunk(weight: Tensor, copies: int = 1) -> int:
-    """Rows of float32 logits of a head (V, H) that exist at a time, where there are `copies` of each."""
+    """Returns the number of rows of float32 logits of a head (V, H) per chunk, with `copies` of each row."""
     gpu = torch.cuda.get_device_properties(weight.device).total_memory if weight.is_cuda else None
     return max(1, logits_bytes(gpu) // (4 * copies * len(weight)))
 
@@ -165,7 +165,7 @@ def _only_hidden_learns(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
     return torch.is_grad_enabled() and hidden.requires_grad and not head_learns
 
 
-# A chunk is dealt with inside one call, so that its logits are gone before those of the next are made.
+# A function call per chunk frees its logits before the next chunk's are computed.
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -219,8 +219,8 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 class _LogProbsForward(torch.autograd.Function):
-    """Log-probs, or their sum, whose gradients are made in the forward pass. That needs a gradient that is
-    one number for all actions (the sum), or a head that does not learn."""
+    """Log-probs, or their sum, with gradients computed in the forward pass. This requires one upstream
+    gradient for all actions (the sum), or a frozen head."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, scale, softcap, kept, vocabulary, chunk, summed):
@@ -246,13 +246,14 @@ class _LogProbsForward(torch.autograd.Function):
     @once_differentiable
     # pyrefly: ignore[bad-override]  torch does not type this decorator
     def backward(ctx, grad):
-        grads, ctx.grads = ctx.grads, None  # used up: they are scaled where they lie
+        grads, ctx.grads = ctx.grads, None  # scaled in place, so they can be used only once
         grads.scale((grad if ctx.summed else grad[:, None]) * ctx.scale)
         return *grads.result(), *[None] * 7
 
 
 def _only(logits: Tensor, kept: Tensor | None, rows: slice, vocabulary: Vocabulary) -> Tensor:
-    """(C, V) with all logits but those of the `rows` of `kept` FAR below these, in place."""
+    """Lowers, in place, all logits (C, V) outside the supports `kept[rows]` to FAR below the largest logit
+    inside."""
     if kept is None:
         return logits
     ids = kept[rows].clamp(min=0)
@@ -275,8 +276,8 @@ def _score(
 
 
 def _log_sum_exp(logits: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
-    """(C, V) -> logsumexp (C,), exp(logits - c) (C, V) in the place of the logits, and its sums (C,). Without
-    a second tensor of this size."""
+    """(C, V) -> logsumexp (C,), exp(logits - max) (C, V), and its sums (C,). The exponentials overwrite the
+    logits, so that no second tensor of this size is needed."""
     largest = vocabulary.largest(logits)
     exp = logits.sub_(largest[:, None]).exp_()
     total = vocabulary.total(exp.sum(-1))
@@ -284,8 +285,8 @@ def _log_sum_exp(logits: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor
 
 
 class HeadGradients:
-    """Gradients of hidden (A, H), weight (V, H) and bias (V,), those of the head summed up over chunks in at
-    least float32."""
+    """Gradients of hidden (A, H), weight (V, H) and bias (V,). Those of weight and bias accumulate over
+    chunks in at least float32."""
 
     def __init__(
         self,
@@ -298,15 +299,16 @@ class HeadGradients:
         self.vocabulary = vocabulary
         dtype = _accumulation_dtype(weight)
         needs_hidden, needs_weight, needs_bias = needed
-        # Nothing of the head itself is kept: ZeRO-3 frees it between the passes.
+        # Keeps no reference to the head's parameters: ZeRO-3 frees them between the passes.
         self.head_dtype, self.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         self.hidden = torch.empty_like(hidden) if needs_hidden else None
         self.weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
         self.bias = None if bias is None or not needs_bias else torch.zeros_like(bias, dtype=dtype)
 
     def add(self, rows: slice, hidden: Tensor, weight: Tensor, grad: Tensor, slope: Tensor | None) -> None:
-        """grad: (C, V') of the scaled logits of the head's first V' tokens at `rows` of hidden, times the
-        scale. It is overwritten. slope: of the cap, from `HeadLogits`."""
+        """Adds the gradients of one chunk. `grad` (C, V'): the gradient of the scaled logits of the head's
+        first V' tokens at `rows` of hidden, times the scale; it is overwritten. `slope`: from
+        `HeadLogits.slope`."""
         if slope is not None:
             grad.mul_(slope)
         size = grad.shape[1]
@@ -319,13 +321,15 @@ class HeadGradients:
             _add_product(self.weight[:size], grad.t(), hidden[rows])
 
     def scale(self, factor: Tensor) -> None:
-        """By one number; or only that of hidden, by one for each action (A, 1)."""
+        """Multiplies all gradients by one number; or, if only hidden has one, by a factor per action (A,
+        1)."""
         for grad in (self.hidden, self.weight, self.bias):
             if grad is not None:
                 grad.mul_(factor)
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """In the types of what they are gradients of. That of hidden, over the whole vocabulary."""
+        """Returns the gradients of hidden, weight and bias in the dtypes of these tensors; that of hidden is
+        summed over the whole vocabulary."""
         hidden = None if self.hidden is None else self.vocabulary.total(self.hidden)
         weight = None if self.weight is None else self.weight.to(self.head_dtype)
         bias = None if self.bias is None else self.bias.to(self.bias_dtype)
@@ -333,8 +337,8 @@ class HeadGradients:
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """hidden (A, H), weight (V, H) -> (A, V) hidden @ weight.T + bias, float32 also if the weight is not.
-    Differentiable in all three; gradients have their types."""
+    """hidden (A, H), weight (V, H) -> (A, V) hidden @ weight.T + bias, in float32 even if the weight is not.
+    Differentiable in all three; gradients have the dtypes of their tensors."""
     return _LinearLogits.apply(hidden, weight, bias)
 
 
@@ -361,11 +365,11 @@ class _LinearLogits(torch.autograd.Function):
 
 
 class HeadLogits:
-    """hidden (C, H) -> scale * cap(hidden @ weight.T + bias), (C, V) in at least float32."""
+    """Maps hidden (C, H) to scale * cap(hidden @ weight.T + bias), (C, V) in at least float32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> None:
         self.dtype = _accumulation_dtype(weight)
-        # Half-precision factors with a float32 product: there is no such kernel on the CPU.
+        # CPUs have no kernel for a float32 product of half-precision factors.
         self.has_kernel = weight.dtype != self.dtype and weight.device.type != "cpu"
         self.weight = weight.detach() if self.has_kernel else weight.detach().to(self.dtype)
         self.bias, self.scale, self.softcap = bias, scale, softcap
@@ -382,14 +386,15 @@ class HeadLogits:
         return logits.div_(self.softcap).tanh_().mul_(self.softcap * self.scale)
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """Of the cap, (C, V), where there is one: d cap(x) / dx = 1 - tanh(x / softcap)^2"""
+        """Returns the derivative of the softcap, d cap(x) / dx = 1 - tanh(x / softcap)^2, (C, V); None
+        without a softcap."""
         if self.softcap is None:
             return None
         return (logits / (self.softcap * self.scale)).square_().neg_().add_(1)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, without the product on the way where there is a kernel for these types."""
+    """Computes total += a @ b, without a temporary product if there is a kernel for these dtypes."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif a.device.type == "cpu":
@@ -399,10 +404,10 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _accumulation_dtype(x: Tensor) -> torch.dtype:
-    """float32, and float64 for float64."""
+    """Returns float64 for float64, else float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def chunks(length: int, size: int) -> list[slice]:
-    """range(length) in slices of at most `size`."""
+    """Splits range(length) into slices of at most `size`."""
     return [slice(start, start + size) for start in range(0, length, size)]

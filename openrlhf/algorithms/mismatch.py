@@ -1,7 +1,8 @@
-"""How far samplers are from the trainer: metrics of a step, and the limits that rounding sets them.
+"""Mismatch between the log-probs of sampler and trainer: metrics of a step, and limits that rounding
+explains.
 
-Both sides compute the log-probs of the same actions. With the same weights they differ by rounding alone. `r`
-is the ratio policy / sampler of an action.
+Both compute the log-probs of the same actions. With the same weights they differ by rounding alone. `r` is an
+action's probability ratio policy / sampler.
 """
 
 from dataclasses import dataclass, field
@@ -19,17 +20,17 @@ def mismatch_metrics(
     staleness: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Metrics:
-    """How far the sampler is from the policy before the update, both (A,): of the same weights, these are
-    numerical noise.
+    """Compares the log-probs of the policy before the update with the sampler's, both (A,). For the same
+    weights, the metrics are numerical noise.
 
-    `mismatch/kl` estimates KL(sampler || policy): the mean of r - 1 - log r, r the ratio policy / sampler.
-    `mismatch/ess` is the effective sample size of the weights r, (sum r)^2 / (A sum r^2): 1 where all weigh
-    the same, near 0 where few actions carry the update. `abs_diff_*` are of |log r|; p99 is exceeded by at
-    most 1 % of the actions.
+    `mismatch/kl` estimates KL(sampler || policy) by the mean of r - 1 - log r. `mismatch/ess` is the
+    effective sample size of the weights r as a fraction, (sum r)^2 / (A sum r^2): 1 if all weights are equal,
+    near 0 if few actions dominate the update. `abs_diff_*` are statistics of |log r| in nats; at most 1 % of
+    the actions exceed p99.
 
-    With `staleness` (A,) and `counts` (B,), the actions of each sequence, `kl`, `abs_diff_mean` and `ess` are
-    also reported for each age, and `fresh_abs_diff_*` for sequences that the current weights sampled as a
-    whole.
+    With `staleness` (A,) and `counts` (B,), the number of actions of each sequence, `kl`, `abs_diff_mean` and
+    `ess` are also reported for each staleness, and `fresh_abs_diff_*` for sequences that the current weights
+    sampled completely.
     """
     log_ratio = (log_probs - rollout_log_probs).clamp(-20, 20)
     metrics = {f"mismatch/{name}": value for name, value in _mismatch(log_ratio).items()}
@@ -50,12 +51,12 @@ def mismatch_metrics(
 
 
 GAPS = ("abs_diff_mean", "abs_diff_p99", "abs_diff_max")
-"""Statistics of |log r|, nats."""
+"""Statistics of |log r|, in nats."""
 
 
 def fresh_gap(metrics: Metrics) -> dict[str, float]:
-    """The statistics `GAPS` of the samples of the current weights, by the names of their metrics. Empty where
-    a step has none, or their log-probs are not known."""
+    """Returns the statistics `GAPS` of samples from the current weights, by metric name. Empty if a step has
+    no such samples, or their log-probs are not known."""
     names = [f"mismatch/fresh_{name}" for name in GAPS]
     if names[0] not in metrics and metrics.get("rollout/staleness_max") == 0:
         names = [f"mismatch/{name}" for name in GAPS]
@@ -63,7 +64,7 @@ def fresh_gap(metrics: Metrics) -> dict[str, float]:
 
 
 OLD = 3
-"""From this staleness on, actions are counted together."""
+"""Staleness from which on actions are reported together."""
 
 
 def _mismatch(log_ratio: Tensor) -> Metrics:
@@ -81,43 +82,45 @@ def _gap(log_ratio: Tensor) -> dict[str, float]:
 
 
 def _percentile(x: Tensor, percent: int) -> float:
-    """The smallest value that `percent` % of the values do not exceed, 0 of nothing."""
+    """Returns the smallest value that `percent` % of the values do not exceed; 0 for an empty tensor."""
     # torch.quantile takes no more than 2^24 values
     return float(x.kthvalue(-(-len(x) * percent // 100)).values) if len(x) else 0.0
 
 
 def _effective_fraction(weights: Tensor) -> float:
-    """Effective sample size as a fraction of the samples, 1 of nothing."""
+    """Returns the effective sample size as a fraction of the samples; 1 for an empty tensor."""
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())) if len(weights) else 1.0
 
 
 PROBE = "mismatch/probe_mean"
-"""Mean difference of log-probs of a probe, in units of their spread, of the engine where it is largest."""
+"""Metric of a weight sync's probe: the mean difference of its log-probs in units of their spread, for the
+engine where it is largest."""
 IMPOSSIBLE = {"fp32": 0.04, "fp16": 0.04, "bf16": 0.3}
-"""Nats, the mean of |log r| by `--ds.param_dtype`: 80 relative roundings of 2^-11 (GPUs may round the factors
-of float32 products to TF32) or 2^-8. A mixture of experts in bfloat16 has about 0.02."""
+"""Limits in nats of the mean of |log r|, by `--ds.param_dtype`: 80 relative roundings of 2^-11 (GPUs may
+round the factors of float32 products to TF32) or 2^-8. A mixture of experts in bfloat16 has about 0.02."""
 DOUBTFUL = {"fp32": 0.005, "fp16": 0.01, "bf16": 0.05}
-"""Nats, the mean of |log r| that a run is told of whatever its first steps had."""
+"""Means of |log r| in nats above which a run warns, whatever the values of its first steps."""
 NOISE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
-"""Nats, the mean of |log r| below which nothing is said."""
+"""Means of |log r| in nats below which a run never warns."""
 SHAPE = {"mean": 1.0, "p99": 10.0, "max": 100.0}
-"""Limits of the statistics, in units of the mean's."""
+"""Limits of the statistics, as multiples of the limit of the mean."""
 FIRST = 3
-"""Values of a statistic that later ones are compared with."""
+"""Number of first values of a statistic that later values are compared with."""
 GROWTH = 5.0
-"""How many times the largest of the first values is doubtful."""
+"""Multiple of the largest of the first values above which a run warns."""
 
 
 def check_mismatch(metrics: Metrics, dtype: str, limit: float | None, step: int) -> None:
-    """Raises RuntimeError where the mean or the 99th percentile of fresh samples is further from the trainer
-    than rounding explains. A single action may be: a router near a tie chooses another expert.
+    """Raises RuntimeError if the mean or the 99th percentile of |log r| of fresh samples exceeds what
+    rounding explains. The maximum is not checked: for a single action a router near a tie may choose another
+    expert.
 
-    `dtype`: fp32, fp16 or bf16. `limit`: nats that the mean of |log r| may reach; None: `IMPOSSIBLE`.
+    `dtype`: fp32, fp16 or bf16. `limit`: largest mean of |log r| in nats; None: `IMPOSSIBLE`.
     """
     most = IMPOSSIBLE[dtype] if limit is None else limit
     for name, value in fresh_gap(metrics).items():
         allowed = most * _shape(name)
-        if not name.endswith("_max") and not value <= allowed:  # nor is NaN
+        if not name.endswith("_max") and not value <= allowed:  # true for NaN, too
             raise RuntimeError(
                 f"step {step}: {name} is {value:.3g} nats on samples of the current weights, and {dtype} "
                 f"explains at most {allowed:.3g}: what was sampled is not the policy's, so training on it "
@@ -129,18 +132,18 @@ def check_mismatch(metrics: Metrics, dtype: str, limit: float | None, step: int)
 
 @dataclass(kw_only=True)
 class MismatchWatch:
-    """Tells where engines are further from the trainer than in a run's first steps: on fresh samples, and on
-    the probe of a weight sync."""
+    """Reports statistics of fresh samples and of the weight sync's probe that are larger than in a run's
+    first steps."""
 
     dtype: str
     """fp32, fp16 or bf16."""
     first: dict[str, list[float]] = field(default_factory=dict, init=False)
     """The first values of each statistic."""
     told: set[str] = field(default_factory=set, init=False)
-    """Statistics that have been above their limits since they were told."""
+    """Statistics already reported that are still above their limits."""
 
     def check(self, metrics: Metrics) -> list[str]:
-        """Returns a message for each statistic that has left its limits with this step."""
+        """Returns a message for each statistic that newly exceeds its limit in this step."""
         gap = fresh_gap(metrics) | ({PROBE: metrics[PROBE]} if PROBE in metrics else {})
         above = {name for name, value in gap.items() if not value <= self._limit(name)}
         messages = [self._message(name, gap[name]) for name in sorted(above - self.told)]

@@ -1,7 +1,8 @@
-"""Sums and means over actions, written once so that every loss divides by the same thing.
+"""Sums and means over actions, shared by all losses so that they divide by the same numbers.
 
-A reduction of a loss returns this row's contribution: those of all rows and ranks add up to the loss of the
-optimizer step. `x` is (A,) and `counts` (B,) tells which actions belong to which sequence, as in `types.py`.
+A reduction returns a row's contribution to the loss; the contributions of all rows and ranks add up to the
+loss of the optimizer step. `x` is (A,), and `counts` (B,) has the number of actions of each sequence, as in
+`types.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def token_mean(loss: Tensor, norm: LossNorm) -> Tensor:
-    """(A,) -> (): this row's contribution to the mean over every action of the step."""
+    """(A,) -> (): this row's contribution to the mean over all actions of the step."""
     return loss.sum() / max(norm.num_tokens, 1)
 
 
@@ -35,7 +36,7 @@ def constant_length_mean(loss: Tensor, norm: LossNorm, length: float) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Aggregation:
     summary: str
-    """What `--help` says of it."""
+    """Description in `--help`."""
     of: Callable[[Tensor, Tensor, LossNorm, float], Tensor]
     """(loss (A,), counts (B,), norm, longest response) -> ()"""
 
@@ -51,27 +52,27 @@ AGGREGATIONS: Mapping[str, Aggregation] = {
         lambda loss, counts, norm, length: constant_length_mean(loss, norm, length),
     ),
 }
-"""By the names that `--actor.loss_aggregation` takes."""
+"""Aggregations by their names in `--actor.loss_aggregation`."""
 
 
 def mean(x: Tensor) -> Tensor:
-    """The mean, and 0 of nothing: a rollout whose samples are all masked must not log NaN."""
+    """Returns the mean; 0 for an empty tensor, so that a rollout of masked samples does not log NaN."""
     return x.sum() / max(x.numel(), 1)
 
 
 def whiten(x: Tensor, *, scale: bool = True) -> Tensor:
-    """Zero mean and, with `scale`, unit variance."""
+    """Shifts `x` to zero mean and, with `scale`, scales it to unit variance."""
     centered = x - mean(x)
     return centered * mean(centered**2).clamp(min=1e-8).rsqrt() if scale else centered
 
 
 def segment_sum(x: Tensor, counts: Tensor) -> Tensor:
-    """(A,) -> (B,)"""
+    """(A,) -> (B,): the sum over each sequence."""
     return x.new_zeros(len(counts)).index_add(0, _segment_ids(counts, len(x)), x)
 
 
 def segment_mean(x: Tensor, counts: Tensor) -> Tensor:
-    """(A,) -> (B,), 0 for a sequence without actions."""
+    """(A,) -> (B,): the mean over each sequence; 0 for a sequence without actions."""
     return segment_sum(x, counts) / counts.clamp(min=1)
 
 
@@ -81,8 +82,8 @@ def spread(x: Tensor, counts: Tensor, num_actions: int) -> Tensor:
 
 
 def _segment_ids(counts: Tensor, num_actions: int) -> Tensor:
-    """(B,) -> (A,): the sequence of each action."""
+    """(B,) -> (A,): the index of each action's sequence."""
     import torch
 
-    # With output_size the device need not be asked for the sum.
+    # output_size avoids a device synchronization for the sum.
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=num_actions)

@@ -1,4 +1,4 @@
-"""Penalties on the reward of a whole sample. All are (B,) -> (B,)."""
+"""Penalties and clipping of the rewards of whole samples. All functions are (B,) -> (B,)."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,14 @@ from torch import Tensor
 def overlong_penalty(
     rewards: Tensor, num_actions: Tensor, *, max_new_tokens: int, buffer_len: float, factor: float
 ) -> Tensor:
-    """Takes up to `factor` away, growing over the last `buffer_len` tokens before the limit.
+    """Subtracts a penalty that grows linearly to `factor` over the last `buffer_len` tokens before the limit:
     DAPO's soft overlong punishment, https://arxiv.org/abs/2503.14476, eq. 13"""
     excess = (num_actions - (max_new_tokens - buffer_len)).clamp(0, buffer_len)
     return rewards - excess / buffer_len * factor
 
 
 def stop_properly_penalty(rewards: Tensor, truncated: Tensor, *, coef: float) -> Tensor:
-    """The reward of a truncated sample is scaled by `coef` or, if `coef` is negative, replaced by it.
+    """Scales the rewards of truncated samples by `coef` or, if `coef` is negative, replaces them by it.
     ProRL, https://arxiv.org/abs/2505.24864"""
     penalised = rewards * coef if coef >= 0 else torch.full_like(rewards, coef)
     return torch.where(truncated, penalised, rewards)

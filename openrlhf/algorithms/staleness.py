@@ -1,4 +1,4 @@
-"""Weights of actions by the age of the weights that chose them."""
+"""Loss weights of actions by their staleness."""
 
 from typing import Literal
 
@@ -10,12 +10,12 @@ from openrlhf.algorithms.reductions import segment_mean, spread
 def staleness_weights(
     staleness: Tensor, counts: Tensor, decay: float, limit: int | None, ratio: Literal["token", "sequence"]
 ) -> Tensor:
-    """(A,) int -> (A,): decay^staleness, and 0 where the staleness is more than `limit`. A weight of 0 still
-    counts in the divisor of the loss: dropping must not raise the step size.
+    """(A,) int -> (A,): decay^staleness, and 0 where the staleness exceeds `limit`. Actions of weight 0 still
+    count in the divisor of the loss, so that dropping them does not raise the step size.
 
-    Where the ratio is of sequences, every action moves all others of its sequence, and a sequence is weighted
-    as a whole: its staleness is the mean over its actions, as its log ratio is. So its decay is the geometric
-    mean of theirs.
+    With sequence ratios, a sequence is weighted as a whole, since each action changes the ratio of all
+    others. Its staleness is the mean over its actions, like its log ratio, so its decay is the geometric mean
+    of the decays of its actions.
     """
     age = staleness.float()
     if ratio == "sequence":

@@ -6,14 +6,14 @@ from torch import Tensor
 
 
 def negative_log_likelihood(log_probs: Tensor) -> Tensor:
-    """(A,) -> (A,)"""
+    """(A,) log-probs -> (A,) losses."""
     return -log_probs
 
 
 def label_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """(A, K) logits -> (A,)
+    """(A, K) logits -> (A,) cross entropies.
 
-    labels (A,) int64: the right class; or (A,) float, with K = 2: the probability of the first class.
+    `labels`: (A,) int64, the correct classes; or (A,) float with K = 2, the probabilities of the first class.
     """
     if labels.is_floating_point():
         labels = torch.stack([labels, 1 - labels], dim=-1).to(logits.dtype)

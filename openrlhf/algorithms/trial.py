@@ -1,4 +1,4 @@
-"""Users' classes, tried with a few samples before a run starts."""
+"""Trial of users' classes with a few samples before a run starts."""
 
 from collections.abc import Callable
 
@@ -13,12 +13,12 @@ from openrlhf.registry import Selectable
 from openrlhf.types import LossNorm
 
 COUNTS = ([2, 0, 3, 1], [0])
-"""Actions of the sequences of two rows: a rank may have nothing to learn from in a step."""
+"""Numbers of actions of the sequences of two rows; the second has none, as may happen on a rank."""
 
 
 def try_out(build: Callable[[], Selectable]) -> None:
-    """Calls an instance as a run does. Raises what it raises, and ValueError where it answers something else
-    than its base class says.
+    """Calls an instance as a run does. Raises whatever it raises, and ValueError if a result differs from
+    what its base class specifies.
 
     Args:
         build: returns a new instance with its options.
@@ -41,7 +41,7 @@ def try_out(build: Callable[[], Selectable]) -> None:
 
 
 def _try_estimator(estimator: AdvantageEstimator) -> None:
-    """Two prompts, one of which has lost all samples but one."""
+    """Tries an estimator with two prompts, one of which has a single sample left."""
     counts = torch.tensor(COUNTS[0])
     values = _numbers(6) if estimator.needs_critic else None
     step = StepView(
@@ -114,11 +114,12 @@ def _try_proximal(proximal: ProximalPolicy, num_actions: int) -> None:
 
 
 def _numbers(count: int) -> Tensor:
-    """(count,) negative numbers that differ."""
+    """Returns (count,) distinct negative numbers."""
     return -1 - torch.arange(count) / 4
 
 
 def _expect(name: str, found: object, count: int) -> None:
+    """Raises ValueError unless `found` is a tensor of `count` finite floats."""
     if not isinstance(found, Tensor):
         raise ValueError(f"{name}: expected a tensor ({count},), got {type(found).__name__}")
     if found.shape != (count,) or not found.is_floating_point():

@@ -7,7 +7,7 @@ from torch import Tensor
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """(A,) -> the loss and whether the clip was active (bool), both (A,).
+    """(A,) -> the losses and whether the clip was active (bool), both (A,).
 
     l_t = max((V - G)^2, (V_old + clip(V - V_old, -c, c) - G)^2) / 2
     """

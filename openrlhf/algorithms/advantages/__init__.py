@@ -1,7 +1,7 @@
-"""Advantage estimators: from the rewards of a step to the advantages of its actions."""
+"""Advantage estimators, which turn the rewards of a step into advantages of its actions."""
 
 from openrlhf.algorithms.advantages.base import AdvantageEstimator
 from openrlhf.registry import Registry
 
 ESTIMATORS = Registry("openrlhf.algorithms.advantages", AdvantageEstimator)
-"""By the names that `--algo.advantage.estimator` takes."""
+"""Estimators by their names in `--algo.advantage.estimator`."""

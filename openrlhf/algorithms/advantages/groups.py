@@ -1,5 +1,5 @@
-"""Statistics of the samples of one prompt. Groups are told apart by `group_ids` (E,), any integers; the
-samples of a group need not be neighbours."""
+"""Statistics over groups, the samples of one prompt. `group_ids` (E,) has any integers, equal within a group;
+the samples of a group need not be neighbours."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def group_sums(x: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(E,) -> for each sample the sum over its group (E,) float64 and the size of its group (E,).
+    """(E,) -> the sum (E,) float64 and the size (E,) of each sample's group.
 
-    In float64: rounding a float32 mean of equal rewards would leave differences that a division by their
-    standard deviation blows up.
+    Sums are float64, since rounding a float32 mean of equal rewards would leave differences that a division
+    by their standard deviation magnifies.
     """
     _, index, sizes = group_ids.unique(return_inverse=True, return_counts=True)
     values = x.double()
@@ -39,5 +39,5 @@ def group_std(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def without_peers(group_ids: Tensor) -> Tensor:
-    """(E,) -> (E,) bool: samples alone in their group. There is nothing to compare them with."""
+    """(E,) -> (E,) bool: samples of singleton groups, which have nothing to be compared with."""
     return group_sums(group_ids, group_ids)[1] == 1

@@ -17,8 +17,8 @@ class GRPO(AdvantageEstimator):
 
         A_i = (R_i - mean(R)) / (std(R) + 1e-9)
 
-    The standard deviation is the unbiased one, of n - 1. A group whose rewards are all the same earns 0, and
-    so does a sample alone in its group.
+    The standard deviation is the unbiased one, with divisor n - 1. A group of equal rewards earns 0, and so
+    does a sample alone in its group.
     """
 
     name = "group_norm"

@@ -1,5 +1,4 @@
-"""Rewards and returns of single actions. `counts` (B,) tells which of the A actions belong to which
-sequence."""
+"""Rewards and returns of single actions. `counts` (B,) has the number of actions of each sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def token_rewards(rewards: Tensor, kl: Tensor, counts: Tensor, kl_coef: float) -> Tensor:
-    """(B,) and (A,) -> (A,): the KL penalty on every action, the reward on each sequence's last one."""
+    """(B,) and (A,) -> (A,): the KL penalty of every action, plus the reward on each sequence's last one."""
     per_token = -kl_coef * kl
     acted = counts > 0
     per_token[counts.cumsum(0)[acted] - 1] += rewards[acted]
@@ -25,7 +24,7 @@ def discounted_returns(rewards: Tensor, counts: Tensor, gamma: float) -> Tensor:
         return at_ends.repeat_interleave(acted)
     returns = rewards.new_empty(rewards.shape)
     by_length = counts.argsort(descending=True)
-    last = counts.cumsum(0)[by_length] - 1  # the action that each sequence has come to, from its end
+    last = counts.cumsum(0)[by_length] - 1  # index of each sequence's last action
     still_there = counts.bincount().flip(0).cumsum(0).flip(0)[1:].tolist()
     running = rewards.new_zeros(len(counts))
     for steps_from_end, count in enumerate(still_there):
@@ -47,8 +46,8 @@ def generalized_advantages(
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """(A,) -> 1 - Var(G - V) / Var(G): 1 where values predict the returns, 0 where a constant does as well,
-    negative where it does better. 0 for returns that are all the same."""
+    """(A,) -> 1 - Var(G - V) / Var(G): 1 if values predict the returns, 0 if a constant does as well,
+    negative if a constant does better. 0 if all returns are equal."""
     if len(returns) == 0 or (variance := returns.double().var(correction=0)) == 0:
         return 0.0
     return float(1 - (returns - values).double().var(correction=0) / variance)

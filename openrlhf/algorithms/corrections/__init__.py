@@ -1,8 +1,8 @@
-"""Off-policy corrections: weights for a sampler that is not quite the policy, by its kernels, precision or
+"""Off-policy corrections: loss weights for a sampler that differs from the policy by kernels, precision or
 staleness."""
 
 from openrlhf.algorithms.corrections.base import Correction
 from openrlhf.registry import Registry
 
 CORRECTIONS = Registry("openrlhf.algorithms.corrections", Correction)
-"""By the names that `--algo.advantage.is_correction_type` takes."""
+"""Corrections by their names in `--algo.advantage.is_correction_type`."""

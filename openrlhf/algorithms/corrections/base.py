@@ -1,4 +1,4 @@
-"""What an off-policy correction is given, and what it returns."""
+"""Base class of off-policy corrections, and their view of a row."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ class SamplerGap:
     log_ratio: Tensor
     """(A,) log(pi_prox / pi_behave) of tokens or of sequences, as the policy loss says, within [-20, 20]."""
     counts: Tensor
-    """(B,) actions of each sequence, which add up to A."""
+    """(B,) number of actions of each sequence; they add up to A."""
     bounds: Bounds
-    """`--algo.advantage.is_correction_threshold`"""
+    """(low, high) of the ratio, `--algo.advantage.is_correction_threshold`."""
     sequence_bounds: Bounds | None = None
-    """`--algo.advantage.is_correction_sequence_threshold`; None: those of tokens."""
+    """(low, high) of sequences, `--algo.advantage.is_correction_sequence_threshold`; None: same as
+    `bounds`."""
     staleness: Tensor | None = None
-    """(A,) steps by which the weights that chose an action are behind; None where nothing is stale."""
+    """(A,) steps by which the weights that sampled an action are behind; None if nothing is stale."""
 
 
 class Correction(Selectable, ABC):
     """A weight for the loss of each action, through which no gradient flows.
 
-    Three policies: pi (being trained), pi_behave (the sampler) and pi_prox (from which the clip counts). The
-    loss clips pi / pi_prox; a correction multiplies it by a function of pi_prox / pi_behave: decoupled PPO,
-    https://arxiv.org/abs/2110.00641. A weight of 0 still counts in the divisor of the loss: dropping must not
-    raise the step size.
+    Decoupled PPO (https://arxiv.org/abs/2110.00641) has three policies: pi (being trained), pi_behave (the
+    sampler) and pi_prox (the anchor of the clipped ratio). The loss clips pi / pi_prox; a correction
+    multiplies it by a function of pi_prox / pi_behave. Actions of weight 0 still count in the divisor of the
+    loss, so that dropping them does not raise the step size.
     """
 
     drops_sequences: ClassVar[bool] = False
-    """It reads `SamplerGap.sequence_bounds`."""
+    """True if it reads `SamplerGap.sequence_bounds`."""
 
     @abstractmethod
     def __call__(self, gap: SamplerGap) -> Tensor:

@@ -14,8 +14,7 @@ class SeqMaskTIS(TIS):
 
         w_t = clip(ratio, low, high) where the geometric mean of the sequence's ratios is in bounds, else 0
 
-    The bounds of sequences are those of tokens where nothing else is said. A sequence without actions has the
-    geometric mean 1.
+    Sequences have the bounds of tokens by default. A sequence without actions has the geometric mean 1.
     """
 
     name = "seq-mask-tis"

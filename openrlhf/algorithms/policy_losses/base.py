@@ -1,4 +1,4 @@
-"""What a policy loss is given, and what it returns."""
+"""Base class of policy losses, and their view of a row."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowView:
-    """The A actions of B sequences that one forward pass reads, as a policy loss sees them. Gradients flow
-    through `log_probs`, `log_ratio` and `entropy` alone."""
+    """The A actions of the B sequences of one forward pass, as a policy loss sees them. Gradients flow
+    through `log_probs`, `log_ratio` and `entropy` only."""
 
     log_probs: Tensor
-    """(A,) log pi, of the policy in training."""
+    """(A,) log pi, the log-probs of the policy being trained."""
     log_ratio: Tensor
     """(A,) log(pi / pi_prox) of tokens or of sequences, as `PolicyLoss.ratio` says, within [-20, 20]."""
     advantages: Tensor
-    """(A,)"""
+    """(A,) advantages."""
     counts: Tensor
-    """(B,) actions of each sequence, which add up to A."""
+    """(B,) number of actions of each sequence; they add up to A."""
     clip_low: float
-    """How far the ratio may fall below 1: `--actor.eps_clip` or `--actor.eps_clip_low_high`."""
+    """Distance by which the ratio may fall below 1: `--actor.eps_clip` or `--actor.eps_clip_low_high`."""
     clip_high: float
-    """How far it may rise above 1."""
+    """Distance by which the ratio may rise above 1."""
     dual_clip: float | None
-    """`--actor.dual_clip`"""
+    """Bound of the loss for negative advantages, `--actor.dual_clip`; None: no bound."""
     proximal_log_probs: Tensor
     """(A,) log pi_prox."""
     old_log_probs: Tensor | None
-    """(A,) of the policy before this step's updates; None where they are not computed before it."""
+    """(A,) log-probs of the policy before this step's updates; None if they are not computed before them."""
     rollout_log_probs: Tensor
-    """(A,) of the sampler."""
+    """(A,) log-probs of the sampler."""
     staleness: Tensor | None
-    """(A,) steps by which the weights that chose an action are behind; None where nothing is stale."""
+    """(A,) steps by which the weights that sampled an action are behind; None if nothing is stale."""
     entropy: Tensor | None
-    """(A,) of the policy; None without `PolicyLoss.needs_entropy` and `--actor.entropy_coef`."""
+    """(A,) entropies of the policy; None without `PolicyLoss.needs_entropy` and `--actor.entropy_coef`."""
     norm: LossNorm
-    """How many actions and sequences the optimizer step has, over all rows and ranks."""
+    """Numbers of actions and sequences of the optimizer step, over all rows and ranks."""
 
 
 class PolicyLoss(Selectable, ABC):
@@ -52,18 +52,18 @@ class PolicyLoss(Selectable, ABC):
     outside."""
 
     ratio: ClassVar[Literal["token", "sequence"]] = "token"
-    """What the probability ratio is of, here and in the off-policy correction."""
+    """Unit of the probability ratio, in the loss and in the off-policy correction."""
     dual_clip: ClassVar[bool] = False
-    """It reads `RowView.dual_clip`, the bound for negative advantages."""
+    """True if it reads `RowView.dual_clip`, the bound for negative advantages."""
     needs_entropy: ClassVar[bool] = False
-    """It reads `RowView.entropy`."""
+    """True if it reads `RowView.entropy`."""
 
     @classmethod
     def aggregation(cls) -> str:
-        """Returns what the mean is over, unless `--actor.loss_aggregation` says something else."""
+        """Returns the default of `--actor.loss_aggregation`."""
         return "sample_mean" if cls.ratio == "sequence" else "token_mean"
 
     @abstractmethod
     def __call__(self, row: RowView) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the loss of each action, and where its lower and its upper bound were active (bool), all
+        """Returns the loss of each action, and whether its lower and its upper bound are active (bool), all
         (A,)."""

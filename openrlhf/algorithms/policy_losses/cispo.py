@@ -18,7 +18,7 @@ class CISPO(PolicyLoss):
         l_t = -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log pi
 
     No gradient flows through the weight. A bound is active where the ratio is beyond it, whatever the
-    advantage. There is no dual clip: the weight is bounded already.
+    advantage. There is no dual clip, since the weight is already bounded.
     """
 
     name = "cispo"

@@ -10,7 +10,7 @@ class GSPO(PPO):
         ratio = exp(mean_t log(pi / pi_prox))
 
     All actions of a sequence share its ratio, so it is clipped as a whole. The ratio of a sequence stays much
-    closer to 1 than that of a token: the paper has `--actor.eps_clip_low_high 3e-4 4e-4`.
+    closer to 1 than that of a token: the paper uses `--actor.eps_clip_low_high 3e-4 4e-4`.
     """
 
     name = "gspo"

@@ -1,1 +1,1 @@
-"""Losses of preferences: reward models, DPO and its relatives, KTO. One file for each."""
+"""Preference losses: reward models, DPO and its variants, KTO; one file per loss."""

@@ -9,6 +9,6 @@ def ipo_loss(h: Tensor, *, beta: float) -> Tensor:
 
         l = (h - 1 / (2 beta))^2
 
-    `h` (P,) is that of `dpo_loss`. Returns (P,).
+    `h` (P,) is defined as in `dpo_loss`. Returns (P,).
     """
     return (h - 1 / (2 * beta)) ** 2

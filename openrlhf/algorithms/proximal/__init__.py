@@ -1,7 +1,7 @@
-"""Proximal policies: what the probability ratio is relative to."""
+"""Proximal policies, the anchors of the clipped probability ratio."""
 
 from openrlhf.algorithms.proximal.base import ProximalPolicy
 from openrlhf.registry import Registry
 
 PROXIMAL_POLICIES = Registry("openrlhf.algorithms.proximal", ProximalPolicy)
-"""By the names that `--algo.advantage.proximal_policy` takes."""
+"""Proximal policies by their names in `--algo.advantage.proximal_policy`."""

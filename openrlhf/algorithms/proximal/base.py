@@ -1,4 +1,4 @@
-"""What a proximal policy is made of."""
+"""Base class of proximal policies."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class ProximalPolicy(Selectable, ABC):
-    """What the probability ratio is relative to: the clip bounds how far the policy moves away from it. No
-    gradient flows through it."""
+    """The anchor of the probability ratio: the clip bounds how far the policy moves away from it. No gradient
+    flows through it."""
 
     needs_forward: ClassVar[bool] = False
-    """It is computed before the first update of a step, where it is not the policy itself."""
+    """True if it must be computed before the first update of a step, unless it is the policy itself."""
     is_sampler: ClassVar[bool] = False
-    """It is the sampler: a correction for the gap between the two has nothing to weigh."""
+    """True if it is the sampler, so that an off-policy correction has no effect."""
 
     @abstractmethod
     def __call__(
@@ -28,6 +28,6 @@ class ProximalPolicy(Selectable, ABC):
         rollout_log_probs: Tensor,
         staleness: Tensor | None,
     ) -> Tensor:
-        """Returns log pi_prox (A,), from log pi without a gradient, that of the policy before this step's
-        updates (None where it is not computed), that of the sampler, and the staleness of each action (None:
-        0), all (A,)."""
+        """Returns log pi_prox (A,). Arguments, all (A,): log pi without a gradient, the log-probs of the
+        policy before this step's updates (None if not computed), the sampler's log-probs, and the staleness
+        of each action (None: 0)."""

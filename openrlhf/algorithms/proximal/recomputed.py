@@ -16,7 +16,7 @@ class Recomputed(ProximalPolicy):
 
         pi_prox = pi_old
 
-    In a step of one update it is the policy itself.
+    In a step with one update, pi_prox is the policy itself.
     """
 
     name = "recomputed"

@@ -15,7 +15,7 @@ class Rollout(ProximalPolicy):
 
         pi_prox = pi_behave
 
-    The ratio is the importance weight, as in PPO as it was written.
+    The ratio is the importance weight of the sampler, as in the paper.
     """
 
     name = "rollout"
