@@ -60,7 +60,7 @@ def load(reference: str, *, flag: str) -> Any:
 def digest(reference: str) -> str:
     """Returns a fingerprint of the source file that the reference names; the reference itself without one."""
     source = source_of(split(reference)[0])
-    if source is None:  # a module without a source: only its name is known
+    if source is None:  # a module without a source file is known by name only
         return reference
     return hashlib.sha256(Path(source).read_bytes()).hexdigest()[:16]
 

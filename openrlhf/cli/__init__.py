@@ -1,4 +1,4 @@
-"""What users run: parse, check, build, run."""
+"""The commands that users run; each parses its flags, checks them, builds its parts and runs."""
 
 from openrlhf import heap
 

@@ -1,4 +1,5 @@
-"""`openrlhf agent try FILE`: one episode of an agent with a model, turn by turn, before a training."""
+"""`openrlhf agent try FILE`: plays an episode of an agent with a model and prints it turn by turn, as a test
+before training."""
 
 import argparse
 import asyncio
@@ -45,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> "tuple[PPOConfig, Prompt]":
-    """The prompt goes the way of a training's, templates and all."""
+    """Returns the config, and the prompt built as in training, with templates applied. `folder`: for
+    temporary files."""
     from openrlhf.config.commands import PPO
     from openrlhf.config.parse import parse
     from openrlhf.config.ppo import ACTOR_FLAG
@@ -72,7 +74,7 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> 
 
 
 async def play(config: "PPOConfig", prompt: "Prompt") -> "PromptGroup":
-    """With the engine of a run, in this process."""
+    """Plays the episodes with a run's rollout engine, in this process."""
     from openrlhf.observability.progress import waiting
 
     with waiting("starting 1 vLLM engine", key=config.actor.model_name_or_path):
@@ -127,7 +129,7 @@ def print_episode(console: "Console", tokenizer: Any, index: int, parts: "Sequen
 
 
 def print_turns(console: "Console", tokenizer: Any, t: "Trajectory") -> None:
-    """What was read and what was sampled, one after the other."""
+    """Prints the read and the sampled parts of a trajectory in turn."""
     from openrlhf.text import decode
     from openrlhf.types import runs
 
@@ -149,7 +151,7 @@ def print_turns(console: "Console", tokenizer: Any, t: "Trajectory") -> None:
 
 
 def departure(tokenizer: Any, earlier: "Sequence[Trajectory]", other: "Trajectory") -> str:
-    """Why a later request does not go on with the sequence before it that it shares most tokens with."""
+    """Explains why a later request does not continue the earlier sequence that it shares most tokens with."""
     from openrlhf.text import decode
 
     new = other.token_ids
@@ -170,7 +172,7 @@ def departure(tokenizer: Any, earlier: "Sequence[Trajectory]", other: "Trajector
 
 
 def _shared(first: "np.ndarray", second: "np.ndarray") -> int:
-    """With how many equal tokens the two begin."""
+    """Returns the length of the common prefix, in tokens."""
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -1,5 +1,5 @@
-"""Answers to the prompts of a dataset, or rewards of its answers: `python -m openrlhf.cli.batch_inference`,
-tasks generate and rm also under torchrun or deepspeed."""
+"""Batch inference: answers a dataset's prompts, or scores its answers. `python -m
+openrlhf.cli.batch_inference`; tasks generate and rm also run under torchrun or deepspeed."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from openrlhf.rollout.batch_inference import Recorder
 
 Work = Callable[[Sequence[Any], "Recorder"], None]
-"""Does what is to be done, and records the results."""
+"""A function that processes items of work and records their results."""
 
 MODEL_FLAG = "--model.model_name_or_path"
 
@@ -30,7 +30,7 @@ ONLY_SPEED = (
     *("vllm.tensor_parallel_size", "vllm.max_num_seqs", "vllm.enable_prefix_caching", "vllm.enforce_eager"),
     *("vllm.gpu_memory_utilization", "vllm.kv_cache_gb"),
 )
-"""Flags that may change when a stopped run is continued. The rows of the dataset may not: see `origin`."""
+"""Flags that may change when a stopped run is continued. The dataset's rows may not change, see `origin`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(config: BatchInferenceConfig) -> None:
-    """Write `output_path`. On every rank, which stays in its process group."""
+    """Runs the task and writes `output_path`. Called on every rank; does not leave the process group."""
     choose_hub(config.use_ms)
     from openrlhf.observability.progress import Progress, checking, waiting
 
@@ -58,7 +58,7 @@ def run(config: BatchInferenceConfig) -> None:
     check_origin(config.raw_path, config.meta_path, made_from)
     done = finished(config.raw_path)
     pending = [item for item in work if item.key not in done]
-    rank, world = _join_ranks(config)  # all have read what is there before one of them writes
+    rank, world = _join_ranks(config)  # a barrier: all ranks have read the file before one writes
     mine = pending[rank::world]
     with Progress(show=rank == 0) as progress:
         if done:
@@ -85,7 +85,7 @@ def run(config: BatchInferenceConfig) -> None:
 
 
 def check(config: BatchInferenceConfig) -> None:
-    """Everything that can be wrong with files, before anything is loaded."""
+    """Raises ValueError for problems with the dataset or the model's files, before anything is loaded."""
     from openrlhf.data.sources import check_columns
 
     check_columns(
@@ -102,8 +102,8 @@ def check(config: BatchInferenceConfig) -> None:
 def check_answering_model(
     config: BatchInferenceConfig | ChatConfig, lengths: Sequence[str], *, in_vllm: bool
 ) -> None:
-    """Raise ValueError for a model that is not there, has no room for the tokens that the flags `lengths` ask
-    for together, or does not run in vLLM where it shall."""
+    """Raises ValueError if the model is missing, has too short a context for the sum of the flags `lengths`,
+    or (with `in_vllm`) does not run in vLLM."""
     from openrlhf.backends.vllm.support import check_vllm_runs
     from openrlhf.config.fields import values_of
     from openrlhf.device import DEVICE_TYPE
@@ -127,7 +127,7 @@ def check_answering_model(
 def build_work(
     config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[list[Any], dict[str, Any]]:
-    """What is to be done, each with its `key`; and what the rows will have been made from."""
+    """Returns the items of work, each with its `key`, and the origin of their results, see `origin`."""
     from openrlhf.data.inference import build_answers, build_questions, fingerprint, iteration
     from openrlhf.data.sources import load_rows
     from openrlhf.rollout.batch_inference import requests_for
@@ -167,7 +167,8 @@ def build_work(
 
 
 def origin(config: BatchInferenceConfig, rows: str) -> dict[str, Any]:
-    """Everything that decides what is written: flags, rows, and the files of the weights."""
+    """Returns everything that determines the results: flags, fingerprint of the rows, and size and time of
+    each weight file."""
     from pathlib import Path
 
     from openrlhf.config.fields import values_of
@@ -258,11 +259,11 @@ def _scorer(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") 
 
 
 LOADERS = {"generate_vllm": _vllm, "generate": _transformers, "rm": _scorer}
-"""task -> context in which a model is ready to work."""
+"""Task -> context manager that loads a model and yields the function that processes work."""
 
 
 def _statistics(config: BatchInferenceConfig, model_config: "PreTrainedConfig") -> tuple[float, float]:
-    """What is subtracted from scores, and what they are divided by. csft takes z-scores at the end."""
+    """Returns (mean, std) by which scores are normalised. For csft (0, 1): it takes z-scores at the end."""
     if not config.reward.normalize_enable or config.post_processor == "csft":
         return 0.0, 1.0
     from openrlhf.models.scorer import score_statistics
@@ -273,7 +274,7 @@ def _statistics(config: BatchInferenceConfig, model_config: "PreTrainedConfig") 
 def _finish(
     config: BatchInferenceConfig, progress: "Progress", num_wanted: int, num_tokens: int, elapsed: float
 ) -> None:
-    """Bring the ranks' rows together, post-process, and say what there is."""
+    """Merges the ranks' rows, post-processes them, and prints a summary."""
     from openrlhf.data.result_file import merge, write_rows
     from openrlhf.observability.progress import format_duration, format_number
 
@@ -296,7 +297,7 @@ def _finish(
 
 
 def _post_process(config: BatchInferenceConfig, rows: list[dict]) -> tuple[list[dict], str]:
-    """Rows, and a remark on them."""
+    """Returns the post-processed rows, and a remark for the summary."""
     from openrlhf.data.post_process import best_and_worst, keep_best, write_rewards
 
     if config.post_processor == "rs":
@@ -308,7 +309,7 @@ def _post_process(config: BatchInferenceConfig, rows: list[dict]) -> tuple[list[
 
 
 def load_answering_model(config: BatchInferenceConfig | ChatConfig) -> Any:
-    """The model as transformers samples from it, not yet on its device."""
+    """Loads the model for sampling with transformers, not yet on its device."""
     from openrlhf.models.loading import load_generator
 
     return load_generator(
@@ -324,7 +325,7 @@ def load_answering_model(config: BatchInferenceConfig | ChatConfig) -> Any:
 def decoding_of(
     config: BatchInferenceConfig | ChatConfig, tokenizer: "PreTrainedTokenizerBase", max_new_tokens: int
 ) -> "Decoding":
-    """How answers of at most so many tokens are sampled."""
+    """Returns the sampling options for answers of at most `max_new_tokens` tokens."""
     from openrlhf.models.generation import Decoding
     from openrlhf.models.loading import stop_token_ids
 
@@ -356,14 +357,15 @@ def _phase_name(config: BatchInferenceConfig, rank: int, world: int) -> str:
 
 
 def _join_ranks(config: BatchInferenceConfig) -> tuple[int, int]:
-    """(rank, ranks), once all are there. vLLM starts its own processes."""
+    """Joins the process group and waits for all ranks; returns (rank, number of ranks). (0, 1) with vLLM,
+    which starts its own processes."""
     if config.task == "generate_vllm":
         return 0, 1
     import torch.distributed as dist
 
     from openrlhf.backends.distributed import ProcessMesh, init_distributed, seed_everything
 
-    init_distributed(timeout_minutes=7 * 24 * 60)  # ranks with less to do wait at the end
+    init_distributed(timeout_minutes=7 * 24 * 60)  # ranks with less work wait at the end
     seed_everything(config.train.seed, config.train.full_determinism_enable)
     dist.barrier()
     mesh = ProcessMesh.joined()
@@ -371,7 +373,7 @@ def _join_ranks(config: BatchInferenceConfig) -> tuple[int, int]:
 
 
 def _sum_over_ranks(config: BatchInferenceConfig, number: int) -> int:
-    """Also waits until all ranks have written what they had to."""
+    """Returns the sum of `number` over ranks, after all have written their rows."""
     if config.task == "generate_vllm":
         return number
     import torch

@@ -1,4 +1,5 @@
-"""What a supervised command will learn from: `openrlhf data preview sft` with all flags of that command."""
+"""Previews the training data of a supervised command: `openrlhf data preview sft` with that command's
+flags."""
 
 import os
 import sys
@@ -18,7 +19,7 @@ TASKS = {
     "prm": ("train_prm", "ProcessRewardTask"),
     "kd": ("train_kd", "DistillationTask"),
 }
-"""command -> module of `openrlhf.cli` and its `Task`."""
+"""Command -> (module of `openrlhf.cli`, name of its `Task`)."""
 
 USAGE = f"""\
 usage: openrlhf data preview {"|".join(TASKS)} [--samples N] [--no_color] [flags of that command]
@@ -52,7 +53,7 @@ def preview(task_type: type[Task], flags: Sequence[str]) -> None:
 
 
 def show(task: Task, *, num_samples: int, coloured: bool) -> None:
-    """The dataset that training would build, through the same cache."""
+    """Prints samples, rows and a summary of the dataset that training would build, through the same cache."""
     from openrlhf.observability.preview import Preview
 
     config = task.config
@@ -68,7 +69,7 @@ def show(task: Task, *, num_samples: int, coloured: bool) -> None:
 
 
 def _take_own(flags: Sequence[str]) -> tuple[int, bool, list[str]]:
-    """Samples to show, whether without colours, and the flags of the command."""
+    """Returns (number of samples, whether colours are off, flags of the supervised command)."""
     num_samples, no_color, rest = 3, False, []
     words = iter(flags)
     for word in words:
@@ -87,7 +88,7 @@ def _take_own(flags: Sequence[str]) -> tuple[int, bool, list[str]]:
 
 
 def shows_colours() -> bool:
-    """Whether stdout is a terminal, and its user wants colours."""
+    """Tells whether stdout is a terminal that shows colours, and NO_COLOR is unset."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

@@ -1,8 +1,8 @@
-"""`openrlhf demo`: the whole system on this machine, in minutes, without a download.
+"""`openrlhf demo`: runs the whole system on this machine, in minutes, without a download.
 
-Three commands, printed before they run, so that each can be run and changed alone: a tiny model learns to
-write worked problems, then to answer in a chat, carefully or hastily; then RL with nothing but a verifier
-finds that thinking pays.
+It runs three commands, and prints each first, so that you can run and change them one by one: SFT teaches a
+tiny model to write worked problems; SFT teaches it to answer in a chat, carefully or hastily; RL with only a
+verifier as reward then teaches it that careful answers pay.
 """
 
 import argparse
@@ -32,7 +32,7 @@ RL = (
 )
 
 NEEDED_GB = 4
-"""Of a GPU's memory, for the tiny model's trainer and engine with the contexts of two processes."""
+"""GiB of GPU memory for the tiny model's trainer and engine, including the CUDA contexts of two processes."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -47,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--folder", type=Path, default=Path("demo"), help="where everything goes (default: demo)"
     )
     options = parser.parse_args(argv)
-    # The models are so small that a second thread only costs; set before torch is imported.
+    # The models are so small that a second thread only slows them down. Must be set before torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with short_errors():
-        _engine_memory()  # too little is said before anything starts
+        _engine_memory()  # raises before anything starts if memory is short
         run(options.folder / f"seed{options.seed}", options.seed, options.steps)
 
 
@@ -88,8 +88,8 @@ def run(folder: Path, seed: int, steps: int) -> None:
 
 
 def _engine_memory() -> str:
-    """On a GPU half of what is free, for trainer and engine share one and both stay. ValueError where that is
-    too little."""
+    """Returns the flag that gives the engine half of the GPU's free memory, since trainer and engine share
+    the GPU and neither is offloaded; "" without a GPU. Raises ValueError if too little is free."""
     import torch
 
     from openrlhf.device import DEVICE_TYPE
@@ -136,7 +136,8 @@ def _ppo(flags: str) -> None:
 
 
 def _show_result(folder: Path, steps: int) -> None:
-    """Accuracy, share of thinking answers and their length, and the same problems before and after."""
+    """Prints accuracy, share of answers that think, answer length, and sample answers, before and after
+    RL."""
     from rich.console import Console
     from rich.table import Table
 

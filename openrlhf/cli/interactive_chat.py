@@ -1,4 +1,4 @@
-"""Talk to a model: `openrlhf chat`, on a terminal or with lines from a pipe."""
+"""Chat with a model: `openrlhf chat`, on a terminal or with lines from a pipe."""
 
 import sys
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(config: ChatConfig) -> None:
-    """Until `exit` or the end of the input."""
+    """Answers messages until `exit` or the end of the input."""
     choose_hub(config.use_ms)
     from openrlhf.observability.progress import checking, waiting
 
@@ -63,7 +63,7 @@ def _conversation(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "
 
 
 def _load(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "AnswerStream":
-    """What streams answers."""
+    """Loads the model in the selected engine, which streams its answers."""
     from openrlhf.device import DEVICE_TYPE
 
     if config.engine == "transformers":
@@ -86,7 +86,7 @@ def _load(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "AnswerSt
 
 
 def _read() -> str | None:
-    """The next message; None when there is none left."""
+    """Reads the next message; returns None at `exit` or the end of the input."""
     on_terminal = sys.stdin.isatty()
     if on_terminal:
         import readline as readline  # line editing and history
@@ -110,7 +110,7 @@ def _answer(
     conversation: "Conversation",
     message: str,
 ) -> None:
-    """Prints the answer as it comes. Ctrl-C ends it; what was shown is part of the conversation."""
+    """Prints the answer as it is sampled. Ctrl-C stops it; the printed part stays in the conversation."""
     from openrlhf.models.streaming import PiecewiseText
     from openrlhf.observability.progress import clean_text
     from openrlhf.rollout.seeds import seed_at

@@ -1,4 +1,4 @@
-"""Merge a LoRA adapter into its base model: `openrlhf lora_combiner`."""
+"""Merges a LoRA adapter into its base model: `openrlhf lora_combiner`."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(config: LoraCombinerConfig) -> None:
-    """Write W + (alpha / rank) B A for every adapted layer, and all else as it is in the base."""
+    """Writes the merged model: W + (alpha / rank) B A for every adapted layer, all else as in the base."""
     from openrlhf.models.loading import load_config, load_tokenizer
     from openrlhf.models.lora import load_statistics
     from openrlhf.models.scorer import padding_token_id
@@ -44,8 +44,8 @@ def run(config: LoraCombinerConfig) -> None:
 
 
 def _check_adapter(config: LoraCombinerConfig) -> str:
-    """The name of the base that the adapter was trained on. ValueError where there is no adapter, or one of
-    another kind."""
+    """Returns the name of the base model that the adapter was trained on. Raises ValueError if there is no
+    adapter, or if it is one of another kind of model."""
     from peft import PeftConfig
 
     try:
@@ -74,7 +74,7 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
         base = AutoModelForSequenceClassification.from_pretrained(
             config.model_path, dtype=dtype, num_labels=1
         )
-        base.config.value_head_prefix = CLASSIFIER_HEAD  # as the head is called that the adapter brings
+        base.config.value_head_prefix = CLASSIFIER_HEAD  # name of the head in the adapter
     else:
         base = AutoModelForCausalLM.from_pretrained(config.model_path, dtype=dtype)
     try:
@@ -98,7 +98,8 @@ def _of_another_base(config: LoraCombinerConfig, trained_on: str) -> str:
 
 
 def _tokenizer_home(config: LoraCombinerConfig) -> tuple[str, str]:
-    """Where the tokenizer is, and the flag that says so: beside the adapter, else beside the base."""
+    """Returns the path of the tokenizer, beside the adapter or else beside the base, and the flag of that
+    path."""
     from transformers.utils import cached_file
 
     beside = cached_file(

@@ -1,4 +1,4 @@
-"""The command `openrlhf`: finds the command that was asked for, and imports nothing else."""
+"""Entry point `openrlhf`: imports and runs the given command, and no other."""
 
 import difflib
 import sys
@@ -22,7 +22,7 @@ COMMANDS = {
     "serve_rm": ("serve_rm", "a reward model over HTTP"),
     "lora_combiner": ("lora_combiner", "merge a LoRA adapter into its base model"),
 }
-"""name -> module of `openrlhf.cli`, and what it does."""
+"""Command -> (module of `openrlhf.cli`, summary for `--help`)."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

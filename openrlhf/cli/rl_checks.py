@@ -1,4 +1,4 @@
-"""What is wrong outside of the flags of an RL run: with the cluster, with files, with models."""
+"""Checks of an RL run beyond its flags: the cluster, files, models and users' code."""
 
 import sys
 from collections.abc import Callable
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def problems_outside(config: PPOConfig) -> list[str]:
-    """Lists what is wrong with the cluster and with files, before anything is loaded or started: the first
-    problem of each flag."""
+    """Returns the problems of the cluster and of files, before anything is loaded or started: the first one
+    of each flag."""
     from openrlhf.observability.progress import checking
     from openrlhf.observability.trackers.load import trackers_of
 
-    choose_hub(config.use_ms)  # the first that looks for a model, before Ray's processes have the environment
+    choose_hub(config.use_ms)  # before models are looked up, and before Ray's processes inherit it
     problems: list[str] = []
     wrong: set[str] = set()
 
@@ -56,9 +56,9 @@ def _tell_who_stays(config: PPOConfig) -> None:
 
 
 def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) -> None:
-    """Everything that can be wrong with them, by `ask(flag, check, ...)`, which calls `check(...)` where
-    nothing is known to be wrong with the flag. `on_cpu`: it is known that no engine has a GPU."""
-    _check_columns(config, ask)  # before transformers, whose import takes longer than all of this
+    """Checks datasets, models and users' files through `ask(flag, check, ...)`, which calls `check(...)`
+    unless a problem of the flag is already known. `on_cpu`: it is known that no engine has a GPU."""
+    _check_columns(config, ask)  # before the import of transformers, which takes longer than these checks
     from openrlhf.models.experts import check_experts
     from openrlhf.models.loading import check_model
     from openrlhf.models.scorer import check_reward_model
@@ -87,7 +87,7 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
         models |= {CRITIC_FLAG: [critic] if config.uses_critic else [], REWARD_FLAG: config.reward.models}
         for flag, path in ((flag, path) for flag, paths in models.items() for path in paths if path):
             ask(flag, check_tensor_parallel, path, flag, size)
-    check_users_files(config, ask)  # the last, because users' imports take longest
+    check_users_files(config, ask)  # last, because users' imports take longest
 
 
 def _check_columns(config: PPOConfig, ask: Callable[..., None]) -> None:
@@ -149,7 +149,7 @@ def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
 
 
 def check_algorithm(config: PPOConfig, flag: str, reference: str) -> None:
-    """Raises ValueError where the class of a user fails with four samples."""
+    """Raises ValueError if a user's class fails in a trial with four samples."""
     from openrlhf.algorithms.trial import try_out
 
     kind = config.selected[flag.removeprefix("--")]
@@ -160,7 +160,7 @@ def check_algorithm(config: PPOConfig, flag: str, reference: str) -> None:
 
 
 def _tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":
-    """Called where a file is checked, if its agent needs one."""
+    """Loads the policy's tokenizer, for the check of an agent that needs one."""
     from openrlhf.models.loading import policy_tokenizer
 
     return policy_tokenizer(config)
@@ -172,7 +172,7 @@ def _check_file(check: Callable[[str, str], str], path: str, flag: str) -> None:
 
 
 def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
-    """Raise ValueError where vLLM would refuse the policy."""
+    """Raises ValueError if vLLM would refuse the policy. Other engines are not checked."""
     if config.rollout.engine != "vllm":
         return
     from openrlhf.backends.vllm.support import check_vllm_adapts, check_vllm_runs
@@ -194,7 +194,7 @@ def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
 
 
 def check_policy_learns(config: PPOConfig, num_prompts: int) -> None:
-    """Raise ValueError where the critic's warm-up is as long as the run."""
+    """Raises ValueError if the critic's warm-up takes the whole run, so that the policy would never learn."""
     from openrlhf.training.schedule import prompts_of_steps
 
     steps = len(prompts_of_steps(config, num_prompts))

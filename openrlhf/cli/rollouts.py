@@ -1,4 +1,5 @@
-"""`openrlhf rollouts RUN`: samples of an RL run, of its last step or of any, tokens coloured by advantage."""
+"""`openrlhf rollouts RUN`: prints samples of an RL run, from its last step or any other, with tokens coloured
+by advantage."""
 
 import argparse
 import math
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 NAMES = ("step", "eval", "filtered")
 ORDERS = ("reward", "score", "length")
 FEW = 20
-"""Names that an error lists."""
+"""Maximum number of names that an error lists."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -75,7 +76,8 @@ def steps_of(folder: Path, name: str) -> dict[int, Path]:
 
 
 def choose(steps: dict[int, Path], step: int, options: argparse.Namespace) -> tuple[list[int], int]:
-    """Which rows were asked for, in order; and how many samples the step had."""
+    """Returns the indices of the rows that the options select, in their order, and the step's number of
+    samples. Raises ValueError for a prompt that the step does not have."""
     from openrlhf.observability.journal import num_samples, read_table
 
     values = "rollout_log_probs" if options.sort == "length" else options.sort or "reward"
@@ -109,8 +111,8 @@ def no_such_prompt(steps: dict[int, Path], step: int, prompt: int) -> str:
 
 
 def pieces_of(folder: Path, rows: Sequence["Row"]) -> list[list[str]] | None:
-    """Of each row, the text of each token of its answer. None, and said why, where the run's tokenizer does
-    not write what is stored."""
+    """Returns, for each row, the text of each token of its answer. None, with a line on stderr, if the run's
+    tokenizer is missing or does not reproduce the stored text."""
     from openrlhf.observability.rollout_view import prompt_length
     from openrlhf.text import decode_each
 
@@ -129,7 +131,8 @@ def pieces_of(folder: Path, rows: Sequence["Row"]) -> list[list[str]] | None:
 
 
 def tokenizer_of(folder: Path) -> Any:
-    """Of the policy that the run began with, or else of the one that it wrote."""
+    """Loads the tokenizer of the policy that the run started from, or else of the one that it wrote. Raises
+    ValueError if neither is there."""
     from openrlhf.models.loading import load_tokenizer
 
     path = folder / "config.yaml"
@@ -154,7 +157,7 @@ def _count(text: str) -> int:
 
 
 def _listed(names: Sequence[Any]) -> str:
-    """The first and the last of many."""
+    """Joins names for an error; of many only the first ones and the last."""
     if len(names) <= FEW:
         return ", ".join(map(str, names))
     return f"{', '.join(map(str, names[: FEW - 1]))}, ... {names[-1]} ({len(names)} in all)"

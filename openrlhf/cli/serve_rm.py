@@ -1,4 +1,4 @@
-"""A reward model over HTTP: `python -m openrlhf.cli.serve_rm`."""
+"""Serves a reward model over HTTP: `python -m openrlhf.cli.serve_rm`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(config: ServeRMConfig) -> None:
-    """Serve until SIGTERM or Ctrl-C."""
+    """Serves until SIGTERM or Ctrl-C."""
     choose_hub(config.use_ms)
     from openrlhf.observability.progress import checking, waiting
 
@@ -41,7 +41,7 @@ def run(config: ServeRMConfig) -> None:
 
 
 def check(config: ServeRMConfig) -> None:
-    """Everything that can be wrong with files, before the model is loaded."""
+    """Raises ValueError for problems with the model's files, before the model is loaded."""
     from openrlhf.models.loading import check_room, load_config
     from openrlhf.models.scorer import score_statistics
 
@@ -59,7 +59,7 @@ def check(config: ServeRMConfig) -> None:
 
 
 def load(config: ServeRMConfig) -> "TextScorer":
-    """The model as a function of texts."""
+    """Loads the model, and returns it as a function from texts to scores."""
     from openrlhf.device import DEVICE_TYPE
     from openrlhf.models.loading import load_tokenizer
     from openrlhf.models.scorer import load_scorer, score_statistics

@@ -55,13 +55,13 @@ class KTOTask(ComparedTask[KTOConfig]):
     def prepare(
         self, run: task.Run[KTOConfig], objective: "Objective"
     ) -> "Callable[[Sequence[UnpairedRow]], KTOObjective]":
-        """Sets the KL estimate and the fraction of desirable answers of the whole batch, over all rows and
-        ranks: they do not depend on the micro-batch size."""
+        """Returns a function that sets the KL estimate and the fraction of desirable answers of a whole
+        batch. Both are taken over all rows and ranks, so they do not depend on the micro-batch size."""
         from dataclasses import replace
 
         from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio
 
-        assert isinstance(objective, KTOObjective)  # its own
+        assert isinstance(objective, KTOObjective)  # built by `objective` above
         log_ratio = MismatchedLogRatio(reference=objective.reference)
 
         def with_figures(rows: "Sequence[UnpairedRow]") -> KTOObjective:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
-    """Train, and write the policy to `ckpt.output_dir`."""
+    """Trains, and writes the policy to `ckpt.output_dir`."""
     from openrlhf.cluster.disks import check_disks
     from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
     from openrlhf.cluster.placement import place
@@ -48,7 +48,7 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
 
     with waiting("starting Ray"):
         start_ray()
-    catch_signals()  # Ray has put a handler of its own in the place of ours
+    catch_signals()  # again: Ray has replaced the handlers
     try:
         layout = check_resources(config)
         with naming_logs(), ExitStack() as held:
@@ -73,7 +73,8 @@ def train(
     checkpoints: "CheckpointFolder",
     tag: str | None,
 ) -> None:
-    """With a cluster that has room: every process of the run starts, works and ends here."""
+    """Starts all processes of the run on reserved resources, trains, exports the models and ends the
+    processes."""
     from openrlhf.cluster.deaths import naming_the_dead
     from openrlhf.cluster.roles import start_roles
     from openrlhf.cluster.whereabouts import who_runs_where
@@ -112,8 +113,8 @@ def _memory_of_rows(config: PPOConfig, roles: "Roles") -> str:
 
 
 def plan(config: PPOConfig, cluster: Sequence[int]) -> str:
-    """Who would sit where; ValueError where the run does not fit. `cluster`: GPUs of each node; empty for the
-    cluster that the run would join, or this machine."""
+    """Returns the table of the run's placement (`--print_plan`). Raises ValueError if the run does not fit.
+    `cluster`: GPUs of each node; empty for the cluster that the run would join, or this machine."""
     from openrlhf.cluster.layout import layout_of, table
 
     return table(layout_of(config, _nodes(cluster)))
@@ -127,7 +128,8 @@ def _nodes(cluster: Sequence[int]) -> "Nodes":
 
 
 def resolve(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) -> dict[str, Any]:
-    """Values of flags of placement that nobody set, by what there is. `cluster`: as in `plan`."""
+    """Returns values for unset placement flags, chosen for the available resources. `cluster`: as in
+    `plan`."""
     if config.placement == "auto":
         return _suitable(config, explicit, cluster)
     return rank_counts(config, explicit, cluster)
@@ -149,7 +151,8 @@ def _suitable(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> 
 
 
 def _engine_size(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> int:
-    """GPUs that hold an engine's weights. How much memory a GPU has is known of this machine's."""
+    """Returns the number of GPUs that hold an engine's weights, by the memory of this machine's GPUs. The
+    flag's value if it is set, for a `cluster` given by numbers, or if the memory is unknown."""
     from openrlhf.device import gpu_bytes
 
     size = config.vllm.tensor_parallel_size
@@ -161,14 +164,14 @@ def _engine_size(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) 
     path, dtype = config.actor.model_name_or_path, config.ds.precision.dtype
     try:
         weights = weight_bytes(path, flag=ACTOR_FLAG, dtype=dtype, images=config.reads_images)
-    except ValueError:  # there is no such model, which the checks tell
+    except ValueError:  # there is no such model; the checks report it
         return size
     return least_tensor_parallel_size(weights // config.vllm.pipeline_parallel_size, memory)
 
 
 def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) -> dict[str, int]:
-    """`num_gpus_per_node` where nobody chose it and the default is more than a node has. Without GPUs one
-    rank. `cluster`: as in `plan`."""
+    """Returns smaller `num_gpus_per_node` for roles whose flag is unset and whose default exceeds a node's
+    GPUs; one rank without GPUs. `cluster`: as in `plan`."""
     keys = [f"{role}.num_gpus_per_node" for role in config.own_placements]
     if all(key in explicit for key in keys):
         return {}
@@ -181,7 +184,8 @@ def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = 
 
 
 def checkpoints_of(config: PPOConfig, data: RLData) -> "CheckpointFolder":
-    """Those of the policy, and of the critic where there is one; with what this run's are of."""
+    """Returns the checkpoint folders of the policy and of the critic, if any, with this run's origin, which
+    checkpoints are compared with."""
     from openrlhf.training.checkpoints import CheckpointFolder
 
     ckpt = config.ckpt
@@ -221,7 +225,7 @@ def build_trainer(
     checkpoints: "CheckpointFolder",
     tag: str | None,
 ) -> "PPOTrainer[PolicyRanks]":
-    """The controller with everything it speaks to, at the step it resumes from."""
+    """Builds the trainer with its roles, data and observer, restored to the step it resumes from."""
     from openrlhf.algorithms.kl import KLController
     from openrlhf.algorithms.mismatch import MismatchWatch
     from openrlhf.config.parse import to_yaml

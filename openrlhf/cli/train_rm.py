@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT", RMConfig, DPOConfig)
 
 STATISTICS_FRACTION = 0.01
-"""Of the training pairs, to tell mean and deviation of the scores where there is no evaluation set."""
+"""Fraction of the training pairs from which score mean and deviation are estimated without an evaluation
+set."""
 
 
 class PairTask(task.Task[ConfigT]):
-    """Pairs of answers to one prompt."""
+    """Task that learns from pairs of answers to one prompt."""
 
     column_keys = ("prompt_key", "chosen_key", "rejected_key")
     score_last_token: ClassVar[bool]
-    """As in `build_pairs`."""
+    """Whether only the last token of each answer is scored, see `build_pairs`."""
 
     @property
     def margin_key(self) -> str | None:
-        """The column with the margins, where they are read."""
+        """Column with the margins; None if they are not used."""
         return None
 
     def builder(self) -> partial:
@@ -91,7 +92,8 @@ class RewardModelTask(PairTask[RMConfig]):
         return RewardObjective()
 
     def finish(self, run: task.Run[RMConfig]) -> None:
-        """Write mean and deviation of the scores into the model's configuration: RL normalises by them."""
+        """Writes mean and deviation of the scores into the model's configuration; RL normalises rewards by
+        them."""
         from openrlhf.data.batches import FirstItems
         from openrlhf.training.objectives.rm import ScoreMoments
 
