@@ -53,7 +53,7 @@ def _zero_section(ds: DeepSpeedConfig) -> dict:
     if ds.overlap_comm:
         zero |= {"overlap_comm": True, "contiguous_gradients": True}
     elif ds.zero_stage < 3 and DEVICE_TYPE == "cpu":
-        zero["contiguous_gradients"] = False  # they avoid fragmentation on a GPU, for a copy
+        zero["contiguous_gradients"] = False  # they avoid fragmentation on a GPU, and copy every gradient
     if ds.zero_stage == 3:
         zero["zero_hpz_partition_size"] = ds.zpg
     elements = bucket_elements(ds)

@@ -1,12 +1,11 @@
-"""Checkpoints for another number of ranks, or another ZeRO stage, than they were saved with.
+"""Loads checkpoints on another number of ranks, or at another ZeRO stage, than they were saved with.
 
-DeepSpeed gives each rank the file back that the same rank wrote. Here the files of all ranks are read by
-parameter, and each rank puts together the states that it would have saved, which DeepSpeed then loads. Files
-are mapped into memory: of each, a rank reads what it needs.
+DeepSpeed itself loads on each rank the file that the same rank wrote. This module reads the files of all
+ranks by parameter; each rank assembles the states that it would have saved, which DeepSpeed then loads. Files
+are memory-mapped, and a rank reads only the parts that it needs.
 
-The universal form of a checkpoint (https://arxiv.org/abs/2406.18820) is read too, which DeepSpeed's
-`ds_to_universal` writes. DeepSpeed's own loader of it gives, at stage 3, every parameter the weight decay of
-the first group.
+Universal checkpoints (https://arxiv.org/abs/2406.18820), which DeepSpeed's `ds_to_universal` writes, are read
+too. DeepSpeed's own loader of them gives, at stage 3, every parameter the weight decay of the first group.
 """
 
 import re
@@ -26,12 +25,13 @@ from torch import Tensor, nn
 from openrlhf.backends.model_rank import check_same_model
 
 MASTER = "fp32"
-"""Of a parameter's vectors the weights that the optimizer steps on; the others are the optimizer's own."""
+"""Key of the master weights among a parameter's vectors; the other vectors are optimizer states."""
 MOMENTUM = "momentum_buffer"
-"""Of Muon. At stages 1 and 2 a rank has it of the whole of every matrix of which it has a part."""
+"""Key of Muon's momentum. At stages 1 and 2 a rank has the momentum of the whole of every matrix of which it
+has a part."""
 ORDER = "parameters_in_order"
-"""In the client state: names of all trained parameters as the optimizer counts them, which at stage 0 stores
-no names. Muon sorts them by size, where at stage 3 they have none."""
+"""Key in the client state: names of all trained parameters in the optimizer's order, because at stage 0 the
+optimizer stores no names. Muon sorts parameters by size, and at stage 3 they have none."""
 LOSS_SCALE = ("loss_scaler", "dynamic_loss_scale", "overflow")
 
 
@@ -41,7 +41,7 @@ class Fragment(NamedTuple):
     start: int
     numel: int
     vectors: Mapping[str, Tensor]
-    """Each (numel,)."""
+    """Master weights and optimizer states of these elements, each (numel,)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,27 +49,28 @@ class SavedStates:
     """Master weights and optimizer states of a checkpoint, by parameter."""
 
     fragments: dict[str, list[Fragment]] = field(default_factory=dict)
-    """Of each parameter, in order and without gaps."""
+    """Fragments of each parameter, in order and without gaps."""
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What the optimizer keeps of a parameter beside vectors: the number of its steps."""
+    """Scalar optimizer states of each parameter: the number of its steps."""
     loss_scale: dict[str, Any] = field(default_factory=dict)
 
     def add(self, name: str, numel: int, vectors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """The next elements of a parameter."""
+        """Appends the next `numel` elements of a parameter."""
         self.fragments.setdefault(name, []).append(Fragment(self.numel(name), numel, vectors))
         self.scalars[name] = dict(scalars)
 
     def numel(self, name: str) -> int:
-        """Elements of a parameter that are known."""
+        """Returns the number of elements of a parameter added so far."""
         known = self.fragments.get(name)
         return known[-1].start + known[-1].numel if known else 0
 
     def keys(self, names: Collection[str]) -> set[str]:
-        """Of the optimizer's vectors; none before its first step."""
+        """Returns the keys of the parameters' optimizer states; none before the optimizer's first step."""
         return {key for name in names for key in self.fragments[name][0].vectors} - {MASTER}
 
     def read(self, name: str, key: str, start: int, numel: int) -> Tensor:
-        """(numel,) of a parameter; zero, as before its first step, where the optimizer has nothing of it."""
+        """Returns elements `start` to `start + numel` of a parameter's vector, (numel,). Elements without a
+        saved state are zero, as before the optimizer's first step."""
         parts = [torch.zeros(0)]
         for fragment in self.fragments[name]:
             begin = max(start, fragment.start)
@@ -87,11 +88,11 @@ class Piece(NamedTuple):
     start: int
     numel: int
     place: int
-    """Of the first of them in the flat tensor."""
+    """Index of the first element in the flat tensor."""
 
 
 class ParameterGroup(NamedTuple):
-    """Parameters that share a tensor on each rank, in which a rank has pieces of some."""
+    """Parameters that share one flat tensor on each rank; a rank has pieces of some of them."""
 
     master: Tensor
     names: list[str]
@@ -100,7 +101,8 @@ class ParameterGroup(NamedTuple):
 
 
 class Checkpoint:
-    """A folder that DeepSpeed's engines wrote, or its converter. `tensor_rank`: whose files are read."""
+    """A checkpoint folder that DeepSpeed's engines or its converter wrote. `tensor_rank`: the tensor-parallel
+    rank whose files are read."""
 
     def __init__(self, folder: str | Path, tensor_rank: int = 0) -> None:
         self.folder, self.tensor_rank = Path(folder), tensor_rank
@@ -108,18 +110,19 @@ class Checkpoint:
         self.shards = self._of_ranks("optim_states")
 
     def fits(self, stage: int, num_ranks: int) -> bool:
-        """Can each rank have its own file back?"""
+        """Returns whether each rank can load the file of the same rank."""
         if self.is_universal or stage != self.stage:
             return False
         return stage == 0 or num_ranks == len(self.shards)
 
     @property
     def stage(self) -> int:
-        """0 where no rank has parts of its own."""
+        """ZeRO stage of the checkpoint; 0 where optimizer states are not sharded."""
         return int(_states_of(self.shards[0]).get("zero_stage", 1)) if self.shards else 0
 
     def model_states(self) -> dict[str, Any]:
-        """What all ranks have in common. At stage 3 without weights. ValueError where there is none."""
+        """Returns the state that all ranks have in common, at stage 3 without weights. Raises ValueError
+        where its file is missing."""
         whole = self.folder / f"mp_rank_{self.tensor_rank:02d}_model_states.pt"
         for file in (whole, *self._of_ranks("model_states")):
             if file.exists():
@@ -127,11 +130,12 @@ class Checkpoint:
         raise ValueError(f"--ckpt.path: {self.folder} could not be loaded: no *_model_states.pt is there")
 
     def states(self, names: Sequence[str]) -> SavedStates:
-        """`names`: of all trained parameters. ValueError where the checkpoint is of others."""
+        """Reads master weights and optimizer states. `names`: all trained parameters. Raises ValueError where
+        the checkpoint has other parameters, or lacks files of some ranks."""
         model_states = self.model_states()
         shapes = model_states["param_shapes"]
         known = set(model_states["module"]) if shapes is None else {n for group in shapes for n in group}
-        # Without shapes all of a module is known, with buffers and the second names of tied weights.
+        # Without shapes `known` has the whole module, with buffers and the second names of tied weights.
         check_same_model(known - set(names) if shapes else (), set(names) - known)
         if self.is_universal:
             return self._universal(names)
@@ -157,7 +161,7 @@ class Checkpoint:
             )
 
     def _universal(self, names: Sequence[str]) -> SavedStates:
-        """A folder for each parameter, in it a file for each vector, whole."""
+        """Reads a universal checkpoint: a folder for each parameter with a file for each whole vector."""
         common = _load(self.folder / "zero" / "optimizer_state.pt")
         saved = SavedStates(loss_scale=_picked(common, LOSS_SCALE))
         of_group = common.get("optimizer_state_dict", {}).get("state", {}).get(0, {})  # at stage 3
@@ -169,7 +173,7 @@ class Checkpoint:
         return saved
 
     def _of_ranks(self, what: str) -> list[Path]:
-        """The files of data-parallel ranks, in order."""
+        """Returns the files of data-parallel ranks, in order."""
         pattern = re.compile(rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_{self.tensor_rank:02d}_{what}\.pt")
         files = self.folder.glob("*.pt")
         of_rank = {int(match[1]): file for file in files if (match := pattern.fullmatch(file.name))}
@@ -177,8 +181,8 @@ class Checkpoint:
 
 
 def slice_of(numel: int, rank: int, size: int) -> range:
-    """The elements that one of `size` ranks has where a parameter is cut into equal parts; the last ones may
-    have fewer, or none."""
+    """Returns the range of elements on one of `size` ranks where a parameter is cut into equal parts. The
+    last ranks may have fewer elements, or none."""
     part = -(-numel // size)
     return range(min(rank * part, numel), min((rank + 1) * part, numel))
 
@@ -204,7 +208,7 @@ def _scalars(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_mapped(saved: SavedStates, states: dict[str, Any], shapes: Sequence[Mapping]) -> None:
-    """Stages 1 and 2: a rank has an equal part of a group, wherever parameters begin and end in it."""
+    """Adds one rank's states of stages 1 and 2: an equal part of each group, which may cut parameters."""
     for i, master in enumerate(states["single_partition_of_fp32_groups"]):
         of_group = states["base_optimizer_state"]["state"].get(i, {})
         vectors, place = _vectors(of_group) | {MASTER: master}, 0
@@ -218,7 +222,7 @@ def _add_mapped(saved: SavedStates, states: dict[str, Any], shapes: Sequence[Map
 
 
 def _add_slices(saved: SavedStates, states: dict, shapes: Sequence[Mapping], rank: int, size: int) -> None:
-    """Stage 3: a rank has an equal part of each parameter, padded to the size of the first."""
+    """Adds one rank's states of stage 3: an equal part of each parameter, padded to the size of the first."""
     for i, master in enumerate(states["fp32_flat_groups"]):
         of_group = states["optimizer_state_dict"]["state"].get(i, {})
         vectors, place = _vectors(of_group) | {MASTER: master}, 0
@@ -230,7 +234,7 @@ def _add_slices(saved: SavedStates, states: dict, shapes: Sequence[Mapping], ran
 
 
 def _of_whole(names: Sequence[str], model_states: dict[str, Any]) -> SavedStates:
-    """Stage 0: every rank has everything, and the first has written it."""
+    """Reads the states of stage 0, where every rank has all of them and the first rank writes them."""
     optimizer, saved = model_states["optimizer"], SavedStates()
     masters = [model_states["module"][name] for name in names]
     if "fp32_groups" in optimizer:  # in half precision
@@ -243,14 +247,14 @@ def _of_whole(names: Sequence[str], model_states: dict[str, Any]) -> SavedStates
 
 
 def names_in_order(engine: Any) -> list[str]:
-    """Of all parameters that a DeepSpeed engine trains."""
+    """Returns the names of all parameters that a DeepSpeed engine trains, in its optimizer's order."""
     return [name for group in _groups_of(engine) for name in group.names]
 
 
 @torch.no_grad()
 def load_resharded(engine: Any, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Give a DeepSpeed engine everything that a checkpoint has, whatever ranks saved it, and return what else
-    is in it. All ranks together. ValueError where it is of another model."""
+    """Loads a checkpoint into a DeepSpeed engine, whatever the number of ranks that saved it, and returns the
+    state that all ranks have in common. Collective. Raises ValueError where it is of another model."""
     saved = checkpoint.states(names_in_order(engine))
     model_states = checkpoint.model_states()
     _load_optimizer(engine.optimizer, list(_groups_of(engine)), saved)
@@ -287,14 +291,14 @@ def _load_optimizer(optimizer: Any, groups: Sequence[ParameterGroup], saved: Sav
 
 
 def _state_of(saved: SavedStates, group: ParameterGroup) -> dict[str, Any]:
-    """Empty before the optimizer's first step."""
+    """Returns a group's optimizer states; empty before the optimizer's first step."""
     vectors = {key: _put_together(saved, group, key) for key in saved.keys(group.names)}
     scalars = next((found for name in group.names if (found := saved.scalars[name])), {})
-    return vectors | deepcopy(scalars) if vectors else {}  # of a group's parameters each counts by itself
+    return vectors | deepcopy(scalars) if vectors else {}  # each group gets its own step counter
 
 
 def _put_together(saved: SavedStates, group: ParameterGroup, key: str) -> Tensor:
-    """In the shape that the optimizer keeps of it."""
+    """Assembles this rank's vector `key` of a group, in the shape that the optimizer keeps."""
     if key == MOMENTUM and group.has_whole_momentum:
         whole = [saved.read(piece.name, key, 0, saved.numel(piece.name)) for piece in group.pieces]
         return torch.cat([torch.zeros(0), *whole])
@@ -305,7 +309,7 @@ def _put_together(saved: SavedStates, group: ParameterGroup, key: str) -> Tensor
 
 
 def _groups_of(engine: Any) -> Iterator[ParameterGroup]:
-    """The tensors that the engine's optimizer steps on, in its order."""
+    """Yields the groups of parameters that the engine's optimizer steps on, in its order."""
     optimizer, name_of = engine.optimizer, engine.param_names
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         for master, params in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
@@ -341,7 +345,7 @@ def _mapped(names: Sequence[str], params: Sequence[Any]) -> Iterator[Piece]:
 
 
 def _whole(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """(parameter, what is stepped on in its place)."""
+    """Yields (parameter, tensor that the optimizer steps on in its place)."""
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         for params, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             yield from zip(params, masters, strict=True)

@@ -1,9 +1,10 @@
-"""Attention among the tokens of an image in both directions (Gemma 3), which vLLM's backend for CPUs leaves
-causal, inside vLLM's workers.
+"""Bidirectional attention among the tokens of an image (Gemma 3) for vLLM's CPU workers, whose attention
+backend is causal throughout.
 
-vLLM says in which places of a request images stand, and its kernels for GPUs read that. Its CPU kernel is
-asked a second time, about the tokens of images alone: the queries of an image are the last tokens of a
-sequence that ends with it, in which every query sees every key. Its answer takes the place of the causal one.
+vLLM passes the positions of images to its attention backends, but only the kernels for GPUs read them. On a
+CPU the kernel is called a second time for the tokens of images alone: the queries of an image are the last
+tokens of a sequence that ends with it, and every query attends to every key. The result replaces the causal
+one.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from vllm.v1.attention.backends import cpu_attn
 class _Images(NamedTuple):
     """The images of a step, each as a sequence of its own."""
 
-    rows: Tensor  # of the step's tokens, those of images
+    rows: Tensor  # indices of image tokens among the step's tokens
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
@@ -25,7 +26,7 @@ class _Images(NamedTuple):
 
 
 def see_whole_images() -> None:
-    """From now on, in this process."""
+    """Patches vLLM's CPU attention in this process, so that tokens of an image attend to all of it."""
     builder, backend = cpu_attn.CPUAttentionMetadataBuilder, cpu_attn.CPUAttentionBackendImpl
     build, forward = builder.build, backend.forward
 
@@ -33,7 +34,7 @@ def see_whole_images() -> None:
         self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
         metadata: Any = build(self, common_prefix_len, common_attn_metadata, fast_build)
-        metadata.mm_prefix_range = _images(self, common_attn_metadata)  # as backends for GPUs call it
+        metadata.mm_prefix_range = _images(self, common_attn_metadata)  # the name that backends for GPUs use
         return metadata
 
     def attend(
@@ -49,7 +50,7 @@ def see_whole_images() -> None:
 
 
 def _images(builder: Any, common: Any) -> _Images | None:
-    """None where the step reads none."""
+    """Returns the images of a step; None where it reads none."""
     starts, lengths = common.query_start_loc.tolist(), common.seq_lens.tolist()
     found = []
     for request, spans in (common.mm_req_doc_ranges or {}).items():

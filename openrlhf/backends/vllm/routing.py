@@ -1,8 +1,8 @@
-"""Which experts read the tokens of each request, recorded inside a worker of vLLM.
+"""Records the routing of each request inside a worker of vLLM: which experts read its tokens.
 
-vLLM tells it by itself (`enable_return_routed_experts`) where its second model runner is, which needs Triton:
-on GPUs. On a CPU without a Triton of its own there is the first one. There the experts of each step are found
-by vLLM's own capturer, and this does the rest: it says whose tokens they were.
+vLLM's second model runner returns the routing by itself (`enable_return_routed_experts`), but needs Triton,
+which CPUs often lack. With the first model runner vLLM's capturer records the experts of each step, and this
+module assigns them to requests.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 
 class RoutingRecorder:
-    """Watches every step of a model runner from now on."""
+    """Records the routing in every further step of a model runner."""
 
     def __init__(self, runner: Any) -> None:
         self.runner, self.execute_model = runner, runner.execute_model
@@ -26,9 +26,10 @@ class RoutingRecorder:
         num_slots = runner.kv_cache_config.num_blocks * self.blocks.block_size
         nothing = self.capturer.snapshot_routing_data(0).numpy()
         self.of_slots = np.zeros((num_slots, *nothing.shape[1:]), nothing.dtype)
-        """(S, M, K) of what is in each slot of the KV cache: a request may find its first tokens there."""
+        """(S, M, K) experts of the token in each KV cache slot, for requests that find a prefix there. S:
+        slots, M: layers, K: experts of a token."""
         self.of_requests: dict[str, list[np.ndarray]] = {}
-        """By vLLM's name of the request: of its tokens so far, in parts."""
+        """Maps vLLM's name of a request to the routing of its tokens so far, in parts."""
         runner.execute_model = self._execute
 
     def _execute(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,26 +48,27 @@ class RoutingRecorder:
             self.of_slots[slots[start:]] = rows
             parts = self.of_requests.setdefault(request, [])
             known = sum(map(len, parts))
-            # A request that starts over reads tokens again; they stay with those that first read them.
+            # A request that starts over reads its tokens again; the routing of the first reading is kept.
             parts += [self.of_slots[slots[known:start]], rows[max(0, known - start) :].copy()]
 
     def _slots(self, index: int, num_tokens: int) -> np.ndarray:
-        """Of the KV cache, with the first tokens of a request of the batch."""
+        """Returns the KV cache slots of the first `num_tokens` tokens of a request in the batch."""
         block, place = np.divmod(np.arange(num_tokens), self.blocks.block_size)
         return self.blocks.block_table.np[index, block] * self.blocks.block_size + place
 
     def take(self, name: str) -> dict[int, tuple[bytes, str, tuple[int, ...]]]:
-        """Of the answers to the request that was asked for by this name, all that they have read; it is
-        forgotten here. By the answer's index: bytes, type and shape of (L - 1, M, K)."""
+        """Removes and returns the routing of all answers to the request with this name. Maps an answer's
+        index to the bytes, dtype and shape of an (L - 1, M, K) array."""
         taken: dict[int, tuple[bytes, str, tuple[int, ...]]] = {}
         for request in [request for request in self.of_requests if name in request]:
             rows = np.concatenate(self.of_requests.pop(request))
-            index = request.partition(name)[0].rstrip("_")  # with several answers `0_NAME-more`
+            index = request.partition(name)[0].rstrip("_")  # `0_NAME-more` with several answers
             taken[int(index or 0)] = rows.tobytes(), str(rows.dtype), rows.shape
         return taken
 
 
 def _group_of_all_tokens(config: Any) -> int:
-    """Of the layers that share their blocks, those that have some for every token: no window, no state."""
+    """Returns the index of the KV cache group whose layers keep every token: neither sliding-window attention
+    nor recurrent state."""
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     return next((i for i, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)), 0)

@@ -1,5 +1,5 @@
-"""A vLLM engine in a session of its own. On a terminal Ctrl-C reaches every process of the session, and an
-engine that hears it ends; here it shall end one answer."""
+"""A vLLM engine in a session (setsid) of its own, for interactive use. On a terminal Ctrl-C signals every
+process of the session and would end the engine; in a session of its own the engine only ends its answer."""
 
 import asyncio
 import multiprocessing
@@ -18,17 +18,17 @@ from openrlhf.models.generation import Decoding
 
 
 class VLLMStream:
-    """One answer at a time."""
+    """A vLLM engine in another process that streams one answer at a time."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Returns when the model is loaded. RuntimeError when it cannot be."""
+        """Starts the engine, and returns when the model is loaded. Raises RuntimeError where that fails."""
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, options), name="vllm")
         self._process.start()
         theirs.close()
         self._heard: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        # A thread reads, because an interrupted read would lose half a message.
+        # A thread reads, because an interrupted read in the main thread would lose half a message.
         threading.Thread(target=self._listen, name="vllm messages", daemon=True).start()
         try:
             kind, value = self._heard.get()
@@ -39,7 +39,8 @@ class VLLMStream:
             raise RuntimeError(f"the vLLM engine did not start: {value}")
 
     def stream(self, prompt: list[int], seed: int, decoding: Decoding) -> Generator[int, None, None]:
-        """The tokens of the answer. Closing the generator stops it."""
+        """Yields the tokens of the answer. Closing the generator stops it. Raises RuntimeError where the
+        engine fails."""
         self._connection.send((prompt, seed, decoding))
         kind, value = self._heard.get()
         try:
@@ -59,7 +60,7 @@ class VLLMStream:
             self._connection.send(_LEAVE)
         self._process.join(timeout=CLOSE_TIMEOUT)
         if self._process.is_alive():
-            os.killpg(self._process.pid or 0, signal.SIGKILL)  # the engine's own processes too
+            os.killpg(self._process.pid or 0, signal.SIGKILL)  # with the engine's own processes
 
     def _listen(self) -> None:
         try:
@@ -70,7 +71,7 @@ class VLLMStream:
 
 
 _STOP, _LEAVE = "stop", "leave"
-"""Sent in place of a request: end the answer that is under way; end the process."""
+"""Messages in place of a request: stop the current answer; end the process."""
 
 CLOSE_TIMEOUT = 30.0
 """Seconds that an engine may take to shut down."""
@@ -82,7 +83,7 @@ def _serve(connection: Connection, options: EngineOptions) -> None:
     try:
         asyncio.run(_Server(connection, VLLMEngine(options)).run())
     finally:
-        for process in multiprocessing.active_children():  # this one would wait for them for ever
+        for process in multiprocessing.active_children():  # this process would wait for them for ever
             process.kill()
 
 
@@ -105,7 +106,7 @@ class _Server:
                     answer.add_done_callback(self._ended)
                 elif answer is not None:
                     answer.cancel()
-        except (EOFError, OSError):  # the other side has left
+        except (EOFError, OSError):  # the other side has closed
             pass
         finally:
             self.engine.shutdown()
@@ -116,5 +117,5 @@ class _Server:
 
     def _ended(self, answer: asyncio.Task) -> None:
         error = None if answer.cancelled() else answer.exception()
-        with suppress(OSError):  # the other side has left
+        with suppress(OSError):  # the other side has closed
             self.connection.send(("end", None) if error is None else ("error", str(error)))
