@@ -11,7 +11,8 @@ exchanges slices of all heads for the whole row of some heads (DeepSpeed-Ulysses
 https://arxiv.org/abs/2309.14509); keys and values travel round the ranks (models/ring.py); or each rank
 gathers the keys and values of the whole row for the queries of its slice, some heads at a time (context
 parallelism in section 3.3.2 of https://arxiv.org/abs/2407.21783). In the last mode the edge of a chunk may
-cut a sequence: the chunk's queries are then the last tokens of its keys."""
+cut a sequence: the chunk's queries are then the last tokens of its keys.
+"""
 
 import importlib.util
 import logging
@@ -141,7 +142,8 @@ def packed_attention(
     """Computes attention over a packed row: (1, heads, N, d) -> (1, N, heads, d).
 
     attention_mask: the result of `_window_of_layer` for the layer. softcap: scores s become c tanh(s / c).
-    s_aux: (heads,) attention sinks, one score per head that takes part in the softmax and has no value."""
+    s_aux: (heads,) attention sinks, one score per head that takes part in the softmax and has no value.
+    """
     if packing is None:
         raise CannotPack(
             f"{type(module).__name__} called its attention without saying where the sequences of the row lie"
@@ -317,7 +319,7 @@ def _with_scores(
     outputs = []
     for block in blocks:
         end = start + block.shape[2]
-        first = 0 if window is None else max(0, start - window + 1)  # the first key that the block sees
+        first = 0 if window is None else max(0, start - window + 1)  # first key in the block's window
         keys, values = k[:, :, first:end], v[:, :, first:end]
         options = start - first, scaling, dropout, window, softcap, sinks
         outputs.append(

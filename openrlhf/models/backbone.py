@@ -109,7 +109,7 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
 
 def in_one_pass(model: PreTrainedModel, row: PackedRow, sharing: SequenceParallel | None = None) -> Tensor:
     attention = model.config._attn_implementation
-    assert attention is not None  # models/loading.py chose it
+    assert attention is not None  # set by models/loading.py
     reader, tokens = reading_of(model).images, slice(len(row.token_ids))
     if reader is not None:
         row = with_blank(row, reader)

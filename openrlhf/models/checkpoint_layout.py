@@ -2,7 +2,8 @@
 
 transformers renames, fuses and splits weights when it loads them, and `save_pretrained` reverts all of it.
 This module does the same for a few tensors at a time, or for shapes alone, so that an inference engine can be
-sent the tensors that it would read from disk."""
+sent the tensors that it would read from disk.
+"""
 
 from collections.abc import Mapping
 from copy import deepcopy

@@ -19,7 +19,7 @@ def has_noise(config: PreTrainedConfig) -> bool:
     for nested in values:
         values += [value for value in nested.values() if isinstance(value, dict)]
     return any(
-        ("drop" in name and value > 0) or "jitter" in name  # PhiMoE's routers draw experts also with 0 of it
+        ("drop" in name and value > 0) or "jitter" in name  # PhiMoE's routers sample even with jitter 0
         for nested in values
         for name, value in nested.items()
         if isinstance(name, str) and isinstance(value, int | float)

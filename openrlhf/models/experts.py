@@ -22,12 +22,13 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
     p_e its mean probability, both over all tokens and layers. It is top_k where experts are used evenly, and
     larger where they are not. It is the loss of the Switch Transformer, https://arxiv.org/abs/2101.03961, as
     transformers computes it for the architecture. A context entered with gradients enabled skips rows read
-    without a gradient."""
+    without a gradient.
+    """
     losses: list[Tensor] = []
     passes: list[Sequence[Tensor]] = []  # (L, E) router logits of each layer, of each pass for the row
     model = module.model
     balance_loss = _balance_function(type(model))
-    assert balance_loss is not None  # check_experts
+    assert balance_loss is not None  # ensured by check_experts
     top_k = model.config.get_text_config().num_experts_per_tok
     with_grad = torch.is_grad_enabled()
 

@@ -114,7 +114,8 @@ def generate(
 
     on_token: called with each new token of the answer; for a single prompt. stop: called after each token;
     True ends all answers where they are. likely: K, the number of most likely tokens per position whose
-    log-probs are returned besides that of the sampled token. None: no log-probs."""
+    log-probs are returned besides that of the sampled token. None: no log-probs.
+    """
     longest = max(map(len, prompts))
     input_ids = torch.full((len(prompts), longest), pad_token_id)
     mask = torch.zeros(len(prompts), longest, dtype=torch.bool)
@@ -147,7 +148,8 @@ class Sampling(LogitsProcessor):
 
     Repetition penalty, temperature and truncation (min-p, top-k, top-p) apply in vLLM's order. Then -log(E)
     is added, with E from an exponential distribution: the argmax of log p_i - log E_i is distributed as p
-    (Gumbel 1954). Each row draws from its own generator."""
+    (Gumbel 1954). Each row draws from its own generator.
+    """
 
     def __init__(
         self, decoding: Decoding, prompt_mask: Tensor, seeds: Sequence[int], likely: int | None = None

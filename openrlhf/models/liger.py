@@ -2,7 +2,8 @@
 
 https://github.com/linkedin/Liger-Kernel. The head and the losses stay ours: Liger's fused cross-entropy has
 no log-probs of single tokens. Liger replaces methods of modules and functions of the architecture's file, so
-models/self_check.py can restore transformers' own while it compares the two."""
+models/self_check.py can restore transformers' own while it compares the two.
+"""
 
 import sys
 from collections.abc import Iterator

@@ -59,7 +59,8 @@ def load_causal_lm(
 
     max_len: tokens of the longest sequence of the run, see `fix_frequencies`. in_4bit: linear layers except
     the head are NF4, for models that train only adapters. liger: see `apply_liger`. images: load a
-    vision-language model, whose rows may have images."""
+    vision-language model, whose rows may have images.
+    """
     config = load_config(path, flag)
     options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
     options |= {"config": config, "dtype": DTYPES[dtype]} | (nf4(dtype, config) if in_4bit else {})

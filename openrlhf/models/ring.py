@@ -11,7 +11,8 @@ follow them round the ring and return to their own rank with the contributions o
 
 Ring attention: https://arxiv.org/abs/2310.01889; the formulas: https://arxiv.org/abs/2307.08691, section 3.1.
 
-q, o and their gradients are (1, heads, n, d), keys and values (1, kv heads, n, d), l is (1, heads, n)."""
+q, o and their gradients are (1, heads, n, d), keys and values (1, kv heads, n, d), l is (1, heads, n).
+"""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple

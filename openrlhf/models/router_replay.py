@@ -9,7 +9,8 @@ stay the router's own, with their gradients.
 Every architecture of transformers has its own router, whose code ends in one `torch.topk` over all experts.
 During a replay this call returns the given experts and their values. Each layer gets its tokens' experts by
 the keyword `routing`, which travels through the model as `packing` does; gradient checkpointing therefore
-recomputes the same choice."""
+recomputes the same choice.
+"""
 
 import inspect
 import re

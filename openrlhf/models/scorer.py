@@ -85,7 +85,8 @@ def load_scorer(
     model's config.json takes precedence. tokenizer: given for a model that will be saved; tokenizer and model
     get the same padding token, which is not the end of a sequence. max_len: tokens of the longest sequence of
     the run, see `fix_frequencies`. dtype: see `DTYPES`. liger: see `apply_liger`. images: rows may have
-    images."""
+    images.
+    """
     config = load_config(path, flag)
     name = getattr(config, "value_head_prefix", None) or head_prefix
     config.num_labels = 1

@@ -85,7 +85,8 @@ def resolve_reading(
     ZeRO stage of that engine, if any. tensor: tensor-parallel size.
 
     Raises ValueError if the model leaks with the requested `--ds.attn_implementation`, attends to later
-    tokens, has a head that is more than a linear layer, or fails another of the checks."""
+    tokens, has a head that is more than a linear layer, or fails another of the checks.
+    """
     model = module.model
     entry = _cache_entry(model, zero_stage, tensor)
     found = _agreed(json.loads(entry.read_text()) if entry.exists() else None)

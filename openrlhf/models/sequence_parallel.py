@@ -8,7 +8,8 @@ slice are collected (models/backbone.py), so that every rank computes the loss o
 
 Every rank has a copy of the loss, and each collective is differentiated as a function of all ranks' tensors:
 the backward of a gather sums the gradients of all copies. DeepSpeed's mean over the ranks is then the
-gradient of the loss."""
+gradient of the loss.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -11,7 +11,8 @@ tokens of the embedding and of the head, and ranks exchange a few numbers per ac
 
 DeepSpeed recognizes sharded parameters by `tensor_model_parallel`, Megatron's mark. Its own AutoTP is not
 used: it does not sum the gradient of its column-parallel layer where it is not contiguous, and its layers for
-training work only inside an engine."""
+training work only inside an engine.
+"""
 
 import re
 from collections import defaultdict
@@ -74,7 +75,7 @@ def check_tensor_parallel(path: str, flag: str, size: int) -> None:
     ranks."""
     config = load_config(path, flag)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return  # loading it reports the error
+        return  # loading the model reports the error
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     if reason := why_not(model, size):
@@ -155,9 +156,7 @@ class SharedInput:
         if answer is None or self._given is not x:
             answer, self._left = _Replicated.apply(x, self.group), self.layers
         self._left -= 1
-        self._given, self._answer = (
-            (x, answer) if self._left else (None, None)
-        )  # the cache ends with the pass
+        self._given, self._answer = (x, answer) if self._left else (None, None)  # ends with the pass
         return answer
 
 

@@ -22,7 +22,8 @@ def varlen_attention(
     """Computes attention within the sequences of q, k and v, each (N, heads, d), where k and v may have fewer
     heads. Returns the output and the log-sum-exp of the scores (heads, N).
 
-    window_size: how many keys before and after its own position a query sees; -1: all."""
+    window_size: how many keys before and after its own position a query sees; -1: all.
+    """
     from torch.nn.attention.varlen import AuxRequest, varlen_attn  # takes a second: it imports the compiler
 
     options: dict[str, Any] = {"return_aux": AuxRequest(lse=True), "scale": scale, "window_size": window_size}

@@ -3,7 +3,8 @@ them.
 
 A row carries image files. The model's processor turns them into tensors here, for each forward pass; the most
 recent ones are cached, because the samples of a prompt share its images. Where image tokens have positions in
-height and width, they are counted within each sequence, so that a row may hold several."""
+height and width, they are counted within each sequence, so that a row may hold several.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
