@@ -1,4 +1,4 @@
-"""Rows as pairs of answers to one prompt, for reward models and DPO."""
+"""Builds pairs of answers to one prompt from rows, for reward models and DPO."""
 
 import math
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class PairDataset(TwoSamples):
     """Sample 2i is the chosen answer of pair i, 2i + 1 the rejected one."""
 
     margins: np.ndarray
-    """(pairs,) float32"""
+    """(pairs,) float32, by how much the chosen score shall exceed the rejected one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,25 +69,24 @@ def build_pairs(
     bad_rows: BadRowAction = "error",
     images: ImageColumn | None = None,
 ) -> PairDataset:
-    """One pair of each row whose two answers differ within max_len tokens.
+    """Builds one pair from each row whose two answers differ within max_len tokens.
 
-    no chat template   input_template.format(prompt) is what both texts follow; without `prompt_key` they
+    no chat template   input_template.format(prompt) precedes both texts; without `prompt_key` they
                        stand alone.
     chat template      A text is one message, lists of messages are used as they are: the prompt, and what
                        each answer adds to it. Without `prompt_key` both are whole conversations, equal but
                        for the last message, which is the answer.
-
     score_last_token   False (DPO): the answers' tokens are marked, as `build_sft_samples` marks them, and a
-                       sequence that is cut at max_len has no end. True (reward models): the last token alone
-                       is marked, and it is the end-of-sequence token, also where the text is cut for it.
+                       sequence truncated at max_len has no end. True (reward models): only the last token
+                       is marked; it is the end-of-sequence token, also where the text is truncated for it.
     margin_key         Column with a number: by how much the scores shall differ.
     images             As in `build_sft_samples`: both answers are to the same images.
 
     A pair is dropped and counted when one side has nothing to learn, or a prompt of max_len - 2 tokens or
-    more, or when both sides are the same, also where only cutting makes them so.
+    more, or when both sides are the same, also if only after truncation.
 
-    ValueError for a bad row (see `read_each`), for a template that does not show an answer right behind
-    its generation prompt (DPO), and when no pair is left.
+    Raises ValueError for a bad row (see `read_each`), for a template that does not render an answer directly
+    after its generation prompt (DPO), and when no pair is left.
     """
     check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
     columns = (chosen_key, rejected_key)
@@ -130,7 +129,7 @@ def _end_learned(tokens: Tokens, max_len: int) -> Tokens:
 
 
 def _end_scored(tokens: Tokens, max_len: int) -> Tokens:
-    """The last token, which ends the text, stays the last."""
+    """Truncates before the last token, which ends the text, and marks that token."""
     token_ids = cut_before_end(tokens[0], max_len)
     return token_ids, [False] * (len(token_ids) - 1) + [True]
 
@@ -165,7 +164,7 @@ def _plain_prompt(
 def _conversations(
     row: Row, prompt_key: str | None, columns: Sequence[str]
 ) -> tuple[list[list[Message]], int]:
-    """The conversation with each answer, and the number of messages in their common prompt."""
+    """Returns the conversation with each answer, and the number of messages in their common prompt."""
     if prompt_key is None:
         talks = [_whole_conversation(row, column) for column in columns]
         _check_same_prompt(talks, columns)
@@ -190,7 +189,7 @@ def _whole_conversation(row: Row, column: str) -> list[Message]:
 
 
 def _messages(row: Row, column: str, role: str) -> list[Message]:
-    """A text is one message of `role`."""
+    """Returns a column as messages; a text becomes one message of `role`."""
     value = value_of(row, column, str, list)
     try:
         return as_messages(value, role)

@@ -1,4 +1,4 @@
-"""The prompts of a run, and the order in which it asks for them."""
+"""The prompts of a run and the order in which they are sampled."""
 
 import hashlib
 import json
@@ -16,24 +16,25 @@ ReadImages = Callable[[Prompt], tuple[Image, ...]]
 
 
 class PromptDataset:
-    """All prompts of a run. Those that are handed out have their images; of images only the names are held.
-    Prompts may come from disk each time: then all of them are a pass over the rows."""
+    """All prompts of a run. Only the names of images are held; indexing and iterating read the images
+    themselves. Prompts may be parsed from disk on each access: then iterating over all of them is a pass over
+    the rows."""
 
     def __init__(
         self, prompts: Sequence[Prompt], dropped: Mapping[str, int] | None = None, needed_len: int = 0
     ):
-        """dropped: reason -> rows that gave no prompt. needed_len: the max_len that would keep those that are
-        only too long, 0 where there are none."""
+        """dropped: reason -> number of rows that gave no prompt. needed_len: the max_len that would keep the
+        prompts that are only too long, 0 where there are none."""
         self._prompts = prompts
         self.dropped = Counter(dropped)
         self.needed_len = needed_len
         self.truncated = 0
-        """No prompt is cut."""
+        """Number of truncated prompts, always 0: prompts are not truncated."""
         self._read_images: ReadImages | None = None
 
     @classmethod
     def joined(cls, datasets: "Sequence[PromptDataset]") -> Self:
-        """The prompts of several, one dataset after the other; their ids must differ."""
+        """Concatenates datasets; the ids of their prompts must differ."""
         whole = cls([prompt for dataset in datasets for prompt in dataset.without_images])
         home = {prompt.prompt_id: dataset for dataset in datasets for prompt in dataset.without_images}
         if any(dataset._read_images for dataset in datasets):
@@ -41,12 +42,12 @@ class PromptDataset:
         return whole
 
     def read_images_with(self, read: ReadImages) -> None:
-        """From now on prompts come with the images that `read` reads, anew each time."""
+        """Makes prompts carry the images that `read` returns, read anew on each access."""
         self._read_images = read
 
     @property
     def without_images(self) -> Sequence[Prompt]:
-        """With the names of their images alone: nothing is read."""
+        """The prompts with only the names of their images; no image is read."""
         return self._prompts
 
     def _whole(self, prompt: Prompt) -> Prompt:
@@ -62,16 +63,16 @@ class PromptDataset:
         return map(self._whole, self._prompts)
 
     def fingerprint(self) -> int:
-        """Changes when a prompt, or the order of the prompts, does."""
+        """Returns a checksum that changes when a prompt, or the order of the prompts, does."""
         return self._checksums[0]
 
     def digest(self) -> str:
-        """Of all that a run reads of its prompts."""
+        """Returns the SHA-256 of everything that a run reads of its prompts, as hex."""
         return self._checksums[1]
 
     @cached_property
     def _checksums(self) -> tuple[int, str]:
-        """The CRC of all texts and names of images; the SHA-256 of a list of all, as JSON."""
+        """(CRC of all texts and names of images, SHA-256 of a JSON list of all prompts)."""
         crc, sha = 0, hashlib.sha256(b"[")
         for i, p in enumerate(self._prompts):
             references = [image.reference for image in p.images]
@@ -84,9 +85,9 @@ class PromptDataset:
 
 
 class PromptSampler:
-    """Hands out prompts, each once in an epoch, in an order that depends on the seed and the epoch alone.
+    """Samples prompts, each once in an epoch, in an order that depends on the seed and the epoch alone.
 
-    num_epochs None: for ever.
+    num_epochs None: endless.
     """
 
     def __init__(
@@ -100,17 +101,17 @@ class PromptSampler:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next prompt."""
+        """Epoch of the next prompt."""
         return self._epoch
 
     @property
     def is_exhausted(self) -> bool:
-        """The last epoch is over."""
+        """True once the last epoch is over."""
         return self._epoch == self._num_epochs
 
     def next_batch(self, n: int) -> list[Prompt]:
-        """The next n prompts. The last batch of an epoch holds what is left of it; after the last epoch:
-        []."""
+        """Returns the next n prompts. The last batch of an epoch holds its remaining prompts; after the last
+        epoch: []."""
         if self.is_exhausted:
             return []
         chosen = self._order[self._position : self._position + n]
@@ -131,7 +132,8 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue as the sampler that wrote `state` would have. ValueError when it read other prompts."""
+        """Restores the position that `state` holds. Raises ValueError when it was written with other
+        prompts."""
         here = self.state_dict()
         for key in ("seed", "num_prompts", "fingerprint"):
             if state[key] != here[key]:
@@ -139,7 +141,7 @@ class PromptSampler:
                     f"The checkpoint is of other prompts: {key} was {state[key]}, and is {here[key]}.\n"
                     "Resume with the same --data.prompt_dataset, templates and seed, or start a new run."
                 )
-        epoch = state["epoch"] if "epoch" in state else state["episode"]  # as version 1 called it
+        epoch = state["epoch"] if "epoch" in state else state["episode"]  # name of the key in version 1
         self._start(epoch, state["position"])
 
     def _start(self, epoch: int, position: int) -> None:

@@ -1,4 +1,4 @@
-"""From rows to prompts for RL and evaluation."""
+"""Builds prompts for RL and evaluation from rows."""
 
 import re
 from array import array
@@ -35,16 +35,16 @@ def build_prompts(
     first_id: int = 0,
     images: ImageColumn | None = None,
 ) -> PromptDataset:
-    """One prompt of each row; its id is `first_id` plus the number of the row, so ids stay the same when
-    other rows are skipped. Its source is the row's `datasource` column, else `source`.
+    """Builds one prompt from each row; its id is `first_id` plus the number of the row, so ids do not depend
+    on which other rows are skipped. Its source is the row's `datasource` column, else `source`.
 
     A row is bad when its prompt or label is missing or null, or when the chat template refuses it. A prompt
     of max_len tokens or more leaves no room for a response. bad_rows None: bad rows are an error, and prompts
-    that are too long are dropped and counted; "error" and "skip" are for both. The label keeps the type it
+    that are too long are dropped and counted; "error" and "skip" apply to both. The label keeps the type it
     has in the file.
 
-    images: where rows have some, for a chat template, which writes one placeholder for each. The length of a
-    prompt counts all tokens of its images.
+    images: the column of the rows' images, if any; needs a chat template, which writes one placeholder for
+    each. The length of a prompt counts all tokens of its images.
     """
     check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
 
@@ -93,19 +93,19 @@ def build_prompts(
 
 
 class _Kept(Sequence[Prompt]):
-    """Prompts. Where they are many, each is made of its row again when it is asked for, so that a set may be
-    larger than memory; in the memory of the others nobody can change them while a run lasts."""
+    """A sequence of prompts. Beyond `IN_MEMORY` characters each prompt is built from its row again on access,
+    so that a dataset may be larger than memory; prompts held in memory do not change when their file does."""
 
     def __init__(self, rows: Rows, read: Callable[[Row], Prompt], first_id: int) -> None:
         self._rows, self._read, self._first_id = rows, read, first_id
         self._numbers, self._lengths = array("q"), array("i")
         self._images: dict[int, tuple[Image, ...]] = {}
-        """Row -> the names of its images, where it has some."""
+        """Row number -> the images by name, for rows that have some."""
         self._held: list[Prompt] | None = []
         self._size = 0
 
     def append(self, number: int, prompt: Prompt) -> None:
-        """number: of its row."""
+        """number: the prompt's row number."""
         self._numbers.append(number)
         self._lengths.append(prompt.num_tokens)
         if prompt.images:
@@ -136,13 +136,14 @@ class _Kept(Sequence[Prompt]):
 
 
 IN_MEMORY = 2**26
-"""Characters of prompts up to which they are held in memory."""
+"""Characters of all prompts up to which they are held in memory."""
 
 
 def _with_images(
     images: ImageColumn | None, rows: Rows, i: int, policy: BadRowAction, token_ids: list[int]
 ) -> tuple[int, tuple[Image, ...]]:
-    """How many tokens row i has, whose text has these, and what its images are called."""
+    """Returns the number of tokens of row i including images, and its images by name; `token_ids` are those
+    of its text."""
     if images is None:
         return len(token_ids), ()
     headers = images.headers(rows, i, policy)
@@ -154,9 +155,9 @@ LONG_PROMPT = "prompt of max_len tokens or more (answers need room beyond it)"
 
 
 def source_names(items: Sequence[str]) -> list[str]:
-    """What prompts of these datasets are called where their rows do not say: "default" where there is one
-    dataset, else the last part of each path or hub name without the file's ending, and as many parts before
-    it as it takes to tell all apart: a/test.jsonl,b/test.jsonl are a_test and b_test. A dataset that is named
+    """Returns the source name of each dataset for prompts whose rows have none: "default" for a single
+    dataset, else the last part of each path or hub name without the file's ending, with as many parts before
+    it as make all names distinct: a/test.jsonl,b/test.jsonl are a_test and b_test. A dataset that is named
     twice gets numbers."""
     if len(items) <= 1:
         return ["default"] * len(items)

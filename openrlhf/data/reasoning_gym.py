@@ -1,5 +1,5 @@
-"""Problems of the package reasoning-gym (https://github.com/open-thought/reasoning-gym): made from a
-specification, and made again in the process that verifies their answers."""
+"""Problems of the package reasoning-gym (https://github.com/open-thought/reasoning-gym): generated from a
+specification, and generated again in the process that verifies their answers."""
 
 import difflib
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ NOT_REPEATABLE = (
     "polynomial_multiplication",
     "ransom_note",
 )
-"""Datasets whose problems depend on the process that makes them (on the order of sets, on what was made
-before), so that another process cannot verify answers."""
+"""Datasets whose problems depend on the process that generates them (on the order of sets, on earlier
+problems), so that another process cannot verify answers."""
 
 
 def gym_dataset(item: str, flag: str) -> Any:
-    """The dataset of a specification, which makes its problems when they are asked for.
+    """Returns the dataset of a specification, which generates its problems on access.
 
-    ValueError, at most three lines, for anything wrong with the specification.
+    Raises ValueError, at most three lines, for anything wrong with the specification.
     """
     where = f"{flag} {item}"
     try:
@@ -63,7 +63,8 @@ def gym_dataset(item: str, flag: str) -> Any:
 
 
 def gym_rows(item: str, flag: str) -> Iterator[dict[str, str]]:
-    """`input`: the question. `label`: what `entry_of` makes the problem of again. `datasource`: the name."""
+    """Yields rows with `input`: the question, `label`: the key from which `entry_of` generates the problem
+    again, and `datasource`: the dataset's name."""
     dataset = gym_dataset(item, flag)
     name = parse_gym(item).name
     for i in range(dataset.size):
@@ -71,9 +72,10 @@ def gym_rows(item: str, flag: str) -> Iterator[dict[str, str]]:
         yield {"input": question, "label": f"{item}#{i}#{_digest(question)}", "datasource": name}
 
 
-@lru_cache(maxsize=1024)  # the samples of a prompt come close together
+@lru_cache(maxsize=1024)  # the samples of a prompt are verified close together
 def entry_of(label: str) -> tuple[Any, dict[str, Any]]:
-    """(dataset, problem) of a row's label. ValueError where this process makes another problem of it."""
+    """Returns (dataset, problem) of a row's label. Raises ValueError where this process generates another
+    problem from it."""
     item, index, digest = label.rsplit("#", 2)
     dataset = _dataset_of(item)
     entry = dataset[int(index)]

@@ -1,11 +1,12 @@
-"""Files at URLs: fetched once into the cache folder, and read from there as files of this machine.
+"""Fetches files at URLs once into the cache folder, from where they are read as local files.
 
-    <cache folder>/downloads/<URL>/listing.json       the files that the URL named when it was last looked up
-    <cache folder>/downloads/<URL>/<version>/...      their content, once for each version
+    <cache folder>/downloads/<URL>/listing.json      the files that the URL named when it was last looked up
+    <cache folder>/downloads/<URL>/<version>/...     their content, once for each version
 
-Every address that fsspec has a file system for: s3://, gs://, hf://, https:// and others. A copy is made
-beside its place and renamed, so it is there whole or not at all. It is of one version of the file (ETag, time
-of change, size): when the file changes, another copy is made, and who reads the old one goes on with it.
+Supports every address that fsspec has a file system for: s3://, gs://, hf://, https:// and others. A copy is
+written under a temporary name and renamed, so it is complete or absent. It holds one version of the file
+(ETag, time of change, size): when the file changes, another copy is made, and processes that read the earlier
+one go on with it.
 """
 
 import errno
@@ -42,7 +43,7 @@ VERSION_KEYS = {
     *("etag", "content-md5", "md5hash", "checksum", "blob_id", "generation"),
     *("last-modified", "lastmodified", "last_modified", "mtime", "modified", "updated", "created"),
 }
-"""What file systems call that which changes with a file, in lower case."""
+"""Keys, in lower case, under which file systems report a value that changes with the file."""
 
 
 def is_url(item: str) -> bool:
@@ -50,17 +51,18 @@ def is_url(item: str) -> bool:
 
 
 def is_saved_dataset(names: Iterable[str]) -> bool:
-    """Whether a folder with these files was written by `save_to_disk`."""
+    """Returns whether a folder with these files was written by `save_to_disk`."""
     return not {"state.json", "dataset_dict.json"}.isdisjoint(names)
 
 
 def fetched(url: str, flag: str, choose: Callable[[Sequence[str]], Sequence[str]]) -> list[File]:
-    """The file at `url`; or of the folder there the files that `choose` takes of their names, or itself where
-    it is a saved dataset. `URL@data_dir` is a folder inside. A process that has looked a URL up stays with
-    what it found.
+    """Fetches the file at `url`; for a folder, the files that `choose` selects by name, or the folder itself
+    where it is a saved dataset. `URL@data_dir` is a folder inside. A process looks up each URL once and keeps
+    the listing.
 
-    ValueError where there is nothing, or where it cannot be fetched. Without a connection what was fetched
-    before is read, with a note."""
+    Raises ValueError where there is nothing, or where it cannot be fetched. Without a connection the copy
+    fetched before is read, with a note.
+    """
     listing = _listing(url, flag)
     place, files = listing.url, listing.files
     if not listing.is_folder:
@@ -77,11 +79,11 @@ def fetched(url: str, flag: str, choose: Callable[[Sequence[str]], Sequence[str]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Remote:
     path: str
-    """As its file system calls it."""
+    """Path within its file system."""
     version: str
-    """Differs once the file has changed, as far as its server tells."""
+    """Digest that differs once the file has changed, as far as its server tells."""
     size: int | None
-    """Bytes, where the server says."""
+    """Size in bytes, where the server reports it."""
 
     @classmethod
     def of(cls, path: str, info: Mapping[str, Any]) -> "_Remote":
@@ -92,13 +94,13 @@ class _Remote:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Listing:
-    """What a URL named when it was looked up."""
+    """The files that a URL named when it was looked up."""
 
     url: str
-    """With the data_dir as its end."""
+    """The URL, including the data_dir."""
     is_folder: bool
     files: Mapping[str, _Remote]
-    """By their names in the folder; of a file its own."""
+    """Files by their names within the folder; a single file by its own name."""
 
 
 @cache
@@ -121,7 +123,7 @@ def _listing(url: str, flag: str) -> _Listing:
 
 
 def _look_up(url: str) -> _Listing:
-    """FileNotFoundError where there is nothing."""
+    """Looks up the files of a URL. Raises FileNotFoundError where there is nothing."""
     head, at, data_dir = url.rpartition("@")
     inside = f"{head.rstrip('/')}/{data_dir}"
     try:
@@ -145,7 +147,9 @@ def _look_up_whole(url: str) -> _Listing:
         return _Listing(url=url, is_folder=False, files={name: _Remote.of(path, info)})
     root = PurePosixPath(str(files._strip_protocol(path)))
     found = cast(dict[str, dict[str, Any]], files.find(path, detail=True))
-    names = [name for name in found if not name.endswith("/")]  # some stores have empty objects for folders
+    names = [
+        name for name in found if not name.endswith("/")
+    ]  # some stores represent folders by empty objects
     inside = {str(PurePosixPath(name).relative_to(root)): _Remote.of(name, found[name]) for name in names}
     if outside := next((name for name in inside if ".." in PurePosixPath(name).parts), None):
         raise _Wrong(f"it has a file whose name leads out of it: {outside}")
@@ -153,7 +157,7 @@ def _look_up_whole(url: str) -> _Listing:
 
 
 def _copy(url: str, files: Mapping[str, _Remote], flag: str) -> Path:
-    """A folder with the content of the files."""
+    """Returns a local folder with the content of the files."""
     version = digest([(name, file.version) for name, file in sorted(files.items())])[:16]
 
     def fill(folder: Path) -> None:
@@ -179,7 +183,7 @@ def _fetch(url: str, file: _Remote, target: Path) -> None:
 
 
 class _Mebibytes(Callback):
-    """Tells how far a download is."""
+    """Shows the progress of a download."""
 
     def __init__(self, size: int | None, title: str) -> None:
         super().__init__()
@@ -198,7 +202,7 @@ _MEBIBYTE = 2**20
 
 
 def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system, as it is now, and what it calls the URL."""
+    """Returns the URL's file system, with its listing cache cleared, and the path within it."""
     protocol = url.partition("://")[0]
     try:
         files, path = url_to_fs(url, **(_http_options() if _is_http(url) else {}))
@@ -218,7 +222,8 @@ def _is_http(url: str) -> bool:
 
 
 def _http_options() -> dict[str, Any]:
-    """aiohttp would end a download after five minutes, and takes no proxy from the environment."""
+    """Returns HTTP options without aiohttp's limit of five minutes for a download, and with the proxy of the
+    environment."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=60)
     return {"client_kwargs": {"timeout": timeout, "trust_env": True}}
 
@@ -227,7 +232,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _folder(url: str) -> Path:
-    """Of all that is kept of a URL."""
+    """Returns the folder of everything cached for a URL."""
     return cache_folder() / "downloads" / digest(url)[:16]
 
 
@@ -236,15 +241,15 @@ def _writing(flag: str, url: str) -> AbstractContextManager[Path]:
 
 
 class _Wrong(Exception):
-    """What another try would not change."""
+    """A non-retryable error."""
 
 
 class _Unreachable(ValueError):
-    """After the last try."""
+    """An error that remains after the last try."""
 
 
 def _tried(action: Callable[[], ResultT], what: str) -> ResultT:
-    """What `action` answers, at the fourth try if need be."""
+    """Returns the result of `action`, tried up to four times."""
     for wait in (*WAITS, None):
         try:
             return action()
@@ -263,7 +268,8 @@ def _tried(action: Callable[[], ResultT], what: str) -> ResultT:
 
 
 def _reason(error: Exception) -> BaseException:
-    """fsspec's HTTP says FileNotFoundError to whatever went wrong, because of what did."""
+    """Returns the actual cause of an error: fsspec's HTTP file system raises FileNotFoundError for any
+    failure and chains the cause."""
     status = getattr(error.__cause__, "status", None)
     if isinstance(error, FileNotFoundError) and isinstance(
         error.__cause__, aiohttp.ClientError | TimeoutError

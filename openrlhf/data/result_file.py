@@ -1,5 +1,4 @@
-"""The file that batch inference writes: it grows row by row, outlives a kill, and ends up complete and in
-order.
+"""The output file of batch inference: it grows row by row, survives a kill, and ends up complete and sorted.
 
 Rank 0 appends to the file itself, rank N to `FILE.rankN.jsonl`. `merge` brings them together.
 """
@@ -18,7 +17,7 @@ Key = tuple[int, int]
 
 
 class ResultFile:
-    """What one rank appends to."""
+    """The file that one rank appends to."""
 
     def __init__(self, path: str | Path, rank: int = 0) -> None:
         """Drops a half-written last line, which a killed run leaves."""
@@ -28,7 +27,7 @@ class ResultFile:
         self._file.truncate(_whole_lines(self._path))
 
     def append(self, rows: Iterable[Row]) -> None:
-        """On disk, as far as this process is concerned, when the call returns."""
+        """Appends rows and flushes them to the operating system."""
         self._file.write("".join(_line(row) for row in rows).encode())
         self._file.flush()
 
@@ -47,7 +46,7 @@ def key_of(row: Row) -> Key:
 
 
 def finished(path: str | Path) -> dict[Key, Row]:
-    """The rows of all ranks so far. ValueError where a line is none of ours."""
+    """Returns the rows of all ranks so far, by key. Raises ValueError for a line that is not such a row."""
     rows: dict[Key, Row] = {}
     for file in _files(Path(path)):
         whole = file.read_bytes()[: _whole_lines(file)]
@@ -63,7 +62,8 @@ def finished(path: str | Path) -> dict[Key, Row]:
 
 
 def merge(path: str | Path) -> list[Row]:
-    """One sorted file of the rows of all ranks, and nothing beside it. Returns the rows."""
+    """Merges the rows of all ranks into one sorted file, removes the other ranks' files, and returns the
+    rows."""
     path = Path(path)
     rows = [row for _, row in sorted(finished(path).items())]
     write_rows(path, rows)
@@ -73,13 +73,13 @@ def merge(path: str | Path) -> list[Row]:
 
 
 def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
-    """All of them or, when the process is killed, the file as it was."""
+    """Replaces the file by these rows atomically: a killed process leaves the file as it was."""
     write_atomically(Path(path), map(_line, rows))
 
 
 def check_origin(path: str | Path, meta_path: str | Path, origin: Mapping[str, Any]) -> None:
-    """ValueError where the file at `path` was made from something else. `origin`: name -> value, of plain
-    JSON values, for everything that decides about rows."""
+    """Raises ValueError where the file at `path` was made from something else. `origin`: name -> plain JSON
+    value, for everything that decides about rows."""
     if not Path(meta_path).exists():
         if _files(Path(path)):
             raise ValueError(
@@ -112,13 +112,13 @@ def _of_rank(path: Path, rank: int) -> Path:
 
 
 def _files(path: Path) -> list[Path]:
-    """Of all ranks, that of rank 0 first."""
+    """Returns the existing files of all ranks, rank 0 first."""
     others = sorted(path.parent.glob(f"{glob.escape(path.name)}.rank*.jsonl"))
     return ([path] if path.exists() else []) + others
 
 
 def _whole_lines(path: Path) -> int:
-    """Bytes up to the end of the last line that was written whole."""
+    """Returns the number of bytes up to the end of the last complete line."""
     return path.read_bytes().rfind(b"\n") + 1
 
 

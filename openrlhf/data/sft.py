@@ -1,4 +1,4 @@
-"""Rows as samples: which tokens a supervised run reads, and which of them it learns."""
+"""Builds supervised samples from rows: the tokens to read, and which of them to learn."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,7 +25,7 @@ def build_sft_samples(
     bad_rows: BadRowAction = "error",
     images: ImageColumn | None = None,
 ) -> SampleStore:
-    """One sample of each row that has something to learn.
+    """Builds one sample from each row that has something to learn.
 
     pretrain           `input_key` is plain text; loss on every token but the first, no end-of-sequence token.
     no chat template   input_template.format(input) is the prompt, `output_key` the response.
@@ -35,14 +35,15 @@ def build_sft_samples(
                        the token by which the template ends it, because the policy must learn to stop.
 
     Where the response does not end with the end-of-sequence token, that token is appended. A sample of more
-    than max_len tokens is cut there and is not given an end: its text did not end. Rows without a token to
-    learn, or with a prompt of max_len - 2 tokens or more, are dropped and counted.
+    than max_len tokens is truncated and gets no end-of-sequence token, because its text did not end. Rows
+    without a token to learn, or with a prompt of max_len - 2 tokens or more, are dropped and counted.
 
-    images: where rows have some, for a chat template. Each is as many tokens of the text as the model reads
-    of it, none of which is learned. A sample in which an image would be cut is dropped.
+    images: the column of the rows' images, if any; needs a chat template. Each image takes as many tokens of
+    the text as the model reads of it, none of which is learned. A sample in which an image would be truncated
+    is dropped.
 
-    ValueError for a bad row (see `read_each`), for a template that shows an assistant turn differently once
-    other messages follow, and when no sample is left.
+    Raises ValueError for a bad row (see `read_each`), for a template that renders an assistant turn
+    differently once other messages follow, and when no sample is left.
     """
     if multiturn and not pretrain and not apply_chat_template:
         raise ValueError(

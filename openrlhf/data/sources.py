@@ -1,4 +1,4 @@
-"""From a data flag to rows: files, folders, URLs and hub names, mixed, capped and checked."""
+"""Loads the rows that a data flag names: files, folders, URLs and hub names, mixed, capped and checked."""
 
 import difflib
 import re
@@ -25,12 +25,13 @@ from openrlhf.observability.progress import tracked
 
 
 class Rows:
-    """Rows of one or several parts in the order they are used."""
+    """Rows of one or several parts, in the order in which they are used."""
 
     def __init__(self, parts: Sequence[Part], index: np.ndarray, kinds: Mapping[str, str] | None = None):
-        """index: (rows, 2) which part, and which row of it.
-        kinds: column -> the kind of value that it has in most rows, where rows of others are to be left
-            out."""
+        """index: (rows, 2) number of the part, and of the row within it.
+        kinds: column -> the kind of value that it has in most rows, where rows with other kinds are to be
+        skipped.
+        """
         self._parts = tuple(parts)
         self._index = index
         self.kinds = kinds or {}
@@ -41,14 +42,15 @@ class Rows:
 
     @property
     def columns(self) -> list[str]:
-        """Every column that some row has."""
+        """Columns that at least one row has."""
         return list(dict.fromkeys(column for part in self._parts for column in part.columns))
 
     def __len__(self) -> int:
         return len(self._index)
 
     def __getitem__(self, i: int) -> Row:
-        """Raises Unreadable where the file has no row there, which only `bad_rows` skip lets in."""
+        """Returns row i. Raises Unreadable where the file has no valid row there, which only happens under
+        `bad_rows` skip."""
         part, number = self._index[i].tolist()
         row = self._parts[part].rows[number]
         if isinstance(row, Unreadable):
@@ -59,16 +61,16 @@ class Rows:
         return (self[i] for i in range(len(self)))
 
     def take(self, numbers: Sequence[int]) -> "Rows":
-        """The rows with these numbers, which may repeat."""
+        """Returns the rows with these numbers, which may repeat."""
         return Rows(self._parts, self._index[list(numbers)], self.kinds)
 
     def origin(self, i: int) -> str:
-        """Where row i stands: "train.jsonl:3" (line 3) or "train.parquet row 3", counted from 1."""
+        """Returns the place of row i: "train.jsonl:3" (line 3) or "train.parquet row 3", counted from 1."""
         part, row = self._index[i].tolist()
         return self._parts[part].origin(row)
 
     def folder(self, i: int) -> Path | None:
-        """Of the file that row i stands in; None where it comes from the hub."""
+        """Returns the folder of the file that holds row i; None where it comes from the hub."""
         return self._parts[self._index[i, 0]].folder
 
 
@@ -130,9 +132,9 @@ def check_columns(
     split: str = "train",
     bad_rows: BadRows = "error",
 ) -> None:
-    """Raise what `load_rows` would raise for missing files, splits and columns, reading only the first rows
-    or the schema of each file (a .json list is read whole). Names on the hub are not looked up; what URLs
-    name is fetched."""
+    """Raises what `load_rows` would raise for missing files, splits and columns, reading only the first rows
+    or the schema of each file (a .json list is read whole). Names on the hub are not looked up; URLs are
+    fetched."""
     for item in split_spec(spec):
         if is_gym(item):
             gym_dataset(item, flag)
@@ -147,8 +149,8 @@ def check_columns(
 
 
 def rows_digest(spec: str, *, flag: str, split: str = "train") -> str:
-    """Of the content of everything that `load_rows` would read: equal for equal files, wherever they are. Of
-    a name on the hub its fingerprint."""
+    """Returns a digest of everything that `load_rows` would read: equal for equal files, wherever they are. A
+    hub dataset contributes its fingerprint."""
     found: list[object] = []
     for item in split_spec(spec):
         if is_gym(item):
@@ -181,8 +183,8 @@ def _load(item: str, split: str, flag: str, bad_rows: BadRows) -> list[Part]:
 
 
 def _files_of(item: str, split: str, flag: str, *, look_up: bool = False) -> list[File] | None:
-    """Lists the files that are read of an item, unpacked, or the folder of one saved dataset. None for a name
-    on Hugging Face's hub. Files of a name on ModelScope are fetched with `look_up`; without, None."""
+    """Lists the files to read for an item, unpacked, or the folder of one saved dataset. None for a name on
+    Hugging Face's hub. Files of a name on ModelScope are fetched with `look_up`; without, None."""
     files = _named_files(item, split, flag, look_up=look_up)
     return None if files is None else [unpacked(file, flag) for file in files]
 
@@ -203,7 +205,7 @@ def _named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[Fil
 
 
 def _of_split(names: Sequence[str], *, place: str | Path, split: str, flag: str) -> list[str]:
-    """Those of files in `place` that hold rows of `split`; without a split in any name all that hold rows."""
+    """Returns the row files in `place` whose names have `split`; if no name has a split, all row files."""
     files = [name for name in names if has_rows(name)]
     if not files:
         raise ValueError(f"{flag} {place}: no {', '.join(READERS)} file in this folder, packed (.gz) or not.")
@@ -216,7 +218,7 @@ def _of_split(names: Sequence[str], *, place: str | Path, split: str, flag: str)
 
 
 def _find(item: str, flag: str) -> Path | None:
-    """The file or folder that `item` names; None when it can only be a name on the hub."""
+    """Returns the file or folder that `item` names; None when it can only be a name on the hub."""
     place = base = Path(item).expanduser()
     if not place.exists() and "@" in item:
         path, _, data_dir = item.rpartition("@")
@@ -257,7 +259,7 @@ def _read_hub(item: str, split: str, flag: str) -> Part:
 
 
 def _read_saved(folder: File, split: str, flag: str) -> Part:
-    """A folder that `save_to_disk` wrote; read through the memory map."""
+    """Reads a folder that `save_to_disk` wrote, memory-mapped."""
     saved = datasets.load_from_disk(str(folder.path))
     if isinstance(saved, datasets.Dataset):
         return Part.of_table(folder.name, saved)
@@ -289,11 +291,11 @@ def _check_columns_exist(part: Part, required: Mapping[str, str | None]) -> None
 
 
 Found = dict[str, tuple[str, int]]
-"""Kind of value -> where the first one stands, and how many there are."""
+"""Kind of value -> (place of the first one, number of rows)."""
 
 
 def _kinds_of(parts: Sequence[Part], required: Mapping[str, str | None]) -> list[tuple[str, str, Found]]:
-    """(flag, column, its kinds in the order in which they come)"""
+    """Returns (flag, column, its kinds in the order of occurrence) for each required column."""
     kinds = []
     for flag, column in required.items():
         if column is None:
@@ -318,7 +320,7 @@ def _check_one_type(kinds: Iterable[tuple[str, str, Found]]) -> None:
 
 
 def _whole(part: int, rows: int) -> np.ndarray:
-    """(rows, 2) index of one part."""
+    """Returns the (rows, 2) index of one whole part."""
     return np.stack([np.full(rows, part), np.arange(rows)], axis=1)
 
 

@@ -1,4 +1,4 @@
-"""Rows as solutions with a label for every step, for process reward models."""
+"""Builds solutions with a label for every step from rows, for process reward models."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +25,10 @@ FAR_STEPS = "no placeholder within max_len"
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepsDataset(LabelledSamples):
     labels: np.ndarray
-    """(steps,) of all solutions end to end: int64 token ids, or float32 probabilities of the first reward
-    token."""
+    """(steps,) labels of all solutions end to end: int64 token ids, or float32 probabilities of the first
+    reward token."""
     label_starts: np.ndarray
-    """(solutions + 1,) int64, where the labels of each begin."""
+    """(solutions + 1,) int64, start of each solution's labels."""
 
     def __post_init__(self) -> None:
         if len(self.label_starts) != len(self.samples) + 1 or self.label_starts[-1] != len(self.labels):
@@ -59,15 +59,16 @@ def build_steps(
     max_len: int,
     bad_rows: BadRowAction = "error",
 ) -> StepsDataset:
-    """One solution of each row: its text as it stands, marked at the last token of each placeholder, beyond
-    which no token reaches.
+    """Builds one solution from each row: its text unchanged, marked at the last token of each placeholder; no
+    token crosses a placeholder's end.
 
     Labels are a list with an entry for each placeholder: texts of one token each (of `reward_tokens`, where
-    given), or probabilities of the first of two reward tokens. All rows have the same kind. A text is cut at
-    max_len tokens, and its labels with it; one without a placeholder left is dropped and counted.
+    given), or probabilities of the first of two reward tokens. All rows have the same kind. A text is
+    truncated at max_len tokens, and its labels with it; one without a placeholder left is dropped and
+    counted.
 
-    ValueError for a reward token that is none, for a bad row (see `read_each`), for labels of two kinds, for
-    probabilities without two reward tokens, and when no solution is left.
+    Raises ValueError for a reward token that is not one token, for a bad row (see `read_each`), for labels of
+    two kinds, for probabilities without two reward tokens, and when no solution is left.
     """
     label_of = _label_reader(tokenizer, reward_tokens)
 
@@ -101,7 +102,8 @@ def build_steps(
 
 
 def reward_token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> tuple[int, ...]:
-    """ValueError unless each text is one token of the tokenizer, and each another one."""
+    """Returns the token id of each text. Raises ValueError unless each text is one token of the tokenizer,
+    all different."""
     ids = {token: token_ids_of(token, tokenizer) for token in tokens}
     if wrong := [f"{token!r} is {_pieces(ids[token], tokenizer)}" for token in ids if len(ids[token]) != 1]:
         raise ValueError(
@@ -124,7 +126,7 @@ def _pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 def _label_reader(
     tokenizer: PreTrainedTokenizerBase, reward_tokens: Sequence[str] | None
 ) -> Callable[[str], int]:
-    """The token of a label; BadRow where it is none."""
+    """Returns a function from a label to its token id, which raises BadRow for an invalid label."""
     if reward_tokens is None:
         return cache(partial(_any_token_id, tokenizer=tokenizer))
     ids = dict(zip(reward_tokens, reward_token_ids(tokenizer, reward_tokens), strict=True))
@@ -145,7 +147,7 @@ def _any_token_id(label: str, *, tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _labels(values: Sequence[Any], column: str, label_of: Callable[[str], int]) -> np.ndarray:
-    """(A,) int64 token ids or float32 probabilities."""
+    """Returns (A,) int64 token ids or float32 probabilities."""
     if all(isinstance(value, str) for value in values):
         return np.array([label_of(value) for value in values], dtype=np.int64)
     for number, value in enumerate(values, start=1):

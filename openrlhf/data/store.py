@@ -1,4 +1,4 @@
-"""Tokenised samples, held compactly."""
+"""Tokenised samples in compact flat arrays."""
 
 from array import array
 from collections import Counter
@@ -15,15 +15,15 @@ from openrlhf.types import Image, Sample
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Why a row gives no sample."""
+    """The reason why a row gives no sample."""
 
     reason: str
     needed_len: int = 0
-    """The max_len with which all of it would be one. 0: none would do."""
+    """The max_len with which the whole row would be a sample. 0: no max_len helps."""
 
 
 class Kept(Protocol):
-    """Samples made of rows, and counts of the rows that were cut or gave none: see `SampleStore`."""
+    """Samples built from rows, with counts of the rows that were truncated or dropped: see `SampleStore`."""
 
     @property
     def dropped(self) -> Counter[str]: ...
@@ -38,15 +38,15 @@ class Kept(Protocol):
 
 
 class SampleStore:
-    """Samples in flat arrays: 5 bytes for each token, mapped from disk where they are many."""
+    """Samples in flat arrays: 5 bytes for each token, memory-mapped where they are many."""
 
     def __init__(self) -> None:
         self.dropped: Counter[str] = Counter()
-        """Reason -> rows that gave no sample."""
+        """Reason -> number of rows that gave no sample."""
         self.needed_len = 0
-        """The smallest max_len with which no row is cut or dropped for its length. 0: none is."""
+        """The smallest max_len with which no row is truncated or dropped for its length. 0: none is."""
         self.truncated = 0
-        """Rows that were cut at max_len."""
+        """Number of rows truncated at max_len."""
         self.lengths: Sequence[int] = array("q")
         """Tokens of each sample."""
         self._token_ids: GrowingArray | np.ndarray = GrowingArray("i")
@@ -55,7 +55,7 @@ class SampleStore:
         self._rows: array[int] | np.ndarray = array("q")
         self._read_images: Callable[[int], tuple[Image, ...]] | None = None
         self.images_digest = ""
-        """Changes when an image does. Empty: there are none."""
+        """Digest that changes when an image does. Empty: there are no images."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -71,13 +71,13 @@ class SampleStore:
         )
 
     def read_images_with(self, read: Callable[[int], tuple[Image, ...]], images_digest: str) -> None:
-        """From now on samples come with the images that `read` reads of their row, anew each time. Only where
-        samples were appended with their rows."""
+        """Makes samples carry the images that `read` returns for their row number, read anew on each access.
+        Requires samples appended with their rows."""
         self._read_images, self.images_digest = read, images_digest
 
     @property
     def sequence_lengths(self) -> Sequence[int]:
-        """As in `LabelledSamples`."""
+        """See `LabelledSamples`."""
         return self.lengths
 
     def drop(self, drop: Drop) -> None:
@@ -85,12 +85,13 @@ class SampleStore:
         self.needed_len = max(self.needed_len, drop.needed_len)
 
     def cut(self, length: int) -> None:
-        """Count a sample that had `length` tokens, more than max_len."""
+        """Counts a sample that had `length` tokens, more than max_len."""
         self.truncated += 1
         self.needed_len = max(self.needed_len, length)
 
     def append(self, token_ids: Sequence[int], action_mask: Sequence[bool], row: int | None = None) -> None:
-        """Only before anything is read. row: the number of that which has the sample's images."""
+        """Appends a sample; allowed only before the first read. row: number of the row with the sample's
+        images."""
         assert isinstance(self._token_ids, GrowingArray) and isinstance(self._action_mask, GrowingArray)
         assert isinstance(self._starts, array) and isinstance(self.lengths, array)
         assert isinstance(self._rows, array)
@@ -102,8 +103,8 @@ class SampleStore:
             self._rows.append(row)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """token_ids (T,) int32 and action_mask (T,) int8 of all samples end to end; starts (samples + 1,)
-        int64, where each begins; with images rows (samples,) int64."""
+        """Returns token_ids (T,) int32 and action_mask (T,) int8 of all samples end to end; starts (samples +
+        1,) int64, the start of each; with images rows (samples,) int64."""
         token_ids, action_mask = self._complete()
         arrays = {
             "token_ids": token_ids,
@@ -113,7 +114,7 @@ class SampleStore:
         return arrays | ({"rows": np.asarray(self._rows)} if len(self._rows) else {})
 
     def _complete(self) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids and action mask, to which nothing is appended any more."""
+        """Returns token ids and action mask as arrays; ends appending."""
         if isinstance(self._token_ids, GrowingArray):
             self._token_ids = self._token_ids.whole()
         if isinstance(self._action_mask, GrowingArray):
@@ -133,7 +134,8 @@ class SampleStore:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Self:
-        """What `arrays` and `meta` gave; ValueError where they do not fit together."""
+        """Rebuilds the store from the results of `arrays` and `meta`; raises ValueError where they do not
+        match."""
         store = cls()
         store._token_ids, store._action_mask, store._starts = (
             np.asarray(arrays[name]) for name in ("token_ids", "action_mask", "starts")

@@ -1,4 +1,4 @@
-"""How rows become text: the one home of chat templates and input templates."""
+"""Renders rows as text with chat templates and input templates."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -15,7 +15,7 @@ Message = dict[str, Any]
 def check_templates(
     tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool, input_template: str | None
 ) -> None:
-    """ValueError when the tokenizer lacks the chat template that is asked for, or `input_template` does not
+    """Raises ValueError when the tokenizer lacks the requested chat template, or `input_template` does not
     hold exactly one `{}`."""
     if apply_chat_template and not tokenizer.chat_template:
         raise ValueError(
@@ -41,10 +41,11 @@ def render_prompt(
     apply_chat_template: bool,
     input_template: str | None,
 ) -> str:
-    """The prompt as the policy reads it, to be tokenised by `prompt_token_ids`.
+    """Returns the prompt as the policy reads it, to be tokenised by `prompt_token_ids`.
 
     With a chat template a text is one user message, a list of messages is used as it is, and the header of
-    the assistant's turn follows. Without, the text is put into `input_template`.
+    the assistant's turn follows. Without, the text is put into `input_template`. Raises BadRow where the
+    value cannot be rendered.
     """
     if apply_chat_template:
         return render_messages(as_messages(value), tokenizer, add_generation_prompt=True)
@@ -54,7 +55,7 @@ def render_prompt(
 
 
 def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Message]:
-    """A text as one message of `role`; messages as they are."""
+    """Returns a text as one message of `role`, and messages unchanged. Raises BadRow for invalid messages."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not value:
@@ -74,7 +75,8 @@ def render_messages(
     add_generation_prompt: bool,
     is_open: bool = False,
 ) -> str:
-    """`is_open`: up to the end of the last message's content, whose turn goes on."""
+    """Applies the chat template. `is_open`: the text ends with the last message's content, so its turn can go
+    on. Raises BadRow where the template refuses the messages."""
     try:
         text = tokenizer.apply_chat_template(
             list(messages),
@@ -82,6 +84,6 @@ def render_messages(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=is_open,
         )
-    except (TemplateError, TypeError, ValueError) as error:  # roles out of order, content that is no text
+    except (TemplateError, TypeError, ValueError) as error:  # roles out of order, content that is not text
         raise BadRow(f"the chat template refuses the messages: {error}") from error
     return cast(str, text)  # tokenize=False

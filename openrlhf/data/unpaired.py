@@ -1,4 +1,4 @@
-"""Rows as unpaired preferences (KTO): answers that are good or bad."""
+"""Builds unpaired preferences (KTO) from rows: answers labelled good or bad."""
 
 import logging
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnpairedDataset(TwoSamples):
-    """Sample 2i is answer i, 2i + 1 its mismatched one."""
+    """Answers with labels: sample 2i is answer i, sample 2i + 1 its mismatched answer."""
 
     desirable: np.ndarray
-    """(answers,) bool"""
+    """(answers,) bool, True for good answers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,15 +54,15 @@ def build_unpaired(
     seed: int,
     bad_rows: BadRowAction = "error",
 ) -> UnpairedDataset:
-    """One answer of each row that has something to learn; prompts, answers and their marks are those of
-    `build_sft_samples`.
+    """Builds one answer from each row that has something to learn; prompts, answers and their marks are those
+    of `build_sft_samples`.
 
-    The mismatched answer is that of a row with another prompt, the tokens of both end to end, cut at max_len.
-    Which row it is follows from `seed` and the dataset alone (see `other_prompts`), so the KL estimated on it
-    depends neither on micro-batches nor on the number of ranks.
+    The mismatched answer is that of a row with another prompt: the tokens of this prompt and that answer end
+    to end, truncated at max_len. The choice of the row follows from `seed` and the dataset alone (see
+    `other_prompts`), so the KL estimated on it depends neither on micro-batches nor on the number of ranks.
 
-    ValueError for a bad row (see `read_each`), for a template that does not show an answer right behind
-    its generation prompt, when no answer is left, and when all that are left have the same prompt.
+    Raises ValueError for a bad row (see `read_each`), for a template that does not render an answer directly
+    after its generation prompt, when no answer is left, and when all that are left have the same prompt.
     """
     answer = {
         "output_key": output_key,
@@ -108,7 +108,8 @@ def _tell_classes(desirable: Sequence[bool], label_key: str) -> None:
 
 
 def _with_mismatched(whole: SampleStore, max_len: int, seed: int, input_key: str) -> SampleStore:
-    """Each sample, and its prompt with another one's answer, cut at max_len."""
+    """Returns, for each sample, the sample and its prompt with another prompt's answer, both truncated at
+    max_len."""
     arrays = whole.arrays()
     splits = arrays["starts"][1:-1]
     token_ids, masks = (np.split(arrays[name], splits) for name in ("token_ids", "action_mask"))
@@ -139,19 +140,19 @@ def _with_mismatched(whole: SampleStore, max_len: int, seed: int, input_key: str
 
 
 def other_prompts(prompts: np.ndarray, seed: int) -> np.ndarray:
-    """(n,) for each row a row whose prompt differs, at random.
+    """Returns (n,) for each row a random row whose prompt differs.
 
-    prompts: (n,) number of each row's prompt, of at least two. Every row is taken once, unless one prompt has
-    more than half of the rows.
+    prompts: (n,) number of each row's prompt, at least two distinct ones. Every row is chosen once, unless
+    one prompt has more than half of the rows.
     """
     rng = np.random.default_rng(seed)
     count = len(prompts)
     shuffled = rng.permutation(count)
     prompts_shuffled = rng.permutation(prompts.max() + 1)[prompts][shuffled]
-    order = shuffled[np.argsort(prompts_shuffled, kind="stable")]  # rows of a prompt lie together
+    order = shuffled[np.argsort(prompts_shuffled, kind="stable")]  # rows of a prompt are adjacent
     sizes = np.bincount(prompts_shuffled)
     sizes = sizes[sizes > 0]
-    first = np.repeat(np.cumsum(sizes) - sizes, sizes)  # of the row's prompt
+    first = np.repeat(np.cumsum(sizes) - sizes, sizes)  # first place of each row's prompt
     place = np.arange(count) - first
     largest = sizes.max()
     others = np.empty(count, dtype=np.int64)

@@ -1,1 +1,1 @@
-"""Everything that people look at: the screen, metrics, samples, reports."""
+"""Screen output, metrics, samples and reports of a run."""

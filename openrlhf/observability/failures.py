@@ -1,4 +1,4 @@
-"""Why samples failed: the commonest error of many."""
+"""Finds the most common error among failed samples."""
 
 import re
 from collections import Counter
@@ -8,14 +8,14 @@ from openrlhf.types import Trajectory
 
 
 def commonest_failure(failed: Sequence[Trajectory]) -> tuple[Trajectory, int]:
-    """The first sample with the commonest error, and how many have it. Errors are the same where they differ
-    in numbers and quoted words alone. At least one sample."""
+    """Returns the first sample with the most common error, and the number of samples with it. Errors count as
+    the same where they differ only in numbers and quoted words. `failed` must not be empty."""
     kind, count = Counter(map(_kind, failed)).most_common(1)[0]
     return next(t for t in failed if _kind(t) == kind), count
 
 
 def headline(failed: Trajectory) -> str:
-    """The first line of its error."""
+    """Returns the first line of a failed sample's error."""
     return (failed.error or failed.outcome.value).strip().partition("\n")[0]
 
 

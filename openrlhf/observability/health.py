@@ -1,5 +1,5 @@
-"""Which metrics say that a run is not well, and what to do about it. The rules see what a step reports; they
-cannot know that a run is well."""
+"""Rules on metrics that detect an unhealthy run, each with its remedy. They see only what a step reports; no
+message does not prove that a run is healthy."""
 
 import math
 from collections import Counter
@@ -16,9 +16,9 @@ class Rule:
     sign: Literal["<", ">"]
     limit: float
     steps: int
-    """For how many steps in a row that report the metric."""
+    """Consecutive steps that report the metric for which the condition must hold."""
     text: str
-    """What it means. What to do."""
+    """The meaning of the condition, and the remedy."""
 
     @property
     def condition(self) -> str:
@@ -184,17 +184,17 @@ SAME_REWARD = (
 
 @dataclass(kw_only=True)
 class Rewards:
-    """Notices that every sample since the run began or resumed has the same reward."""
+    """Detects that every sample since the run began or resumed has the same reward."""
 
     value: float = math.nan
     """The reward of all samples so far."""
     steps: int = 0
-    """How many steps have reported it."""
+    """Number of steps that have reported it."""
     differ: bool = False
 
     def check(self, metrics: Metrics) -> list[str]:
-        """Speaks after the first step. A step of one sample does not count, nor one that learns from a
-        teacher, nor one without rewards."""
+        """Returns a message after the first step if all its rewards are equal. Steps of a single sample,
+        steps that learn from a teacher, and steps without rewards do not count."""
         is_one_sample = metrics.get("rollout/num_samples") == 1
         if is_one_sample or "teacher/kl_mean" in metrics or "rollout/reward_std" not in metrics:
             return []
@@ -207,7 +207,7 @@ class Rewards:
         return [f"all rewards of the step are {mean:g}: {SAME_REWARD}"]
 
     def at_end(self) -> list[str]:
-        """Repeats it for a run of several steps in which nothing changed."""
+        """Returns a message for a run of several steps whose rewards never differed."""
         if self.differ or self.steps < 2:
             return []
         return [f"all rewards of these {self.steps} steps are {self.value:g}: {SAME_REWARD}"]
@@ -219,13 +219,13 @@ class Health:
     mismatch: MismatchWatch | None = None
     """Compares sampler and trainer, in RL."""
     streaks: Counter[Rule] = field(default_factory=Counter, init=False)
-    """For how many steps in a row each rule's condition has held."""
+    """Number of consecutive steps for which each rule's condition has held."""
     rewards: Rewards = field(default_factory=Rewards, init=False)
 
     def check(self, metrics: Metrics) -> list[str]:
-        """What became unhealthy with this step. A rule speaks when its condition has held for its number of
-        steps, and not again until the metric was healthy in between. A step that does not report the metric,
-        or reports NaN, neither counts nor interrupts."""
+        """Returns messages about what became unhealthy with this step. A rule fires when its condition has
+        held for its number of steps, and not again until the metric was healthy in between. A step that does
+        not report the metric, or reports NaN, neither counts nor interrupts."""
         messages = self.mismatch.check(metrics) if self.mismatch else []
         for rule in self.rules:
             value = metrics.get(rule.metric, math.nan)
@@ -237,5 +237,5 @@ class Health:
         return messages + self.rewards.check(metrics)
 
     def at_end(self) -> list[str]:
-        """What was unhealthy with the run as a whole."""
+        """Returns messages about the run as a whole."""
         return self.rewards.at_end()

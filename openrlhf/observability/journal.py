@@ -1,8 +1,7 @@
-"""What a run did: every trajectory of every step, in one Parquet file for each step, written behind the run.
+"""Journals every trajectory of every step, in one Parquet file per step, written asynchronously.
 
-`rollouts/step_000012.parquet` is of training step 12, `eval_...` of an evaluation, `filtered_...` what
-dynamic filtering left out. rollout_table.py says what the columns are. A step is there whole or not
-at all.
+`rollouts/step_000012.parquet` holds training step 12, `eval_...` an evaluation, `filtered_...` the samples
+that dynamic filtering left out. rollout_table.py defines the columns. A file is complete or absent.
 """
 
 import queue
@@ -35,23 +34,23 @@ from openrlhf.types import Batch, Schedule, Trajectory
 
 QUEUE_STEPS = 2
 PATIENCE = 2.0
-"""Seconds that a step may wait in silence."""
+"""Seconds that a step may wait for the journal before a message says so."""
 ROW_GROUP = 256
 """Samples that are converted, and read, at a time."""
 SAMPLES_KEPT = 16
-"""Of a step in mode `sample`: from best to worst, and as many that failed."""
+"""Samples of a step kept in mode `sample`: that many from best to worst, and as many that failed."""
 _NUM_SAMPLES = b"num_samples"
 
 
 class Decode(Protocol):
-    """What token ids say after others: `openrlhf.utils.decode` of a tokenizer."""
+    """Decodes token ids as they continue other tokens: `openrlhf.utils.decode` of a tokenizer."""
 
     def __call__(self, token_ids: list[int], /, *, after: list[int]) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trained:
-    """What training made of the finished trajectories of a step, in their order; failed ones are left out."""
+    """Training data of a step's finished trajectories, in their order; failed ones are left out."""
 
     batch: Batch
     schedule: Schedule
@@ -68,10 +67,10 @@ class Trained:
 
 
 class Journal:
-    """Writes in a thread of its own, at most `QUEUE_STEPS` steps behind the run.
+    """Writes trajectories in a thread of its own, at most `QUEUE_STEPS` steps behind the run.
 
-    A disk that is slower than the run slows it down. Where the disk refuses, journalling ends and the run
-    goes on. `say` tells both. Any other error is raised by the next call.
+    A disk that is slower than the run slows it down. On a write error journalling ends and the run goes on.
+    `say` reports both. Any other error is raised by the next call.
     """
 
     def __init__(
@@ -98,8 +97,8 @@ class Journal:
         name: str = "step",
         trained: Trained | None = None,
     ) -> Path | None:
-        """Where they will be, in place of what is there; None without a journal. What is given must not
-        change any more."""
+        """Queues the trajectories of a step and returns the path of their file, which replaces an existing
+        one; None without a journal. The arguments must not change afterwards."""
         self._raise_error()
         if self._is_off:
             return None
@@ -111,12 +110,12 @@ class Journal:
         return path
 
     def flush(self) -> None:
-        """Wait until everything is written."""
+        """Waits until everything is written."""
         self._jobs.join()
         self._raise_error()
 
     def close(self) -> None:
-        """`flush`, and end."""
+        """Waits until everything is written, and ends the thread."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -135,7 +134,7 @@ class Journal:
             self._jobs.put(job)
 
     def _work(self) -> None:
-        """To the end, whatever happens, so that nobody waits for room in the queue."""
+        """Takes jobs until the end, also after an error, so that nobody waits for room in the queue."""
         while job := self._jobs.get():
             try:
                 if not self._is_off:
@@ -151,7 +150,7 @@ class Journal:
         self._jobs.task_done()
 
     def _write(self, job: "_Job") -> None:
-        """One row group after the other, so that little is in memory twice."""
+        """Writes row groups one at a time, to limit the memory for copies."""
         ts, trained = job.trajectories, job.trained
         visits = trained.visits() if trained else ()
         chosen = range(len(ts)) if self._mode == "full" else best_worst_failed(ts)
@@ -191,13 +190,13 @@ _ENCODING: dict[str, Any] = {
 
 
 def read_journal(path: str | Path) -> list[Trajectory]:
-    """The trajectories of a step, from Parquet or JSON lines. A label that JSON cannot hold comes back as its
-    repr."""
+    """Returns the trajectories of a step, from Parquet or JSON lines. A label that JSON cannot hold comes
+    back as its repr."""
     return to_trajectories(read_table(path))
 
 
 def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """A step with all columns, or these."""
+    """Returns the table of a step with all columns, or the given ones."""
     path = Path(path)
     if path.suffix == ".jsonl":
         table = table_of_json(path)
@@ -208,12 +207,12 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tab
 
 
 def num_samples(table: pa.Table) -> int:
-    """Samples of the step that a table was read from, journalled or not."""
+    """Returns the number of samples of the step that a table was read from, journalled or not."""
     return int(table.schema.metadata[_NUM_SAMPLES])
 
 
 def read_rows(path: str | Path, indices: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows of a step, without reading all of it."""
+    """Returns rows of a step, without reading the whole file."""
     path = Path(path)
     if path.suffix == ".jsonl":
         return read_table(path).take(list(indices)).to_pylist()
@@ -225,19 +224,20 @@ def read_rows(path: str | Path, indices: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def journal_steps(rollouts: Path, name: str = "step") -> dict[int, Path]:
-    """Step -> file, in the order of steps."""
+    """Returns step -> file, in the order of steps."""
     files = [(JOURNAL_FILE.fullmatch(path.name), path) for path in sorted(rollouts.glob("*"))]
     return dict(sorted((int(m["step"]), path) for m, path in files if m and m["name"] == name))
 
 
 def response_of(trajectory: Trajectory, decode: Decode) -> str:
-    """What followed the prompt, as text."""
+    """Returns everything after the prompt, as text."""
     token_ids, start = trajectory.token_ids.tolist(), trajectory.prompt_length
     return decode(token_ids[start:], after=token_ids[:start])
 
 
 def spread(trajectories: Sequence[Trajectory], limit: int) -> list[int]:
-    """At most `limit`, evenly spaced from best to worst reward, then failures if there is room."""
+    """Returns the indices of at most `limit` trajectories, evenly spaced from best to worst reward, then
+    failures if there is room."""
     rewards = [(t.reward, i) for i, t in enumerate(trajectories) if t.reward is not None]
     scored = [i for _, i in sorted(rewards, key=lambda pair: pair[0], reverse=True)]
     last = max(1, min(limit, len(scored)) - 1)
@@ -246,7 +246,7 @@ def spread(trajectories: Sequence[Trajectory], limit: int) -> list[int]:
 
 
 def best_worst_failed(trajectories: Sequence[Trajectory]) -> list[int]:
-    """What mode `sample` keeps, in order."""
+    """Returns the indices of the trajectories that mode `sample` keeps, in order."""
     return sorted({*spread(trajectories, SAMPLES_KEPT), *_failed(trajectories, SAMPLES_KEPT)})
 
 
