@@ -112,9 +112,10 @@ def generate(
     """Generates one answer for each prompt of token ids, each with its own seed. Prompts are padded on the
     left.
 
-    on_token: called with each new token of the answer; for a single prompt. stop: called after each token;
-    True ends all answers where they are. likely: K, the number of most likely tokens per position whose
-    log-probs are returned besides that of the sampled token. None: no log-probs.
+    on_token: called with each new token of the answer; for a single prompt.
+    stop: called after each token; True ends all answers where they are.
+    likely: number of most likely tokens per position whose log-probs are returned besides that of the sampled
+        token. None: no log-probs.
     """
     longest = max(map(len, prompts))
     input_ids = torch.full((len(prompts), longest), pad_token_id)

@@ -57,9 +57,10 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Loads a causal language model in `dtype` (bf16, fp16 or fp32) for packed rows.
 
-    max_len: tokens of the longest sequence of the run, see `fix_frequencies`. in_4bit: linear layers except
-    the head are NF4, for models that train only adapters. liger: see `apply_liger`. images: load a
-    vision-language model, whose rows may have images.
+    max_len: tokens of the longest sequence of the run, see `fix_frequencies`.
+    in_4bit: linear layers except the head are NF4, for models that train only adapters.
+    liger: see `apply_liger`.
+    images: load a vision-language model, whose rows may have images.
     """
     config = load_config(path, flag)
     options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}

@@ -82,10 +82,11 @@ def load_scorer(
     """Loads a reward model, or a language model with a new scalar head, which `trained` forbids (ValueError).
 
     head_prefix: the head's name in the files that this model will be saved to; a `value_head_prefix` in the
-    model's config.json takes precedence. tokenizer: given for a model that will be saved; tokenizer and model
-    get the same padding token, which is not the end of a sequence. max_len: tokens of the longest sequence of
-    the run, see `fix_frequencies`. dtype: see `DTYPES`. liger: see `apply_liger`. images: rows may have
-    images.
+        model's config.json takes precedence.
+    tokenizer: given for a model that will be saved; tokenizer and model get the same padding token, which is
+        not the end of a sequence.
+    max_len: tokens of the longest sequence of the run, see `fix_frequencies`.
+    dtype: see `DTYPES`. liger: see `apply_liger`. images: rows may have images.
     """
     config = load_config(path, flag)
     name = getattr(config, "value_head_prefix", None) or head_prefix

@@ -81,8 +81,9 @@ def resolve_reading(
 ) -> Reading:
     """Determines how `module.model` reads rows, and sets it to read them so.
 
-    ask: calls `module`, through its engine if it has one. All ranks call this function together. zero_stage:
-    ZeRO stage of that engine, if any. tensor: tensor-parallel size.
+    ask: calls `module`, through its engine if it has one. All ranks call this function together.
+    zero_stage: ZeRO stage of that engine, if any.
+    tensor: tensor-parallel size.
 
     Raises ValueError if the model leaks with the requested `--ds.attn_implementation`, attends to later
     tokens, has a head that is more than a linear layer, or fails another of the checks.
