@@ -126,6 +126,8 @@ def _check_statistics(path: str) -> None:
 
 
 def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
+    """Imports and checks the user's agent or reward function, and tries users' algorithms. `ask`: as in
+    `check_files`."""
     from openrlhf.rewards.function import check_reward_file
     from openrlhf.rollout.executors import check_agent_file
 

@@ -35,6 +35,7 @@ class EngineMemory:
         self._wake(EVERYTHING)
 
     def wake_for_sync(self) -> None:
+        """Wakes the weights alone, for a weight sync."""
         self._wake(("weights",))
 
     def sleep(self) -> None:

@@ -32,4 +32,5 @@ def private() -> dict[str, str]:
 
 
 def take(variables: Mapping[str, str]) -> None:
+    """Sets the variables of `private` in this process."""
     os.environ.update(variables)

@@ -22,6 +22,8 @@ GPU_CLAIM = 0.2
 
 
 class Device(NamedTuple):
+    """A GPU of a node; without GPUs the node's cores, as GPU 0."""
+
     node: int
     gpu: int
     """Index of the GPU on its node."""

@@ -93,6 +93,7 @@ class RankGroup(Generic[WorkerT]):
         return ray.get([worker.memory.remote() for worker in self.workers])
 
     def meeting_point(self) -> tuple[str, int]:
+        """Returns (IP address, free port) of rank 0, where the ranks rendezvous."""
         return ray.get(self.workers[0].address.remote())
 
 
@@ -155,6 +156,9 @@ class TrainedRanks(RankGroup[TrainedT]):
         return Gathered(self.run("start", [(address, port, total_steps, *more)] * self.mesh.data), first)
 
     def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Gathered[Updated]:
+        """Makes the optimizer steps of `schedule` over the batch. Every rank gets only its own sequences.
+        Returns the metrics; a policy's batch without log-probs also gets those of the first step, see
+        `Updated`."""
         self.num_updates += 1
         arguments = []
         for rank in range(self.data_parallel_size):

@@ -26,6 +26,8 @@ while others wait."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
+    """Score of one text."""
+
     score: float
     is_cut: bool
     """Whether the text was longer than the model reads."""
