@@ -1,5 +1,5 @@
-"""Algorithms that have a name, as choices that do not depend on each other. Printed as the table of
-docs/algorithms.md: `python -m openrlhf.config.algorithms`."""
+"""Named algorithms as combinations of independent choices. `python -m openrlhf.config.algorithms` prints the
+table of docs/algorithms.md."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,17 +33,17 @@ class Algorithm:
     advantage: EstimatorName
     policy_loss: PolicyLossType = "ppo"
     clip: tuple[float, float] = (0.2, 0.2)
-    """How far below and above 1 the ratio may go."""
+    """Distances by which the ratio may fall below and rise above 1."""
     aggregation: LossAggregation = "token_mean"
     kl: KLPenalty | None = None
     correction: ISCorrectionType | None = None
     filters_groups: bool = False
     overlong_buffer: float | None = None
-    """Tokens before the longest response in which the length penalty grows."""
+    """Number of tokens before the limit of a response over which the length penalty grows."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The choices as values of flags, by key."""
+        """Returns the choices as values of flags, by key."""
         low, high = self.clip
         is_usual_mean = self.aggregation == POLICY_LOSSES[self.policy_loss].aggregation()
         settings: dict[str, Any] = {
@@ -69,7 +69,8 @@ class Algorithm:
 
     @property
     def flags(self) -> list[str]:
-        """The words of a command line that select it: what differs from the defaults."""
+        """Returns the command-line words that select the algorithm: the settings that differ from the
+        defaults."""
         fields, defaults = fields_of(PPOConfig), values_of(PPOConfig())
         words = []
         for key, value in self.settings.items():
@@ -137,7 +138,7 @@ ALGORITHMS = (
 
 
 def table() -> str:
-    """Markdown: one row for each algorithm, one column for each choice."""
+    """Returns a Markdown table: one row per algorithm, one column per choice."""
     head = ("", "advantage", "loss", "ratio of", "clip", "mean", "KL", "correction", "also", "flags")
     rows = [head, *(_cells(algorithm) for algorithm in ALGORITHMS)]
     first, *others = (f"| {' | '.join(row)} |\n" for row in rows)

@@ -1,7 +1,7 @@
-"""What is wrong between flags, found before any process starts: the rules that commands share.
+"""Checks of flags against each other that several commands share; they run before any process starts.
 
-Nothing here changes a setting: what follows from others is a property of the configuration, and what
-contradicts others is refused with the remedy.
+Checks never change a setting: values that follow from others are properties of the configuration, and
+contradictions are refused with the remedy.
 """
 
 import difflib
@@ -23,16 +23,17 @@ SCATTERED = (
     "not shared with {}: parts of a checkpoint would be on several disks.\nName a folder that all machines "
     "share, or save no checkpoints (no --ckpt.save_steps, no --ckpt.load_enable)."
 )
-"""Of a folder of checkpoints that is not the same on {}. Found once processes run there."""
+"""Message for a checkpoint folder that is not shared with the machines {}; detected once processes run
+there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unread:
-    """Flags that nothing reads under a condition. Set to something but the default they are remarked upon.
-    Documented commands have such flags, so none is refused."""
+    """Flags without effect under a condition. A value other than the default causes a remark and no error,
+    since documented commands have such flags."""
 
     keys: tuple[str, ...]
-    """Whole names, or beginnings that end with a dot."""
+    """Full keys of flags, or prefixes that end with a dot."""
     when: Callable[[Any], bool]
     why: str
 
@@ -121,7 +122,7 @@ COMMON_UNREAD = (
 
 
 def first_of_each(problems: list[Problem]) -> list[Problem]:
-    """One problem for each flag: the first is the cause, later ones follow from it."""
+    """Keeps the first problem of each flag, from which its later ones follow."""
     first: dict[str, Problem] = {}
     for problem in sorted(problems, key=lambda problem: not problem.fatal):
         first.setdefault(problem.key, problem)
@@ -135,7 +136,7 @@ NOT_YET = {
         "compiles only some",
     )
 }
-"""Flags of training whose feature does not exist."""
+"""Training flags whose feature does not exist, with the reason."""
 
 IMAGES_UNREAD = Unread(
     keys=("data.image_key", "data.image_root", "data.image_hosts"),
@@ -186,7 +187,7 @@ def local_datasets(config: Any, *keys: tuple[str, str | None]) -> Iterator[Probl
 
 
 def split_spec(spec: str) -> list[str]:
-    """The items of a comma list of datasets. A path that exists may itself have commas."""
+    """Splits a comma-separated list of datasets. Existing paths may contain commas."""
     pieces, items = spec.split(","), []
     while pieces:
         sizes = range(len(pieces), 1, -1)
@@ -197,15 +198,15 @@ def split_spec(spec: str) -> list[str]:
 
 
 def _dataset_path(item: str) -> str:
-    """`path@data_dir`, unless the whole exists."""
+    """Returns the path of `path@data_dir`; an existing path may contain @."""
     whole = os.path.expanduser(item)
     path, at, data_dir = whole.rpartition("@")
     return os.path.join(path, data_dir) if at and not os.path.exists(whole) else whole
 
 
 def parse_probabilities(text: str, count: int, dataset_key: str) -> list[float]:
-    """The numbers in `text`, one for each of the `count` datasets of `dataset_key`. ValueError says what is
-    wrong with them."""
+    """Returns the numbers in `text`, one for each of the `count` datasets of `dataset_key`. Raises ValueError
+    with a message for users."""
     try:
         probs = [float(word) for word in text.split(",")]
     except ValueError:
@@ -223,14 +224,14 @@ _FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".py", ".gz")
 
 
 def _looks_local(name: str) -> bool:
-    """Not a name on the hub, which is `name` or `owner/name`."""
+    """Returns whether a name cannot be one of the hub, which is `name` or `owner/name`."""
     name = name.partition("@")[0]
     local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith(_FILE_ENDINGS)
     return local and "://" not in name and not is_gym(name)
 
 
 def missing(path: str, said: str) -> str:
-    """`said` is the whole value of the flag, which the message shows anyway."""
+    """Describes a missing path. `said`: the flag's whole value, which the message shows in any case."""
     name = "" if path == said else f"{path} "
     if path.startswith("~"):
         return "~ is only understood by the shell; write the whole path"
@@ -285,8 +286,7 @@ def reward_function(key: str, name: str, *, alone: bool) -> Iterator[Problem]:
 
 
 def plugged(key: str, name: str, kind: str, form: str) -> Iterator[Problem]:
-    """Lists what is wrong with the name of a user's object, short of importing it. `form`: what was
-    expected."""
+    """Checks the name of a user's object without importing it. `form`: the expected form of the value."""
     if file := file_of(name):
         if not os.path.isfile(file):
             yield Problem(key, missing(file, name))
@@ -318,8 +318,8 @@ def modelscope(config: Any) -> Iterator[Problem]:
 
 
 def package(key: str, name: str, *, extra: str, otherwise: str = "") -> Iterator[Problem]:
-    """The problem of a flag whose package is not installed. `extra`: the extra of ours that brings it;
-    `otherwise`: what else would do."""
+    """Refuses a flag whose package is not installed. `extra`: the project's extra that installs it;
+    `otherwise`: an alternative."""
     if importlib.util.find_spec(name.replace("-", "_")) is None:
         yield Problem(key, f'needs the package {name}: pip install "openrlhf[{extra}]"{otherwise}')
 
@@ -340,8 +340,8 @@ def optimizer(prefix: str, optim: OptimConfig, ds: DeepSpeedConfig) -> Iterator[
 
 
 def optimizer_unread(prefix: str, optim_of: Callable[[Any], OptimConfig]) -> tuple[Unread, ...]:
-    """Flags of one model's optimizer that nothing reads. `prefix`: of their names; `optim_of`: the section of
-    a configuration that holds them."""
+    """Returns the flags of a model's optimizer that have no effect. `prefix`: prefix of their names;
+    `optim_of`: returns their section of a configuration."""
     return (
         Unread(
             keys=(f"{prefix}muon.ns_steps", f"{prefix}muon.nesterov"),
@@ -367,8 +367,8 @@ def optimizer_unread(prefix: str, optim_of: Callable[[Any], OptimConfig]) -> tup
 
 
 def batches(config: Any, ranks: int, samples: int | None, made: str) -> Iterator[Problem]:
-    """Every RL step fills whole optimizer steps, every rank takes the same number of sequences, in full rows.
-    `samples`: what one RL step makes, described by `made`; None in supervised learning."""
+    """Checks that RL steps fill whole optimizer steps, and that every rank gets the same number of sequences
+    in full rows. `samples`: samples of one RL step, described by `made`; None in supervised learning."""
     batch = config.train.batch_size
 
     def wrong(batch: int) -> str:
@@ -387,7 +387,7 @@ def batches(config: Any, ranks: int, samples: int | None, made: str) -> Iterator
 
 
 def uneven_batch(config: Any, batch: int, ranks: int) -> str:
-    """Why a batch of this size does not divide among so many ranks in full rows; "" where it does."""
+    """Returns why a batch of this size does not divide among the ranks in full rows; "" if it does."""
     micro = config.train.micro_batch_size
     if batch % ranks:
         return f"does not divide among {ranks} ranks"
@@ -397,7 +397,7 @@ def uneven_batch(config: Any, batch: int, ranks: int) -> str:
 
 
 _SEARCH = 10_000
-"""How far from a wrong batch size a right one is looked for."""
+"""Largest distance from an invalid batch size within which a valid one is searched."""
 
 
 def precision(config: Any) -> Iterator[Problem]:
@@ -411,7 +411,8 @@ def precision(config: Any) -> Iterator[Problem]:
 
 
 def secondary_partition(ds: DeepSpeedConfig, ranks: Mapping[str, int]) -> Iterator[Problem]:
-    """`ranks`: as for `sequence_parallel`; only a model that is trained has these partitions."""
+    """Checks secondary ZeRO partitions, which only trained models have. `ranks`: as for
+    `sequence_parallel`."""
     trained = {whose: number for whose, number in ranks.items() if whose in ("actor", "critic", "run")}
     for whose, number in trained.items():
         if ds.zero_stage == 3 and number % min(ds.zpg, number):
@@ -422,7 +423,8 @@ def secondary_partition(ds: DeepSpeedConfig, ranks: Mapping[str, int]) -> Iterat
 def sequence_parallel(
     ds: DeepSpeedConfig, ranks: Mapping[str, int], *, reads_images: bool
 ) -> Iterator[Problem]:
-    """`ranks`: of each model that has some of its own, by what to call them."""
+    """Checks sequence parallelism. `ranks`: number of ranks of each model with ranks of its own, by the
+    model's name in messages."""
     size, key = ds.ring_attn_size, "ds.ring_attn_size"
     if size == 1:
         return
@@ -440,7 +442,7 @@ def sequence_parallel(
 
 
 def tensor_parallel(config: Any, ranks: Mapping[str, int]) -> Iterator[Problem]:
-    """`ranks` as in `sequence_parallel`."""
+    """Checks tensor parallelism. `ranks`: as for `sequence_parallel`."""
     ds, key, values = config.ds, "ds.tensor_parallel_size", values_of(config)
     if ds.tensor_parallel_size == 1:
         return
@@ -462,7 +464,8 @@ def tensor_parallel(config: Any, ranks: Mapping[str, int]) -> Iterator[Problem]:
 
 
 def _torn(key: str, ranks: Mapping[str, int], each: int, how: str) -> Iterator[Problem]:
-    """Models whose ranks are no whole groups of `each`. `how`: what a group does."""
+    """Refuses models whose number of ranks is not a multiple of `each`, the size of a group. `how`: what a
+    group does, for messages."""
     for whose, number in ranks.items():
         if number % each:
             yield Problem(
@@ -479,11 +482,11 @@ NOT_TENSOR_PARALLEL = {
         ("ref.offload", "teacher.offload", "reward.offload"), "DeepSpeed shards the weights that it offloads"
     ),
 }
-"""Flags that it cannot be combined with, unless they are off."""
+"""Flags that cannot be combined with it unless they are off, with the reason."""
 
 
 def backend(config: Any) -> Iterator[Problem]:
-    """Refuses what the trainer of `train.backend` cannot."""
+    """Refuses settings that the trainer of `train.backend` does not support."""
     if config.train.backend != "torch":
         return
     values = values_of(config)
@@ -511,7 +514,7 @@ TORCH_HAS: dict[str, tuple[tuple[Any, ...], str]] = {
         ("ref.offload", "teacher.offload", "reward.offload"), ((False,), "keeps no weights on the CPU")
     ),
 }
-"""Flag, or the end of its name -> its values with train.backend torch, and why there are no others."""
+"""Maps a flag, or the end of its name, to its values with train.backend torch and the reason."""
 
 
 def _accumulation(ds: Any) -> Iterator[Problem]:
@@ -537,7 +540,7 @@ def row_attention(name: str) -> Iterator[Problem]:
 
 
 def attention_packages(ds: Any) -> Iterator[Problem]:
-    """Kernels that come in packages of their own."""
+    """Checks that the packages of attention kernels are installed."""
     key, flash = "ds.attn_implementation", FLASH_PACKAGES.get(ds.attn_implementation)
     if ds.attn_implementation.startswith(HUB_KERNELS):
         yield from package(key, "kernels", extra="kernels", otherwise="; or use auto")

@@ -1,4 +1,4 @@
-"""What a value may be: names and ranges. Nothing heavy is imported here, so that `--help` answers at once."""
+"""Types of flag values: names and ranges. Imports nothing heavy, so that `--help` is fast."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class HasSummary(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneOf:
-    """The names of a table, whose rows say what they stand for."""
+    """One of the names of a table, whose rows describe them."""
 
     rows: Mapping[str, HasSummary]
 
@@ -72,12 +72,12 @@ Failure = Literal["env_error", "reward_error", "timed_out", "aborted"]
 JournalMode = Literal["full", "sample", "off"]
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of adapters that vLLM makes room for."""
+"""LoRA ranks that vLLM allocates memory for."""
 
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-"""Attention kernels that come in a package of their own, which need not be installed."""
+"""Optional packages of attention kernels, by kernel."""
 ROW_KERNELS = ("auto", "sdpa", "eager", *FLASH_PACKAGES)
-"""Attention that keeps the sequences of a packed row apart. So do those of `HUB_KERNELS`."""
+"""Attention kernels that keep the sequences of a packed row apart, beside those of `HUB_KERNELS`."""
 HUB_KERNELS = "kernels-community/"
 
 LR_SCHEDULERS = (
@@ -92,13 +92,13 @@ LR_SCHEDULERS = (
     "inverse_sqrt",
     "warmup_stable_decay",
 )
-"""Names that `transformers.get_scheduler` knows and for which flags say all that they need."""
+"""Schedules of `transformers.get_scheduler` whose arguments all have flags."""
 
 
 Count = Annotated[int, Range(at_least=1)]
 CountOrZero = Annotated[int, Range(at_least=0)]
 Steps = Annotated[int, Range(at_least=-1)]
-"""An interval. -1 and 0: never, or what the flag says; see `is_due`."""
+"""An interval in steps. -1 and 0: never, unless the flag says otherwise; see `is_due`."""
 Positive = Annotated[float, Range(above=0)]
 PositiveOrZero = Annotated[float, Range(at_least=0)]
 Fraction = Annotated[float, Range(at_least=0, at_most=1)]

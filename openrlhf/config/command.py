@@ -1,4 +1,4 @@
-"""A command of `openrlhf` as its configuration knows it, and the problems that its checks find."""
+"""Declaration of a command of `openrlhf`: its configuration, checks and the problems that they report."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,45 +9,45 @@ from openrlhf.config.old_flags import OldFlag
 ConfigT = TypeVar("ConfigT")
 
 SECRETS = ("logger.wandb.key", "api_key")
-"""Never printed and never written to a file."""
+"""Flags whose values are never printed or written to a file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """How a flag came to be set."""
+    """The place where a flag was set."""
 
     file: str = ""
-    """The file and line, or the variable; "" for the command line."""
+    """File and line, or the environment variable; "" for the command line."""
     old: str = ""
-    """The old spelling that was used; "" for today's name."""
+    """The old spelling that was used; "" for the current name."""
     shared: bool = False
-    """The old spelling also set other flags."""
+    """True if the old spelling also set other flags."""
 
 
 Explicit = Mapping[str, Source]
-"""The flags that somebody set, by key."""
+"""The flags that were set explicitly, by key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is wrong with a flag, so that nothing starts."""
+    """A problem with a flag, because of which nothing starts if it is fatal."""
 
     key: str
-    """The flag it is about."""
+    """Key of the flag."""
     text: str
-    """What is wrong, and what to do."""
+    """Description of the problem and the remedy."""
     fatal: bool = True
     """False for a remark."""
 
 
 def remark(key: str, text: str) -> Problem:
-    """Makes a problem that is only told: the command starts all the same."""
+    """Builds a non-fatal problem: it is printed, and the command starts."""
     return Problem(key, text, fatal=False)
 
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """A flag whose feature does not exist: anything but its default is refused."""
+    """A flag whose feature does not exist: values other than its default are refused."""
 
     what: str
     """The feature."""
@@ -62,19 +62,19 @@ class NotYet:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command(Generic[ConfigT]):
     name: str
-    """As in `openrlhf NAME`."""
+    """Name of the command, as in `openrlhf NAME`."""
     config_type: type[ConfigT]
     summary: str
     old_flags: Mapping[str, OldFlag]
     problems: Callable[[ConfigT, Explicit], list[Problem]]
-    """Lists what is wrong between flags. Fatal problems do not depend on values that `resolve` may choose."""
+    """Checks flags against each other. Fatal problems do not depend on values that `resolve` may choose."""
     placed: Callable[[ConfigT, Explicit], list[Problem]] = lambda config, explicit: []
-    """Lists what is wrong with the placement, given the values that `resolve` chose."""
+    """Checks the placement, given the values that `resolve` chose."""
     selected: Callable[[ConfigT], Mapping[str, type]] = lambda config: {}
-    """Flag -> the class that it selects, whose fields are options."""
+    """Maps flags to the classes that they select, whose fields are options."""
     not_yet: Mapping[str, NotYet] = field(default_factory=dict)
-    """By flag. `--help` and docs/flags.md say so too."""
+    """Flags without a feature, by key; `--help` and docs/flags.md mark them."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Flag -> the variable of the environment that sets it where nothing else does."""
+    """Maps flags to environment variables, which set them if nothing else does."""
     has_plan: bool = False
-    """It places its processes on a cluster: `--print_plan` says where."""
+    """True if the command places processes on a cluster, so that `--print_plan` is available."""

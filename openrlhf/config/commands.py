@@ -1,4 +1,4 @@
-"""The commands that exist, as `parse` wants them."""
+"""The commands of `openrlhf`, declared for `parse`."""
 
 from openrlhf.config import old_flags, supervised_checks
 from openrlhf.config.checks import NOT_YET
@@ -104,4 +104,4 @@ LORA_COMBINER = Command(
 )
 
 COMMANDS = (SFT, RM, PRM, DPO, KTO, KD, PPO, BATCH_INFERENCE, CHAT, SERVE_RM, LORA_COMBINER)
-"""In the order of the documentation."""
+"""All commands, in the order of the documentation."""

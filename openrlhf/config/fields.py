@@ -1,4 +1,4 @@
-"""The flags that a configuration class declares: names, types, defaults, help; and text turned into their
+"""Flags declared by configuration classes: names, types, defaults and help, and the conversion of text to
 values."""
 
 import ast
@@ -20,13 +20,13 @@ _NONE = ("none", "null")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
-    """One flag."""
+    """A flag: one field of a configuration."""
 
     key: str
-    """Its dotted name."""
+    """Dotted name of the flag."""
     type: Any
     owner: type
-    """The section that declares it."""
+    """Section class that declares the flag."""
 
     @property
     def name(self) -> str:
@@ -42,30 +42,30 @@ class Field:
 
     @property
     def may_be_off(self) -> bool:
-        """With `no_` before its last word it is switched off."""
+        """True if `no_` before the last word of the name switches the flag off."""
         return bool in (self.type, *get_args(self.type))
 
     @property
     def help(self) -> str:
-        """The docstring under the field, and what each of its choices stands for."""
+        """Help text: the docstring under the field, and a description of each choice."""
         owners = (owner for owner in self.owner.__mro__ if is_dataclass(owner))
         docs = (_docstrings(owner.__module__).get(owner.__name__, {}).get(self.name) for owner in owners)
         return f"{next(filter(None, docs), '')} {_summary(self.type)}".strip()
 
     @property
     def values(self) -> str:
-        """What may follow the flag, for people."""
+        """Description of the values that may follow the flag."""
         return _describe(self.type)
 
 
 @cache
 def fields_of(config_type: type) -> Mapping[str, Field]:
-    """Every flag of a configuration class, in the order of declaration."""
+    """Returns all flags of a configuration class by key, in the order of declaration."""
     return {field.key: field for field in _walk(config_type, "")}
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """key -> value, for every flag, and for the options in a mapping."""
+    """Returns the values of all flags, and of the options in a mapping, by key."""
     values: dict[str, Any] = {}
     for name in (field.name for field in fields(config)):
         value = getattr(config, name)
@@ -79,7 +79,7 @@ def values_of(config: Any) -> dict[str, Any]:
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
-    """The configuration with these values, by key, in place of its own."""
+    """Returns the configuration with these values, by key, in place of its own."""
     if isinstance(config, Mapping):
         return {**config, **values}
     here = {key: value for key, value in values.items() if "." not in key}
@@ -92,14 +92,14 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
 
 
 def flag_of(config: Any, key: str) -> str:
-    """`--key value`, and that the value is the default where it is."""
+    """Returns `--key value`, marked if the value is the default."""
     value = values_of(config)[key]
     is_default = value == values_of(type(config)())[key]
     return f"--{key} {' '.join(to_words(value))}{' (default)' if is_default else ''}"
 
 
 def convert(words: Sequence[str], type_: Any) -> Any:
-    """The value that the words after a flag stand for. ValueError says what was expected."""
+    """Converts the words after a flag to its value. Raises ValueError with the expected form."""
     origin, args = get_origin(type_), get_args(type_)
     if origin in (Union, UnionType):
         if NoneType in args and len(words) == 1 and words[0].lower() in _NONE:
@@ -130,7 +130,7 @@ def convert(words: Sequence[str], type_: Any) -> Any:
 
 
 def to_words(value: Any) -> tuple[str, ...]:
-    """The words that stand for a value; `convert` reads them back."""
+    """Returns the words of a value, from which `convert` restores it."""
     if isinstance(value, tuple):
         return tuple(word for item in value for word in to_words(item))
     return (str(value).lower() if isinstance(value, bool) else str(value),)
@@ -188,7 +188,7 @@ def _describe(type_: Any) -> str:
 
 
 def _summary(type_: Any) -> str:
-    """What each name of a table stands for; "" of types without one."""
+    """Returns descriptions of the names of a type's table; "" for types without a table."""
     if isinstance(type_, OneOf):
         return type_.summary
     return "".join(_summary(arg) for arg in get_args(type_))
@@ -200,13 +200,13 @@ def _walk(config_type: type, prefix: str) -> Iterator[Field]:
         type_ = hints[field.name]
         if is_dataclass(type_):
             yield from _walk(type_, f"{prefix}{field.name}.")
-        elif get_origin(type_) is not Mapping:  # whose keys are options, see options.py
+        elif get_origin(type_) is not Mapping:  # keys of mappings are options, see options.py
             yield Field(key=prefix + field.name, type=type_, owner=config_type)
 
 
 @cache
 def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
-    """class -> field -> the string under it, of one module."""
+    """Returns the docstrings under the fields of a module's classes, by class and field."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: _docstrings_of(node) for node in tree.body if isinstance(node, ast.ClassDef)}
 

@@ -1,4 +1,4 @@
-"""Everything that `batch_inference` and `interactive_chat` can be told."""
+"""Configuration of `batch_inference` and `interactive_chat`."""
 
 from dataclasses import dataclass, field
 
@@ -189,7 +189,7 @@ class BatchInferenceConfig:
 
     @property
     def raw_path(self) -> str:
-        """Where rows go before the post-processor."""
+        """File of the rows before post-processing."""
         return f"{self.output_path}.raw.jsonl" if self.post_processor else self.output_path
 
     @property

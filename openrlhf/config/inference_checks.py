@@ -1,4 +1,4 @@
-"""What is wrong between the flags of `batch_inference` and `interactive_chat`."""
+"""Checks of the flags of `batch_inference` and `interactive_chat` against each other."""
 
 import os
 from collections.abc import Iterator
@@ -142,7 +142,7 @@ def _answers(config: BatchInferenceConfig) -> Iterator[Problem]:
 
 
 def _four_bits(is_used: bool, in_vllm: bool, instead: str) -> Iterator[Problem]:
-    """instead: by which transformers answers."""
+    """Refuses NF4 weights with vLLM. `instead`: the flag with which transformers generates."""
     if is_used and in_vllm:
         yield Problem(
             "ds.load_in_4bit",

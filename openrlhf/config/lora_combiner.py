@@ -1,4 +1,4 @@
-"""Everything that `lora_combiner` can be told, and what is wrong between its flags."""
+"""Configuration of `lora_combiner`, and the checks of its flags."""
 
 import os
 from collections.abc import Iterator

@@ -1,5 +1,4 @@
-"""`reasoning_gym:NAME?size=N&seed=S&...` in a flag that names datasets: problems of the package
-reasoning-gym."""
+"""Dataset specifications `reasoning_gym:NAME?size=N&seed=S&...`: problems of the package reasoning-gym."""
 
 import json
 from collections.abc import Mapping
@@ -10,14 +9,14 @@ from urllib.parse import unquote
 
 PREFIX = "reasoning_gym:"
 GYM_VERIFIER = str(Path(__file__).parents[1] / "tasks" / "reasoning_gym_reward.py")
-"""The reward function that asks the package whether an answer is right."""
+"""File of the reward function that verifies answers by the package."""
 SIZE, SEED = 500, 42
-"""Where the specification says nothing."""
+"""Defaults of a specification without size or seed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GymSpec:
-    """Which problems: the i-th comes from the name, the parameters, the seed and i alone."""
+    """A set of problems. The i-th one is determined by the name, the parameters, the seed and i."""
 
     name: str
     size: int = SIZE
@@ -25,7 +24,8 @@ class GymSpec:
     parameters: Mapping[str, Any]
 
     def overlaps(self, other: "GymSpec") -> bool:
-        """Whether they share problems: the i-th problem of most datasets has the seed `seed + i`."""
+        """Returns whether two sets share problems: the i-th problem of most datasets has the seed `seed +
+        i`."""
         same = self.name == other.name and self.parameters == other.parameters
         return same and max(self.seed, other.seed) < min(self.seed + self.size, other.seed + other.size)
 
@@ -35,8 +35,8 @@ def is_gym(item: str) -> bool:
 
 
 def parse_gym(item: str) -> GymSpec:
-    """Values are JSON, or else text; commas and & in them are written %2C and %26. ValueError, without the
-    flag's name, for what is no specification."""
+    """Parses a specification. Values are JSON or else text, with %2C and %26 for commas and &. Raises
+    ValueError without the flag's name if `item` is no specification."""
     name, _, query = item.removeprefix(PREFIX).partition("?")
     if not name:
         raise ValueError(f"no dataset is named; write {PREFIX}NAME?size=1000&seed=1")

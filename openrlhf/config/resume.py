@@ -1,24 +1,24 @@
-"""What another value of a flag means to a run that resumes. A flag that stands in no table here may not
-change: it decides what is learned."""
+"""Effects of changed flags on a resumed run. A flag in none of the tables here decides what is learned and
+must not change."""
 
 from collections.abc import Mapping
 from enum import Enum
 
 
 class Change(Enum):
-    """What becomes of a resume with another value."""
+    """The effect of a changed flag on a resume."""
 
     FREE = "free"
-    """It goes on: where things run, memory, layout, logging, what is saved and evaluated."""
+    """The run resumes: placement, memory, layout, logging, saving and evaluation may change."""
     REMARKED = "remarked"
-    """It goes on, and is told what that means."""
+    """The run resumes with a remark on the effect."""
     CONTENT = "content"
-    """It goes on where what the flag names is the same, wherever it lies."""
+    """The run resumes if the content that the flag names is the same; its path may change."""
     REFUSED = "refused"
 
 
 def change_of(command: str, key: str) -> Change:
-    """`command`: as in `openrlhf NAME`."""
+    """Returns the effect of a change of flag `key`. `command`: as in `openrlhf NAME`."""
     if key in remarks_of(command):
         return Change.REMARKED
     if key in CONTENT:
@@ -29,7 +29,7 @@ def change_of(command: str, key: str) -> Change:
 
 
 def remarks_of(command: str) -> Mapping[str, str]:
-    """Flag -> what another value means."""
+    """Maps flags to remarks on the effect of another value."""
     return RL_REMARKS if command == "ppo" else SUPERVISED_REMARKS
 
 
@@ -54,7 +54,7 @@ FREE = {
     *("local_rank", "use_ms", "placement"),
     *("data.image_root", "data.image_hosts"),
     *("data.dataloader_num_workers", "data.cache_enable", "data.cache_dir"),
-    # Ranks, and what each of them keeps
+    # Ranks, and the state that each of them keeps
     *(f"{role}.num_nodes" for role in ("actor", "critic", "ref", "teacher", "reward")),
     *(f"{role}.num_gpus_per_node" for role in ("actor", "critic", "ref", "teacher", "reward")),
     *("ds.zero_stage", "ds.adam_offload"),
@@ -76,7 +76,7 @@ FREE = {
     *("ds.bucket_mb", "ds.activation_offload"),
     *("ds.attn_implementation", "ds.experts_implementation", "train.full_determinism_enable"),
     *("ds.enable_sleep", "model.compute_fp32_loss_enable"),
-    # How rewards are asked for, and when a run gives up
+    # Reward requests, and limits at which a run aborts
     *("reward.batch", "reward.timeout", "reward.num_workers"),
     *("reward.remote_timeout", "reward.remote_batch_size", "reward.remote_concurrency"),
     *(

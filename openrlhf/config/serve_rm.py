@@ -1,4 +1,4 @@
-"""Everything that `serve_rm` can be told, and what is wrong between its flags."""
+"""Configuration of `serve_rm`, and the checks of its flags."""
 
 import ipaddress
 import os
@@ -11,7 +11,7 @@ from openrlhf.config.choices import Count, ExpertsImplementation, ParamDtype, Po
 from openrlhf.config.command import Explicit, Problem
 
 KEY_VARIABLE = "OPENRLHF_REWARD_KEY"
-"""Environment variable with the key of reward servers, for the server and for those who ask it."""
+"""Environment variable with the key of reward servers, read by servers and clients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ class ServeRMConfig:
 
     @property
     def key(self) -> str | None:
-        """What requests must bring."""
+        """Key that requests must carry; None: none is required."""
         from_environment = self.api_key in (None, "True")
         return (os.environ.get(KEY_VARIABLE) if from_environment else self.api_key) or None
 

@@ -1,4 +1,4 @@
-"""Everything that the supervised commands can be told: SFT, reward models, process reward models, DPO, KTO,
+"""Configuration of the supervised commands: SFT, reward models, process reward models, DPO, KTO and
 distillation."""
 
 from dataclasses import dataclass, field

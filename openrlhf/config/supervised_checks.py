@@ -1,4 +1,4 @@
-"""What is wrong between the flags of the supervised commands."""
+"""Checks of the flags of the supervised commands against each other."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -89,7 +89,7 @@ def kd_problems(config: KDConfig, explicit: Explicit) -> list[Problem]:
 
 
 def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Problem]) -> list[Problem]:
-    """What is wrong with what all of these commands have, and with what one has of its own."""
+    """Lists the problems of the flags that all supervised commands share, and a command's `own` problems."""
     ds, num_ranks = config.ds, int(os.environ.get("WORLD_SIZE", "1"))
     mesh = Mesh.within(num_ranks, sequence=ds.ring_attn_size, tensor=ds.tensor_parallel_size)
     return checks.first_of_each(
