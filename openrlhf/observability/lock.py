@@ -1,4 +1,4 @@
-"""A folder that one living process has for itself. The operating system frees it when the process dies."""
+"""Locks a folder for one living process. The operating system releases the lock when the process dies."""
 
 import errno
 import fcntl
@@ -13,13 +13,13 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-"""The locked file, in which its owner stands."""
+"""Name of the locked file, which contains its owner."""
 
 
 @contextmanager
 def locked(folder: str | os.PathLike, *, flag: str) -> Iterator[None]:
-    """Inside, no other process gets past this for the same folder. ValueError, with who holds it, where one
-    has it; a warning where the file system knows no locks."""
+    """Holds an exclusive lock on the folder inside the block. Raises ValueError, naming the owner, where
+    another process holds it; warns where the file system has no locks."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     with open(path / LOCK, "a+", encoding="utf-8") as file:
@@ -43,7 +43,9 @@ def locked(folder: str | os.PathLike, *, flag: str) -> Iterator[None]:
             file.flush()
             yield
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # also where a forked process still has the file
+            fcntl.flock(
+                file, fcntl.LOCK_UN
+            )  # releases the lock also where a forked process still has the file open
 
 
 def _now() -> str:

@@ -1,5 +1,4 @@
-"""What a trained model's folder tells those who find it: README.md, from the run folder; and its way to the
-hub."""
+"""Writes a trained model's README.md from the run folder, and uploads the model to the hub."""
 
 import json
 import os
@@ -28,10 +27,10 @@ def write_model_card(
     base_model: str,
     datasets: Iterable[str],
 ) -> Path:
-    """README.md with how `folder`'s model was made: method, final metrics, versions, configuration.
+    """Writes README.md with how `folder`'s model was made: method, final metrics, versions, configuration.
 
-    Names on the hub go into the metadata by which the hub links models and datasets; local paths do not. Of
-    a local base model the name that its own card gives goes there.
+    Names on the hub go into the metadata by which the hub links models and datasets; local paths do not. For
+    a local base model, the base model named in its own card goes there.
     """
     data = ModelCardData(
         base_model=base_model if _is_on_hub(base_model) else _base_in_card(Path(base_model)),
@@ -56,9 +55,10 @@ def write_model_card(
 
 
 def push_to_hub(folder: str | os.PathLike, repository: str) -> str:
-    """Upload a model's folder; the repository is made private where it does not exist. Returns its address.
+    """Uploads a model's folder; creates the repository as private where it does not exist. Returns its
+    address.
 
-    ValueError when the hub refuses; the folder stays as it is.
+    Raises ValueError when the hub refuses; the folder stays as it is.
     """
     api = HfApi()
     try:
@@ -91,17 +91,17 @@ def _is_on_hub(name: str) -> bool:
 
 
 def _base_in_card(folder: Path) -> str | None:
-    """What a local model was made from, where its card names one model of the hub."""
+    """Returns the hub model from which a local model was made, if its card names exactly one."""
     card = folder / "README.md"
     try:
         base = (metadata_load(card) or {}).get("base_model") if card.is_file() else None
-    except (yaml.YAMLError, ValueError):  # a card that somebody wrote by hand names nothing
+    except (yaml.YAMLError, ValueError):  # a hand-written card that cannot be parsed names no base model
         return None
     return base if isinstance(base, str) and _is_on_hub(base) else None
 
 
 def _metrics_table(run: RunFolder) -> str:
-    """The last value of every metric."""
+    """Returns a Markdown table of the last value of every metric."""
     last: dict[str, tuple[float, int]] = {}
     for step, metrics in read_metrics(run.metrics_path).items():
         last |= {

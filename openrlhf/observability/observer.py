@@ -1,5 +1,5 @@
-"""Everything a run tells people, behind one object: progress on the screen, metrics, rollouts and a report in
-the run folder, and the team's trackers."""
+"""The single interface to a run's output: progress on the screen; metrics, rollouts and a report in the run
+folder; and the team's trackers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ SAMPLES_IN_TABLE = 8
 
 
 class Observer:
-    """For the one process that speaks for a run."""
+    """Reports a run; used by the one process that speaks for it."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class Observer:
         rollouts: JournalMode = "full",
         mismatch: MismatchWatch | None = None,
     ) -> None:
-        """`resume_step`: the step that was restored, None for a fresh run. `rollouts`: what the journal keeps
-        of them. `mismatch`: compares sampler and trainer, in RL."""
+        """`resume_step`: the restored step, None for a fresh run. `rollouts`: which rollouts the journal
+        keeps. `mismatch`: compares sampler and trainer, in RL."""
         self.folder, self.logger, self.decode = folder, logger, decode
         if resume_step is not None:
             folder.rewind(resume_step)
@@ -45,7 +45,8 @@ class Observer:
         self.health = Health(mismatch=mismatch)
         self.step = resume_step or 0
         self.samples: dict[str, list[Trajectory]] = {}
-        """A few of the last training step and of the last evaluation, by the names of `log_rollouts`."""
+        """A few samples of the last training step and of the last evaluation, by the names of
+        `log_rollouts`."""
         self.journal = Journal(folder.rollouts_path, decode=decode, mode=rollouts, say=self.message)
         run = TrackedRun(folder=folder, logger=logger, resume_step=resume_step)
         self.trackers = Trackers(JsonlTracker(folder.metrics_path), open_trackers(run))
@@ -59,12 +60,11 @@ class Observer:
             yield self.current
 
     def advance(self, count: int) -> None:
-        """`count` more of the current phase are done."""
+        """Advances the current phase by `count`."""
         self.current.advance(count)
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Everything about one step, once: the line on the screen, the row in the files, and what looks
-        unhealthy."""
+        """Reports one step, once: prints its line, writes its metrics, and warns of what looks unhealthy."""
         self.step = step
         metrics = metrics | self.progress.step(step, metrics)
         for text in self.health.check(metrics):
@@ -79,7 +79,8 @@ class Observer:
         name: str = "step",
         trained: Trained | None = None,
     ) -> None:
-        """`name` is step for training, filtered for what a step left out, and eval for evaluation."""
+        """Journals the trajectories and shows a few. `name` is step for training, filtered for samples that a
+        step left out, and eval for evaluation."""
         path = self.journal.write(step, trajectories, name=name, trained=trained)
         self._tell_failures(trajectories, path)
         self.samples[name] = few_samples(trajectories)
@@ -95,12 +96,12 @@ class Observer:
         self.trackers.table(step, f"{name}_samples", ["prompt", "response", "reward", "truncated"], rows)
 
     def flush(self) -> None:
-        """Wait until the rollouts are on disk. Before a checkpoint is complete: a run that resumes from it
-        writes none of them again."""
+        """Waits until the rollouts are on disk. Call it before a checkpoint is complete: a run that resumes
+        from the checkpoint writes none of them again."""
         self.journal.flush()
 
     def _tell_failures(self, trajectories: Sequence[Trajectory], path: Path | None) -> None:
-        """The commonest error, on one line, with a sample that has it."""
+        """Prints the most common error on one line, with a sample that has it."""
         failed = [t for t in trajectories if not t.ok]
         if not failed:
             return
@@ -118,8 +119,8 @@ class Observer:
         self.progress.message(text)
 
     def close(self) -> None:
-        """End with the report and, on the screen, a few samples of the last evaluation, or of the last step
-        where there is none."""
+        """Ends the run's output with the report and, on the screen, a few samples of the last evaluation, or
+        of the last step where there is none."""
         try:
             with self.progress.phase("write rollouts"):
                 self.journal.close()

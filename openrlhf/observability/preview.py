@@ -1,5 +1,5 @@
-"""What a supervised run will read, for people: the first samples with what is learned of them, the first
-packed rows, and the lengths of all."""
+"""Previews the data of a supervised run: the first samples with their learned tokens, the first packed rows,
+and statistics of all lengths."""
 
 import math
 import re
@@ -28,13 +28,13 @@ UNITS = {Sample: "sample", Pair: "pair", UnpairedExample: "answer", Steps: "solu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Tokens that follow each other and are alike."""
+    """Consecutive tokens of the same kind."""
 
     text: str
     learned: bool
     special: bool
     label: str = ""
-    """What the model shall say there, in a process reward model."""
+    """Label of the step, in a process reward model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +82,8 @@ def _side(
 def stretches_of(
     sample: Sample, tokenizer: "PreTrainedTokenizerBase", labels: Sequence[str] | None = None
 ) -> Iterator[Stretch]:
-    """labels: one for each learned token, which is then a stretch of its own. The texts together are what the
-    tokenizer makes of the whole."""
+    """Yields the stretches of a sample, whose texts together are the decoded whole. labels: one for each
+    learned token, which is then a stretch of its own."""
     token_ids, mask = sample.token_ids.tolist(), sample.action_mask.tolist()
     special_ids = {*tokenizer.all_special_ids} | {
         token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -103,7 +103,7 @@ def stretches_of(
 
 
 def plain_text(side: Side) -> str:
-    """Learned tokens between ⟦ and ⟧; a label in brackets behind its step."""
+    """Returns the text with learned tokens between ⟦ and ⟧ and each label in parentheses after its step."""
     parts = []
     for learned, group in groupby(side.stretches, lambda stretch: (stretch.learned, stretch.label)):
         text = "".join(stretch.text for stretch in group)
@@ -122,7 +122,7 @@ def coloured_text(side: Side) -> Text:
 
 
 def _shown(text: str) -> str:
-    """A special token that is repeated, as that of an image is, once, and how often it stands there."""
+    """Collapses repeated special tokens, such as those of an image, to one with a count."""
     times = lambda found: f"{found[1]}×{len(found[0]) // len(found[1])}"
     return clean_text(_REPEATED.sub(times, text))
 
@@ -131,7 +131,7 @@ _REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")
 
 
 class Preview:
-    """Prints in colour, what is learned green, what is only read grey, special tokens reversed; or as plain
+    """Prints a preview in colour (learned tokens green, others grey, special tokens reversed) or as plain
     text."""
 
     def __init__(self, stream: TextIO, *, coloured: bool):
@@ -139,7 +139,7 @@ class Preview:
         self._console = Console(file=stream, force_terminal=True) if coloured else None
 
     def first_tokens(self, tokenizer: "PreTrainedTokenizerBase", *, is_chat: bool) -> None:
-        """What the tokenizer puts in front of a text, where it puts something."""
+        """Prints the tokens that the tokenizer prepends to a text, if any."""
         if first := decode(tokenizer, first_token_ids(tokenizer)):
             plain = f"every text begins with {first}, as the tokenizer has it"
             chat = f"the tokenizer puts {first} in front of plain text; of a chat the template decides"
@@ -159,7 +159,8 @@ class Preview:
         self._console.print(Panel(table, title=Text(name), title_align="left"))
 
     def rows(self, rows: Sequence[Sequence[int]], dataset: Any, limit: int = 4) -> None:
-        """The packed rows of the first optimizer step on one rank, each the numbers of its items."""
+        """Prints the packed rows of the first optimizer step on one rank; each row is a list of item
+        indices."""
         unit = UNITS[type(dataset[0])]
         self.line(f"first step: {sum(map(len, rows))} {unit}s in {len(rows)} packed rows")
         for i, row in enumerate(rows[:limit], start=1):
@@ -171,7 +172,7 @@ class Preview:
         self.line("")
 
     def summary(self, dataset: Any) -> None:
-        """Counts, and how long items are."""
+        """Prints the counts of rows and tokens, and the distribution of lengths."""
         unit = UNITS[type(dataset[0])]
         lengths = np.array(dataset.lengths)
         items = tracked(range(len(dataset)), len(dataset), f"counting {unit}s")
@@ -202,7 +203,7 @@ BAR_WIDTH = 40
 
 
 def histogram(lengths: np.ndarray, bins: int = 8) -> list[tuple[int, int, int]]:
-    """(shortest, longest, how many) of ranges of equal width."""
+    """Returns (shortest, longest, count) of ranges of equal width."""
     low, high = int(lengths.min()), int(lengths.max())
     width = max(1, math.ceil((high - low + 1) / bins))
     counts = np.bincount((lengths - low) // width)
@@ -211,7 +212,7 @@ def histogram(lengths: np.ndarray, bins: int = 8) -> list[tuple[int, int, int]]:
 
 
 def _percentiles(lengths: np.ndarray) -> str:
-    """Nearest-rank: lengths that exist."""
+    """Formats nearest-rank percentiles, which are lengths that occur."""
     shares = {"median": 50, "90%": 90, "99%": 99, "longest": 100}
     found = {name: np.percentile(lengths, share, method="inverted_cdf") for name, share in shares.items()}
     return f"mean {lengths.mean():,.1f}, " + ", ".join(f"{name} {value:,}" for name, value in found.items())
@@ -227,7 +228,7 @@ def _count(count: int, unit: str) -> str:
 
 
 def _num_learned(item: Item) -> int:
-    """The tokens with loss: those of the mismatched answer have none."""
+    """Returns the number of tokens with loss; a mismatched answer has none."""
     if isinstance(item, Pair):
         return item.chosen.num_actions + item.rejected.num_actions
     return (item if isinstance(item, Sample) else item.sample).num_actions

@@ -1,8 +1,9 @@
-"""What people see of what takes long. On a terminal bars, elsewhere plain lines without control characters.
+"""Shows the progress of long operations: bars on a terminal, elsewhere plain lines without control
+characters.
 
-`Progress` is for a run: lines of steps above bars of the run and of each phase. Quick steps share a line:
-on a terminal one a second, elsewhere one every 5 seconds, with the means of the steps since the last line.
-Whatever else takes long says in a file every 10 seconds where it is.
+`Progress` is for a run: lines of steps above bars of the run and of each phase. Quick steps share a line: on
+a terminal one a second, elsewhere one every 5 seconds, with the means of the steps since the last line. In a
+file, any other long operation reports its progress every 10 seconds.
 
     with Progress() as progress:
         progress.start(total_steps)
@@ -11,9 +12,10 @@ Whatever else takes long says in a file every 10 seconds where it is.
                 phase.advance(8, tokens_per_second=9012)
             metrics |= progress.step(step, metrics)    # timing/generate, timing/step_total
 
-Only the driver shows progress. Other ranks use Progress(show=False), which still takes the times.
+Only the driver shows progress. Other ranks use Progress(show=False), which still measures times.
 
-Before a run, and without one, on stderr: `tracked` for loops, `waiting` for what has no parts to count.
+Outside the steps of a run, `tracked` (for loops) and `waiting` (for operations without countable parts) print
+to stderr.
 """
 
 import json
@@ -41,7 +43,7 @@ from openrlhf.errors import is_first_of_machine
 from openrlhf.files import cache_folder, write_atomically
 
 if TYPE_CHECKING:
-    from openrlhf.types import Metrics  # whose module imports torch
+    from openrlhf.types import Metrics  # its module imports torch
 
 logger = logging.getLogger(__name__)
 
@@ -76,27 +78,28 @@ KEY_METRICS = {
     "grad_norm": "grad_norm",
     "lr": "lr",
 }
-"""Metrics on the line of a step, and what they are called there. Evaluations are shown too."""
+"""Maps the metrics on a step's line to their labels there. Evaluations are shown too."""
 
 EVALUATION_METRICS_SHOWN = 6
 EVALUATION_DETAILS = ("num_samples", "response_length_mean", "truncated_rate")
-"""What evaluations also report; not on the line."""
+"""Other metrics of evaluations, which are not on the line."""
 ETA_STEPS = 50
 
 LINE_EVERY = 10.0
-"""Seconds that a file waits for a line."""
+"""Seconds without output after which a file gets a line."""
 STEPS_EVERY, STEPS_EVERY_ON_TERMINAL = 5.0, 1.0
 """Seconds between two lines of quick steps."""
 LOOP_PATIENCE, WAIT_PATIENCE = 2.0, 1.0
-"""Seconds before a bar of a loop, and before anything about a wait."""
+"""Seconds before the bar of a loop, and before any output about a wait."""
 CHECK_PATIENCE = 4.0
-"""The same, in a file, where an error is likely: it shall stand alone."""
+"""Seconds before the first line about a wait in a file where an error is likely, so that the error stands
+alone."""
 DURATIONS_KEPT = 200
-"""Waits whose durations are remembered."""
+"""Number of waits whose durations are remembered."""
 
 
 class Progress:
-    """`phase`, `advance` and `message` may be called from any thread."""
+    """Progress of a run. `phase`, `advance` and `message` may be called from any thread."""
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class Progress:
         plain_seconds: float = LINE_EVERY,
         now: Callable[[], float] = time.monotonic,
     ):
-        """`plain_seconds`: how long a file waits for a line."""
+        """`plain_seconds`: seconds without output after which a file gets a line."""
         self._stream = stream or sys.stdout
         self._show = show
         self._key_metrics = key_metrics
@@ -124,7 +127,7 @@ class Progress:
         self._last_line = time.monotonic()
 
     def start(self, total_steps: int | None = None, *, done: int = 0) -> None:
-        """Begin counting time. `done` steps were made before a resume. None: the number is not known.
+        """Starts the clock. `done` steps were made before a resume. total_steps None: the number is unknown;
         0: there are no steps, only phases."""
         self._clock = StepClock(total=total_steps, done=done, now=self._now())
         if not self._show:
@@ -138,8 +141,8 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator["Phase"]:
-        """A part of a step. Its seconds become `timing/{name}`. Phases may overlap, nest and repeat: seconds
-        of the same name add up."""
+        """Measures a part of a step, whose seconds become `timing/{name}`. Phases may overlap, nest and
+        repeat: seconds of the same name add up."""
         phase = Phase(name=clean_text(name), total=total, now=self._now)
         with self._lock:
             self._phases.append(phase)
@@ -155,10 +158,11 @@ class Progress:
                 self._bars.remove_phase(phase)
 
     def step(self, step: int, metrics: "Metrics") -> "Metrics":
-        """A step has finished. Returns the `timing/` metrics since the last one.
+        """Finishes a step and returns the `timing/` metrics since the last one.
 
-        Its line is printed at once where it is the first or the last step, or has figures of an evaluation;
-        else with those that follow, unless the last line is old enough."""
+        Its line is printed at once for the first and the last step and for a step with evaluation metrics;
+        else together with later steps, unless the last line is old enough.
+        """
         total = self._clock.finish(step, self._now())
         with self._lock:
             seconds, self._seconds = self._seconds | {"step_total": total}, defaultdict(float)
@@ -173,8 +177,8 @@ class Progress:
         return timing
 
     def message(self, text: str) -> None:
-        """Print a line that does not disturb the bars, after that of the steps so far. `text` may come from
-        anywhere: it is cleaned."""
+        """Prints a line that does not disturb the bars, after the line of the steps so far. `text` may come
+        from anywhere: it is cleaned."""
         if self._show:
             self._tell_steps()
             self._print(text)
@@ -198,7 +202,7 @@ class Progress:
         return is_old or self._clock.is_at_an_end or any(map(is_evaluation, metrics))
 
     def _tell_steps(self) -> None:
-        """One line of the steps that have none."""
+        """Prints one line about all steps not yet printed."""
         with self._lock:
             untold, self._untold = self._untold, UntoldSteps()
         if not untold.count:
@@ -216,7 +220,7 @@ class Progress:
         self._told = self._now()
 
     def _chosen(self, metrics: "Metrics") -> list[tuple[str, float]]:
-        """(label, value) of what is worth a place on the line."""
+        """Returns (label, value) of the metrics on the line."""
         chosen = [(label, metrics[name]) for name, label in self._key_metrics.items() if name in metrics]
         evaluation = [
             (name, value)
@@ -268,7 +272,7 @@ class Phase:
         return self.now() - self.started
 
     def advance(self, count: int = 1, **figures: float | str) -> None:
-        """`count` more of `total` are done. `figures` are shown until they are replaced."""
+        """Adds `count` finished parts of `total`. `figures` are shown until they are replaced."""
         with self._lock:
             self.done += count
             self.figures = self.figures | figures
@@ -286,7 +290,7 @@ class Phase:
 
 
 class UntoldSteps:
-    """Steps that no line has told of yet."""
+    """Accumulates the steps that are not yet printed."""
 
     def __init__(self) -> None:
         self.count = self.last = 0
@@ -303,16 +307,16 @@ class UntoldSteps:
             self._seconds[name.removeprefix("timing/")] += value
 
     def means(self) -> "Metrics":
-        """Of each metric over the steps that report it."""
+        """Returns the mean of each metric over the steps that report it."""
         return {name: total / self._counts[name] for name, total in self._sums.items()}
 
     def seconds(self) -> "Metrics":
-        """Of a step in each phase, on average."""
+        """Returns the mean seconds per step of each phase."""
         return {name: total / self.count for name, total in self._seconds.items()}
 
 
 class StepClock:
-    """Seconds per step, and how long the remaining steps will take at the mean of the last ones."""
+    """Measures seconds per step and estimates the remaining time from the mean of the last steps."""
 
     def __init__(self, total: int | None = None, done: int = 0, now: float | None = None):
         self.total = total
@@ -322,12 +326,13 @@ class StepClock:
         self._num_finished = 0
 
     def finish(self, step: int, now: float | None = None) -> float:
-        """Seconds since the last call, or since the start. Steps may be skipped."""
+        """Finishes a step and returns the seconds since the last call, or since the start. Steps may be
+        skipped."""
         now = time.monotonic() if now is None else now
         seconds, self._last = now - self._last, now
         if step > self._done:
             if self._num_finished == 1:
-                # The first step compiles and warms up: it says little about the others.
+                # The first step compiles and warms up, so it does not count towards the estimate.
                 self._per_step.clear()
             self._num_finished += 1
             self._per_step.append(seconds / (step - self._done))
@@ -336,17 +341,17 @@ class StepClock:
 
     @property
     def is_at_an_end(self) -> bool:
-        """The step that has finished is the first or the last one."""
+        """True if the finished step is the first or the last one."""
         return self._num_finished == 1 or self._done == self.total
 
     def lines(self, now: float) -> list[str]:
-        """The step that is under way, if there is one."""
+        """Returns a line about the step in progress, if there is one."""
         if self.total is not None and self._done >= self.total:
             return []
         return [f"step {self._done + 1} {format_duration(now - self._last)}"]
 
     def eta(self) -> float | None:
-        """Seconds. None when it is not known or nothing is left."""
+        """Returns the estimated remaining seconds; None when unknown or nothing is left."""
         if not self.total or not self._per_step or self._done >= self.total:
             return None
         return (self.total - self._done) * sum(self._per_step) / len(self._per_step)
@@ -360,9 +365,9 @@ def tracked(
     stream: TextIO | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> Generator[ItemT, None, None]:
-    """The items, unchanged, while a bar or a line every 10 seconds says how far they are. A loop of less than
-    2 seconds shows nothing, and the bar leaves no trace. Of the processes of a machine the first one speaks.
-    `total` may be unknown."""
+    """Yields the items unchanged and shows progress: a bar, or a line every 10 seconds in a file. A loop of
+    less than 2 seconds shows nothing, and the bar leaves no trace. Only the first process of a machine
+    prints. `total` may be unknown."""
     if not is_first_of_machine():
         yield from items
         return
@@ -390,13 +395,13 @@ def tracked(
 def waiting(
     title: str, *, key: str = "", patience: float | None = None, stream: TextIO | None = None
 ) -> Iterator[None]:
-    """Say on stderr that the block runs, for how long it has, and how long it took the last time. Of all
-    ranks the first one speaks.
+    """Reports on stderr that the block runs, its elapsed time, and its duration the last time. Only the first
+    rank prints.
 
-    title: what is under way: `starting 2 vLLM engines`.
-    key: what else decides how long it takes, such as the model. By both, durations are kept in the cache
-    folder.
-    patience: seconds before the first line in a file, `WAIT_PATIENCE` on a terminal and for None."""
+    title: name of the operation: `starting 2 vLLM engines`.
+    key: what else determines the duration, such as the model. Durations are kept in the cache folder by both.
+    patience: seconds before the first line in a file, `WAIT_PATIENCE` on a terminal and for None.
+    """
     if os.environ.get("RANK", "0") != "0":
         yield
         return
@@ -418,7 +423,7 @@ def waiting(
 
 
 def checking() -> AbstractContextManager[None]:
-    """The wait for what may end with what is wrong with a command."""
+    """Shows a progress line while models and data are validated."""
     return waiting("checking models and data", patience=CHECK_PATIENCE)
 
 
@@ -437,7 +442,7 @@ def _tell_wait(phase: Phase, stream: TextIO, ended: threading.Event, patience: f
 
 
 def _durations() -> dict[str, float]:
-    """Seconds of each wait, the newest last. Without a file that can be read nothing is known."""
+    """Returns the seconds of each wait, the newest last; {} without a readable file."""
     try:
         return json.loads(_durations_path().read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -481,13 +486,14 @@ def _print_plain(text: str, stream: TextIO) -> None:
 
 
 def clean_text(text: str) -> str:
-    """`text` without what could act on a terminal: control characters but newline and tab, and the marks that
-    reverse reading order. Lone surrogates, which no stream can encode, become question marks."""
+    """Returns `text` without control characters (except newline and tab) and marks that reverse reading
+    order, which could act on a terminal. Lone surrogates, which no stream can encode, become question marks.
+    """
     return _CONTROL.sub("", text).encode("utf-8", "replace").decode("utf-8")
 
 
 def format_number(value: float) -> str:
-    """Three to four digits: 0.0123, 12.3, 1,234, 56.7k, 1e-06."""
+    """Formats a number with three to four digits: 0.0123, 12.3, 1,234, 56.7k, 1e-06."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -502,7 +508,7 @@ def format_number(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """12ms, 1.2s, 34s, 3m12s, 2h05m, 3d04h."""
+    """Formats a duration: 12ms, 1.2s, 34s, 3m12s, 2h05m, 3d04h."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f}ms"
     if seconds < 9.95:
@@ -521,8 +527,8 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 
 
 class _TerminalBars(Bars):
-    """A bar for the run and one for each running phase, below the lines that are printed; nothing before
-    the first of them."""
+    """A bar for the run and one for each running phase, below the printed lines; nothing is shown before the
+    first of them."""
 
     def __init__(self, stream: TextIO, *, transient: bool = False):
         super().__init__(
@@ -548,7 +554,7 @@ class _TerminalBars(Bars):
         self._task_ids[phase] = self.add_task(phase.name, total=phase.total, note="", phase=phase)
 
     def show(self, phase: Phase) -> None:
-        """Its bar, from now on."""
+        """Shows the bar of a phase, adding it if needed."""
         if phase not in self._task_ids:
             self.add_phase(phase)
             self.start()
@@ -560,7 +566,7 @@ class _TerminalBars(Bars):
         self.update(self._run, completed=step, note=f"eta {format_duration(eta)}" if eta else "")
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Called by rich for each refresh, so that `advance` costs nothing."""
+        """Updates the bars; rich calls it on each refresh, so that `advance` costs nothing."""
         for task in self.tasks:
             if phase := task.fields["phase"]:
                 task.completed = phase.done
@@ -569,11 +575,12 @@ class _TerminalBars(Bars):
 
 
 def pass_name(name: str) -> str | None:
-    """Under which name a mean or the best of k of scores is reported once more where all are 0 or 1."""
+    """Returns the pass@k name under which a mean or best-of-k of scores is also reported where all scores are
+    0 or 1; None for other names."""
     found = re.search(r"_(?:score_mean|best_of(\d+))$", name)
     return f"{name[: found.start()]}_pass{found[1] or 1}" if found else None
 
 
 def is_evaluation(name: str) -> bool:
-    """Whether a metric of this name is of held-out data."""
+    """Returns whether a metric of this name is measured on held-out data."""
     return name.startswith(("eval/", "eval_"))

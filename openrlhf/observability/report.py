@@ -1,6 +1,6 @@
-"""A run on one page that needs no server, no network and no script: `report.html` in the run folder.
+"""Writes a run's report as one page without server, network or script: `report.html` in the run folder.
 
-Everything on it is bounded, so that it stays below 300 kB however long the run was. What it looks like is in
+All its parts are bounded, so that it stays below 300 kB for any length of the run. Its layout is in
 `report.html.j2`.
 """
 
@@ -47,13 +47,13 @@ WARNING_CHARACTERS = 500
 SAMPLES_PRINTED = 4
 
 PLOT = {"width": 270, "height": 158, "left": 44, "right": 262, "top": 8, "bottom": 138}
-"""Pixels of a chart, and the borders of what is drawn in it."""
+"""Size of a chart and of its plot area, in pixels."""
 
 TEXT_FILES = {"Configuration": "config.yaml", "Command line": "argv.txt", "Environment": "env.json"}
-"""Heading, and the file of the run folder below it."""
+"""Heading -> file of the run folder shown below it."""
 
 OWN = "Your own metrics"
-"""Heading of what the reward's `extra_logs` report."""
+"""Heading of the metrics from the reward's `extra_logs`."""
 
 SECTIONS = (
     ("Results", ("reward", "score", "acc", "margin", "pass_rate")),
@@ -79,7 +79,7 @@ SECTIONS = (
         ),
     ),
 )
-"""Heading, and what names of its metrics contain, in the order of the charts. The first match takes it."""
+"""(heading, words in the names of its metrics), in the order of the charts. The first match wins."""
 
 HEADLINES = (
     (r"eval[/_].*(_pass1|_score_mean|accuracy)", 2),
@@ -93,12 +93,13 @@ HEADLINES = (
     (r"policy/entropy", 1),
     (r"(rollout/)?truncated_rate", 1),
 )
-"""What the tiles at the top show, in order, and how many of each. The loss of a policy or a critic does not
-tell how a run goes."""
+"""(pattern of metric names, maximum number of tiles), in the order of the tiles at the top. The loss of a
+policy or a critic does not show the progress of a run."""
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write `run_dir/report.html` from whatever is in the folder; also while the run goes on."""
+    """Writes `run_dir/report.html` from the folder's files, also during a run, and returns its path. Raises
+    ValueError where there is no metrics.jsonl."""
     folder = RunFolder(Path(run_dir))
     if not folder.metrics_path.exists():
         raise ValueError(
@@ -110,7 +111,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def contents_of(folder: RunFolder) -> dict[str, Any]:
-    """The variables of the page."""
+    """Returns the variables of the page."""
     curves = _curves(read_metrics(folder.metrics_path))
     files = journal_steps(folder.rollouts_path)
     own = _own_metrics(files)
@@ -140,12 +141,12 @@ def contents_of(folder: RunFolder) -> dict[str, Any]:
 
 
 def few_samples(trajectories: Sequence[Trajectory], limit: int = SAMPLES_PRINTED) -> list[Trajectory]:
-    """Evenly spaced from best to worst reward, then failures if there is room."""
+    """Returns trajectories evenly spaced from best to worst reward, then failures if there is room."""
     return [trajectories[i] for i in spread(trajectories, limit)]
 
 
 def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: TextIO | None = None) -> None:
-    """A table on a terminal, plain lines in a file."""
+    """Prints samples as a table on a terminal, as plain lines in a file."""
     stream = stream or sys.stdout
     rows = [
         (
@@ -182,7 +183,7 @@ class _Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Label:
-    """A metric's name for people: its section, and the rest in words."""
+    """A metric's display name: its section, and the rest in words."""
 
     section: str
     words: str
@@ -217,7 +218,7 @@ class Dot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """One metric, in pixels of `PLOT`; without lines where no value is finite."""
+    """The chart of one metric, in pixels of `PLOT`; without lines where no value is finite."""
 
     name: str
     label: Label
@@ -259,8 +260,8 @@ def _headline_names(curves: dict[str, Curve], same: Container[str]) -> list[str]
 
 
 def _same(curves: dict[str, Curve], own: Container[str]) -> dict[str, str]:
-    """Metrics whose every value is that of one before them, and that one: a mean of verdicts is pass@1, many
-    a score is the reward. Users' own metrics and those that never change are no repetition."""
+    """Returns metric -> earlier metric with equal values at every step: a mean of verdicts is pass@1, and
+    often a score is the reward. Users' own metrics and constant metrics are not listed."""
     before: dict[tuple, list[str]] = {}
     same: dict[str, str] = {}
     for name, curve in curves.items():
@@ -275,7 +276,7 @@ def _same(curves: dict[str, Curve], own: Container[str]) -> dict[str, str]:
 
 
 def _are_equal(first: Curve, second: Curve) -> bool:
-    """At the same steps, but for what float32 rounds."""
+    """Compares two curves at the same steps, up to float32 rounding."""
     pairs = zip(first, second, strict=True)
     return all(
         math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b)) for (_, a), (_, b) in pairs
@@ -284,13 +285,13 @@ def _are_equal(first: Curve, second: Curve) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How high a curve is in the end: one step is noise, so the mean of the last tenth of its steps."""
+    """Final level of a curve: the mean of the last tenth of its steps, because a single step is noisy."""
 
     first: float
-    """The mean of as many at the beginning."""
+    """Mean of the same number of steps at the beginning."""
     last: float
     width: int
-    """How many steps."""
+    """Number of steps."""
 
     @classmethod
     def of(cls, curve: Curve) -> Self:
@@ -310,7 +311,7 @@ def _tile(name: str, curve: Curve) -> Tile:
 
 
 def _own_metrics(files: dict[int, Path]) -> set[str]:
-    """Metrics made of the `extra_logs` of samples; reward models' are the run's own."""
+    """Returns the metrics from the `extra_logs` of samples, without those of reward models."""
     columns = [
         read_table(files[step], ["extra_logs"])["extra_logs"].combine_chunks() for step in _ends(files)
     ]
@@ -319,7 +320,7 @@ def _own_metrics(files: dict[int, Path]) -> set[str]:
 
 
 def _metric_sections(curves: dict[str, Curve], own: set[str], same: Container[str]) -> dict[str, Any]:
-    """Charts by section; the metrics that never changed, and those that there was no room for."""
+    """Returns the charts by section, the constant metrics, and the metrics left out for lack of room."""
     headings: dict[str, list[str]] = {}
     constants: list[str] = []
     in_table = ("timing/", "memory/")
@@ -345,8 +346,8 @@ def _is_constant(curve: Curve) -> bool:
 
 
 def _place(name: str, own: set[str]) -> tuple[int, int]:
-    """Section, and place of the first matching word in it. Of an evaluation, all but what answers look like
-    comes first."""
+    """Returns the sort key of a metric: its section and the place of the first matching word in it.
+    Evaluation metrics come first, except those about answers."""
     if name in own:
         return list(dict(SECTIONS)).index(OWN), 0
     short = name.rpartition("/")[2].lower()
@@ -365,7 +366,7 @@ def _heading(name: str, own: set[str]) -> str:
 
 
 def _chart(name: str, curve: Curve) -> Chart:
-    """One small multiple: noisy values pale under their running mean, dots with tooltips."""
+    """Builds one small multiple: noisy values pale behind their running mean, dots with tooltips."""
     finite = [(step, value) for step, value in curve if math.isfinite(value)]
     common = {"name": name[:120], "label": _label(name), "num_bad": len(curve) - len(finite)}
     if not finite:
@@ -395,7 +396,8 @@ def _chart(name: str, curve: Curve) -> Chart:
 
 
 def _step_ticks(low: int, high: int, x: _Axis) -> list[Tick]:
-    """The first, a middle and the last step; the outer ones begin and end where the plot does."""
+    """Returns ticks at the first, a middle and the last step; the outer labels align with the ends of the
+    plot."""
     steps = sorted({low, low + (high - low) // 2, high})
     anchors = {low: "start", high: "end"} if low < high else {}
     return [
@@ -409,7 +411,8 @@ def _step_ticks(low: int, high: int, x: _Axis) -> list[Tick]:
 
 
 def _times(curves: dict[str, Curve]) -> list[dict[str, str]]:
-    """Of each phase, the longest first. A phase that is not in every step counts per step that has it."""
+    """Returns one table row of times per phase, the longest first. The mean of a phase is over the steps that
+    have it."""
     phases = {
         name.removeprefix("timing/"): finite
         for name, curve in curves.items()
@@ -431,17 +434,17 @@ def _times(curves: dict[str, Curve]) -> list[dict[str, str]]:
 
 
 def _peak(curve: Curve) -> str:
-    """Of all steps; "" where none was measured."""
+    """Returns the peak over all steps in GB; "" where none was measured."""
     return f"{max(value for _, value in curve):.1f} GB" if curve else ""
 
 
 def _ends(files: dict[int, Path]) -> set[int]:
-    """The first and the last step."""
+    """Returns the first and the last step."""
     return {min(files), max(files)} if files else set()
 
 
 def _samples_of_step(step: int, path: Path) -> dict[str, Any]:
-    """Its best and its worst answer, and one that failed."""
+    """Returns the best and the worst answer of a step, and a failed one."""
     table = read_table(path, ["outcome", "reward"])
     outcomes, rewards = Counter(table["outcome"].to_pylist()), table["reward"].to_pylist()
     finite = [(r, i) for i, r in enumerate(rewards) if r is not None and math.isfinite(r)]
@@ -476,8 +479,8 @@ def _sample(kind: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Three to six round values that enclose low and high."""
-    if math.isclose(low, high):  # what differs by rounding has no ticks between
+    """Returns three to six round values that enclose low and high."""
+    if math.isclose(low, high):  # values that differ only by rounding have no ticks between
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (-1.0, 1.0)
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
@@ -487,7 +490,8 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _thin(curve: Curve) -> Curve:
-    """At most CURVE_POINTS points. Of each bucket the lowest and the highest stay, so a spike is not lost."""
+    """Thins a curve to at most CURVE_POINTS points. Each bucket keeps its lowest and highest point, so that
+    spikes stay."""
     if len(curve) <= CURVE_POINTS:
         return curve
     size = math.ceil(len(curve) / (CURVE_POINTS // 2))
@@ -500,14 +504,16 @@ def _thin(curve: Curve) -> Curve:
 
 
 def _is_noisy(curve: Curve) -> bool:
-    """It goes up and down by several times its range. A schedule or a slow trend does not."""
+    """Returns True if the curve's total variation is more than 4 times its range; false for a schedule or a
+    slow trend."""
     values = [value for _, value in curve]
     travelled = sum(abs(b - a) for a, b in itertools.pairwise(values))
     return travelled > 4 * (max(values) - min(values))
 
 
 def _running_mean(curve: Curve) -> Curve:
-    """Each point with its neighbours, a fifteenth of the run in all: centred, so a trend is not delayed."""
+    """Averages each point with its neighbours, a fifteenth of the run in all; centred, so that a trend is not
+    delayed."""
     half = max(2, len(curve) // 30)
     sums = [0.0, *itertools.accumulate(value for _, value in curve)]
     smooth = []
@@ -549,7 +555,7 @@ def _template() -> Template:
 
 
 def _cleaned(value: Any) -> Any:
-    """Text as it is safe to show; what the template made is."""
+    """Cleans plain text; markup from the template passes unchanged."""
     return clean_text(value) if type(value) is str else value
 
 

@@ -33,7 +33,7 @@ from openrlhf.observability.run_folder import plain, read_jsonl
 from openrlhf.types import Batch, Image, Outcome, Prompt, Trajectory
 
 Visits = Sequence[Sequence[tuple[int, int]]]
-"""Of each sequence, by epoch: the optimizer step that learned from it, and the rank."""
+"""For each sequence, by epoch: (optimizer step that learned from it, rank)."""
 
 
 _INT = pa.int32()
@@ -56,11 +56,11 @@ FACTS = pa.schema(
         "error": pa.string(),
         "finish_reason": pa.string(),
         "truncated": pa.bool_(),
-        # Not a map: `datasets` reads none.
+        # A list, because `datasets` cannot read maps.
         "extra_logs": pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()})),
     }
 )
-"""A few values of a sample each."""
+"""Columns with a few values per sample."""
 ARRAYS = pa.schema(
     {
         "token_ids": pa.list_(_INT),
@@ -72,7 +72,7 @@ ARRAYS = pa.schema(
     }
 )
 OF_ACTIONS = ("log_probs", "ref_log_probs", "values", "advantages", "returns")
-"""What a `Batch` may know of each action."""
+"""Columns of a `Batch` with one value per action."""
 TRAINED = pa.schema(
     {**dict.fromkeys(OF_ACTIONS, _FLOATS), "optimizer_steps": pa.list_(_INT), "ranks": pa.list_(_INT)}
 )
@@ -85,8 +85,8 @@ def to_table(
     batch: Batch | None = None,
     visits: Visits = (),
 ) -> pa.Table:
-    """`batch` and `visits` are of the finished trajectories, in their order; without `batch` nothing was
-    trained on."""
+    """Builds the table of a step. `batch` and `visits` hold the finished trajectories, in their order;
+    `batch` None: no training."""
     columns = _facts(trajectories, responses) | _arrays(trajectories)
     if batch is not None:
         columns |= _trained([t.ok for t in trajectories], batch, visits)
@@ -95,18 +95,18 @@ def to_table(
 
 
 RENAMED = {"episode": "epoch"}
-"""Columns of earlier versions, and their names today."""
+"""Column names of earlier versions -> current names."""
 
 
 def with_names_of_today(table: pa.Table) -> pa.Table:
-    """Returns a table of a journal of any version with the columns' names of this one."""
+    """Renames the columns of a journal of any version to the current names."""
     names = [RENAMED.get(name, name) for name in table.column_names]
     return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
 
 
 def to_trajectories(table: pa.Table) -> list[Trajectory]:
-    """Their arrays are views of the table's columns."""
-    if "turn_rewards" not in table.column_names:  # as in journals of older versions
+    """Rebuilds trajectories, whose arrays are views of the table's columns."""
+    if "turn_rewards" not in table.column_names:  # absent in journals of earlier versions
         table = table.append_column("turn_rewards", _lists([np.zeros(0)] * len(table), pa.float32()))
     if "images" not in table.column_names:
         table = table.append_column("images", pa.array([[]] * len(table), pa.list_(pa.string())))
@@ -116,7 +116,7 @@ def to_trajectories(table: pa.Table) -> list[Trajectory]:
 
 
 def table_of_json(path: Path) -> pa.Table:
-    """A journal in JSON lines. Its turns are what feedback separates."""
+    """Reads a journal in JSON lines. Its turns are the runs of actions between feedback."""
     rows = [{RENAMED.get(name, name): value for name, value in row.items()} for row in read_jsonl(path)]
     return to_table([_trajectory_of_json(row) for row in rows], [row["response"] for row in rows])
 
@@ -156,14 +156,14 @@ def _arrays(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
 
 
 def _ranges(mask: np.ndarray) -> np.ndarray:
-    """(R, 2) [start, end) where `mask` is True."""
+    """Returns (R, 2) [start, end) ranges where `mask` is True."""
     bordered = np.zeros(len(mask) + 2, bool)
     bordered[1:-1] = mask
     return np.flatnonzero(bordered[1:] != bordered[:-1]).reshape(-1, 2)
 
 
 def _lists(parts: Sequence[np.ndarray], value_type: pa.DataType) -> pa.ListArray:
-    """One list for each part, cut out of one flat array. Structs of (R, 2) parts."""
+    """Builds a list array with one list per part from one flat array; (R, 2) parts become structs."""
     sizes = [len(part) for part in parts]
     if not pa.types.is_struct(value_type):
         return _cut(_joined(parts, value_type), sizes)
@@ -184,7 +184,7 @@ def _cut(
 
 
 def _trained(is_ok: Sequence[bool], batch: Batch, visits: Visits) -> dict[str, pa.Array]:
-    """Null for samples that failed."""
+    """Returns the columns of training, null for samples that failed."""
     missing = ~np.array(is_ok, bool)
     sizes = np.zeros(len(missing), np.int64)
     sizes[~missing] = batch.num_actions
@@ -202,7 +202,7 @@ def _trained(is_ok: Sequence[bool], batch: Batch, visits: Visits) -> dict[str, p
 
 
 def _split(column: pa.ChunkedArray) -> list[np.ndarray]:
-    """What `_lists` joined."""
+    """Splits a list column into its arrays, the inverse of `_lists`."""
     lists = column.combine_chunks()
     values = lists.flatten()
     if pa.types.is_struct(values.type):
@@ -222,7 +222,7 @@ def _trajectory(
     weight_versions: np.ndarray,
     rollout_log_probs: np.ndarray,
 ) -> Trajectory:
-    """From a row's FACTS and ARRAYS."""
+    """Builds a trajectory from a row's FACTS and ARRAYS."""
     action_mask = np.zeros(len(token_ids), bool)
     for start, end in action_ranges:
         action_mask[start:end] = True

@@ -1,4 +1,4 @@
-"""Rows of a journal for people: what a sample was worth, and its answer with a colour for each token."""
+"""Prints rows of a journal: the facts of a sample, and its answer coloured by token."""
 
 import json
 import math
@@ -14,10 +14,10 @@ from openrlhf.observability.progress import clean_text, format_number
 Row = Mapping[str, Any]
 
 UNSURE = 0.5
-"""A token that the sampler gave less is dim."""
+"""Sampling probability below which a token is dim."""
 GOOD = ("#133d22", "#19572f", "#20733d", "#278f4c")
 BAD = ("#471a17", "#66221e", "#862b26", "#a7332d")
-"""From a small advantage to the largest that is shown."""
+"""Background colours from a small advantage to the largest one shown."""
 NOT_CHOSEN = "italic cyan"
 NOT_DECODED = "(not decoded)"
 
@@ -25,8 +25,8 @@ NOT_DECODED = "(not decoded)"
 def show(
     console: Console, title: str, rows: Sequence[Row], pieces: Sequence[Sequence[str]] | None = None
 ) -> None:
-    """`title`: where the rows come from. `pieces`: of each row, the text of each token behind the prompt.
-    None shows answers as they were stored."""
+    """Prints rows of a journal. `title`: where the rows come from. `pieces`: for each row, the text of each
+    token after the prompt; None shows answers as they were stored."""
     largest = max((abs(a) for row in rows for a in row["advantages"] or () if math.isfinite(a)), default=0.0)
     if pieces:
         _print(console, legend(largest))
@@ -39,7 +39,7 @@ def show(
 
 
 def _print(console: Console, text: Text) -> None:
-    """Wrapped by the terminal alone."""
+    """Prints text that only the terminal wraps."""
     console.print(text, soft_wrap=True, highlight=False)
 
 
@@ -71,7 +71,7 @@ def mean_advantage(row: Row) -> float | None:
 
 
 def updates_of(row: Row) -> str:
-    """Which optimizer steps learned from it, and on which ranks."""
+    """Lists the optimizer steps that learned from the sample, with their ranks."""
     visits = zip(row["optimizer_steps"] or (), row["ranks"] or (), strict=True)
     return ", ".join(f"optimizer step {step} on rank {rank}" for step, rank in visits)
 
@@ -93,12 +93,12 @@ def stored(row: Row) -> str:
 
 
 def prompt_length(row: Row) -> int:
-    """Tokens before the first action."""
+    """Returns the number of tokens before the first action."""
     return min((r["start"] for r in row["action_ranges"]), default=len(row["token_ids"]))
 
 
 def coloured(row: Row, texts: Sequence[str], largest: float) -> Text:
-    """The answer, each token in the colours of its advantage and its probability."""
+    """Returns the answer with each token coloured by its advantage and dimmed by its probability."""
     start, styles = prompt_length(row), [NOT_CHOSEN] * len(texts)
     log_probs = row["rollout_log_probs"]
     advantages = row["advantages"] or [0.0] * len(log_probs)
@@ -121,7 +121,7 @@ def style_of(advantage: float, log_prob: float, largest: float) -> str:
 
 
 def legend(largest: float) -> Text:
-    """What the colours mean."""
+    """Returns the legend of the colours."""
     text = Text()
     if largest:
         scale = [("  ", f"on {shade}") for shade in (*reversed(BAD), *GOOD)]

@@ -42,7 +42,7 @@ OWN_FILES = (
 )
 
 JOURNAL_FILE = re.compile(r"(?P<name>\w+)_(?P<step>\d+)\.(parquet|jsonl)")
-"""In `rollouts/`."""
+"""Pattern of the file names in `rollouts/`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | os.PathLike, *, config_yaml: str, argv: Sequence[str], resume: bool) -> Self:
-        """Make the folder and write how this start was configured. Secrets never reach a file.
+        """Creates the folder and writes the configuration of this start. Secrets never reach a file.
 
-        With `resume` the files of earlier starts stay, and `rewind` must be told the step that was restored.
+        With `resume` the files of earlier starts stay, and `rewind` must be called with the restored step.
         Without it, an earlier run's files move to `previous/001`, `002`, ...: nothing is mixed or lost.
         """
         folder = cls(Path(path))
@@ -82,9 +82,9 @@ class RunFolder:
         return self.path / "rollouts"
 
     def rewind(self, step: int) -> None:
-        """Forget what was written after `step`, the step that a resumed run starts from.
+        """Removes everything written after `step`, from which a resumed run starts.
 
-        Killed at any moment, this leaves each file either as it was or rewound; run again, it finishes.
+        If killed at any moment, each file is either as it was or rewound; a second call finishes the work.
         """
         for path in (self.metrics_path, self.health_path):
             if path.exists():
@@ -97,8 +97,8 @@ class RunFolder:
 
 
 def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
-    """Move these files and folders to `previous/001`, `002`, ... in `folder`; which one it is, None where
-    nothing is to be moved."""
+    """Moves these files and folders to `previous/001`, `002`, ... in `folder`; returns that folder, None
+    where there is nothing to move."""
     if not names:
         return None
     numbers = [int(p.name) for p in (folder / "previous").glob("*") if p.name.isdigit()]
@@ -110,8 +110,9 @@ def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
 
 
 def to_json(row: Mapping[str, Any]) -> str:
-    """One line of strict JSON. NaN and infinities become the strings "NaN", "Infinity" and "-Infinity", which
-    float() reads back; arrays become lists; a value that JSON does not know becomes its repr."""
+    """Returns one line of strict JSON. NaN and infinities become the strings "NaN", "Infinity" and
+    "-Infinity", which float() reads back; arrays become lists; a value that JSON does not know becomes its
+    repr."""
     try:
         return json.dumps(row, allow_nan=False, default=plain)
     except ValueError:
@@ -119,12 +120,12 @@ def to_json(row: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """For JSON: an array as a list, what else it does not know as its repr."""
+    """Converts a value for JSON: an array to a list, any other unknown value to its repr."""
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, without a half-written last line: a killed writer leaves one.
+    """Yields the rows of a file, without a half-written last line, which a killed writer leaves.
 
     Raises ValueError with file and line for any other line that is not JSON.
     """
@@ -139,7 +140,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def find_secrets(config_yaml: str, argv: Sequence[str], environ: Mapping[str, str]) -> set[str]:
-    """Values that must not be written: of flags, YAML keys and variables that are named like secrets."""
+    """Returns values that must not be written: those of flags, YAML keys and variables with names of
+    secrets."""
     named = [
         (flag.partition("=")[0], flag.partition("=")[2] if "=" in flag else following)
         for flag, following in zip(argv, [*argv[1:], "--"], strict=True)
@@ -147,7 +149,7 @@ def find_secrets(config_yaml: str, argv: Sequence[str], environ: Mapping[str, st
     ]
     named += _leaves(yaml.safe_load(config_yaml))
     secrets = {value for name, value in named if _SECRET_NAME.fullmatch(_last_part(name))}
-    # A short value, such as RAY_TOKEN=1, would strike out innocent words.
+    # A short value, such as RAY_TOKEN=1, would redact unrelated words.
     secrets |= {value for name, value in environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= 8}
     return {
         s
@@ -157,7 +159,7 @@ def find_secrets(config_yaml: str, argv: Sequence[str], environ: Mapping[str, st
 
 
 def redact(text: str, secrets: set[str]) -> str:
-    """`text` with every secret, and every password inside a URL, struck out."""
+    """Returns `text` with every secret, and every password inside a URL, redacted."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = re.sub(rf"(?<![\w.-]){re.escape(secret)}(?![\w.-])", REDACTED, text)
     return re.sub(r"://[^/\s@]+@", f"://{REDACTED}@", text)
@@ -215,7 +217,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _git_commit(directory: Path) -> str | None:
-    """The commit, with "-dirty" if files differ from it. None outside a repository or without git."""
+    """Returns the commit, with "-dirty" if files differ from it. None outside a repository or without git."""
     if shutil.which("git") is None:
         return None
     command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -228,7 +230,7 @@ def _last_part(name: str) -> str:
 
 
 def _leaves(node: Any, name: str = "") -> list[tuple[str, str]]:
-    """(key, value) of every string in a YAML tree."""
+    """Returns (key, value) of every string in a YAML tree."""
     if isinstance(node, dict):
         return [leaf for key, value in node.items() for leaf in _leaves(value, str(key))]
     if isinstance(node, list):

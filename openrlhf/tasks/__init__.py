@@ -1,1 +1,1 @@
-"""Built-in verifiable tasks with a tiny model: what the demo and the tests train on."""
+"""Built-in verifiable tasks with tiny models, used by the demo and the tests."""

@@ -20,14 +20,14 @@ COLOURS = {
     "purple": (140, 50, 160),
 }
 SQUARE = 28
-"""Pixels of a side: what the tiny vision model reads as one token."""
+"""Side of a square in pixels; the tiny vision model reads one square as one token."""
 QUESTION = "Which colours?"
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
     colours: tuple[str, ...]
-    """Top left, top right, bottom left, bottom right."""
+    """Colours at top left, top right, bottom left, bottom right."""
 
     @property
     def answer(self) -> str:
@@ -35,11 +35,11 @@ class Picture:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """File name of the picture."""
         return f"{'-'.join(self.colours)}.png"
 
     def png(self) -> bytes:
-        """The same bytes for the same colours."""
+        """Returns the picture as PNG; the bytes depend on the colours alone."""
         image = Image.new("RGB", (2 * SQUARE, 2 * SQUARE))
         for i, colour in enumerate(self.colours):
             top, left = SQUARE * (i // 2), SQUARE * (i % 2)
@@ -50,7 +50,7 @@ class Picture:
 
 
 def make_pictures(count: int, *, seed: int, exclude: frozenset[Picture] = frozenset()) -> list[Picture]:
-    """`count` different pictures, none of them in `exclude`. There are 1296."""
+    """Returns `count` different pictures, none of them in `exclude`. There are 1296."""
     rng = random.Random(f"picture/{seed}")
     pictures: dict[Picture, None] = {}
     while len(pictures) < count:
@@ -61,8 +61,8 @@ def make_pictures(count: int, *, seed: int, exclude: frozenset[Picture] = frozen
 
 
 def fraction_right(text: str, label: str) -> float:
-    """Of the label's colours, those that the text names at their place. Colours beyond the fourth do not
-    count."""
+    """Returns the fraction of the label's colours that the text names at their place. Colours beyond the
+    fourth do not count."""
     named, wanted = _COLOUR.findall(text), label.split()
     return sum(one == other for one, other in zip(named, wanted, strict=False)) / len(wanted)
 

@@ -1,4 +1,4 @@
-"""Everything that a run on the word problems needs, written into one folder."""
+"""Writes everything that a run on the word problems needs into one folder."""
 
 import json
 import random
@@ -19,7 +19,7 @@ from openrlhf.tasks.word_problem import (
 )
 
 PLACEHOLDER = "#"
-"""A token of the tiny tokenizer that no problem has."""
+"""A token of the tiny tokenizer that occurs in no problem."""
 
 REWARD_FILE = Path(__file__).with_name("word_problem_reward.py")
 
@@ -35,22 +35,22 @@ class TaskFiles:
     prompts: Path
     """`input`, `label`: a problem and its number."""
     eval: Path
-    """As `prompts`; none of these problems is in another file."""
+    """Same columns as `prompts`; none of these problems is in another file."""
     pairs: Path
     """`prompt`, `chosen`, `rejected`: a right answer, and one that guesses or miscalculates."""
     pairs_eval: Path
-    """As `pairs`, of the problems of `eval`."""
+    """Same columns as `pairs`, with the problems of `eval`."""
     unpaired: Path
     """`input`, `output`, `label`: an answer, and whether it is right."""
     unpaired_eval: Path
-    """As `unpaired`, of the problems of `eval`."""
+    """Same columns as `unpaired`, with the problems of `eval`."""
     steps: Path
     """`input`, `label`: a problem and its steps, each followed by `PLACEHOLDER`, and + or - for each: a step
     after a mistake is wrong too."""
     steps_eval: Path
-    """As `steps`, of the problems of `eval`."""
+    """Same columns as `steps`, with the problems of `eval`."""
     reward: Path = REWARD_FILE
-    """For --reward.remote_url."""
+    """Reward file for --reward.remote_url."""
 
 
 def prepare(
@@ -64,8 +64,8 @@ def prepare(
     num_eval: int = 256,
     careful_fraction: float = 0.4,
 ) -> TaskFiles:
-    """The same files for the same arguments. The evaluation problems are the same for every seed, so that
-    runs can be compared."""
+    """Writes the files of the task; equal arguments give equal files. The evaluation problems are the same
+    for every seed, so that runs can be compared."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     held_out = make_problems(num_eval, seed=_EVAL_SEED)
@@ -123,7 +123,7 @@ def unpaired(problem: Problem, rng: random.Random) -> dict[str, Any]:
 
 
 def wrong_answer(problem: Problem, rng: random.Random) -> str:
-    """A guess, or a careful answer with a mistake in it."""
+    """Returns a guess, or a careful answer with a mistake in it."""
     steps, _ = mistaken_steps(problem, rng)
     if rng.random() < 0.5:
         return answer_of(steps)

@@ -23,26 +23,27 @@ class PictureFiles:
     model: Path
     """Untrained weights, the tokenizer and the processor."""
     sft: Path
-    """`input`, `images`, `output`: `<image>` and the question; a list with the path of a PNG, which begins in
+    """`input`, `images`, `output`: `<image>` and the question; a list with the path of a PNG, relative to
     this folder; the colours."""
     prompts: Path
     """`input`, `images`, `label`: the same pictures."""
     eval: Path
-    """As `prompts`; none of these pictures is in another file."""
+    """Same columns as `prompts`; none of these pictures is in another file."""
     sft_eval: Path
-    """As `sft`, of the pictures of `eval`."""
+    """Same columns as `sft`, with the pictures of `eval`."""
     pairs: Path
     """`prompt`, `images`, `chosen`, `rejected`: the colours, and four wrong ones."""
     pairs_eval: Path
-    """As `pairs`, of the pictures of `eval`."""
+    """Same columns as `pairs`, with the pictures of `eval`."""
     reward: Path = REWARD_FILE
-    """For --reward.remote_url."""
+    """Reward file for --reward.remote_url."""
 
 
 def prepare_pictures(
     folder: str | Path, *, seed: int = 0, num_pictures: int = 1024, num_eval: int = 64
 ) -> PictureFiles:
-    """The same files for the same arguments. The evaluation pictures are the same for every seed."""
+    """Writes the files of the task; equal arguments give equal files. The evaluation pictures are the same
+    for every seed."""
     folder = Path(folder)
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     held_out = make_pictures(num_eval, seed=_EVAL_SEED)

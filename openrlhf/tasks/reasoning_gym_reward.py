@@ -1,4 +1,4 @@
-"""The reward of reasoning_gym's problems: its own verifier, asked about the answer that a response gives."""
+"""Reward of reasoning_gym's problems: the score of its own verifier for the answer in a response."""
 
 import re
 
@@ -7,12 +7,12 @@ from openrlhf.rewards.math import extract_boxed_answer
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _END = re.compile(r"(?:\s|<[|｜][^<>\s]*[|｜]>|</s>|<eos>|<pad>|<end_of_turn>|<\|?im_end\|?>)+\Z")
-"""Blanks and the special tokens that end a response."""
+"""Whitespace and special tokens that end a response."""
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict:
-    """The verifier's score, from 0 to 1, and as an extra log whether the answer was marked. What the verifier
-    raises, as a few do on texts that they cannot read, is a failed reward."""
+    """Returns the verifier's score, from 0 to 1, and as an extra log whether the answer was marked. An
+    exception of the verifier, which a few raise for unreadable texts, is a failed reward."""
     scores, marked = [], []
     for query, prompt, label in zip(queries, prompts, labels, strict=True):
         answer, is_marked = extract_answer(query.removeprefix(prompt))
@@ -23,8 +23,8 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> di
 
 
 def extract_answer(response: str) -> tuple[str | None, bool]:
-    """(answer, whether it is marked): the inside of the last <answer>...</answer>, else that of the last
-    \\boxed{...}, else the last line that is not blank, after the thoughts and without special tokens."""
+    """Returns (answer, whether it is marked): the content of the last <answer>...</answer>, else of the last
+    \\boxed{...}, else the last non-blank line, after the thoughts and without special tokens."""
     said = response.rpartition("</think>")[2]
     if tagged := _TAGGED.findall(said):
         return tagged[-1].strip(), True

@@ -1,4 +1,5 @@
-"""A tokenizer of 368 tokens and a Qwen3 of a quarter of a million weights, made on the spot: no download."""
+"""Builds a tokenizer of 368 tokens and a Qwen3 of a quarter of a million weights locally, without a
+download."""
 
 from pathlib import Path
 
@@ -15,9 +16,8 @@ CHAT_TEMPLATE = (
 
 
 def tiny_chat_model(folder: str | Path, *, seed: int = 0, vocab_size: int = 368, **shape: int) -> Path:
-    """Write an untrained model and its tokenizer where AutoModelForCausalLM and AutoTokenizer find them.
-
-    shape: as in `tiny_model`."""
+    """Writes an untrained model and its tokenizer for AutoModelForCausalLM and AutoTokenizer, and returns the
+    folder. shape: as in `tiny_model`."""
     folder = Path(folder)
     tokenizer = tiny_tokenizer(vocab_size)
     tiny_model(tokenizer, seed=seed, **shape).save_pretrained(folder)
@@ -26,8 +26,8 @@ def tiny_chat_model(folder: str | Path, *, seed: int = 0, vocab_size: int = 368,
 
 
 def tiny_tokenizer(vocab_size: int = 368) -> PreTrainedTokenizerFast:
-    """Byte-level BPE learned from word problems, one token for each digit, with a chat template. The same
-    for every seed, so that models of different seeds can talk to each other."""
+    """Builds a byte-level BPE tokenizer trained on word problems, with one token per digit and a chat
+    template. It is the same for every seed, so that models of different seeds can talk to each other."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -63,7 +63,8 @@ def tiny_model(
     num_kv_heads: int = 2,
     max_len: int = 512,
 ) -> Qwen3ForCausalLM:
-    """Untrained weights that depend on the seed alone; the caller's random state is left as it was."""
+    """Builds a model with untrained weights that depend on the seed alone; the global random state is
+    unchanged."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,

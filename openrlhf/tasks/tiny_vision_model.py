@@ -1,4 +1,5 @@
-"""A Qwen2.5-VL of half a million weights, its tokenizer and its processor, made on the spot: no download."""
+"""Builds a Qwen2.5-VL of half a million weights, its tokenizer and its processor locally, without a
+download."""
 
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from openrlhf.tasks.tiny_model import tiny_tokenizer
 IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 PLACEHOLDER = f"{VISION_START}{IMAGE_TOKEN}{VISION_END}"
-"""An image, as the chat template writes it."""
+"""Text of an image in the chat template."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>"
@@ -32,8 +33,8 @@ CHAT_TEMPLATE = (
 
 
 def tiny_vision_model(folder: str | Path, *, seed: int = 0, max_len: int = 512) -> Path:
-    """Write an untrained model, its tokenizer and its processor where AutoModelForImageTextToText,
-    AutoTokenizer and AutoProcessor find them."""
+    """Writes an untrained model, its tokenizer and its processor for AutoModelForImageTextToText,
+    AutoTokenizer and AutoProcessor, and returns the folder."""
     folder = Path(folder)
     tokenizer = tiny_vision_tokenizer()
     tiny_vision_weights(tokenizer, seed=seed, max_len=max_len).save_pretrained(folder)
@@ -42,7 +43,8 @@ def tiny_vision_model(folder: str | Path, *, seed: int = 0, max_len: int = 512) 
 
 
 def tiny_vision_tokenizer() -> PreTrainedTokenizerFast:
-    """The tiny model's, with tokens for images and colours, and a chat template that writes images."""
+    """Builds the tiny model's tokenizer with tokens for images and colours, and a chat template that writes
+    images."""
     base = tiny_tokenizer()
     base.add_tokens([AddedToken(word, normalized=False) for word in _WORDS])
     tokenizer = PreTrainedTokenizerFast(
@@ -61,7 +63,7 @@ def tiny_vision_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
-    """A square of the pictures is one token; images have from 4 to 64 of them."""
+    """Builds a processor that makes each square of a picture one token; images have 4 to 64 tokens."""
     pixels = {"shortest_edge": 4 * SQUARE**2, "longest_edge": 64 * SQUARE**2}
     patches = {"patch_size": SQUARE // 2, "merge_size": 2, "temporal_patch_size": 2, "size": pixels}
     return Qwen2_5_VLProcessor(
@@ -75,7 +77,8 @@ def tiny_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
 def tiny_vision_weights(
     tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, max_len: int = 512
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """Untrained weights that depend on the seed alone; the caller's random state is left as it was."""
+    """Builds a model with untrained weights that depend on the seed alone; the global random state is
+    unchanged."""
     id_of = tokenizer.get_vocab()
     config = Qwen2_5_VLConfig(
         text_config={

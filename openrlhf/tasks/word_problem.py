@@ -18,12 +18,12 @@ from dataclasses import dataclass
 class Problem:
     question: str
     steps: tuple[str, ...]
-    """"49-1=48", one for each thing that happens."""
+    """Calculations such as "49-1=48", one for each event."""
     answer: str
 
 
 def make_problem(rng: random.Random) -> Problem:
-    """Two to four things happen to at most 99 items."""
+    """Makes a problem with two to four events and at most 99 items."""
     name, items = rng.choice(_NAMES), rng.choice(_ITEMS)
     start = count = rng.randint(1, 49)
     events, steps = [], []
@@ -39,7 +39,7 @@ def make_problem(rng: random.Random) -> Problem:
 
 
 def make_problems(count: int, *, seed: int, exclude: frozenset[str] = frozenset()) -> list[Problem]:
-    """`count` problems with different questions, none of them in `exclude`."""
+    """Returns `count` problems with different questions, none of them in `exclude`."""
     rng = random.Random(f"word_problem/{seed}")
     problems: dict[str, Problem] = {}
     while len(problems) < count:
@@ -54,8 +54,9 @@ def solution(problem: Problem, *, careful: bool) -> str:
 
 
 def mistaken_steps(problem: Problem, rng: random.Random) -> tuple[tuple[str, ...], int]:
-    """The problem's steps, one of which adds a number from 11 to 39 that the story does not tell, all later
-    ones carried on from there; and the index of that step. Every sum is right, the result is wrong."""
+    """Returns the problem's steps with one mistake, and the index of that step. The wrong step adds a number
+    from 11 to 39 that is not in the story, and all later steps go on from its result. Every sum is right, the
+    final result is wrong."""
     wrong = rng.randrange(len(problem.steps))
     off, steps = 0, list(problem.steps[:wrong])
     for i, step in enumerate(problem.steps[wrong:]):
@@ -70,7 +71,7 @@ def mistaken_steps(problem: Problem, rng: random.Random) -> tuple[tuple[str, ...
 
 
 def _read_step(step: str) -> tuple[int, str, int, int]:
-    """ "49-1=48" -> 49, "-", 1, 48"""
+    """Parses a step: "49-1=48" -> 49, "-", 1, 48."""
     calculation, _, result = step.partition("=")
     sign = "+" if "+" in calculation else "-"
     start, _, number = calculation.partition(sign)
@@ -78,30 +79,30 @@ def _read_step(step: str) -> tuple[int, str, int, int]:
 
 
 def answer_of(steps: Sequence[str]) -> str:
-    """What a careful answer concludes from its steps."""
+    """Returns the careful answer that follows from these steps."""
     thought, result = "; ".join(steps), steps[-1].partition("=")[2]
     return f"<think>{thought}</think>\\boxed{{{result}}}"
 
 
 def worked_problem(problem: Problem) -> str:
-    """Question and careful answer as plain text, with as many tokens between them as the tiny model's chat
-    template puts there: what a small model learns about distances in plain text then holds in a chat."""
+    """Returns question and careful answer as plain text, separated by as many tokens as in the tiny model's
+    chat template: distances that a small model learns in plain text then hold in a chat."""
     return f"{problem.question}\n\n{solution(problem, careful=True)}"
 
 
 def boxed_answer(text: str) -> str | None:
-    """What the last \\boxed{} of a text holds."""
+    """Returns the content of the last \\boxed{} of a text, or None."""
     found = _BOXED.findall(text)
     return found[-1] if found else None
 
 
 def thinks(text: str) -> bool:
-    """Whether at least one step is written down."""
+    """Returns whether at least one step is written down."""
     return "=" in text.partition("<think>")[2].partition("</think>")[0]
 
 
 def _change(rng: random.Random, count: int) -> tuple[str, int]:
-    """A sign and a number from 1 to 9 that keep the count from 0 to 99."""
+    """Returns a sign and a number from 1 to 9 that keep the count between 0 and 99."""
     while True:
         sign, number = rng.choice("+-"), rng.randint(1, 9)
         if 0 <= (count + number if sign == "+" else count - number) <= 99:

@@ -1,1 +1,1 @@
-"""Where metrics go: one file for each kind of tracker. Everybody above `observability` may import it."""
+"""Trackers of metrics, one file for each kind. Any layer above `observability` may import it."""

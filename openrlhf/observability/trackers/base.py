@@ -1,4 +1,4 @@
-"""What a tracker is, and what it is told about its run."""
+"""Base class of trackers and the description of the run that they track."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from openrlhf.types import Metrics
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedRun:
-    """A run, as its trackers see it."""
+    """The run that a tracker tracks."""
 
     folder: RunFolder
-    """Its files; `folder.path` is where a tracker may write its own."""
+    """The run's files; a tracker may write its own under `folder.path`."""
     logger: LoggerConfig
     """The flags `logger.*`; `logger.wandb.run_name` names the run."""
     resume_step: int | None = None
-    """The step that was restored; None for a fresh run."""
+    """The restored step; None for a fresh run."""
 
 
 class Tracker(Selectable, ABC):
@@ -33,22 +33,22 @@ class Tracker(Selectable, ABC):
     """
 
     package: ClassVar[str] = ""
-    """The package that it imports when it is made; looked for before anything starts."""
+    """Package that the tracker imports when it is made; checked before anything starts."""
     remedy: ClassVar[str] = ""
-    """How to install that package."""
+    """Command that installs that package."""
 
     run: TrackedRun = field(init=False, repr=False)
 
     def open(self, run: TrackedRun) -> None:
-        """Begins to track a run: once, before anything is logged. What it raises ends the run."""
+        """Begins to track a run: called once, before anything is logged. An exception ends the run."""
         self.run = run
 
     @abstractmethod
     def log(self, step: int, metrics: Metrics) -> None:
-        """Takes the numbers of one step, once for each step, in order."""
+        """Logs the metrics of one step; called once per step, in order."""
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Takes rows of text and numbers, such as sampled answers. A tracker may leave them out."""
+        """Logs rows of text and numbers, such as sampled answers. A tracker may ignore them."""
 
     def close(self) -> None:
-        """Writes out what is pending. Nothing is logged after it."""
+        """Writes pending output. Nothing is logged afterwards."""

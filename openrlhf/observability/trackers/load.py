@@ -1,4 +1,4 @@
-"""From the flags to the trackers of a run."""
+"""Builds the trackers of a run from the flags."""
 
 import importlib.util
 import inspect
@@ -17,10 +17,10 @@ TRACKERS = Registry("openrlhf.observability.trackers", Tracker)
 
 
 def trackers_of(logger: LoggerConfig) -> list[Tracker]:
-    """Makes the trackers that the flags ask for; none is open yet.
+    """Builds the trackers that the flags ask for, not yet opened.
 
-    Raises ValueError, which names the flag, for one that cannot be imported, lacks its package or has other
-    options.
+    Raises ValueError, which names the flag, for a tracker that cannot be imported, lacks its package or does
+    not have a given option.
     """
     flags = {} if logger.tensorboard_dir is None else {"tensorboard": "--logger.tensorboard_dir"}
     flags |= {"wandb": "--logger.wandb.key"} if logger.wandb.is_used else {}
@@ -37,8 +37,8 @@ def trackers_of(logger: LoggerConfig) -> list[Tracker]:
 
 
 def open_trackers(run: TrackedRun) -> list[Tracker]:
-    """Makes and opens the trackers that the flags ask for. Raises ValueError for what one of a user's
-    raises."""
+    """Builds and opens the trackers that the flags ask for. Turns any exception of a user's tracker into a
+    ValueError."""
     made = trackers_of(run.logger)
     for tracker in made:
         try:
@@ -64,7 +64,8 @@ def _class_of(name: str) -> type[Tracker]:
 
 
 def _options(words: Sequence[str], classes: Mapping[str, type[Tracker]]) -> dict[str, Any]:
-    """Maps the options that the flag sets to their values. `classes`: by the flags that ask for them."""
+    """Maps the options that the flag sets to their values. `classes`: tracker classes by the flags that ask
+    for them."""
     fields = option_fields({flag.removeprefix("--"): cls for flag, cls in classes.items()})
     there = ", ".join(f"{field.name} (of {field.owner.__name__})" for field in fields.values())
     options = {}

@@ -1,4 +1,4 @@
-"""metrics.jsonl in the run folder, which every run writes."""
+"""Writes metrics.jsonl in the run folder, which every run has."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ class JsonlTracker:
 
     def log(self, step: int, metrics: Metrics) -> None:
         values = {name: float(value) for name, value in metrics.items()}
-        # One write, so that a kill leaves at most one half line.
+        # A single write, so that a kill leaves at most one incomplete line.
         self._file.write((to_json({"step": step} | values) + "\n").encode())
         self._file.flush()
 
@@ -28,12 +28,12 @@ class JsonlTracker:
 
 
 RENAMED = {"timing/score": "timing/logprobs", "memory/score_gb": "memory/logprobs_gb"}
-"""Metrics of earlier versions, and their names today."""
+"""Metric names of earlier versions -> current names."""
 
 
 def read_metrics(path: Path) -> dict[int, Metrics]:
-    """Step -> metrics, by the names of this version. Rows of the same step are merged; NaN and infinities are
-    numbers again."""
+    """Returns step -> metrics, by their current names. Rows of the same step are merged; NaN and infinities
+    are numbers again."""
     steps: dict[int, Metrics] = {}
     for row in read_jsonl(path):
         step = row.pop("step")
@@ -44,7 +44,7 @@ def read_metrics(path: Path) -> dict[int, Metrics]:
 
 
 def _open_to_append(path: Path):
-    """Open for appending, after the last complete line."""
+    """Opens the file for appending after the last complete line."""
     file = open(path, "ab+")  # noqa: SIM115
     size = file.seek(0, 2)
     tail_start = max(0, size - 1)

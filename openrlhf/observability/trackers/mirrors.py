@@ -43,7 +43,7 @@ class Trackers:
             mirror.put(lambda tracker: tracker.table(step, name, columns, rows))
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Wait at most `timeout` seconds for each mirror."""
+        """Closes the trackers, waiting at most `timeout` seconds for each mirror."""
         self._record.close()
         for mirror in self._mirrors:
             mirror.close(timeout)
@@ -85,11 +85,11 @@ class _Mirror:
         while job := self._jobs.get():
             if self._off:
                 continue
-            # A mirror talks to disks, networks and services; whatever it raises, training goes on.
+            # A mirror uses disks, networks and services; training goes on whatever it raises.
             try:
                 job(self._tracker)
                 failures = 0
-            except BaseException as error:  # SystemExit too, which would end this thread without a word
+            except BaseException as error:  # also SystemExit, which would end this thread silently
                 failures, last = failures + 1, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 if failures == FAILURES_ALLOWED:
                     self._off = True

@@ -1,4 +1,4 @@
-"""TensorBoard."""
+"""TensorBoard tracker."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Weights & Biases tracker."""
 
 import logging
 import uuid
@@ -33,7 +33,7 @@ class WandbTracker(Tracker):
         import wandb
 
         self._wandb, flags, folder = wandb, run.logger.wandb, run.folder
-        # The redacted key of a saved config.yaml means: the one of whoever runs it.
+        # The redacted key of a saved config.yaml stands for the key of the user who runs it.
         from_environment = flags.key in (None, "True", "true", REDACTED)
 
         def start(mode: str | None):
@@ -64,9 +64,9 @@ class WandbTracker(Tracker):
             logger.warning(
                 "W&B is not available (%s); recording offline in %s/wandb", first_line, folder.path
             )
-            wandb.teardown()  # Else its service still holds the id of the run that did not start.
+            wandb.teardown()  # otherwise its service still holds the id of the run that did not start
             self._run = start(mode="offline")
-        # An own step axis, because W&B drops rows whose built-in step is not larger than the last.
+        # A step axis of our own, because W&B drops rows whose built-in step is not larger than the last.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
