@@ -43,7 +43,7 @@ class Reading:
 
 
 class RowModel(nn.Module):
-    """Base class of models whose forward answers about a packed row. It wraps `model` without renaming or
+    """Base class of models with a forward pass over a packed row. It wraps `model` without renaming or
     copying a parameter: `.model.save_pretrained` exports it."""
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -79,7 +79,7 @@ LONGEST = 1280
 def resolve_reading(
     ask: Callable[[], Any], module: RowModel, *, zero_stage: int | None = None, tensor: int = 1
 ) -> Reading:
-    """Determines how `module.model` reads rows, and sets it to read them so.
+    """Determines how `module.model` reads rows, and configures it accordingly.
 
     ask: calls `module`, through its engine if it has one. All ranks call this function together.
     zero_stage: ZeRO stage of that engine, if any.

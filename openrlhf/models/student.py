@@ -17,7 +17,7 @@ class Lesson(NamedTuple):
     """The teacher's distributions at the actions of a row; under sequence parallelism, at those of this
     rank's slice, which is also the student's."""
 
-    hidden: Tensor  # (a, H) input of its head that predicts each action
+    hidden: Tensor  # (a, H) inputs of its head, one for each action
     head: LinearHead
 
 
