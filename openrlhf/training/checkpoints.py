@@ -1,4 +1,5 @@
-"""Which checkpoints a run keeps, and which one it resumes from. What is in them is the engine's affair."""
+"""Selects the checkpoints that a run keeps and the one it resumes from. Engines read and write their
+contents."""
 
 import json
 import re
@@ -16,28 +17,28 @@ LATEST = "latest"
 """File with the tag to resume from, written when that checkpoint is complete."""
 
 UNIVERSAL = "_universal"
-"""What is behind the tag of a checkpoint in DeepSpeed's universal form, and behind LATEST in the name of the
-file that names the last one."""
+"""Suffix of a tag whose checkpoint is in DeepSpeed's universal form, and of LATEST in the name of the file
+that names the last such checkpoint."""
 
 METRIC = "metric.json"
 ORIGIN = "origin.json"
-"""What a checkpoint is of, and when it was written."""
+"""File with the origin of a checkpoint (flags, data, models) and the time at which it was written."""
 
 BEST = "best_"
 COPY = "_hf"
-"""What `ckpt.save_hf` puts behind the tag, in the folder of checkpoints."""
+"""Suffix of the Hugging Face copies that `ckpt.save_hf` writes to the checkpoint folder."""
 _TAG = re.compile(r"global_step\d+")
 _BEST_TAG = re.compile(rf"{BEST}global_step\d+")
 _OWN = re.compile(rf"({BEST})?global_step\d+({COPY}|{UNIVERSAL})?|{LATEST}({UNIVERSAL})?|_actor|_critic")
-"""All that any command, or the converter, writes to a folder of checkpoints."""
+"""Names that a training command or the universal converter writes to a checkpoint folder."""
 
 
 class CheckpointFolder:
     """Checkpoints `global_step{N}` of a run, and at most one `best_global_step{N}`, in one folder.
 
-    `others`: folders with the checkpoints of more models, under the same tags. They come and go together, and
-    with them the Hugging Face copies and universal forms of the same step. `origin`: of the run; None where
-    it neither reads nor writes checkpoints. `universal`: resume from the universal form where the last
+    `others`: folders with the checkpoints of further models under the same tags. A step's checkpoints,
+    Hugging Face copies and universal forms are removed together. `origin`: the run's origin; None where it
+    neither reads nor writes checkpoints. `universal`: resume from the universal form where the last
     checkpoint has one.
     """
 
@@ -55,8 +56,8 @@ class CheckpointFolder:
         self.pointers = (LATEST + UNIVERSAL, LATEST) if universal else (LATEST,)
 
     def choose(self) -> tuple[str | None, list[str]]:
-        """The tag to resume from, None for the beginning; and what people must know of it. ValueError where
-        the checkpoint is of a run that this one cannot go on with."""
+        """Returns the tag to resume from (None to start from the beginning) and lines to print about it.
+        Raises ValueError where the checkpoint belongs to a run that this one cannot continue."""
         if not self.ckpt.load_enable:
             return None, self._found()
         tag = self.latest()
@@ -70,8 +71,8 @@ class CheckpointFolder:
         return tag, [resuming, *self.check(tag, origin)]
 
     def check(self, tag: str, before: Origin) -> list[str]:
-        """Remarks on what has changed since `before`, the origin of the checkpoint; ValueError where that
-        forbids to resume."""
+        """Returns remarks on the changes since `before`, the checkpoint's origin. Raises ValueError where a
+        change forbids resuming."""
         assert self.origin is not None  # of every run that resumes
         differences, remarks = compare(before, self.origin)
         if differences:
@@ -84,7 +85,7 @@ class CheckpointFolder:
         return remarks
 
     def _found(self) -> list[str]:
-        """What a run from the beginning is told of a checkpoint that is there."""
+        """Returns a line about an existing checkpoint, for a run that starts from the beginning."""
         tag = self._named()
         if tag is None or not (self.path / tag).is_dir():
             return []
@@ -96,7 +97,7 @@ class CheckpointFolder:
         return pointer.read_text().strip() if pointer.exists() else None
 
     def standing(self) -> str:
-        """What a run that ends here leaves to go on from."""
+        """Returns a line that names the last checkpoint, or says that nothing was saved."""
         tag = self._named() if self.ckpt.is_used else None
         if tag is not None:
             again = "the same command with --ckpt.load_enable goes on from there"
@@ -105,8 +106,8 @@ class CheckpointFolder:
         return f"nothing was saved: --ckpt.save_steps {steps} saves a checkpoint every {steps} steps"
 
     def set_aside(self) -> list[str]:
-        """Make room for a run from the beginning: what another run left moves to `previous/001`, `002`, ...
-        What people must know of it."""
+        """Moves the checkpoints of an earlier run to `previous/001`, `002`, ... Returns a line that says
+        where they are."""
         own = sorted(path.name for path in Path(self.ckpt.folder).glob("*") if _OWN.fullmatch(path.name))
         if not own:
             return []
@@ -114,19 +115,20 @@ class CheckpointFolder:
         return [f"the checkpoints of an earlier run are in {place}: --ckpt.path {place} names them"]
 
     def _origin_of(self, tag: str) -> Origin | None:
-        """None where the checkpoint has no file that says it."""
+        """Returns the checkpoint's origin, None where its file is missing."""
         file = self.path / tag / ORIGIN
         return Origin(**json.loads(file.read_text())["origin"]) if file.exists() else None
 
     def _written(self, tag: str) -> str:
-        """When the checkpoint was complete, as far as can be known."""
+        """Returns the time of the checkpoint's completion: as recorded, else that of the file LATEST."""
         file = self.path / tag / ORIGIN
         if file.exists():
             return json.loads(file.read_text())["written"]
         return _time(datetime.fromtimestamp((self.path / LATEST).stat().st_mtime, UTC))
 
     def latest(self) -> str | None:
-        """Tag of the last complete checkpoint, None where there is none."""
+        """Returns the tag of the last complete checkpoint, None without one. Raises ValueError where its
+        folder is missing."""
         named = {tag: pointer for pointer in self.pointers if (tag := self._named(pointer))}
         tag = max(named, key=_step, default=None)
         if tag is not None and not (self.path / tag).is_dir():
@@ -137,8 +139,8 @@ class CheckpointFolder:
         return tag
 
     def completed(self, tag: str, metric: float | None = None) -> None:
-        """Every rank has written `tag`, a checkpoint or a copy or both: from now on it counts. Older ones
-        make room."""
+        """Marks `tag` (a checkpoint, a copy or both) as complete once every rank has written it, and removes
+        checkpoints beyond the limits of `ckpt.*`."""
         is_checkpoint = (self.path / tag).is_dir()
         if is_checkpoint and self.origin is not None:
             about = {"written": _time(datetime.now(UTC)), "origin": self.origin.as_dict()}
@@ -171,7 +173,7 @@ class CheckpointFolder:
                 shutil.rmtree(place)
 
     def _places(self, tag: str) -> list[Path]:
-        """Where something of this step may be."""
+        """Returns the folders that may hold the state, universal form or copy of this step."""
         states = [folder / f"{tag}{form}" for folder in self.folders for form in ("", UNIVERSAL)]
         return [*states, Path(self.ckpt.folder) / f"{tag}{COPY}"]
 

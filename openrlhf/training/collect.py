@@ -1,5 +1,5 @@
-"""Which trajectories the next RL step trains on: as many groups as it wants, filtered, with what was sampled
-ahead kept for later."""
+"""Collects the groups of the next RL step: filters them, and buffers groups that were sampled ahead for later
+steps."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -24,35 +24,36 @@ def key_of(prompt: Prompt) -> GroupKey:
 
 
 class Verdict(StrEnum):
-    """What dynamic filtering says of a group. Metrics of these names are fractions of a step's groups."""
+    """The verdict of dynamic filtering on a group. Metrics of these names are fractions of a step's
+    groups."""
 
     KEPT = "kept"
     LOW = "filtered_low"
     HIGH = "filtered_high"
     FAILED = "filtered_failed"
-    """No sample of the group finished."""
+    """Every sample of the group failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-    """How many prompts may be sampled.
+    """Limits the number of prompts that may be in flight.
 
-    Synchronous training asks for prompts when nothing is under way. With `max_staleness` above 0 sampling
-    goes on while the models train, for as many batches. Groups are trained on in the order in which their
-    prompts were asked for, so none is older than that many steps: a bound that leaves nothing to reorder. A
-    `chunk` that may exceed what is missing is sampled as much earlier.
+    Synchronous training requests prompts when nothing is in flight. With `max_staleness` above 0 sampling
+    continues during training, up to as many batches ahead. Groups are trained on in the order in which their
+    prompts were requested, so none is older than that many steps. A `chunk` that may exceed the missing
+    number is sampled that much earlier.
     """
 
     batch_size: int
     """Groups of one step."""
     chunk: int | None = None
-    """Prompts that are asked for at a time. None: those that are missing."""
+    """Prompts per request. None: the missing number."""
     may_exceed: bool = False
-    """More may be asked for than is missing."""
+    """True where a request may exceed the missing number of prompts."""
     limit: int | None = None
-    """Prompts that one step may ask for. None: any number."""
+    """Prompts that one step may request. None: no limit."""
     max_staleness: int = 0
-    """Steps."""
+    """Maximum staleness of a group, in RL steps."""
 
     @classmethod
     def from_config(cls, config: PPOConfig) -> Self:
@@ -68,8 +69,8 @@ class Admission:
         )
 
     def room(self, *, kept: int, under_way: int, asked: int) -> int:
-        """Prompts to ask for now, where `kept` groups wait to be trained on, `under_way` prompts are being
-        sampled, and this step has `asked` for as many."""
+        """Returns the number of prompts to request now. `kept` groups wait to be trained on, `under_way`
+        prompts are being sampled, and this step has already requested `asked` prompts."""
         missing = self.batch_size * (1 + self.max_staleness) - kept - under_way
         if missing <= 0 or (under_way and not self.max_staleness):
             return 0
@@ -84,15 +85,15 @@ class Collected:
     trajectories: list[Trajectory]
     """The groups to train on, one after the other. Empty when no prompt is left."""
     sampled: list[Trajectory]
-    """What was sampled in this step: also what was filtered out, or is kept for a later step."""
+    """All trajectories sampled in this step, including filtered ones and those buffered for a later step."""
     filtered: list[Trajectory]
-    """What was filtered out."""
+    """Trajectories that dynamic filtering rejected."""
     metrics: Metrics
 
 
 @dataclass(kw_only=True, slots=True)
 class _Step:
-    """What has happened while one step was collected."""
+    """Counters and trajectories of the step that is being collected."""
 
     number: int
     asked: int = 0
@@ -102,12 +103,12 @@ class _Step:
 
 
 class Collector:
-    """Takes prompts, has them sampled and hands out groups, `rollout.batch_size` at a time.
+    """Requests samples for prompts and returns groups, `rollout.batch_size` at a time.
 
-    Groups are handed out in the order in which their prompts were asked for, each that is kept exactly once.
-    So a batch depends on prompts and scores, and not on the order in which samples arrive. With
-    `rollout.vllm_generate_batch_size` above the batch size, or with filtering, more may be sampled than a
-    step needs: the surplus waits in a buffer, and comes first in the next step.
+    Groups are returned in the order in which their prompts were requested, and each kept group exactly once.
+    So a batch depends on prompts and scores, not on the order in which samples arrive. With
+    `rollout.vllm_generate_batch_size` above the batch size, or with filtering, a step may sample more than it
+    needs: the surplus is buffered and used first in the next step.
 
     Without filtering a batch holds prompts of one epoch, so that a step trains on the same prompts however
     many are sampled at a time. Filtering (DAPO, https://arxiv.org/abs/2503.14476) fills a batch across the
@@ -132,11 +133,11 @@ class Collector:
 
     @property
     def is_exhausted(self) -> bool:
-        """There is no batch after the last one."""
+        """True when no batch is left."""
         return self._prompts.is_exhausted and not self._kept and not self._under_way
 
     def next_batch(self, step: int) -> Collected:
-        """The trajectories of RL step `step`, which error messages name.
+        """Returns the trajectories of RL step `step`; the number appears in error messages.
 
         RuntimeError, where filtering is on: more of the samples failed than `reward.max_failed_ratio` allows,
         `algo.dynamic_filtering_max_batches` batches of prompts did not give one, or the first step has
@@ -163,8 +164,8 @@ class Collector:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the prompts stand, the groups that were sampled and not yet trained on, and what is being
-        sampled, which a resumed run asks for anew."""
+        """Returns the position in the prompts, the groups that were sampled and not yet trained on, and the
+        prompts in flight, which a resumed run requests again."""
         return {
             "prompts": self._prompts.state_dict(),
             "groups": list(self._kept),
@@ -173,8 +174,8 @@ class Collector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue as the collector that wrote `state` would have. ValueError when it read other prompts, or
-        holds samples in a form that this version does not read."""
+        """Restores the state of the collector that wrote `state`. Raises ValueError where that one read other
+        prompts, or where the state holds samples in an unreadable form."""
         self._prompts.load_state_dict(state["prompts"])
         if state.get("buffer"):
             raise ValueError(
@@ -191,7 +192,7 @@ class Collector:
         return self._config.algo.dynamic_filtering_enable
 
     def _is_incomplete(self, now: _Step) -> bool:
-        """There is a group to wait for before the step can train."""
+        """Returns True while the step must wait for another group before it can train."""
         if self._under_way and not self.admission.max_staleness:
             return True  # the weights change after the step
         if len(self._ready()) == self._config.rollout.batch_size:
@@ -201,26 +202,26 @@ class Collector:
         return self._submit(now) or bool(self._under_way)
 
     def _ready(self) -> list[PromptGroup]:
-        """What there is of the next batch: without filtering of one epoch."""
+        """Returns the groups available for the next batch; without filtering they are all of one epoch."""
         ready = [g for g in self._kept if self._filters or g.prompt.epoch == self._epoch]
         return ready[: self._config.rollout.batch_size]
 
     @property
     def _epoch(self) -> int:
-        """The first that is not all trained on."""
+        """The first epoch that has groups left to train on."""
         waiting = (group.prompt.epoch for group in self._kept)
         return min([*waiting, *(epoch for epoch, _ in self._under_way)], default=self._prompts.epoch)
 
     @property
     def _is_end_of_episode(self) -> bool:
-        """The next batch is what waits for it, because nothing else is of its epoch."""
+        """True where the next batch must stay short, because no further group of its epoch will come."""
         if self._filters or not self._kept:
             return False
         is_sampled = any(epoch == self._epoch for epoch, _ in self._under_way)
         return not is_sampled and self._prompts.epoch != self._epoch
 
     def _submit(self, now: _Step) -> bool:
-        """Ask for what there is room for; whether there was any."""
+        """Requests as many prompts as there is room for. Returns True if it requested any."""
         prompts = self._next_prompts(now)
         if prompts:
             self._rollout.submit(prompts, "train")
@@ -229,7 +230,8 @@ class Collector:
         return bool(prompts)
 
     def _next_prompts(self, now: _Step) -> list[Prompt]:
-        """What to sample next. Empty where nothing is missing, or the batch is what there is."""
+        """Returns the next prompts to sample. Empty where no group is missing or the batch must stay
+        short."""
         kept, under_way = len(self._kept) + self._left_empty, len(self._under_way)
         room = self.admission.room(kept=kept, under_way=under_way, asked=now.asked)
         if room <= 0:
@@ -241,8 +243,8 @@ class Collector:
 
     @property
     def _left_empty(self) -> int:
-        """Places in the last batches of epochs, which prompts of the next one do not fill: a step trains on
-        fewer, and those who wait behind would wait longer than they may."""
+        """Places in the last batches of epochs that prompts of the next epoch must not fill. Counting them
+        keeps later groups within the staleness bound."""
         if self._filters or not self.admission.max_staleness:
             return 0
         waiting = Counter([*(g.prompt.epoch for g in self._kept), *(e for e, _ in self._under_way)])
@@ -251,13 +253,14 @@ class Collector:
 
     @property
     def _is_episode_over(self) -> bool:
-        """The next prompt belongs to another batch than the groups that wait for this step."""
+        """True where the next prompt belongs to a later batch than the groups that wait for this step."""
         if self._filters or self.admission.max_staleness or not (self._kept or self._under_way):
             return False
         return self._epoch != self._prompts.epoch
 
     def _receive(self, now: _Step) -> None:
-        """Wait for one group, and decide on those whose turn has come."""
+        """Waits for one group, then applies the filter to every finished group whose predecessors have
+        finished."""
         group = self._rollout.next_group("train", self._config.rollout.timeout)
         self._on_group(group)
         self._finished[key_of(group.prompt)] = group
@@ -283,7 +286,8 @@ class Collector:
             check_failures(now.sampled, 1.0, now.number)  # of fewer prompts than a batch a ratio says little
 
     def _verdict(self, group: PromptGroup) -> Verdict:
-        """The mean is exact before it is rounded once: equal scores at a bound are at the bound."""
+        """Returns the filter's verdict. The mean is computed exactly and rounded once, so equal scores at a
+        bound stay at the bound."""
         if not self._filters:
             return Verdict.KEPT
         scores = [present(t.score) for t in group.trajectories if t.ok and t.is_first]
@@ -329,7 +333,7 @@ class Collector:
 
 
 def check_stops(trajectories: Sequence[Trajectory], stop_on: Collection[str], step: int) -> None:
-    """RuntimeError where a sample failed in a way that ends the run."""
+    """Raises RuntimeError where a sample failed with an outcome of `stop_on`."""
     if failed := next((t for t in trajectories if t.outcome in stop_on), None):
         raise RuntimeError(
             f"step {step}: a sample ended with {failed.outcome}, which --rollout.stop_on names:\n"
@@ -338,7 +342,7 @@ def check_stops(trajectories: Sequence[Trajectory], stop_on: Collection[str], st
 
 
 def check_failures(trajectories: Sequence[Trajectory], max_failed_ratio: float, step: int) -> None:
-    """RuntimeError where more of the samples failed than the ratio allows, or all."""
+    """Raises RuntimeError where more than `max_failed_ratio` of the samples, or all of them, failed."""
     samples = [t for t in trajectories if t.is_first]
     failed = [t for t in samples if not t.ok]
     if failed and (len(failed) > max_failed_ratio * len(samples) or len(failed) == len(samples)):

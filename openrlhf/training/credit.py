@@ -1,4 +1,4 @@
-"""Advantages and returns of a step: the algorithm apart from the gradient."""
+"""Computes advantages and returns of a step, without gradients."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from openrlhf.types import Batch, Credit, ForwardOutputs, Metrics, Trajectory, p
 class CreditResult:
     credit: Credit
     metrics: Metrics
-    """`kl/mean` is what the KL controller wants to see."""
+    """`kl/mean` is the input of the KL controller."""
 
 
 @torch.no_grad()
@@ -39,15 +39,15 @@ def assign_credit(
     max_new_tokens: int,
     teacher_coef: float = 0.0,
 ) -> CreditResult:
-    """Three views of the same samples, at least one: the whole rollout, each with a reward. Failed samples
-    are not among them, so groups differ in size; a sample alone in its group is compared with nothing and
-    earns 0.
+    """Computes the (A,) advantages and returns of a step, with metrics. The three arguments describe the same
+    samples of the whole rollout, at least one, each with a reward. Failed samples are excluded, so group
+    sizes differ; a sample alone in its group has no baseline and gets advantage 0.
 
     penalties -> the estimator's `shape` -> clip -> KL and teacher on every action -> its `advantages` ->
     whitening over all actions
 
-    Where turns are known to have earned a part of their episode's reward, and the estimator looks ahead, that
-    part is earned there and the rest at the end.
+    Where turn rewards are known and the estimator discounts, each turn's reward is placed at the end of that
+    turn and the rest of the episode's reward at the end.
 
     `kl_coef` is the controller's, `max_new_tokens` the limit that the overlong penalty looks at.
     `teacher_coef` is the weight of log p_teacher - log p as a reward, where there is a teacher: on-policy
@@ -91,8 +91,8 @@ def assign_credit(
 
 
 def earlier_rewards(trajectories: Sequence[Trajectory]) -> Tensor | None:
-    """(A,) what each turn but a sequence's last has earned, at the turn's last action. None where no turn is
-    known to have earned anything of its own."""
+    """Returns the (A,) reward of each turn but a sequence's last, placed at the turn's last action. None
+    where no turn has a reward of its own."""
     if not any(len(t.turn_rewards) > 1 for t in trajectories):
         return None
     rows = []
@@ -104,8 +104,8 @@ def earlier_rewards(trajectories: Sequence[Trajectory]) -> Tensor | None:
 
 
 def log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
-    """How far the policy is from the sampler and, where there is one, from the reference. Of a batch with the
-    policy's log-probs before the update."""
+    """Returns metrics of the gap between policy and sampler and, with a reference, of the KL to it. The batch
+    must have the policy's log-probs before the update."""
     log_probs = torch.from_numpy(present(batch.log_probs))
     rollout_log_probs, staleness = torch.from_numpy(batch.rollout_log_probs), tensor_of(batch.staleness)
     counts = torch.from_numpy(batch.num_actions)
@@ -182,7 +182,8 @@ def _penalised(
 
 
 def _total(values: Tensor) -> float:
-    """Their sum; 0 where float32 cannot tell it from 0, below a millionth of their sizes added up."""
+    """Returns the sum; 0 where float32 cannot tell it from 0, below a millionth of the sum of the absolute
+    values."""
     values = values.double()
     total = float(values.sum())
     return total if abs(total) > 16 * 2**-24 * float(values.abs().sum()) else 0.0
@@ -191,12 +192,13 @@ def _total(values: Tensor) -> float:
 def _difference(
     log_probs: Tensor | None, others: Tensor | None, measure: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor | None:
-    """(A,) None where one of the two is not known."""
+    """Returns the (A,) `measure` of both, None where one of them is unknown."""
     return None if log_probs is None or others is None else measure(log_probs, others)
 
 
 def _reward_metrics(rewards: Tensor, group_ids: Tensor) -> Metrics:
-    """Of the penalised rewards, before they are compared. The spread within groups needs a group of two."""
+    """Returns metrics of the (E,) penalised rewards before advantages are computed. The spread within groups
+    needs a group of at least two."""
     alone = without_peers(group_ids)
     metrics = {"reward/mean": float(rewards.mean()), "reward/without_peers": float(alone.sum())}
     if not alone.all():

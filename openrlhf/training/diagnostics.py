@@ -1,4 +1,4 @@
-"""What the samples of a step say about the run, before anything is learnt from them."""
+"""Computes rollout metrics of a step before the update."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -11,12 +11,13 @@ from openrlhf.types import Metrics, Trajectory, present
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics:
-    """`rollout/...` of at least one sample. `version`: of the weights that the samples are about to update.
+    """Returns the `rollout/...` metrics of at least one sample. `version`: that of the weights that the
+    samples are about to update.
 
-    Failed samples are counted and enter nothing else. Of a sample of several parts, rewards count once, and
-    lengths are those of each part. What nothing was measured for is left out: means where
-    all samples failed, a correlation where one side does not vary. `extra_logs` are reported by their names,
-    except those that the run uses itself.
+    Failed samples are counted and enter no other metric. For a sample of several sequences, rewards count
+    once and lengths are per sequence. Undefined metrics are omitted: means where all samples failed, a
+    correlation where one side does not vary. `extra_logs` are reported under their names, except names that
+    the run uses itself.
     """
     finished, samples = [t for t in trajectories if t.ok], [t for t in trajectories if t.is_first]
     metrics = {
@@ -59,12 +60,12 @@ def _reward_and_length(finished: Sequence[Trajectory]) -> Metrics:
 
 
 def _correlation(x: Sequence[float], y: Sequence[float]) -> float:
-    """Pearson's, of values that vary."""
+    """Returns Pearson's correlation of two lists that vary."""
     return sum(a * b for a, b in zip(_direction(x), _direction(y), strict=True))
 
 
 def _direction(x: Sequence[float]) -> list[float]:
-    """Distances from the mean, scaled to length 1."""
+    """Returns the deviations from the mean, scaled to Euclidean norm 1."""
     mean = fmean(x)
     distances = [value - mean for value in x]
     length = hypot(*distances)
@@ -72,7 +73,8 @@ def _direction(x: Sequence[float]) -> list[float]:
 
 
 def _staleness(finished: Sequence[Trajectory], version: int) -> Metrics:
-    """By how many updates the weights that chose an action are behind, over all actions."""
+    """Returns the mean and maximum number of updates by which the sampling weights lag behind, over all
+    actions."""
     versions, counts = np.concatenate([t.weight_versions for t in finished]).T
     if not len(versions):
         return {}
@@ -84,8 +86,8 @@ def _staleness(finished: Sequence[Trajectory], version: int) -> Metrics:
 
 
 def _kept_sets(finished: Sequence[Trajectory]) -> Metrics:
-    """Of the actions that were not chosen from all tokens: those that are known of the ones that were kept,
-    and the probability of the others."""
+    """Returns, over actions sampled with a recorded top-p/top-k support, the mean number of recorded tokens
+    and the mean probability outside them."""
     known = [t.kept for t in finished if t.kept is not None]
     counts = np.concatenate([kept.counts for kept in known] or [np.zeros(0)])
     if not counts.any():
@@ -98,8 +100,8 @@ def _kept_sets(finished: Sequence[Trajectory]) -> Metrics:
 
 
 def _duplicates(finished: Sequence[Trajectory]) -> Metrics:
-    """Of the samples that come after another one of their group, those whose actions repeat an earlier one's:
-    0 where all differ, 1 where all are the same."""
+    """Returns the fraction of a group's later samples whose actions repeat an earlier sample's: 0 where all
+    differ, 1 where all are the same."""
     groups: dict[tuple[int, int], list[bytes]] = defaultdict(list)
     for t in finished:
         groups[t.group].append(t.action_ids.tobytes())
@@ -111,19 +113,19 @@ def _duplicates(finished: Sequence[Trajectory]) -> Metrics:
 
 
 def _repetition(finished: Sequence[Trajectory]) -> Metrics:
-    """Returns the fraction of a sample's runs of four actions that occurred in it before, a mean over samples
-    that have one: 0 where none did, near 1 for a word said over and over."""
+    """Returns the fraction of a sample's 4-grams that occurred in it before, as a mean over samples with at
+    least one 4-gram: 0 without repetition, near 1 for one token repeated."""
     fractions = [_repeated_fraction(actions) for t in finished if len(actions := t.action_ids) >= 4]
     return {"rollout/repetition_ratio": fmean(fractions)} if fractions else {}
 
 
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
-"""Odd, and without a pattern in its 64 bits: 2^64 divided by the golden ratio."""
+"""Multiplier of the 4-gram hash: odd, with well-mixed bits (2^64 divided by the golden ratio)."""
 
 
 def _repeated_fraction(actions: np.ndarray) -> float:
-    """(A,) four at least. Runs of four are told apart by hashes of 64 bits: of a million runs, two that
-    differ share one with a probability of 3e-8."""
+    """Returns the fraction of repeated 4-grams among (A,) actions, A >= 4. 4-grams are compared by 64-bit
+    hashes: among a million, two different ones collide with a probability of 3e-8."""
     ids = actions.astype(np.uint64)
     hashes = ids[:-3]
     for shift in (1, 2, 3):

@@ -1,4 +1,5 @@
-"""How good the policy is: mean and best scores, and pass@k, for each source of the evaluation prompts."""
+"""Computes evaluation metrics: mean and best scores, and pass@k, for each source of the evaluation
+prompts."""
 
 import re
 from collections import defaultdict
@@ -8,11 +9,12 @@ from statistics import fmean
 from openrlhf.types import Metrics, Trajectory, present
 
 Samples = list[Trajectory]
-"""The samples of one prompt that did not fail, at least one."""
+"""The finished samples of one prompt, at least one."""
 
 
 def evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """`eval/...` of each source and of all, of at least one sample; a prompt has n.
+    """Returns the `eval/...` metrics of each source and overall, from at least one sample; each prompt has n
+    samples.
 
     `{source}_score_mean` is the mean score, `{source}_best_of{k}` the expected best score of k samples, for
     k = 2, 4, 8, ... below n and k = n: means over prompts, which are told apart by id. Where all scores of a
@@ -41,12 +43,12 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def ks_of(num_samples: int) -> list[int]:
-    """1, 2, 4, ... below `num_samples`, and `num_samples`."""
+    """Returns 1, 2, 4, ... below `num_samples`, and `num_samples`."""
     return [2**i for i in range((num_samples - 1).bit_length())] + [num_samples]
 
 
 def expected_best(scores: Sequence[float], k: int) -> float:
-    """Mean, over all choices of k of the scores, of the largest one."""
+    """Returns the mean, over all subsets of k scores, of the largest one."""
     n, total = len(scores), 0.0
     # Of the choices, C(i, k - 1) / C(n, k) have the i-th smallest score (from 0) as their largest.
     probability = k / n
@@ -57,7 +59,8 @@ def expected_best(scores: Sequence[float], k: int) -> float:
 
 
 def as_scores(key: str) -> str:
-    """What a name of pass@1 or pass@k says of any scores: their mean, or the best of k. Other names stay."""
+    """Maps the names of pass@1 and pass@k to those for arbitrary scores: the mean and the best of k. Leaves
+    other names unchanged."""
     return re.sub(r"_pass(\d+)$", r"_best_of\1", re.sub("_pass1$", "_score_mean", key))
 
 
@@ -70,7 +73,8 @@ def _score_metrics(prefix: str, prompts: Sequence[Samples], ks: Sequence[int]) -
 
 
 def _answer_metrics(prefix: str, finished: Sequence[Trajectory]) -> Metrics:
-    """A sample of several parts counts once, and has the length of each part, as in training."""
+    """Returns counts and lengths. A sample of several sequences counts once, with the length of each
+    sequence, as in training."""
     metrics = {f"{prefix}num_samples": float(sum(t.is_first for t in finished))}
     if finished:
         metrics[f"{prefix}response_length_mean"] = fmean(t.num_actions for t in finished)

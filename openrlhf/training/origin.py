@@ -1,5 +1,5 @@
-"""What a checkpoint is of: the flags, data and models of its run; and whether another run may go on with
-it."""
+"""Records the origin of a checkpoint (the run's flags, data and models) and decides whether another run may
+continue from it."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,18 +12,18 @@ from openrlhf.config.resume import Change, change_of, remarks_of
 from openrlhf.observability.run_folder import redact
 
 SHOWN = 3
-"""Flags that a remark names; of more it tells the number."""
+"""Maximum number of flags that a remark names; it counts the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
     command: str
-    """As in `openrlhf NAME`; "" where a checkpoint does not say."""
+    """The command's name, as in `openrlhf NAME`; "" where the checkpoint does not record it."""
     flags: Mapping[str, Any]
-    """Every flag but the secret ones -> its value, as JSON knows it."""
+    """Each flag, except secrets, -> its value as JSON."""
     contents: Mapping[str, str]
-    """What decides beside the words of flags -> a fingerprint of it. A flag with two dashes stands for what
-    it names: a dataset, a model."""
+    """Fingerprints of content that flag values do not determine. A key with two dashes is a flag and stands
+    for the content that it names: a dataset, a model."""
 
     @classmethod
     def of(cls, command: str, config: Any, contents: Mapping[str, str]) -> Self:
@@ -32,7 +32,7 @@ class Origin:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Self:
-        """What supervised checkpoints without a file of their own say: a few flags and the data."""
+        """Builds the origin of a supervised checkpoint without an origin file: a few flags and the data."""
         flags = {name.removeprefix("--"): v for name, v in state.items() if name != "--data.dataset"}
         return cls(command="", flags=flags, contents={"--data.dataset": str(state["--data.dataset"])})
 
@@ -42,12 +42,12 @@ class Origin:
 
 class Comparison(NamedTuple):
     differences: list[str]
-    """What forbids to go on, one text for each."""
+    """Differences that forbid resuming, one text each."""
     remarks: list[str]
 
 
 def compare(before: Origin, now: Origin) -> Comparison:
-    """May a run of `now` go on with a checkpoint of `before`?"""
+    """Compares two origins. Resuming is allowed where `differences` is empty."""
     if before.command not in ("", now.command):
         return Comparison([f"it is of `openrlhf {before.command}`, and this is `openrlhf {now.command}`"], [])
     remarks = remarks_of(now.command)
@@ -63,7 +63,7 @@ def compare(before: Origin, now: Origin) -> Comparison:
 
 
 def _changes(before: Origin, now: Origin) -> Iterator[tuple[str, str]]:
-    """(flag, what it was and is) of all that has changed and matters."""
+    """Yields (flag, its value before and now) for every change that matters."""
     by_content = before.contents.keys() & now.contents.keys()
     for key in now.flags:
         if key not in before.flags or f"--{key}" in by_content:
@@ -77,7 +77,7 @@ def _changes(before: Origin, now: Origin) -> Iterator[tuple[str, str]]:
 
 
 def _unknown(before: Origin, now: Origin) -> Iterator[str]:
-    """A remark on what only one of the two knows."""
+    """Yields a remark on flags and contents that only one of the two origins records."""
     keys = [
         f"--{key}"
         for key in {**now.flags, **before.flags}

@@ -1,4 +1,4 @@
-"""The single controller of PPO and its relatives."""
+"""The single controller of PPO and related algorithms."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
@@ -29,7 +29,7 @@ STATE_VERSION = 2
 
 @dataclass(kw_only=True)
 class PPOTrainer(Generic[PolicyT]):
-    """Decides what happens next. Holds no device, and knows neither Ray nor vLLM nor DeepSpeed."""
+    """Runs the RL loop. Holds no device, and is independent of Ray, vLLM and DeepSpeed."""
 
     config: PPOConfig
     rollout: Rollout[PolicyT]
@@ -39,7 +39,7 @@ class PPOTrainer(Generic[PolicyT]):
     teacher: ModelRanks | None = None
     """None without on-policy distillation."""
     critic: TrainableRanks | None = None
-    """None for the estimators that have none."""
+    """None for estimators without a critic."""
     prompts: InitVar[PromptSampler]
     eval_prompts: PromptDataset | Sequence[Prompt]
     """Empty without evaluation."""
@@ -49,16 +49,16 @@ class PPOTrainer(Generic[PolicyT]):
     total_steps: int
     """RL steps of the whole run."""
     peak_memory: Callable[[], Pending[Metrics]]
-    """Of the phases since it was last asked for."""
+    """Peak memory of the phases since the previous call."""
     restored: InitVar[dict | None] = None
-    """The `state` of a checkpoint, as `restore` returned it, to go on from there; None at the beginning."""
+    """The `state` of a checkpoint to resume from, as returned by `restore`; None for a new run."""
     step: int = field(default=0, init=False)
     """RL steps done."""
     optimizer_steps: int = field(default=0, init=False)
-    """Of the policy."""
+    """Optimizer steps of the policy."""
     best_metric: float | None = field(default=None, init=False)
     eval_sources: list[str] = field(default_factory=list, init=False)
-    """Of the prompts that were evaluated last."""
+    """Sources of the prompts in the last evaluation."""
     collector: Collector = field(init=False)
     estimator: AdvantageEstimator = field(init=False)
 
@@ -75,7 +75,7 @@ class PPOTrainer(Generic[PolicyT]):
                 self.estimator.load_state_dict(state)
 
     def fit(self) -> None:
-        """Generate, compute log-probs, assign credit, update, sync, evaluate, log, save."""
+        """Runs the loop: generate, compute log-probs, assign credit, update, sync, evaluate, log, save."""
         self.rollout.sync(self.policy, self.weight_version).result()
         if self.step == 0 and self.is_eval_due:
             self.observer.log_step(0, self.evaluate())
@@ -98,7 +98,7 @@ class PPOTrainer(Generic[PolicyT]):
                 self.save(f"global_step{self.step}", self._metric_of(metrics))
 
     def end_early(self, collected: Collected) -> None:
-        """Filtering has rejected all prompts that were left."""
+        """Ends the run where filtering rejected all remaining prompts."""
         self.log_filtered(collected)
         self.observer.message(f"no prompt is left for step {self.step + 1} of {self.total_steps}")
         is_evaluated, self.total_steps = self.is_eval_due, self.step
@@ -117,14 +117,14 @@ class PPOTrainer(Generic[PolicyT]):
 
     @property
     def is_eval_due(self) -> bool:
-        """Before the first step, after every `eval.steps` steps, and after the last one."""
+        """True before the first step, after every `eval.steps` steps and after the last one."""
         steps = self.config.eval.steps
         if not self.eval_prompts or steps <= 0:
             return False
         return is_due(self.step, steps) or self.step == self.total_steps
 
     def train_on(self, collected: Collected) -> Metrics:
-        """Learn from what was sampled. It is journalled, also where that fails."""
+        """Trains on the collected samples. They are written to the journal even if training fails."""
         trained = None
         try:
             check_stops(collected.sampled, self.config.rollout.stop_on or (), self.step + 1)
@@ -194,13 +194,13 @@ class PPOTrainer(Generic[PolicyT]):
 
     @property
     def weight_version(self) -> int:
-        """RL steps that the policy has learned from: what its weights are called. The critic's warm-up leaves
-        them as they were."""
+        """Version of the policy's weights: RL steps that updated them. The critic's warm-up leaves them
+        unchanged."""
         return max(0, self.step - self.config.frozen_actor_steps)
 
     @property
     def policy_learns(self) -> bool:
-        """In the next update; not in the critic's warm-up."""
+        """True if the next update trains the policy; False during the critic's warm-up."""
         return self.step >= self.config.frozen_actor_steps
 
     @property
@@ -209,7 +209,7 @@ class PPOTrainer(Generic[PolicyT]):
         return critic | ({"policy": self.policy} if self.policy_learns else {})
 
     def trained_on(self, finished: Sequence[Trajectory]) -> list[int]:
-        """Which of them, by number. RuntimeError where it would be none."""
+        """Returns the indices of the samples to train on. Raises RuntimeError where none is left."""
         masks = self.config.rollout.mask_truncated
         if left := [i for i, t in enumerate(finished) if not (masks and t.truncated)]:
             return left
@@ -219,8 +219,8 @@ class PPOTrainer(Generic[PolicyT]):
         )
 
     def schedules(self, batch: Batch, trained_on: Sequence[int], num_sampled: int) -> dict[str, Schedule]:
-        """For each learner `train.max_epochs` passes over these sequences of the batch, in an order of its
-        own."""
+        """Returns for each learner a schedule of `train.max_epochs` passes over these sequences of the batch,
+        each learner in an order of its own."""
         train = self.config.train
         return {
             name: training_schedule(
@@ -235,7 +235,7 @@ class PPOTrainer(Generic[PolicyT]):
         }
 
     def update(self, batch: Batch, schedules: Mapping[str, Schedule]) -> Updated:
-        """The learners learn, at the same time where they have devices of their own."""
+        """Updates all learners, in parallel where they have separate devices."""
         pending = [
             model.update(batch, schedules[name], self.kl.coef) for name, model in self.learners.items()
         ]
@@ -254,7 +254,7 @@ class PPOTrainer(Generic[PolicyT]):
         return metrics
 
     def save(self, tag: str, metric: float | None = None) -> None:
-        """A checkpoint to resume from, or a Hugging Face copy, or both, as `ckpt.*` says."""
+        """Saves a checkpoint to resume from, a Hugging Face copy, or both, as `ckpt.*` says."""
         with self.observer.phase("save"):
             if not self.config.ckpt.disable_ds:
                 if self.critic:
@@ -266,7 +266,7 @@ class PPOTrainer(Generic[PolicyT]):
             self.checkpoints.completed(tag, metric)
 
     def state(self) -> dict:
-        """Everything that a run must remember beside its models."""
+        """Returns everything that a resumed run needs apart from its models."""
         return {
             "version": STATE_VERSION,
             "step": self.step,
@@ -278,7 +278,7 @@ class PPOTrainer(Generic[PolicyT]):
         }
 
     def sample_all(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
-        """The evaluation's samples, in the order of `prompts`."""
+        """Samples the evaluation prompts. Returns the trajectories in the order of `prompts`."""
         self.rollout.submit(prompts, "eval")
         groups: dict[tuple[int, int], PromptGroup] = {}
         for _ in prompts:
@@ -288,8 +288,7 @@ class PPOTrainer(Generic[PolicyT]):
         return [t for p in prompts for t in groups[p.epoch, p.prompt_id].trajectories]
 
     def _keep_if_best(self, metrics: Metrics) -> None:
-        """A checkpoint of its own for the best evaluation so far. Only runs that save checkpoints have
-        one."""
+        """Saves a separate checkpoint of the best evaluation so far, in runs that save checkpoints."""
         if self.config.ckpt.save_steps <= 0:
             return
         value = self._metric_of(metrics)
@@ -300,8 +299,8 @@ class PPOTrainer(Generic[PolicyT]):
             self.save(f"best_global_step{self.step}", value)
 
     def _metric_of(self, metrics: Metrics) -> float | None:
-        """What `ckpt.best_metric_key` names; None where it names nothing, nothing was evaluated, or every
-        sample of its source failed."""
+        """Returns the metric that `ckpt.best_metric_key` names; None where it is "none", nothing was
+        evaluated, or every sample of its source failed. Raises ValueError for an unknown metric."""
         key = self.config.ckpt.best_metric_key
         evaluated = sorted(name for name in metrics if name.startswith("eval/"))
         if key == "none" or not evaluated:
@@ -326,12 +325,12 @@ def check_version(state: Mapping[str, Any]) -> None:
 
 
 def restore(tag: str, policy: TrainableRanks, critic: TrainableRanks | None) -> dict:
-    """Load the models of a checkpoint; the trainer's `state` of then."""
+    """Loads the models of a checkpoint and returns the trainer's `state` of that step."""
     if critic:
         critic.load_checkpoint(tag).result()
     return policy.load_checkpoint(tag).result()
 
 
 def num_samples(trajectories: Sequence[Trajectory]) -> int:
-    """Episodes, whatever the number of their parts."""
+    """Returns the number of episodes, each counted once however many sequences it has."""
     return sum(t.is_first for t in trajectories)

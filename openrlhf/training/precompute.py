@@ -25,8 +25,8 @@ class Answers(Protocol):
 def answers_of(
     model: Answers, windows: Windows, read: Callable, num_items: int, mesh: ProcessMesh
 ) -> np.ndarray:
-    """(n, 2) float32, the same on every rank: the two figures that `read(model, row)` (P, 2) gives for each
-    item of a row."""
+    """Returns (n, 2) float32, the same on every rank: the two values that `read(model, row)`, (P, 2), returns
+    for each item of a row."""
     found = torch.zeros(num_items, 2)
     for rows in tracked(windows.items(epoch=0), len(windows), "reference log-probs, batches"):
         answers = model.forward([windows.pack(items) for items in rows], read)
@@ -38,8 +38,8 @@ def answers_of(
 
 
 def kept(path: Path, compute: Callable[[], np.ndarray]) -> np.ndarray:
-    """The array in `path`, or what `compute` gives, which is then kept there. Collective: unless every rank
-    finds the file, all compute."""
+    """Returns the array in `path`, or computes it with `compute` and stores it there. Collective: unless
+    every rank finds the file, all compute."""
     found = torch.tensor(int(path.exists()), device=current_device())
     dist.all_reduce(found, dist.ReduceOp.MIN)
     if found.item():

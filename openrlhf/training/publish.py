@@ -1,11 +1,11 @@
-"""What every training command does with the model it saved."""
+"""Publishes the saved model of a training command."""
 
 from openrlhf.config.command import Command
 from openrlhf.training.start import Config
 
 
 def publish(config: Config, command: Command, *, base_model: str, datasets: str) -> None:
-    """The last words about a saved model: its card, and with `ckpt.push_to_hub` the upload."""
+    """Writes the model card of a saved model and, with `ckpt.push_to_hub`, uploads it."""
     from pathlib import Path
 
     from openrlhf.observability.model_card import push_to_hub, write_model_card

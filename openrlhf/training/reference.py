@@ -26,13 +26,13 @@ REF_FLAG = "--ref.model_name_or_path"
 
 
 class ComparedTask(Task[ConfigT]):
-    """A policy that is compared with a reference."""
+    """A task that trains a policy against a reference model."""
 
     def models(self) -> dict[str, str]:
         return {**super().models(), REF_FLAG: reference_path(self.config)}
 
     def check_models(self) -> None:
-        """Raise ValueError also for a reference that reads other tokens than the policy."""
+        """Also raises ValueError for a reference whose vocabulary differs from the policy's."""
         from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
 
         super().check_models()
@@ -43,13 +43,13 @@ class ComparedTask(Task[ConfigT]):
 
 
 def reference_path(config: DPOConfig | KTOConfig) -> str:
-    """The folder or name that the reference is loaded from."""
+    """Returns the folder or hub name of the reference."""
     return config.ref.model_name_or_path or config.model.model_name_or_path
 
 
 def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> "Reference | None":
-    """row -> (A,) log-probs of the reference. None with `ref.precompute_enable`: then the datasets of `run`
-    are given what `read(model, row)` says of each item."""
+    """Returns row -> (A,) log-probs of the reference. With `ref.precompute_enable` returns None, and attaches
+    the values of `read(model, row)` to each item of the run's datasets."""
     from openrlhf.models.lora import has_adapters
     from openrlhf.models.policy import PolicyModel
     from openrlhf.observability.progress import waiting
@@ -81,7 +81,8 @@ def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> "Ref
 def _remembered(
     run: "ComparingRun", path: str, dataset: "TokenisedDataset", compute: "Callable[[], np.ndarray]"
 ) -> "np.ndarray":
-    """From the data cache, where model, precision, tokens and images are the same."""
+    """Returns reference log-probs from the data cache where model, precision, tokens and images are the same;
+    computes them otherwise."""
     from openrlhf.data.cache import arrays_digest, digest
     from openrlhf.files import cache_folder
     from openrlhf.models.loading import model_digest
@@ -98,7 +99,7 @@ def _remembered(
 
 
 def without_adapters(policy: "RowModule") -> "Reference":
-    """row -> (A,) log-probs of the model below the adapters: no second copy is needed."""
+    """Returns row -> (A,) log-probs of the model with its adapters disabled, which needs no second copy."""
     import torch
 
     from openrlhf.models.lora import disabled_adapters

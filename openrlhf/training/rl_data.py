@@ -1,4 +1,4 @@
-"""What an RL run learns from: prompts, those of its evaluation, and texts beside them."""
+"""Builds the data of an RL run: training prompts, evaluation prompts and pre-training texts."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -125,7 +125,7 @@ def _prompts(
 
 
 def images_of(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> "ImageColumn | None":
-    """None where prompts have no images."""
+    """Returns the column of images, None where prompts have none."""
     from openrlhf.data.image_rows import ImageColumn
 
     return ImageColumn.of(config.data, config.actor.model_name_or_path, ACTOR_FLAG, tokenizer)
@@ -134,8 +134,8 @@ def images_of(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> "Image
 def build_pretrain_texts(
     config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", num_prompts: int
 ) -> "SampleStore | None":
-    """As many texts as the run's optimizer steps take, in the order in which they take them, which a longer
-    run begins with too. None without data.pretrain_dataset."""
+    """Returns as many texts as the run's optimizer steps consume, in that order; a longer run begins with the
+    same ones. None without data.pretrain_dataset."""
     from openrlhf.data.encode import tell_losses
     from openrlhf.data.order import epoch_order
     from openrlhf.data.sft import build_sft_samples
@@ -183,7 +183,7 @@ def prompt_columns(config: PPOConfig) -> dict[str, str | None]:
 
 
 def pretrain_column(config: PPOConfig) -> dict[str, str]:
-    """The flag of the texts' column, and the column."""
+    """Returns {flag of the texts' column: the column}."""
     own = config.data.pretrain_key
     return {"--data.input_key": config.data.input_key} if own is None else {"--data.pretrain_key": own}
 
@@ -191,8 +191,8 @@ def pretrain_column(config: PPOConfig) -> dict[str, str]:
 def check_reward_templates(
     config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", sets: "Sequence[Sequence[Prompt]]"
 ) -> None:
-    """Raise ValueError where a reward model's own chat template cannot show the prompts, or a prompt's images
-    have places in the policy's tokens alone."""
+    """Raises ValueError where a reward model's own chat template cannot render the prompts, or where only the
+    policy's tokens have placeholders for a prompt's images."""
     from openrlhf.models.loading import load_tokenizer, reads_the_tokens_of
     from openrlhf.rewards.models import check_conversations, has_own_template
 
@@ -209,7 +209,7 @@ def check_reward_templates(
 
 
 def check_vocabularies(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise ValueError where a model cannot read what the policy writes, or not as long a text."""
+    """Raises ValueError where a model cannot read the policy's tokens or sequences of that length."""
     from openrlhf.models.loading import (
         check_room,
         check_same_vocabulary,

@@ -1,5 +1,5 @@
-"""What every training command does once it knows its data and before it loads a model: it takes its folders
-for itself and settles what it resumes from."""
+"""Prepares the start of a training command between loading its data and its model: locks its folders and
+selects the checkpoint to resume from."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +24,8 @@ Config = PPOConfig | SupervisedConfig
 def origin_of(
     config: Config, command: Command, models: Mapping[str, Sequence[str]], more: Mapping[str, str]
 ) -> "Origin":
-    """`models`: flag -> the paths that it names; `more`: what else is compared, see Origin.contents."""
+    """Builds the origin of a run. `models`: flag -> the paths that it names; `more`: further content to
+    compare, see Origin.contents."""
     from openrlhf.models.loading import model_fingerprint
     from openrlhf.training.origin import Origin
 
@@ -36,8 +37,8 @@ def origin_of(
 
 
 def check_output(config: Config, *, resumes: bool) -> None:
-    """Raises ValueError where the run would write over a finished model, unless it goes on with the run that
-    wrote it. Never may it write over a model that it reads: an adapter would take its base's place."""
+    """Raises ValueError where the run would overwrite a finished model, unless it resumes the run that wrote
+    it. A model that the run reads may never be overwritten: an adapter would replace its base."""
     ckpt = config.ckpt
     folders = {"--ckpt.output_dir": ckpt.output_dir}
     if isinstance(config, PPOConfig) and config.uses_critic and config.critic.save_value_network:
@@ -63,8 +64,8 @@ def _models(config: Config) -> list[tuple[str, str]]:
 
 
 def begin(config: Config, checkpoints: "CheckpointFolder", held: ExitStack) -> str | None:
-    """Take the run's folders until `held` ends, say what there is to resume from, and return its tag. On the
-    one rank that speaks for a run. ValueError where a living run has a folder, or where the checkpoint is of
+    """Locks the run's folders until `held` ends, prints what it can resume from, and returns that tag. Runs
+    on rank 0 only. Raises ValueError where a live run holds a folder, or where the checkpoint belongs to
     another run."""
     from openrlhf.observability.lock import locked
 
@@ -79,15 +80,15 @@ def begin(config: Config, checkpoints: "CheckpointFolder", held: ExitStack) -> s
 
 
 def make_room(config: Config, checkpoints: "CheckpointFolder", tag: str | None) -> None:
-    """Just before a run from the beginning trains: checkpoints of another run move aside where it will write
-    its own."""
+    """Moves checkpoints of another run aside, just before a run from the beginning trains and saves its
+    own."""
     if tag is None and config.ckpt.save_steps > 0:
         for line in checkpoints.set_aside():
             print(line, flush=True)
 
 
 def position(trainer: "PPOTrainer | SupervisedTrainer") -> str:
-    """In which step a run that ends here is, and how to go on."""
+    """Returns a text with the step at which a run ends and how to resume it."""
     step, total = trainer.step, trainer.total_steps
     where = f"in step {step + 1} of {total}" if step < total else f"after step {step}, the last one"
     return f"{where}; {trainer.checkpoints.standing()}"

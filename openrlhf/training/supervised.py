@@ -1,4 +1,4 @@
-"""One loop for everything that learns from a fixed dataset. A task is a dataset and an objective."""
+"""The training loop for fixed datasets. A task provides the dataset and the objective."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,11 +21,11 @@ class Windows(Protocol[RowT]):
     """The optimizer steps of an epoch, as data/batches.py lays them out."""
 
     def __len__(self) -> int:
-        """Steps of an epoch."""
+        """Returns the optimizer steps of an epoch."""
         ...
 
     def endless(self, start_step: int = 0) -> Iterator[Sequence[RowT]]:
-        """This rank's rows of each step from `start_step` on, epoch after epoch."""
+        """Yields this rank's rows of each step from `start_step` on, epoch after epoch."""
         ...
 
 
@@ -38,13 +38,13 @@ class SupervisedTrainer(Generic[RowT]):
     objective: Objective[RowT]
     windows: Windows[RowT]
     eval_rows: Sequence[RowT]
-    """This rank's part of the evaluation set; empty without one."""
+    """This rank's shard of the evaluation set; empty without one."""
     checkpoints: CheckpointFolder
     export: Callable[[str], None]
-    """Write model and tokenizer in Hugging Face format to a folder. Collective."""
+    """Writes model and tokenizer in Hugging Face format to a folder. Collective."""
     observer: Observer | None
     prepare: Callable[[Sequence[RowT]], Objective[RowT]] | None = None
-    """For an objective that needs a figure of the whole batch first: rows -> the objective for them."""
+    """Optional rows -> objective, for objectives that first need a statistic of the whole batch."""
     step: int = 0
     """Optimizer steps done."""
 
@@ -65,14 +65,14 @@ class SupervisedTrainer(Generic[RowT]):
         return total_steps(self.config.train, len(self.windows))
 
     def evaluate(self) -> Metrics:
-        """The objective's metrics over the whole evaluation set, as `eval/...`."""
+        """Returns the objective's metrics over the whole evaluation set, as `eval/...`."""
         with self._phase("evaluate", len(self.eval_rows)):
             objective = self._counted(self._objective_for(self.eval_rows))
             metrics = self.engine.evaluate(self.eval_rows, objective)
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def save(self, tag: str) -> None:
-        """A checkpoint to resume from, or a Hugging Face copy, or both, as `ckpt.*` says."""
+        """Saves a checkpoint to resume from, a Hugging Face copy, or both, as `ckpt.*` says."""
         with self._phase("save"):
             if not self.config.ckpt.disable_ds:
                 self.engine.save_checkpoint(str(self.checkpoints.path), tag, self.state())
@@ -82,7 +82,7 @@ class SupervisedTrainer(Generic[RowT]):
             self.checkpoints.completed(tag)
 
     def state(self) -> dict[str, Any]:
-        """Everything that a run must remember beside its model."""
+        """Returns everything that a resumed run needs apart from its model."""
         return {"step": self.step}
 
     def resume(self, tag: str) -> None:
@@ -95,11 +95,11 @@ class SupervisedTrainer(Generic[RowT]):
         return self.prepare(rows) if self.prepare else self.objective
 
     def _phase(self, name: str, total: int | None = None) -> AbstractContextManager[object]:
-        """A part of the run that the screen shows by its name, on the rank that speaks."""
+        """Shows a named phase of the run on the rank with the observer."""
         return self.observer.phase(name, total) if self.observer else nullcontext()
 
     def _counted(self, objective: Objective[RowT]) -> Objective[RowT]:
-        """`objective`, whose every row advances the phase."""
+        """Wraps `objective` so that each row advances the progress of the phase."""
 
         def counted(model: Callable, row: RowT, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
             if self.observer:
@@ -116,6 +116,6 @@ class SupervisedTrainer(Generic[RowT]):
 
 
 def total_steps(train: TrainConfig, steps_per_epoch: int) -> int:
-    """Optimizer steps of a whole run."""
+    """Returns the optimizer steps of the whole run."""
     steps = steps_per_epoch * train.max_epochs
     return steps if train.max_steps is None else min(steps, train.max_steps)

@@ -1,4 +1,4 @@
-"""What all supervised commands do: check, load, train, evaluate, save. A command adds a `Task`."""
+"""The steps common to supervised commands: check, load, train, evaluate, save. Each command adds a `Task`."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -39,24 +39,25 @@ MODEL_FLAG = "--model.model_name_or_path"
 
 
 class Task(ABC, Generic[ConfigT]):
-    """What one supervised command learns from, and what it minimises. Nothing heavy is imported before it is
-    needed, so that `--help` answers at once."""
+    """The dataset and objective of one supervised command. Heavy imports are deferred so that `--help`
+    answers at once."""
 
     command: ClassVar[Command]
     module: ClassVar[str]
-    """`python -m` of it."""
+    """Module that runs the command by `python -m`."""
     column_keys: ClassVar[Sequence[str]]
-    """Flags of the section `data` that name a column of the rows; that of images comes by itself."""
+    """Options of the section `data` that name a column of the rows, except the image column, which is added
+    where rows have images."""
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
 
     def models(self) -> Mapping[str, str]:
-        """Flag -> the model that it names, of all that read the rows."""
+        """Returns flag -> model, for all models that read the rows."""
         return {MODEL_FLAG: self.config.model.model_name_or_path}
 
     def check_models(self) -> None:
-        """Raise ValueError for a model that is not there, before anything is loaded."""
+        """Raises ValueError for a missing or unsuitable model, before anything is loaded."""
         from openrlhf.models.loading import check_model
 
         for flag, path in self.models().items():
@@ -72,13 +73,13 @@ class Task(ABC, Generic[ConfigT]):
                 check_tensor_parallel(path, flag, size)
 
     def columns(self) -> dict[str, str | None]:
-        """Flag -> the column that it names."""
+        """Returns flag -> column name."""
         data = self.config.data
         keys = (*self.column_keys, *(("image_key",) if data.reads_images else ()))
         return {f"--data.{key}": getattr(data, key) for key in keys}
 
     def images(self, tokenizer: "PreTrainedTokenizerBase") -> "ImageColumn | None":
-        """What the rows have of them; None where they have none."""
+        """Returns the image column of the rows; None without one."""
         from openrlhf.data.image_rows import ImageColumn
 
         if not self.config.data.reads_images:
@@ -87,15 +88,15 @@ class Task(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def builder(self) -> partial:
-        """(rows, tokenizer) -> what training visits, an item for each row that teaches something; with
-        `images` where rows have some. Its function and arguments are part of the key in the data cache."""
+        """Returns (rows, tokenizer) -> dataset, one item for each usable row; with an argument `images` where
+        rows have some. Its function and arguments are part of the data cache's key."""
 
     @abstractmethod
     def collate(self, items: list) -> "Row":
-        """Items as one packed row."""
+        """Packs items into one row."""
 
     def load_model(self, tokenizer: "PreTrainedTokenizerBase") -> "RowModel":
-        """The module to train, not yet on its device. Called where the engine wants it."""
+        """Builds the module to train, not yet on its device. The engine decides where to call it."""
         from openrlhf.models.policy import PolicyModel
 
         return PolicyModel(self.load_causal_lm())
@@ -106,23 +107,24 @@ class Task(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def objective(self, run: "Run[ConfigT]") -> "Objective":
-        """What is minimised."""
+        """Builds the objective to minimise."""
 
     def prepare(
         self, run: "Run[ConfigT]", objective: "Objective"
     ) -> "Callable[[Sequence[Any]], Objective] | None":
-        """For an objective that needs a figure of the whole batch first: rows -> the objective for them."""
+        """Returns rows -> objective, for an objective that first needs a statistic of the whole batch; None
+        for others."""
         return None
 
     def finish(self, run: "Run[ConfigT]") -> None:
-        """After the last step, before the model is saved."""
+        """Called after the last step, before the model is saved."""
 
 
 class Run(Generic[ConfigT]):
-    """Everything that a supervised command builds, on one rank."""
+    """Everything that a supervised command builds on one rank."""
 
     def __init__(self, task: Task[ConfigT], argv: Sequence[str], held: ExitStack) -> None:
-        """`held`: until it ends the run has its folders for itself."""
+        """Builds the run. Its folders stay locked until `held` ends."""
         from openrlhf.observability.progress import waiting
 
         with waiting("loading libraries, meeting the other ranks"):
@@ -168,7 +170,7 @@ class Run(Generic[ConfigT]):
         return module
 
     def frozen(self, build_model: "Callable[[], RowModel]", offload: bool) -> "FrozenModel":
-        """A reference or a teacher, on the ranks of this run."""
+        """Builds a frozen model (a reference or a teacher) on the ranks of this run."""
         from openrlhf.backends.build import build_frozen
 
         config = self.config
@@ -177,15 +179,16 @@ class Run(Generic[ConfigT]):
         )
 
     def lay_out(self, dataset: "Dataset", *, batch_size: int, shuffle: bool) -> "Windows[Row]":
-        """The optimizer steps of an epoch, as this rank sees them."""
+        """Returns the optimizer steps of an epoch, as this rank sees them."""
         return lay_out(self.task, dataset, batch_size=batch_size, shuffle=shuffle, mesh=self.mesh)
 
     def in_order(self, dataset: "Dataset") -> "Windows[Row]":
-        """Batches that visit every item once."""
+        """Returns batches that visit every item once, in order."""
         return self.lay_out(dataset, batch_size=self.config.train.batch_size, shuffle=False)
 
     def attach(self, answers: "Callable[[TokenisedDataset], np.ndarray]") -> None:
-        """Give both datasets, of items with two samples, the reference log-probs `answers(dataset)`."""
+        """Adds the reference log-probs `answers(dataset)` to both datasets, whose items have two samples
+        each."""
         from openrlhf.data.labelled import TwoSamples
 
         def attached(dataset: "TokenisedDataset") -> "TokenisedDataset":
@@ -198,7 +201,7 @@ class Run(Generic[ConfigT]):
         self.windows = self.lay_out(self.train_set, batch_size=self.config.train.batch_size, shuffle=True)
 
     def whole(self, dataset: "Dataset") -> list[Any]:
-        """This rank's rows of a dataset that is one batch, of the kind that the task collates."""
+        """Returns this rank's collated rows of a dataset taken as one batch."""
         (rows,) = self.lay_out(dataset, batch_size=len(dataset), shuffle=False).epoch(0)
         return rows
 
@@ -266,7 +269,7 @@ class Run(Generic[ConfigT]):
         return CheckpointFolder(ckpt.folder, ckpt, origin=origin, universal=universal)
 
     def _begin(self, held: ExitStack) -> str | None:
-        """The tag to resume from. Rank 0 speaks; the others find the same."""
+        """Returns the tag to resume from, the same on all ranks. Only rank 0 prints and locks."""
         from openrlhf.backends.distributed import machines_without
 
         ckpt = self.config.ckpt
@@ -285,7 +288,7 @@ class Run(Generic[ConfigT]):
         return origin_of(config, self.task.command, models, more)
 
     def export(self, folder: str) -> None:
-        """Model and tokenizer, or processor, in Hugging Face format. On every rank."""
+        """Writes the model with its tokenizer or processor in Hugging Face format. Collective."""
         from openrlhf.models.loading import processor_around
 
         self.engine.export(folder)
@@ -310,7 +313,7 @@ class Run(Generic[ConfigT]):
 
 
 def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
-    """The command line of a supervised command."""
+    """Runs a supervised command from its command line."""
     argv = sys.argv[1:] if argv is None else argv
     config = parse(task_type.command, argv).config
     with short_errors():
@@ -322,7 +325,8 @@ def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
 
 
 def run(task: Task, argv: Sequence[str] = ()) -> None:
-    """Train, and write the model to `ckpt.output_dir`. On every rank, which stays in its process group."""
+    """Trains, and writes the model to `ckpt.output_dir`. Runs on every rank and leaves the process group
+    open."""
     choose_hub(task.config.use_ms)
     from openrlhf.observability.progress import checking
 
@@ -334,7 +338,7 @@ def run(task: Task, argv: Sequence[str] = ()) -> None:
 
 
 def check_files(task: Task) -> None:
-    """Everything that can be wrong with models and files, before anything is loaded."""
+    """Checks models and files before anything is loaded."""
     from openrlhf.data.sources import check_columns
     from openrlhf.observability.trackers.load import trackers_of
 
@@ -350,7 +354,7 @@ def check_files(task: Task) -> None:
 def load_tokenizer_of(
     config: SupervisedConfig | BatchInferenceConfig | ChatConfig,
 ) -> "PreTrainedTokenizerBase":
-    """The tokenizer of the model to train, or of the one that answers."""
+    """Loads the tokenizer of the model to train or to query."""
     from openrlhf.models.loading import load_tokenizer
 
     return load_tokenizer(
@@ -364,7 +368,7 @@ def load_tokenizer_of(
 def lay_out(
     task: Task, dataset: "Dataset", *, batch_size: int, shuffle: bool, mesh: "ProcessMesh | None" = None
 ) -> "Windows[Row]":
-    """The optimizer steps of an epoch, as this rank of `mesh` sees them; None: as one rank alone."""
+    """Returns the optimizer steps of an epoch, as this rank of `mesh` sees them; None for a single rank."""
     from openrlhf.data.batches import Windows
 
     train = task.config.train
@@ -385,7 +389,7 @@ def lay_out(
 def build_datasets(
     task: Task, tokenizer: "PreTrainedTokenizerBase"
 ) -> "tuple[TokenisedDataset, TokenisedDataset | None]":
-    """The training set, and the evaluation set or None."""
+    """Builds the training set and the evaluation set; None without evaluation."""
     evaluation = task.config.eval
     train_set = build_train_set(task, tokenizer)
     if not evaluation.dataset:
@@ -423,7 +427,8 @@ def build_dataset(
     probs: str | None = None,
     max_samples: int | None = None,
 ) -> "TokenisedDataset":
-    """From the data cache where the same was built before. ValueError where a model cannot read it."""
+    """Builds a dataset, or reads it from the data cache. Raises ValueError where it has sequences longer than
+    a model reads."""
     mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
     from openrlhf.data.encode import tell_losses
 
@@ -434,8 +439,8 @@ def build_dataset(
 
 
 def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
-    """Raise ValueError where a sequence is longer than one of the models reads. data.max_len alone may be:
-    it cuts nothing off shorter rows."""
+    """Raises ValueError where a sequence is longer than a model reads. data.max_len alone may exceed that
+    length, since it does not cut shorter rows."""
     for model_flag, room in rooms_of(task).items():
         if max(lengths) > room:
             path, count = task.models()[model_flag], sum(length > room for length in lengths)
@@ -448,7 +453,7 @@ def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
 
 
 def rooms_of(task: Task) -> dict[str, int]:
-    """Flag of each model whose configuration limits its sequences -> their most tokens."""
+    """Returns flag -> maximum sequence length, for each model whose configuration limits it."""
     from openrlhf.models.loading import load_config, room_of
 
     rooms = {flag: room_of(load_config(path, flag)) for flag, path in task.models().items()}
@@ -458,8 +463,8 @@ def rooms_of(task: Task) -> dict[str, int]:
 def tokenise(
     task: Task, tokenizer: "PreTrainedTokenizerBase", spec: str, flag: str, mix: Mapping[str, Any]
 ) -> "TokenisedDataset":
-    """The rows of `spec` as what the task learns from, kept in the data cache. mix: which of them, and in
-    which order, as `load_rows` wants it."""
+    """Tokenises the rows of `spec` for the task, using the data cache. `mix`: the selection and order of
+    rows, as arguments of `load_rows`."""
     from openrlhf.data.cache import cached, tokenizer_digest
     from openrlhf.data.sources import load_rows, rows_digest
 
@@ -495,7 +500,7 @@ def tokenise(
 def balanced(
     objective: "Objective", prepare: "Callable[[Sequence[Any]], Objective] | None", coef: float
 ) -> "tuple[Objective, Callable[[Sequence[Any]], Objective] | None]":
-    """Both with the balance loss of experts."""
+    """Adds the experts' balance loss to both objectives."""
     from openrlhf.training.objectives.balanced import BalancedObjective
 
     add = lambda inner: BalancedObjective(objective=inner, coef=coef)
@@ -505,7 +510,7 @@ def balanced(
 def load_language_model(
     config: SupervisedConfig, path: str, flag: str, *, in_4bit: bool = False
 ) -> "PreTrainedModel":
-    """A causal language model, with the precision and kernels of `ds.*`."""
+    """Loads a causal language model with the precision and kernels of `ds.*`."""
     from openrlhf.models.loading import load_causal_lm
 
     return load_causal_lm(

@@ -1,6 +1,6 @@
-"""What one rank of a model does in reinforcement learning: it loads, answers, learns and saves.
+"""The work of one rank of a model in reinforcement learning: loading, forward passes, updates and saving.
 
-cluster/rank_groups.py puts a rank into a Ray actor and calls it; nothing here knows of Ray.
+cluster/rank_groups.py runs a rank in a Ray actor; this module does not depend on Ray.
 """
 
 import math
@@ -65,7 +65,7 @@ PHASES = {"forward": "logprobs", "forward_unadapted": "logprobs", "update": "upd
 
 
 class Worker:
-    """One rank of a role: it meets the others."""
+    """One rank of a role in its process group."""
 
     def __init__(
         self,
@@ -76,25 +76,25 @@ class Worker:
         local_rank: int | None = None,
         local_size: int | None = None,
     ) -> None:
-        """`local_rank`: which GPU of its node this rank computes on, of the `local_size` that the node has.
-        None without GPUs."""
+        """`local_rank`: index of this rank's GPU on its node, which has `local_size` GPUs. None without
+        GPUs."""
         heap.freeze()
         self.local_rank, self.local_size = local_rank, local_size
         self.config, self.rank, self.mesh = config, rank, ProcessMesh.of(mesh, rank)
         self.peaks = PeakMemory()
 
     def call(self, method: str, count: int, *arguments: Any) -> Any:
-        """`method` with the first `count` arguments. The others are results of other workers, for which
-        Ray has waited."""
+        """Calls `method` with the first `count` arguments. The others are results of other workers that Ray
+        has waited for."""
         with self.peaks.during(PHASES[method]) if method in PHASES else nullcontext():
             return getattr(self, method)(*arguments[:count])
 
     def peak_memory(self) -> Peaks:
-        """Of the phases since it was last asked for."""
+        """Returns the peak memory of the phases since the previous call."""
         return self.peaks.take()
 
     def join(self, address: str, port: int) -> None:
-        """Meets the other ranks at this place, which `RankActor.address` of rank 0 has told."""
+        """Joins the process group at this address, which rank 0's `RankActor.address` has returned."""
         os.environ |= {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.rank if self.local_rank is None else self.local_rank),
@@ -119,11 +119,11 @@ class Worker:
         return DeviceMemory.now()
 
     def row_budget(self, tokens_per_gpu: int) -> int | None:
-        """Tokens of a row that is filled by tokens; None where rows are not."""
+        """Returns the token budget of a packed row under dynamic batching, else None."""
         return tokens_per_gpu * self.mesh.sequence if self.config.train.dynamic_batch_enable else None
 
     def row_groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Which sequences share a row where log-probs are computed."""
+        """Groups the sequences into rows for log-probs."""
         config = self.config
         return row_groups(
             lengths,
@@ -133,13 +133,13 @@ class Worker:
 
 
 class ModelWorker(Worker, Generic[ModelT]):
-    """One rank of a model that answers forwards: a language model with log-probs, a critic with values."""
+    """One rank of a model with forward passes: a language model with log-probs, a critic with values."""
 
     model: ModelT
-    """Since `start`."""
+    """Set by `start`."""
 
     def forward(self, batch: Batch) -> np.ndarray:
-        """(A,) what `read` says of every action."""
+        """Returns the (A,) values that `read` computes for every action."""
         groups = self.row_groups(batch.lengths.tolist())
         rows = [PackedRow.of_batch(batch.select(group)) for group in groups]
         answers = [answer.numpy() for answer in self.model.forward(rows, self.read)]
@@ -196,7 +196,7 @@ class RewardWorker(Worker):
             self.statistics.append(score_statistics(model_config, path) if normalize else (0.0, 1.0))
 
     def forward(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
-        """(B, M) the score of each trajectory by each of the M models."""
+        """Returns (B, M) scores of each trajectory by each of the M models."""
         scores = []
         for model, reader, (mean, std) in zip(self.models, self.readers, self.statistics, strict=True):
             samples = [reader(t) for t in trajectories]
@@ -215,14 +215,14 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
     """One rank of a model in training: the policy or the critic."""
 
     name: str
-    """Of the role, in the names of its checkpoints."""
+    """Role name in the names of its checkpoints."""
 
     @abstractmethod
     def objective(self, kl_coef: float) -> Objective[ExperienceRow]: ...
 
     def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> "Learned":
-        """One optimizer step for each window; a window lists the sequences of `batch` that this rank learns
-        from in it."""
+        """Takes one optimizer step for each window; a window lists the sequences of `batch` that this rank
+        trains on in that step."""
         return self.take_steps(batch, windows, self.objective(kl_coef)), None
 
     def take_steps(
@@ -235,7 +235,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
             ]
 
     def more_of_a_step(self) -> list[tuple[Sequence[PackedRow], Objective]]:
-        """What the next optimizer step learns beside the experiences."""
+        """Returns the additional (rows, objective) pairs of the next optimizer step."""
         return []
 
     def save_checkpoint(self, tag: str, state: dict) -> None:
@@ -285,7 +285,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         return [ExperienceRow.of(batch.select(group)) for group in self.groups(batch, window)]
 
     def groups(self, batch: Batch, window: Sequence[int]) -> list[list[int]]:
-        """The sequences of each row."""
+        """Groups the sequences of a window into rows."""
         train = self.config.train
         groups = row_groups(
             batch.lengths[list(window)].tolist(),
@@ -303,7 +303,7 @@ window before the update, or None where the batch brought them."""
 class PolicyWorker(TrainedWorker):
     name = "actor"
     text_windows: Windows[PackedRow] | None = None
-    """What is learned beside the rewards, with actor.ptx_coef."""
+    """Pre-training texts of each step, with actor.ptx_coef."""
 
     def start(self, address: str, port: int, total_steps: int, texts: SampleStore | None = None) -> None:
         self.join(address, port)
@@ -331,7 +331,7 @@ class PolicyWorker(TrainedWorker):
         return PolicyModel(model)
 
     def forward_unadapted(self, batch: Batch) -> np.ndarray:
-        """(A,) log-probs of the model below the adapters."""
+        """Returns (A,) log-probs of the model with its adapters disabled."""
         with torch.no_grad(), disabled_adapters(self.model.module.model):
             return self.forward(batch)
 
@@ -397,7 +397,7 @@ class PolicyWorker(TrainedWorker):
     def send_weights(
         self, version: int, probe: Probe | None, adapter_seed: int | None = None
     ) -> Tensor | None:
-        """See `PolicyRanks.send_weights`."""
+        """Sends the weights to the engines; see `PolicyRanks.send_weights`."""
         adapter = nullcontext() if adapter_seed is None else self.model.random_adapter(adapter_seed)
         with self.peaks.during("sync"), adapter:
             log_probs = None if probe is None else self._log_probs_of(probe)
@@ -412,7 +412,7 @@ class PolicyWorker(TrainedWorker):
         return self.model.forward([row], lambda model, row: model(row).log_probs)[0]
 
     def weight_sketches(self) -> dict[str, Sketch]:
-        """See `PolicyRanks`. Collective."""
+        """Returns sketches of the weights; see `PolicyRanks`. Collective."""
         return sketches(self.model.weights(part=self.sender.source.whole_part))
 
 
@@ -432,7 +432,8 @@ class CriticWorker(TrainedWorker):
         offload_optimizer(self.model, config.ds.offloading.sleeps)
 
     def build_model(self, path: str, flag: str) -> ValueModel:
-        """A reward model keeps its head; a plain language model gets a new one."""
+        """Builds the critic's module: a reward model keeps its head, a plain language model gets a new
+        one."""
         ds = self.config.ds
         scorer = _build_scorer(self.config, path, flag, in_4bit=ds.precision.in_4bit)
         return ValueModel(prepare_for_training(scorer.model, ds))
@@ -445,14 +446,14 @@ class CriticWorker(TrainedWorker):
         return balanced(objective, self.config.critic_aux_loss_coef, "critic")
 
     def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
-        """As for the policy; every metric's name starts with `critic/`."""
+        """Updates the critic; every metric's name starts with `critic/`."""
         steps, _ = super().update(batch, windows, kl_coef)
         named = [{f"critic/{name.removeprefix('critic/')}": m for name, m in step.items()} for step in steps]
         return named, None
 
 
 def balanced(objective: Objective[ExperienceRow], coef: float, section: str) -> Objective[ExperienceRow]:
-    """With a balance loss of the experts, where it has a weight."""
+    """Adds the experts' balance loss where `coef` is not 0."""
     if not coef:
         return objective
     return BalancedObjective(objective=objective, coef=coef, metric=f"{section}/balance_loss")
@@ -461,7 +462,7 @@ def balanced(objective: Objective[ExperienceRow], coef: float, section: str) -> 
 def _build_scorer(
     config: PPOConfig, path: str, flag: str, *, trained: bool = False, in_4bit: bool = False
 ) -> ScoreModel:
-    """A reward model, or with `trained` off also what is going to be one."""
+    """Loads a reward model; with `trained` off also a model without a trained head."""
     ds = config.ds
     return load_scorer(
         path,
@@ -479,8 +480,8 @@ def _build_scorer(
 
 
 def row_groups(lengths: Sequence[int], *, max_tokens: int | None, max_sequences: int) -> list[list[int]]:
-    """Which sequences share a row: as many as fit `max_tokens`, or `max_sequences` where that is None.
-    Without sequences one row, which has none."""
+    """Groups sequences into rows: as many as fit `max_tokens`, or `max_sequences` where that is None. Without
+    sequences, returns one empty row."""
     if not lengths:
         return [[]]
     if max_tokens is not None:

@@ -1,1 +1,1 @@
-"""What one model minimises on one batch: `(model, batch, norm) -> (loss, metrics)`."""
+"""Objectives: `(model, batch, norm) -> (loss, metrics)`, the loss of one model on one batch."""

@@ -1,4 +1,4 @@
-"""Any objective, and a balance loss of the experts."""
+"""Adds the experts' balance loss to an objective."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

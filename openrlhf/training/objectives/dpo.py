@@ -12,7 +12,7 @@ from openrlhf.types import LossNorm, PairRow
 
 
 def pair_log_probs(model: Callable, batch: PairRow) -> Tensor:
-    """(P, 2) summed log-probs of the chosen and the rejected answer."""
+    """Returns (P, 2) summed log-probs of the chosen and the rejected answer."""
     return batch.by_pair(answer_log_probs(model, batch.row))
 
 

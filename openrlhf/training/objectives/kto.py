@@ -12,7 +12,7 @@ from openrlhf.types import LossNorm, UnpairedRow
 
 
 def unpaired_log_probs(model: Callable, batch: UnpairedRow) -> Tensor:
-    """(B, 2) summed log-probs of the answer and of the mismatched one."""
+    """Returns (B, 2) summed log-probs of the answer and of the mismatched one."""
     both = [answer_log_probs(model, row)[: batch.num_sequences] for row in (batch.row, batch.mismatched)]
     return torch.stack(both, dim=1)
 
@@ -27,7 +27,7 @@ class KTOObjective:
     kl: float = 0.0
     """Estimate of KL(policy || reference) over the step's whole batch, see `MismatchedLogRatio`."""
     desirable_fraction: float = 0.5
-    """Of the desirable answers among those of the step, which only metrics divide by."""
+    """Fraction of desirable answers among the step's answers; only metrics divide by it."""
     reference: Reference | None = None
     """Not needed for rows that know their reference log-probs."""
 
@@ -62,8 +62,8 @@ class KTOObjective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchedLogRatio:
-    """Nothing to minimise: the mean log-ratio of policy and reference over answers to other prompts, from
-    which KTO estimates their KL, and the fraction of desirable answers."""
+    """Zero loss that reports statistics: the mean log-ratio of policy and reference over mismatched answers,
+    from which KTO estimates their KL, and the fraction of desirable answers."""
 
     reference: Reference | None = None
 

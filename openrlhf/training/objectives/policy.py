@@ -1,4 +1,4 @@
-"""The policy's objective in PPO and its relatives."""
+"""The policy's objective in PPO and related algorithms."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -44,9 +44,9 @@ class PolicyObjective:
 
     loss_type: PolicyLossType = "ppo"
     aggregation: LossAggregation | None = None
-    """None: that of `loss_type`."""
+    """None: the default of `loss_type`."""
     longest_response: float = 1.0
-    """Actions that a sequence counts as in `constant_length`."""
+    """Length that `constant_length` divides by, in actions."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -54,21 +54,22 @@ class PolicyObjective:
     correction_low: float = 0.5
     correction_high: float = 5.0
     correction_of_sequences: tuple[float, float] | None = None
-    """Bounds of a sequence's ratio in seq-mask-tis. None: those of tokens."""
+    """Bounds of the sequence ratio in seq-mask-tis. None: the token bounds."""
     proximal_policy: ProximalPolicyName = "recomputed"
     staleness_decay: float = 1.0
     max_staleness: int | None = None
-    """v is 0 beyond it. None: nowhere."""
+    """Staleness beyond which v is 0. None: no limit."""
     kl_coef: float = 0.0
     """0 leaves the KL out of the loss."""
     kl_estimator: KLEstimator = "k1"
     entropy_coef: float | None = None
-    """None does not compute the entropy, 0 only reports it. It is that of the tempered distribution."""
+    """Weight of the entropy of the tempered distribution. 0 only reports the entropy, None does not compute
+    it."""
     temperature: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the classes that the names above select, and of others, which are not read here."""
+    """Options of the selected classes; may contain options of others, which are ignored here."""
     seen: list[Tensor] | None = None
-    """Where the policy's log-probs go, (A,) of each row. None: they are not kept."""
+    """Optional list to which the (A,) policy log-probs of each row are appended."""
 
     @classmethod
     def from_config(cls, config: PPOConfig, kl_coef: float, seen: list[Tensor] | None = None) -> Self:

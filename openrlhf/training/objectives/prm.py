@@ -15,7 +15,7 @@ class ProcessObjective:
     """Mean cross-entropy over all steps, of the whole vocabulary or of the reward tokens alone."""
 
     reward_token_ids: tuple[int, ...] | None = None
-    """The tokens among which a step's label is. Labels that are probabilities speak of the first of two."""
+    """Tokens that a step's label may be. Labels that are probabilities belong to the first of two tokens."""
 
     def __call__(self, model: Callable, batch: StepsRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         """`model` is a `models.process_reward.ProcessRewardModel`, possibly wrapped by an engine."""

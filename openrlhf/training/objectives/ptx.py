@@ -1,4 +1,4 @@
-"""Pre-training texts beside a policy's rewards: PPO-ptx."""
+"""PPO-ptx: a pre-training loss added to the policy's objective."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

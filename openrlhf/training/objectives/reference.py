@@ -1,4 +1,4 @@
-"""What DPO and KTO compare a policy with: summed log-probs of answers, of the policy and of its reference."""
+"""Summed log-probs of answers under the policy and its reference, for DPO and KTO."""
 
 from collections.abc import Callable
 
@@ -13,12 +13,13 @@ Reference = Callable[[PackedRow], Tensor]
 
 
 def answer_log_probs(model: Callable, row: PackedRow) -> Tensor:
-    """(B,) sum over each sequence's actions. `model` is a `models.policy.PolicyModel`."""
+    """Returns the (B,) sum of log-probs over each sequence's actions. `model` is a
+    `models.policy.PolicyModel`."""
     return segment_sum(model(row, temperature=1.0, with_entropy=False).log_probs, row.num_actions)
 
 
 def reference_log_probs(known: Tensor | None, reference: Reference | None, row: PackedRow) -> Tensor:
-    """(B,) those known beforehand, or what `reference` says."""
+    """Returns (B,) precomputed reference log-probs, or computes them with `reference`."""
     if known is not None:
         return known
     assert reference is not None  # cli/ builds one wherever they are not known beforehand

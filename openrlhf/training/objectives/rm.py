@@ -28,7 +28,7 @@ class RewardObjective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreMoments:
-    """Nothing to minimise: the mean of all scores and of their squares."""
+    """Zero loss that reports the mean of all scores and of their squares."""
 
     def __call__(self, model: Callable, batch: PairRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         scores = batch.by_pair(model(batch.row)).double()
