@@ -1,1 +1,1 @@
-"""Plain PyTorch behind `TrainEngine`: no DeepSpeed is imported or needed."""
+"""The training backend of plain PyTorch, which neither imports nor needs DeepSpeed."""

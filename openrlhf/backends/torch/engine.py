@@ -1,8 +1,9 @@
-"""A model in training by PyTorch alone: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""Training and frozen models on plain PyTorch.
 
-On one rank in float32 the model is a plain module. Else `fully_shard` keeps a slice of every parameter on
-each rank and makes it whole where a layer computes. In bf16 those slices are the float32 master weights, and
-what layers compute with is rounded from them.
+On one rank in float32 the model is a plain module. Otherwise `fully_shard`
+(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) keeps a shard of every parameter on
+each rank and gathers a layer's parameters while it computes. In bf16 the shards are the float32 master
+weights, and layers compute with weights that are rounded from them.
 """
 
 import shutil
@@ -44,15 +45,16 @@ from openrlhf.models.tensor_parallel import whole
 from openrlhf.types import Metrics
 
 METADATA = ".metadata"
-"""The file by which a folder is known as a checkpoint of torch.distributed.checkpoint."""
+"""The file that marks a folder as a checkpoint of torch.distributed.checkpoint."""
 PROGRESS = "progress.pt"
-"""Beside the tensors: how many steps were done, and the trainer's own state."""
+"""File with the number of steps done and the trainer's own state, beside the tensors."""
 WEIGHTS = "weights"
-"""In front of the names of weights in a checkpoint; those of AdamW's states have theirs."""
+"""Prefix of the names of weights in a checkpoint; AdamW's states have their key as prefix."""
 
 
 class TorchEngine(TrainedRank):
-    """`init_distributed` comes first. What this engine cannot is refused by config/checks.py."""
+    """One rank of a model in training. `init_distributed` comes first. config/checks.py raises for options
+    that this engine does not support."""
 
     def __init__(
         self,
@@ -67,14 +69,14 @@ class TorchEngine(TrainedRank):
         ema_beta: float | None = None,
         mesh: ProcessMesh | None = None,
     ) -> None:
-        """See `build_engine`."""
-        assert not reentrant and ema_beta is None  # refused
+        """Builds the model and places it on the ranks; `build_engine` documents the arguments."""
+        assert not reentrant and ema_beta is None  # config/checks.py has raised for them
         super().__init__(mesh)
         self.ds, self.optim, self.dtype = ds, optim, DTYPES[ds.precision.dtype]
         self.checkpoints_layers = gradient_checkpointing
         self.is_sharded = self.mesh.size > 1 or ds.precision.dtype != "fp32"
         self._module = build_model()
-        # Without noise nothing has to be done, and to some architectures evaluation means no gradients.
+        # Models without noise stay in training mode: in evaluation mode some architectures drop gradients.
         self.plain_training = dropout or not has_noise(self._module.model.config)
         if gradient_checkpointing:
             enable_checkpointing(
@@ -130,11 +132,12 @@ class TorchEngine(TrainedRank):
         return lr, float(norm)
 
     def row_memory(self, num_tokens: int) -> RowMemory:
-        """As `fully_shard` is documented to keep things: slices of float32, and what is whole for a while."""
+        """Estimates this rank's peak memory from `fully_shard`'s documentation: float32 shards, and the
+        parameters and gradients that are unsharded for a while."""
         shape, ranks, size = self.shape(), self.mesh.size, self.dtype.itemsize
         own, layer = shape.trainable // ranks, shape.trainable // max(shape.layers, 1)
         gathered = shape.weight_bytes // 4 * size
-        if self.ds.zero.stage == 3:  # two layers, and what is outside of them
+        if self.ds.zero.stage == 3:  # two layers, and the parameters outside of layers
             gathered = min(gathered, (2 * layer + 2 * shape.vocabulary * shape.hidden) * size)
         return RowMemory(
             weights=shape.weight_bytes // ranks + (gathered if self.is_sharded else 0),
@@ -153,7 +156,7 @@ class TorchEngine(TrainedRank):
     def weights(
         self, bucket_bytes: int = BUCKET_BYTES, part: Part = "merged"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Rounded to the type that the model computes with."""
+        """Yields (name, unsharded tensor), rounded to the dtype that the model computes with."""
         for name, tensor in super().weights(bucket_bytes, part):
             yield name, self._rounded(tensor)
 
@@ -172,7 +175,8 @@ class TorchEngine(TrainedRank):
 
     @contextmanager
     def random_adapter(self, seed: int) -> Iterator[None]:
-        """See `DeepSpeedEngine.random_adapter`."""
+        """Replaces the adapters' matrices by random ones within the context, see
+        `DeepSpeedEngine.random_adapter`."""
         adapters = adapter_weights(self._module.model)
         kept = {name: p.detach().clone() for name, p in adapters.items()}
         filled = {name: torch.empty(p.shape, device=self.device) for name, p in adapters.items()}
@@ -191,7 +195,7 @@ class TorchEngine(TrainedRank):
         self._check_present()
         path = Path(folder, tag)
         if self.mesh.is_first:
-            shutil.rmtree(path, ignore_errors=True)  # a save that other ranks did not finish
+            shutil.rmtree(path, ignore_errors=True)  # an unfinished save
             path.mkdir(parents=True)
             torch.save({"steps": self._steps, "state": state}, path / PROGRESS)
         dist.barrier()
@@ -200,7 +204,8 @@ class TorchEngine(TrainedRank):
         dist.barrier()
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
-        """Restores everything that `save_checkpoint` wrote with any number of ranks; returns its `state`."""
+        """Restores everything that `save_checkpoint` wrote with any number of ranks; returns its `state`.
+        Raises ValueError for a checkpoint of another backend or another model."""
         self._check_present()
         path, tensors = Path(folder, tag), self._tensors()
         if not (path / METADATA).exists():
@@ -217,8 +222,8 @@ class TorchEngine(TrainedRank):
         return progress["state"]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """All that steps change, by name: weights, and what AdamW keeps of each. `load` fills them in
-        place."""
+        """Returns all tensors that optimizer steps change, by name: weights and AdamW's states. A load fills
+        them in place."""
         found = {}
         for name, p in self.trained.items():
             found[f"{WEIGHTS}.{name}"] = p.detach()
@@ -226,7 +231,8 @@ class TorchEngine(TrainedRank):
         return found
 
     def offload(self) -> None:
-        """Moves AdamW's states to the CPU. The float32 weights stay: forwards and weight syncs read them."""
+        """Moves AdamW's states to the CPU. The float32 weights stay: forward passes and weight syncs read
+        them."""
         self.is_away = True
         self._move_states(torch.device("cpu"))
 
@@ -244,7 +250,8 @@ class TorchEngine(TrainedRank):
 
 
 class TorchFrozen(ModelRank):
-    """Sharded with --ds.zero_stage 3 on several ranks, else a copy on every rank."""
+    """One rank of a model that is not trained: sharded with --ds.zero_stage 3 on several ranks, else a copy
+    on every rank."""
 
     def __init__(
         self,
@@ -254,8 +261,8 @@ class TorchFrozen(ModelRank):
         offload: bool,
         mesh: ProcessMesh | None = None,
     ) -> None:
-        """See `build_frozen`."""
-        assert not offload  # refused
+        """Builds the model and places it on the ranks; `build_frozen` documents the arguments."""
+        assert not offload  # config/checks.py has raised for it
         super().__init__(mesh)
         self._module = build_model().eval().requires_grad_(False)
         place(self._module, self.mesh, ds, shard=self.mesh.size > 1 and ds.zero.stage == 3)
@@ -277,8 +284,9 @@ class TorchFrozen(ModelRank):
 
 
 def place(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig, *, shard: bool) -> None:
-    """Puts a model on the ranks of `mesh` and finds out how it reads rows. With `shard` layer by layer: each
-    is whole while it computes, and with --ds.zero_stage 2 until its backward pass has."""
+    """Places a model on the ranks of `mesh` and determines how it reads rows. With `shard` it is sharded
+    layer by layer: a layer is gathered while it computes, with --ds.zero_stage 2 until its backward pass
+    ends."""
     if shard:
         options: dict[str, Any] = {
             "mesh": init_device_mesh(DEVICE_TYPE, (mesh.size,)),
@@ -298,14 +306,16 @@ def place(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig, *, shard: bo
 
 
 def reshard(module: RowModel) -> None:
-    """After passes without a gradient, which leave layers whole with --ds.zero_stage 2."""
+    """Shards all layers again, after passes without a gradient, which leave them gathered with
+    --ds.zero_stage 2."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
 
 
 def _adamw(module: RowModel, optim: OptimConfig) -> torch.optim.AdamW:
-    """With the states that the first step would make, so that a checkpoint finds them."""
+    """Builds AdamW with biases, norms and other vectors exempt from weight decay. Its states exist before the
+    first step, so that a checkpoint can be loaded into them."""
     exempt, adam = exempt_from_decay(module), optim.adam
     groups: list[dict[str, Any]] = [
         {"params": [p for p in module.parameters() if p.requires_grad and (id(p) in exempt) is is_exempt]}
@@ -322,7 +332,7 @@ def _adamw(module: RowModel, optim: OptimConfig) -> torch.optim.AdamW:
 
 
 def _laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """A whole tensor in the parts of `parameter`."""
+    """Shards an unsharded tensor as `parameter` is."""
     if not isinstance(parameter, DTensor):
         return tensor
     return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)

@@ -1,1 +1,1 @@
-"""vLLM behind token in, token out, and both ends of a weight sync."""
+"""The vLLM rollout engine, and both ends of weight transfers to it."""

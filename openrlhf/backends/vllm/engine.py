@@ -1,6 +1,6 @@
-"""vLLM behind token in, token out. The only file that talks to a vLLM engine.
+"""The vLLM rollout engine: token ids in, token ids out.
 
-`VLLMEngine` lives in a process of its own (a Ray actor) whose environment is `engine_environment`.
+`VLLMEngine` runs in a process of its own (a Ray actor) whose environment is `engine_environment`.
 """
 
 import asyncio
@@ -26,31 +26,31 @@ from openrlhf.hub import model_folder
 from openrlhf.text import image_data
 from openrlhf.types import present
 
-if TYPE_CHECKING:  # vLLM reads its environment, and takes seconds
+if TYPE_CHECKING:  # importing vLLM reads the environment, and takes seconds
     from PIL.Image import Image as Picture
     from vllm.inputs import TokensInput, TokensPrompt
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
 
 CPU_KV_CACHE_GB = 0.25
-"""KV cache of an engine without a GPU, unless `--vllm.kv_cache_gb` says otherwise. vLLM's own unit is a whole
-GiB."""
+"""Default size of the KV cache on a CPU, in GiB, without `--vllm.kv_cache_gb`. vLLM's own setting takes whole
+GiB only."""
 
 CPU_BATCHED_TOKENS = 4096
-"""Tokens of one step of an engine without a GPU."""
+"""Largest number of tokens in one step of an engine on a CPU, unless a sequence is longer."""
 
 TAGS = frozenset({"weights", "kv_cache"})
-"""What of an engine sleeps, in vLLM's words."""
+"""The parts of an engine that sleep, by vLLM's names."""
 
 ADAPTER = 1
-"""vLLM's number of the only adapter of an engine."""
+"""vLLM's id of an engine's only adapter."""
 
 CONTROL_TIMEOUT = 300.0
-"""Seconds that a pause, update or resume may take. An engine process that died never answers one."""
+"""Seconds that a control call (pause, update, resume) may take. An engine process that died never answers."""
 
 
 def engine_environment(options: EngineOptions) -> dict[str, str]:
-    """Variables that must be set before vLLM is imported."""
+    """Returns environment variables that must be set before vLLM is imported."""
     quiet = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -59,30 +59,30 @@ def engine_environment(options: EngineOptions) -> dict[str, str]:
     }
     common = {name: os.environ.get(name, value) for name, value in quiet.items()}
     if options.transfer_backend == "ipc":
-        # A handle of GPU memory names classes and dtypes, which only pickle carries from the frontend to the
-        # engine's core. Their socket is a file of this machine, and nobody else's bytes come through it.
+        # Handles of GPU memory contain classes and dtypes, so they need pickle on the way from the frontend
+        # to the engine's core. Their socket is a local file that no other process writes to.
         common["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if options.on_gpu:
-        # vLLM forks unless it sees that CUDA is initialised, which it does not see of a mere question
-        # whether there is a GPU; CUDA is then lost to the fork.
+        # vLLM forks its workers unless it sees that CUDA is initialised. It does not notice a mere query for
+        # GPUs, after which CUDA does not work in a fork.
         return common | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     cores = os.cpu_count() or 1
     bind = "|".join(str(i % cores) for i in range(options.num_workers))
     return common | {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        # One process less for each engine; with several workers vLLM needs them apart.
+        # Saves one process for each engine; several workers need separate processes.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if options.num_workers == 1 else "1",
         # The default pins every engine to the first cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind" if options.num_workers == 1 else bind,
         "TORCH_COMPILE_DISABLE": "1",
-        # In pages of 2 MiB new memory takes a third of the time, and a weight sync is mostly new memory.
+        # Allocating takes a third of the time with pages of 2 MiB, and a weight sync mostly allocates.
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
     }
 
 
 def has_second_runner() -> bool:
-    """Whether vLLM runs models by its second model runner, which needs Triton: on GPUs, and on CPUs where
-    there is a Triton for them."""
+    """Returns whether vLLM uses its second model runner, which needs Triton: on GPUs, and on CPUs with a CPU
+    version of Triton."""
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
 
@@ -90,12 +90,14 @@ def has_second_runner() -> bool:
 
 
 def memory_fraction(asked: float, free: float | None) -> float:
-    """Of a GPU's memory, what vLLM is told to take: at most `asked`, where others leave `free`."""
+    """Returns the fraction of a GPU's memory for vLLM: `asked`, limited by the fraction `free` that other
+    models leave (None: no other models)."""
     return asked if free is None else min(asked, USABLE_FRACTION * free)
 
 
 def _lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
-    """Of an engine. vLLM makes room for one of its own ranks, and leaves what is over at zero."""
+    """Returns vLLM's arguments for adapters. vLLM allocates for the next of its own LoRA ranks, and pads with
+    zeros."""
     if lora is None:
         return {}
     return {
@@ -106,8 +108,8 @@ def _lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
 
 
 def _set_routing(output: "RequestOutput", recorded: dict[int, tuple], num_experts: int) -> None:
-    """In a type that has room for `types.own_choice`, which is no expert. `recorded`: by the answer's index,
-    where vLLM does not return it by itself."""
+    """Sets each answer's routing, in a dtype with room for `types.own_choice`, which is no expert's index.
+    `recorded`: routing by the answer's index, where vLLM does not return it by itself."""
     dtype = np.uint8 if num_experts < 256 else np.int16
     for answer in output.outputs:
         if answer.index in recorded:
@@ -119,7 +121,7 @@ def _set_routing(output: "RequestOutput", recorded: dict[int, tuple], num_expert
 
 @contextmanager
 def _our_errors() -> Iterator[None]:
-    """EngineDied and ValueError in place of vLLM's own types."""
+    """Raises EngineDied and ValueError in place of vLLM's exceptions."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -138,17 +140,17 @@ class VLLMEngine:
         self.options = options
         self.asleep: frozenset[str] = frozenset()
         self.peak = 0
-        """Bytes that generation needed before the engine fell asleep. 0: it has not."""
+        """Peak bytes of generation as noted before the engine fell asleep. 0: nothing noted."""
         self.adapter: LoRARequest | None = None
-        """What requests compute with beside the weights, once a weight sync has brought it."""
+        """Adapter of all requests, once a weight sync has brought one."""
         self.num_syncs = 0
-        """For which it has been paused."""
+        """Number of weight syncs for which the engine was paused."""
         self.records_routing = False
-        """Because vLLM does not return it by itself."""
+        """True where `RoutingRecorder` records the routing, because vLLM does not return it."""
 
     async def start(self, free_fraction: float | None = None) -> None:
-        """Load the model. `free_fraction`: of its GPUs' memory, what models that stay there leave; None where
-        there are none."""
+        """Loads the model. `free_fraction`: the fraction of its GPUs' memory that other models on them leave
+        free; None where there are no other models."""
         from vllm.config import WeightTransferConfig
         from vllm.config.model import ModelDType
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -175,10 +177,10 @@ class VLLMEngine:
                 enable_return_routed_experts=options.returns_routing and not self.records_routing,
                 max_num_seqs=options.max_num_seqs,
                 limit_mm_per_prompt={"image": options.max_images, "video": 0} if options.max_images else {},
-                # Else the model has mean and deviation of pixels as buffers: no checkpoint holds them, so a
-                # model that waits for a weight sync would keep random ones.
+                # Otherwise mean and deviation of pixels are buffers of the model, which no checkpoint holds:
+                # a model with random weights before its first sync would keep random ones.
                 mm_device_do_normalize=False,
-                # There are no graphs to capture on a CPU, and compiling there costs more than it gives back.
+                # There are no graphs to capture on a CPU, and compiling costs more than it saves there.
                 enforce_eager=options.enforce_eager or not options.on_gpu,
                 # A prompt computed in parts would rewind the random state of its request, which CPU
                 # generators cannot.
@@ -191,25 +193,25 @@ class VLLMEngine:
                 use_tqdm_on_load=False,
                 generation_config="vllm",
                 hf_overrides={"head_dtype": "float32"} if options.float32_head else {},
-                # The distribution that was sampled from: temperature, top-k and top-p applied.
+                # Log-probs of the sampled distribution, after temperature, top-k and top-p.
                 logprobs_mode="processed_logprobs",
                 max_logprobs=options.max_logprobs,
                 worker_extension_cls="openrlhf.backends.vllm.weight_receiver.WorkerExtension",
                 weight_transfer_config=WeightTransferConfig(backend=f"openrlhf_{options.transfer_backend}"),
                 **_lora_arguments(options.lora),
             ),
-            # vLLM's batch sizes for throughput. Its choice for engines that nobody names is 128 sequences.
+            # Selects vLLM's batch sizes for throughput. Its default for other usages is 128 sequences.
             usage_context=UsageContext.LLM_CLASS,
         )
         if options.pipeline_parallel_size > 1 and not options.on_gpu:
             await self._bounded(self.llm.collective_rpc("make_stage_buffers"))
         if self.records_routing:
             await self._bounded(self.llm.collective_rpc("record_routing"))
-        await self._bounded(self.llm.update_weight_version("0"))  # vLLM's own name for it is no number
+        await self._bounded(self.llm.update_weight_version("0"))  # vLLM's initial label is not a number
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that have a log-prob."""
+        """Number of tokens that have a log-prob."""
         return self.llm.model_config.get_vocab_size()
 
     async def generate(
@@ -218,7 +220,7 @@ class VLLMEngine:
         sampling_params: SamplingParams,
         multi_modal_data: dict | None = None,
     ) -> Completions:
-        """One request."""
+        """Answers one request; see `RolloutEngine.generate`."""
         return completions(
             await self._answer(prompt_token_ids, sampling_params, multi_modal_data), sampling_params
         )
@@ -235,7 +237,7 @@ class VLLMEngine:
                     prompt, vllm_params(params), request_id=name, lora_request=self.adapter
                 ):
                     output = latest
-            finally:  # what is not taken would stay in the workers
+            finally:  # otherwise the record would stay in the workers
                 if self.records_routing:
                     routing, *_ = await self._bounded(self.llm.collective_rpc("take_routing", args=(name,)))
         assert output is not None  # vLLM answers or raises
@@ -246,7 +248,7 @@ class VLLMEngine:
     async def stream(
         self, prompt_token_ids: list[int], sampling_params: SamplingParams
     ) -> AsyncIterator[list[int]]:
-        """The tokens of one answer as they come."""
+        """Yields the tokens of one answer as they are sampled."""
         prompt, params = self._prompt(prompt_token_ids), vllm_params(sampling_params, stream=True)
         async for latest in self.llm.generate(prompt, params, request_id=uuid.uuid4().hex):
             yield list(latest.outputs[0].token_ids)
@@ -258,17 +260,17 @@ class VLLMEngine:
 
         more: Any = {}
         if self.options.keep_cache:
-            # Old weights' blocks stay with the requests that hold them, and nobody else finds them.
+            # KV cache blocks of old weights stay with their requests, and no new request reuses them.
             more["cache_salt"] = str(self.num_syncs)
         if multi_modal_data is not None:
             more["multi_modal_data"] = multi_modal_data
             return TokensPrompt(prompt_token_ids=token_ids, **more)
-        # vLLM hands a prompt that it has to read to a thread, which takes a third of the time of a request.
+        # vLLM processes a TokensPrompt in a thread, which takes a third of a request's time.
         return TokensInput(type="token", prompt_token_ids=token_ids, **more)
 
     async def probe(self, token_ids: list[int], pictures: Sequence["Picture"] = ()) -> EngineProbe:
-        """Computes the log-probs of every token but the first, at temperature 1. `token_ids`: with one
-        placeholder for each of the pictures, which is answered as all of its tokens."""
+        """Computes the log-probs of every token but the first, at temperature 1. `token_ids` have one
+        placeholder for each picture; the result has log-probs for all of the picture's tokens."""
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         output = await self._answer(token_ids, params, image_data(pictures))
         read, of_positions = present(output.prompt_token_ids), present(output.prompt_logprobs)
@@ -284,12 +286,12 @@ class VLLMEngine:
         await self._bounded(self.llm.init_weight_transfer_engine(request))
 
     async def start_weight_update(self) -> None:
-        """Between here and `finish_weight_update` the model has no weights: scheduling anything would kill
-        the engine, so it is paused first. Requests in flight are frozen, and start over from their tokens
-        afterwards, or with `keep_cache` go on."""
+        """Pauses the engine and begins a weight update. Until `finish_weight_update` the model has no
+        weights, and scheduling a request would kill the engine. Requests in flight are frozen. Afterwards
+        their tokens are computed again, or with `keep_cache` they continue with their KV cache."""
         self._require_awake({"weights"})
         await self._bounded(self.llm.pause_generation(mode="keep", clear_cache=not self.options.keep_cache))
-        self.num_syncs += 1  # from here on a request computes nothing with the old weights
+        self.num_syncs += 1  # no request computes with the old weights from here on
         await self._bounded(self.llm.start_weight_update())
 
     async def update_weights(self, update_info: dict | list[dict]) -> None:
@@ -313,25 +315,26 @@ class VLLMEngine:
 
         config = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.target_modules)}
         await self._bounded(self.llm.collective_rpc("use_adapter", args=(ADAPTER, config)))
-        # Workers have it: nobody looks for the folder that a request must name.
+        # The workers hold the adapter, so the folder that a LoRARequest must name is never read.
         self.adapter = LoRARequest("policy", ADAPTER, "held by the workers")
 
     async def loaded_checksums(self) -> list[int]:
-        """Of each worker, see weight_sync.Checksum."""
+        """Returns each worker's checksum of what it loaded, see weight_sync.checksum."""
         return await self._bounded(self.llm.collective_rpc("loaded_checksum"))
 
     async def unwritten_parameters(self) -> list[str]:
-        """What no weight sync has changed, on any worker."""
+        """Returns the names of parameters that some worker has never had changed by a weight sync."""
         workers = await self._bounded(self.llm.collective_rpc("unwritten_parameters"))
         return sorted({name for names in workers for name in names})
 
     async def layer_sketches(self, lengths: dict[str, int]) -> dict[str, Sketch]:
-        """See `WorkerExtension`; of its last worker that has one."""
+        """Returns the workers' sketches, see `WorkerExtension.layer_sketches`; the last worker's where
+        several have one."""
         workers = await self._bounded(self.llm.collective_rpc("layer_sketches", args=(lengths,)))
         return {name: Sketch(*numbers) for found in workers for name, numbers in found.items()}
 
     async def peak_memory(self) -> Peaks:
-        """Of generation since it was last asked for, in the worker that needs most."""
+        """Returns the peak bytes of generation since the last call, in the worker that needs most."""
         if not self.asleep:
             await self._note_peak()
         taken, self.peak = self.peak, 0
@@ -341,16 +344,16 @@ class VLLMEngine:
         self.peak = max(self.peak, *await self._bounded(self.llm.collective_rpc("peak_memory")))
 
     async def sleep(self) -> None:
-        """Give the GPU's memory back: weights move to the CPU, the KV cache is dropped. Requests in flight
-        would be aborted. Not every wake is followed by a sync, and at level 2 vLLM loses what is neither sent
-        nor a registered buffer."""
-        await self._note_peak()  # later it is gone
+        """Frees the GPU's memory: weights move to the CPU, and the KV cache is dropped. Requests in flight
+        would be aborted. The sleep level is 1, because some wakes are not followed by a sync, and level 2
+        loses everything that is neither sent nor a registered buffer."""
+        await self._note_peak()  # it is lost during sleep
         if self.options.enable_sleep and self.options.on_gpu:
             await self._bounded(self.llm.sleep(level=1))
         self.asleep = TAGS
 
     async def wake(self, tags: list[str]) -> None:
-        """`tags`: weights, kv_cache. With the last of them the engine goes on."""
+        """Takes memory for `tags`: weights, kv_cache or both. The engine resumes once both are awake."""
         if self.options.enable_sleep and self.options.on_gpu:
             await self._bounded(self.llm.wake_up(tags))
         self.asleep -= set(tags)
@@ -363,11 +366,12 @@ class VLLMEngine:
 
     def shutdown(self) -> None:
         self.llm.shutdown()
-        del self.llm  # its destructor complains when the interpreter has gone before it
+        del self.llm  # its destructor fails after the interpreter's shutdown
         gc.collect()
 
     async def _bounded(self, call: Awaitable) -> Any:
-        """The answer of a control call, or an error where the engine died on it: it would never return."""
+        """Returns the result of a control call. Raises EngineDied where the engine died, because the call
+        would never return, and RuntimeError after CONTROL_TIMEOUT seconds."""
         task, deadline = asyncio.ensure_future(call), time.monotonic() + CONTROL_TIMEOUT
         while not (await asyncio.wait({task}, timeout=0.5))[0]:
             if self.llm.errored or time.monotonic() > deadline:

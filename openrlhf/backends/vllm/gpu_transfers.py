@@ -1,4 +1,4 @@
-"""The trainer's end of vLLM's own ways for weights: NCCL, and memory that processes on one GPU share."""
+"""The trainer's end of vLLM's own weight transfers: NCCL, and IPC memory shared on one GPU."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ from openrlhf.backends.weight_sync.source import WeightSource
 
 def open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
 
-    # Both sides hold two buckets, beside an engine's KV cache. A tensor that exceeds one goes alone.
+    # Both sides hold two buckets, beside an engine's KV cache. A tensor larger than a bucket is sent alone.
     warnings.filterwarnings("ignore", message="Tensor .* exceeds buffer_size_bytes")
     info = NCCLTrainerInitInfo(
         meeting.address,
@@ -38,8 +38,8 @@ def open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) -
 
 
 class _EndsWithEngines:
-    """The control plane of a sender that waits in NCCL for all engines. Where one fails nothing could wake
-    it: the process says why, and ends."""
+    """The control plane of a sender that waits in NCCL for all engines. Where an engine fails, nothing could
+    wake the sender, so the process prints the error and exits."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
@@ -72,8 +72,8 @@ def open_ipc(source: WeightSource, client: EngineClient, meeting: Rendezvous) ->
 
 
 class Shareable:
-    """Sends from memory that another process can open. That of expandable segments it can only where it may
-    trace this one, which containers refuse; torch takes none while they are off."""
+    """Sends weights from memory that another process can open, with expandable segments turned off.
+    Expandable segments can only be opened by a process that may trace this one, which containers refuse."""
 
     def __init__(self, transfer: Transfer) -> None:
         self.transfer = transfer
@@ -92,14 +92,14 @@ class Shareable:
 
 
 def shared_buffer_bytes(tensors: list[TensorMeta], most: int) -> int:
-    """Of the buffer through which `tensors` go to engines on the same GPU. vLLM takes none that exceeds
-    it."""
+    """Returns the bytes of the buffer in which `tensors` are sent to engines on the same GPU: at most `most`,
+    unless a single tensor is larger, because vLLM accepts no tensor that exceeds the buffer."""
     sizes = [t.num_bytes for t in tensors]
     return max(*sizes, min(sum(sizes), most))
 
 
 def _vllm_source(source: WeightSource) -> VLLMWeightSource:
-    """The same source as a subclass of vLLM's."""
+    """Wraps the source in a subclass of vLLM's `WeightSource`."""
 
     class Source(VLLMWeightSource):
         def metadata(self) -> list[ParamMeta]:

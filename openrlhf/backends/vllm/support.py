@@ -1,5 +1,5 @@
-"""What vLLM is certain to refuse of a model: read from its source in milliseconds, because importing it takes
-seconds."""
+"""Finds models that vLLM is certain to refuse. vLLM's source is parsed in milliseconds, because importing it
+takes seconds."""
 
 import ast
 import re
@@ -13,22 +13,22 @@ import transformers
 MODELS = "model_executor/models"
 REGISTRY = f"{MODELS}/registry.py"
 PLAIN_BASES = ("nn.Module", "MixtureOfExperts", "HasInnerState", "IsHybrid", "IsAttentionFree")
-"""Of vLLM's models beside what they support."""
+"""Base classes of vLLM's models beside the `Supports...` interfaces."""
 MODEL_CONFIG = "config/model.py"
 CPU_ATTENTION = "v1/attention/backends/cpu_attn.py"
 LINEAR_ATTENTION = "gdn.qwen_gdn_linear_attn"
-"""The module whose kernels for CPUs are written for bf16."""
+"""Module of vLLM whose CPU kernels support bf16 only."""
 REMOVED = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
-"""Tables of the registry that name what there is no code for."""
+"""Tables of the registry that list architectures without code in vLLM."""
 SUFFIX = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel|ChatModel|Model)$")
-"""Of an architecture; vLLM finds one also under another suffix."""
+"""Suffix of an architecture's name; vLLM also finds an architecture under another suffix."""
 
 STRETCH = {
     "yarn": "Set max_position_embeddings in its config.json to what yarn reaches, factor times "
     "original_max_position_embeddings; the angles stay what they are.",
     "dynamic": "Ask for fewer tokens, or use a model with RoPE of another type.",
 }
-"""RoPE that vLLM does not stretch by its factor alone -> what helps."""
+"""Maps a type of RoPE that vLLM does not extend by its factor alone to the remedy."""
 
 
 def check_vllm_runs(
@@ -41,8 +41,8 @@ def check_vllm_runs(
     on_cpu: bool,
     tensor_parallel_size: int = 1,
 ) -> None:
-    """Raise ValueError where an engine of the model would not start in `dtype` (bf16, fp16 or fp32), or not
-    read sequences of `max_len` tokens. What is not certain is left to vLLM."""
+    """Raises ValueError where vLLM would certainly not start the model in `dtype` (bf16, fp16 or fp32), or
+    not read sequences of `max_len` tokens. Uncertain cases are left to vLLM."""
     for reason in (
         _unknown_architecture(model_config),
         _not_in_half_precision(model_config) if dtype == "fp16" else "",
@@ -56,7 +56,7 @@ def check_vllm_runs(
 
 
 def check_vllm_adapts(model_config: Any, *, flag: str, path: str) -> None:
-    """Raise ValueError where vLLM has no LoRA layers for the model. What is not certain is left to vLLM."""
+    """Raises ValueError where vLLM has no LoRA layers for the model. Uncertain cases are left to vLLM."""
     for architecture in model_config.architectures or ():
         if _takes_adapters(architecture) is False:
             raise ValueError(
@@ -66,7 +66,8 @@ def check_vllm_adapts(model_config: Any, *, flag: str, path: str) -> None:
 
 
 def _takes_adapters(architecture: str) -> bool | None:
-    """None where the classes that say so are not all in the model's own file."""
+    """Returns whether vLLM's class of the architecture supports LoRA; None where its bases are not all in the
+    model's own file."""
     for file, name in _implementations(architecture):
         classes = {node.name: node for node in _source(file) if isinstance(node, ast.ClassDef)}
         bases, unseen = set(), [name]
@@ -83,7 +84,7 @@ def _takes_adapters(architecture: str) -> bool | None:
 
 
 def _implementations(architecture: str) -> list[tuple[str, str]]:
-    """File and class, as the registry has them."""
+    """Returns (file, class) of the architecture's implementations in vLLM's registry."""
     entries = [
         ast.literal_eval(value)
         for node in _source(REGISTRY)
@@ -95,13 +96,14 @@ def _implementations(architecture: str) -> list[tuple[str, str]]:
 
 
 def registered_architectures() -> set[str]:
-    """Empty where there is no vLLM, or one of another layout."""
+    """Returns the architectures that vLLM implements; empty without vLLM, or with another source layout."""
     tables = _tables(REGISTRY).items()
     return {key for name, keys in tables if name.endswith("_MODELS") and name not in REMOVED for key in keys}
 
 
 def cpu_head_sizes() -> list[int]:
-    """Those that attention on a CPU has kernels for; empty as above."""
+    """Returns the head sizes for which vLLM has CPU attention kernels; empty without vLLM, or with another
+    source layout."""
     functions = [
         node
         for part in _source(CPU_ATTENTION)
@@ -113,7 +115,7 @@ def cpu_head_sizes() -> list[int]:
 
 
 def _tables(file: str) -> dict[str, list[str]]:
-    """The dictionaries of a file of vLLM by their name, as their keys."""
+    """Maps the names of the dictionaries in a file of vLLM to their keys."""
     return {
         name.id: [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
         for node in _source(file)
@@ -124,7 +126,7 @@ def _tables(file: str) -> dict[str, list[str]]:
 
 
 def _source(name: str) -> list[ast.stmt]:
-    """The statements of a file of vLLM."""
+    """Parses a file of vLLM into its top-level statements; empty without vLLM or the file."""
     folders = (package.submodule_search_locations or []) if (package := find_spec("vllm")) else []
     files = [Path(folder) / name for folder in folders]
     return [part for file in files if file.is_file() for part in ast.parse(file.read_text("utf-8")).body]
@@ -149,7 +151,7 @@ def _unknown_architecture(config: Any) -> str:
 
 
 def _reads_by_transformers(architecture: str) -> bool:
-    """vLLM runs the implementation of transformers where it takes vLLM's attention."""
+    """Returns whether vLLM can run transformers' implementation, which must accept vLLM's attention."""
     model = getattr(transformers, architecture, None)
     return model is not None and (model.is_backend_compatible() or model._can_set_attn_implementation())
 
@@ -161,7 +163,7 @@ def _not_in_half_precision(config: Any) -> str:
 
 
 def _linear_attention_without_kernel(config: Any) -> str:
-    """Of a CPU, but for bf16."""
+    """Returns the reason for a model with linear attention on a CPU in another dtype than bf16, else ""."""
     if "linear_attention" not in (getattr(config.get_text_config(), "layer_types", None) or ()):
         return ""
     files = [file for name in config.architectures or () for file, _ in _implementations(name)]
@@ -183,7 +185,8 @@ def _uneven_heads(config: Any, tensor_parallel_size: int) -> str:
 
 
 def _unstretched(config: Any, max_len: int) -> str:
-    """RoPE whose table of angles ends there at max_position_embeddings, though it reaches further."""
+    """Returns the reason for a RoPE whose table in vLLM ends at max_position_embeddings, although its scaling
+    reaches further, else an empty string."""
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or max_len <= limit:
         return ""
@@ -210,7 +213,8 @@ def _head_size_without_kernel(config: Any) -> str:
 
 
 def _head_size(config: Any) -> int | None:
-    """None where it is not simply in the configuration: latent attention, state spaces."""
+    """Returns the size of attention heads; None where the configuration does not state it directly (latent
+    attention, state-space models)."""
     if getattr(config, "kv_lora_rank", None) or hasattr(config, "attention_head_dim"):
         return None
     if size := getattr(config, "head_dim", None) or getattr(config, "hidden_size_per_head", None):

@@ -1,4 +1,4 @@
-"""The inference side of a weight sync: runs inside vLLM's workers, which import it as their extension.
+"""The engines' side of a weight sync. vLLM's workers import it as their extension.
 
 Importing this module registers our transfer backends: `openrlhf_gloo` for machines without a GPU,
 `openrlhf_ray` for any, and vLLM's `nccl` and `ipc` with a checksum of what they load.
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
 
 
 class WorkerExtension:
-    """Methods that an engine calls on all of its workers."""
+    """Methods that an engine calls on all of its workers; vLLM mixes this class into its worker class."""
 
     weight_transfer_engine: "CheckedLoading"
-    """Of the worker that this is mixed into, as is `add_lora`."""
+    """Transfer engine of the worker. `add_lora` and `model_runner` are the worker's too."""
     add_lora: Callable[[LoRARequest], bool]
     model_runner: Any
-    """Of the same worker."""
+    """vLLM's model runner of the worker."""
 
     def make_stage_buffers(self) -> None:
-        """For what a stage gets from the one before it. vLLM makes them while it warms up, which it does not
-        on a CPU unless it compiles."""
+        """Creates the buffers for a pipeline stage's input from the stage before it. vLLM creates them in its
+        warm-up, which it skips on a CPU unless it compiles."""
         runner = self.model_runner
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
@@ -65,27 +65,28 @@ class WorkerExtension:
         self.routing = RoutingRecorder(self.model_runner)
 
     def take_routing(self, name: str) -> dict[int, tuple[bytes, str, tuple[int, ...]]]:
-        """See `RoutingRecorder`."""
+        """Returns a request's routing, see `RoutingRecorder.take`."""
         return self.routing.take(name)
 
     def loaded_checksum(self) -> int:
-        """Of everything loaded since the last `start_weight_update`."""
+        """Returns the checksum of everything loaded since the last `start_weight_update`."""
         return self.weight_transfer_engine.checksum.value
 
     def peak_memory(self) -> int:
-        """Bytes, since it was last asked for."""
+        """Returns the peak memory in bytes since the last call."""
         peak = peak_memory.peak()
         peak_memory.restart()
         return peak
 
     def unwritten_parameters(self) -> list[str]:
-        """Those that hold what they held before the first update. Without those that vLLM has packed away."""
+        """Returns the names of parameters that still have their values from before the first update, without
+        those that vLLM has packed and removed."""
         engine = self.weight_transfer_engine
         return [name for name, now in _fingerprints(engine.model).items() if engine.at_start[name] == now]
 
     def layer_sketches(self, lengths: dict[str, int]) -> dict[str, tuple]:
-        """Sketches the weights of a checkpoint as this worker's layers compute with them, those that can be
-        read back. `lengths`: of the trainer's sketches, by the checkpoint's names."""
+        """Sketches the weights of a checkpoint as this worker's layers compute with them, as far as they can
+        be read back. `lengths`: the lengths of the trainer's sketches, by the checkpoint's names."""
         found = {}
         for stored, names in _stored_together(self.weight_transfer_engine.model, lengths).items():
             values = _answer(self.weight_transfer_engine.model, stored)
@@ -95,8 +96,8 @@ class WorkerExtension:
         return found
 
     def use_adapter(self, number: int, config: dict[str, Any]) -> None:
-        """Put the adapter that came with the last update in the place of the one called `number`. `config`:
-        what peft says of it. vLLM reads the folders that peft writes."""
+        """Replaces the adapter with id `number` by the adapter of the last update. `config`: its peft
+        configuration. The adapter goes through a temporary folder, because vLLM reads peft's folders."""
         tensors = self.weight_transfer_engine.adapter
         with TemporaryDirectory(prefix="adapter-") as folder:
             save_file(tensors, f"{folder}/adapter_model.safetensors")
@@ -105,19 +106,19 @@ class WorkerExtension:
 
 
 class CheckedLoading(WeightTransferEngine):
-    """Mixin for transfer engines: sums up what goes into `load_weights` during an update. An adapter's
-    tensors it keeps; weights are replaced where others come."""
+    """Mixin for transfer engines that checksums the input of `load_weights` during an update. It keeps an
+    adapter's tensors for `use_adapter`, and replaces weights only where the update brings weights."""
 
     model: Any
-    """One of vLLM's, which have `load_weights`."""
+    """A model of vLLM, with a method `load_weights`."""
 
     checksum = Checksum()
     at_start: dict[str, int]
     """Fingerprints of the parameters before the first update."""
     adapter: dict[str, Tensor]
-    """Of the last update, by peft's names."""
+    """The adapter's tensors in the last update, by peft's names."""
     is_replacing = False
-    """The update has brought weights, which the model is without until it ends."""
+    """True once the update has brought weights; the model has none until the update ends."""
 
     def start_weight_update(self) -> None:
         if not hasattr(self, "at_start"):
@@ -129,14 +130,14 @@ class CheckedLoading(WeightTransferEngine):
         del self.model.load_weights
         if self.is_replacing:
             super().finish_weight_update()
-        peak_memory.restart()  # what generation needs comes now
+        peak_memory.restart()  # generation follows
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> Any:
         weights = []
         for name, tensor in tensors:
             self.checksum.add(name, tensor)
             if any(mark in name for mark in ADAPTER_MARKS):
-                self.adapter[name] = tensor.to("cpu", copy=True)  # the buffer is filled again
+                self.adapter[name] = tensor.to("cpu", copy=True)  # the buffer is reused
             else:
                 weights.append((name, tensor))
         if not weights:
@@ -153,7 +154,7 @@ class GlooInitInfo(WeightTransferInitInfo):
     master_address: str
     master_port: int
     rank_offset: int
-    """Of the engine's first worker among the workers of all engines: the name of the engine's group."""
+    """Rank of the engine's first worker among the workers of all engines; it names the engine's group."""
 
 
 @dataclass
@@ -161,7 +162,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     tensors: list = field(default_factory=list)
     """[name, dtype, shape] of each tensor, in the order of sending."""
     bucket_bytes: int = 0
-    """The sender's."""
+    """The sender's bucket size in bytes, from which the receiver computes the same buckets."""
 
 
 @dataclass
@@ -172,13 +173,13 @@ class RayInitInfo(WeightTransferInitInfo):
 @dataclass
 class RayUpdateInfo(WeightTransferUpdateInfo):
     tensors: list = field(default_factory=list)
-    """[name, dtype, shape] of each tensor of a bucket."""
+    """[name, dtype, shape] of each tensor in the bucket."""
     data: bytes = b""
-    """The bucket's."""
+    """Bytes of the bucket."""
 
 
 class Reloading(WeightTransferEngine):
-    """Mixin for transfer engines: vLLM's loader puts new weights in the place of the old ones."""
+    """Mixin for transfer engines that replaces the model's weights with vLLM's layerwise reload."""
 
     model: Any
 
@@ -189,14 +190,14 @@ class Reloading(WeightTransferEngine):
         finalize_layerwise_reload(self.model, self.model_config)
         if not current_platform.is_cpu():
             return
-        # On CPU a linear layer keeps a packed copy of its weight. A reload packs again only the layers that
+        # On a CPU a linear layer keeps a packed copy of its weight. A reload repacks only the layers that
         # received weights, and a tied head receives none.
         for head in _tied_heads(self.model):
             head.quant_method.process_weights_after_loading(head)
 
 
 class RayReceiver(Reloading, WeightTransferEngine[RayInitInfo, RayUpdateInfo]):
-    """Is handed buckets with the calls of the control plane."""
+    """Receives buckets as arguments of the control plane's calls."""
 
     init_info_cls = RayInitInfo
     update_info_cls = RayUpdateInfo
@@ -214,7 +215,7 @@ class RayReceiver(Reloading, WeightTransferEngine[RayInitInfo, RayUpdateInfo]):
 
 
 class GlooReceiver(Reloading, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """Receives buckets over a private gloo group. For CPU workers."""
+    """Receives buckets over a private gloo group, for workers on a CPU."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
@@ -230,11 +231,11 @@ class GlooReceiver(Reloading, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]
             for bucket, buffer in self._received(plan_buckets(tensors, update_info.bucket_bytes)):
                 self.model.load_weights([(meta.name, view) for meta, view in bucket.views(buffer)])
         except BaseException:
-            self.group = None  # a closed connection: the sender does not wait for this engine
+            self.group = None  # closes the connection, so that the sender does not wait
             raise
 
     def _received(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, Tensor]]:
-        """Each with its bytes. The next one arrives while one is loaded."""
+        """Yields each bucket with its bytes. The next bucket is received while one is loaded."""
         assert self.group is not None  # the trainer opens the transfer first
         under_way: list[tuple[Bucket, Tensor, dist.Work]] = []
         for bucket in buckets:
@@ -264,11 +265,11 @@ class CheckedNCCL(CheckedLoading, NCCLWeightTransferEngine):
 class CheckedIPC(CheckedLoading, IPCWeightTransferEngine):
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
-        self._packed_importer.close()  # also of adapters: the trainer's buffer is not free while it is mapped
+        self._packed_importer.close()  # with adapters too: the trainer's buffer is not free while mapped
 
 
 def metas_of(tensors: list) -> list[TensorMeta]:
-    """[name, dtype, shape] of each."""
+    """Parses a list of [name, dtype, shape], as `as_json` writes it."""
     return [TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in tensors]
 
 
@@ -278,7 +279,7 @@ def _arrived(bucket: Bucket, buffer: Tensor, work: dist.Work) -> tuple[Bucket, T
 
 
 def _tied_heads(model: nn.Module) -> list[ParallelLMHead]:
-    """Heads that compute with the weight of another layer."""
+    """Returns the heads whose weight is another layer's."""
     layers = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
     owners = Counter(id(layer.weight) for layer in layers)
     return [m for m in layers if isinstance(m, ParallelLMHead) and owners[id(m.weight)] > 1]
@@ -286,7 +287,8 @@ def _tied_heads(model: nn.Module) -> list[ParallelLMHead]:
 
 @contextmanager
 def _below_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as its loader knows it: around a layer that may have an adapter vLLM puts another one."""
+    """Removes vLLM's LoRA wrappers around layers within the context, because the model's loader expects the
+    plain layers."""
     wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, BaseLayerWithLoRA)]
     for name, layer in wrapped:
         model.set_submodule(name, layer.base_layer)
@@ -298,20 +300,21 @@ def _below_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _stored_together(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
-    """Maps vLLM's name of a weight to the checkpoint's names of what it holds, end to end."""
+    """Maps vLLM's name of a weight to the checkpoint's names of the weights that it holds, end to end.
+    Weights that vLLM stores more than once are left out."""
     found: dict[str, list[tuple[int, str]]] = defaultdict(list)
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     for name in names:
         stored, shard = (mapper and mapper._map_name_with_shard(name)) or (name, None)
-        if not isinstance(shard, (list, tuple)):  # else vLLM keeps it more than once
+        if not isinstance(shard, (list, tuple)):  # a list: vLLM stores it more than once
             found[stored].append(("qkv".find(shard) if isinstance(shard, str) else shard or 0, name))
     return {stored: [name for _, name in sorted(parts)] for stored, parts in found.items()}
 
 
 @torch.no_grad()
 def _answer(model: nn.Module, name: str) -> Tensor | None:
-    """(n,) what a layer without its bias makes of a random input, or a vector itself. None where the weight
-    called `name` cannot be read back: its layer is of another kind, packed away, or shared among workers."""
+    """Returns a layer's output (n,) for a random input, without its bias, or a vector itself. None where the
+    weight `name` cannot be read back: its layer is of another kind, packed, or split among workers."""
     owner, _, kind = name.rpartition(".")
     layer = dict(model.named_modules()).get(owner)
     if isinstance(layer, BaseLayerWithLoRA):
@@ -331,8 +334,8 @@ def _answer(model: nn.Module, name: str) -> Tensor | None:
 
 
 def _fingerprints(model: nn.Module) -> dict[str, int]:
-    """A checksum of the first elements of each parameter that has any: enough to see whether it was written,
-    and cheap on a large model."""
+    """Returns a checksum of the first elements of each non-empty parameter: enough to see whether it was
+    written, and cheap on a large model."""
     found = {}
     for name, param in model.named_parameters():
         if param.numel():
@@ -343,7 +346,7 @@ def _fingerprints(model: nn.Module) -> dict[str, int]:
 
 
 def _repack_experts_on_reload() -> None:
-    """vLLM's CPU experts are packed on the first load only; pack them again on every later one."""
+    """Patches vLLM to repack CPU experts on every load; by itself it packs them on the first load only."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     first_setup = UnquantizedFusedMoEMethod._setup_kernel
@@ -352,7 +355,7 @@ def _repack_experts_on_reload() -> None:
         is_reload = self.moe_kernel is not None
         first_setup(self, layer, w13, w2)
         if is_reload:
-            assert self.moe_kernel is not None  # the setup has made one
+            assert self.moe_kernel is not None  # made by the setup
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     UnquantizedFusedMoEMethod._setup_kernel = setup
