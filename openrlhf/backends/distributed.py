@@ -71,7 +71,7 @@ class ProcessMesh(Mesh):
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's samples along the data dimension."""
+        """Coordinate of this rank along the data dimension; ranks with equal ones have the same samples."""
         return self.coordinates(self.rank).data
 
     @property

@@ -41,15 +41,15 @@ class EngineOptions:
     """Options of a rollout engine. An engine raises ValueError for options that it does not support."""
 
     engine: str = "vllm"
-    """A name of `ENGINES`."""
+    """Name of the engine, a key of `ENGINES`."""
     model: str
     dtype: str
-    """bf16, fp16 or fp32."""
+    """Dtype of the weights: bf16, fp16 or fp32."""
     max_len: int
     """Largest number of tokens in prompt and response together."""
     seed: int
     transfer_backend: str
-    """gloo, nccl or ipc."""
+    """Backend of weight transfers: gloo, ray, nccl or ipc."""
     on_gpu: bool
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

@@ -33,7 +33,7 @@ router near a tie sends a token to another expert, and all later tokens attend t
 LEAST_SPREAD = 0.01
 """Smallest spread of log-probs, in nats, as the unit of differences."""
 PROJECTIONS = 16
-"""Random projections in the sketch of a weight."""
+"""Number of random projections in the sketch of a weight."""
 LEAST_EFFECT = 4.0
 """Smallest effect of a random adapter on the log-probs of a probe, in multiples of the allowed difference."""
 
@@ -91,7 +91,7 @@ class Limit:
     """
 
     dtype: str
-    """fp32, fp16 or bf16."""
+    """Dtype of the weights: fp32, fp16 or bf16."""
     on_gpu: bool
     has_experts: bool = False
 
