@@ -139,7 +139,7 @@ def machines_without(folder: str) -> list[str]:
     with marked(folder) if dist.get_rank() == 0 else nullcontext() as mark:
         told, seen = [mark], [("", True)] * dist.get_world_size()
         dist.broadcast_object_list(told)
-        assert told[0] is not None  # by rank 0
+        assert told[0] is not None  # rank 0 has set it
         dist.all_gather_object(seen, (platform.node(), appears(told[0])))
     return sorted({machine for machine, found in seen if not found})
 

@@ -130,7 +130,7 @@ class CheckedLoading(WeightTransferEngine):
         del self.model.load_weights
         if self.is_replacing:
             super().finish_weight_update()
-        peak_memory.restart()  # generation follows
+        peak_memory.restart()  # the next peak is that of generation
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> Any:
         weights = []
