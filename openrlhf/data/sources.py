@@ -85,24 +85,23 @@ def load_rows(
     seed: int = 42,
     bad_rows: BadRows = "error",
 ) -> Rows:
-    """The rows that `spec` names: a comma list of `path[@data_dir]`.
+    """Loads the rows that `spec` names: a comma-separated list of `path[@data_dir]`.
 
     An item is a .json, .jsonl, .csv, .parquet or .arrow file, one of these packed as .gz, a `save_to_disk`
     folder, a folder of such files, the URL of any of them, a name on the hub, or
     `reasoning_gym:NAME?size=N&seed=S`. A piece of `spec` that exists on disk with its commas and "@" is one
-    path. Where an item has splits, `split` is taken: of a
-    folder of files, those with that word in their names.
+    path. Where an item has splits, only `split` is loaded; in a folder of files, the files with that word in
+    their names.
 
     required_columns: flag -> the column it names, None where the flag is unset. Each must exist in every
-        part and hold one type throughout; a missing or null value of a row is left to whoever reads the row.
+        part and hold one type throughout; readers of rows handle missing and null values.
     probs: "0.7,0.3" draws from the items with these probabilities until each has been used up once,
         repeating those that end earlier (`datasets.interleave_datasets`, all_exhausted); None puts one item
         after the other.
-    max_samples: cap of each item, and of the whole.
-    bad_rows: "skip" lets lines that are no rows and values of a rarer type pass, for whoever reads the rows
-        to leave out.
+    max_samples: maximum number of rows of each item, and of the whole.
+    bad_rows: "skip" keeps lines that are not rows and values of a rarer type, which readers of rows skip.
 
-    ValueError, at most three lines, for anything wrong with the flag, a file or a line of it.
+    Raises ValueError, at most three lines, for anything wrong with the flag, a file or a line of it.
     """
     parts: list[Part] = []
     items: list[np.ndarray] = []

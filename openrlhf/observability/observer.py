@@ -1,5 +1,4 @@
-"""The single interface to a run's output: progress on the screen; metrics, rollouts and a report in the run
-folder; and the team's trackers."""
+"""The single interface to a run's output: the screen, the files of the run folder, and trackers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,5 +1,4 @@
-"""Previews the data of a supervised run: the first samples with their learned tokens, the first packed rows,
-and statistics of all lengths."""
+"""Previews the data of a supervised run: first samples, learned tokens, packed rows, and lengths."""
 
 import math
 import re

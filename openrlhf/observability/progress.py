@@ -1,5 +1,6 @@
-"""Shows the progress of long operations: bars on a terminal, elsewhere plain lines without control
-characters.
+"""Shows the progress of long operations: bars on a terminal, elsewhere plain lines.
+
+Plain lines have no control characters.
 
 `Progress` is for a run: lines of steps above bars of the run and of each phase. Quick steps share a line: on
 a terminal one a second, elsewhere one every 5 seconds, with the means of the steps since the last line. In a
@@ -332,7 +333,7 @@ class StepClock:
         seconds, self._last = now - self._last, now
         if step > self._done:
             if self._num_finished == 1:
-                # The first step compiles and warms up, so it does not count towards the estimate.
+                # The first step compiles and warms up, so later steps replace it in the estimate.
                 self._per_step.clear()
             self._num_finished += 1
             self._per_step.append(seconds / (step - self._done))

@@ -1,23 +1,23 @@
-"""Trajectories as columns, and back. A row:
+"""Converts trajectories to columns, and back. A row:
 
-    prompt_id, epoch, sample_index, part, seed, source   where the trajectory comes from
+    prompt_id, epoch, sample_index, part, seed, source   origin of the trajectory
     label                                                  JSON
     prompt, response                                       text; response is null without a decoder
-    images                                                 what each is called; the pictures are not kept
+    images                                                 name of each; the pictures are not kept
     reward, score, outcome, error, finish_reason, truncated
     extra_logs                                             [{name, value}, ...]
     token_ids                                              [L]
     action_ranges                                          [{start, end}, ...] of actions in token_ids
     turn_starts                                            [T] index in token_ids of each turn's first action
-    turn_rewards                                           [T] what each turn earned; empty: not known
+    turn_rewards                                           [T] reward of each turn; empty: unknown
     weight_versions                                        [{version, count}, ...] adding up to A
-    rollout_log_probs                                      [A] the sampler's
-    log_probs, ref_log_probs, values, advantages, returns  [A] null where nothing computed them
-    optimizer_steps, ranks                                 which learned from it, by epoch; null: none
+    rollout_log_probs                                      [A] log-probs of the sampler
+    log_probs, ref_log_probs, values, advantages, returns  [A] null where not computed
+    optimizer_steps, ranks                                 those that learned from it, by epoch; null: none
 
-What truncated sampling kept of the vocabulary, and which experts read a token, is not here.
+The top-p/top-k support of truncated sampling and the experts of each token are not stored.
 
-A lone surrogate, which UTF-8 does not know, is its escape in a text and itself in a label.
+A lone surrogate, which UTF-8 cannot encode, is escaped in a text and kept in a label.
 """
 
 import json

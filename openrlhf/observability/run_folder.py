@@ -1,10 +1,10 @@
-"""The folder of one run: what was asked for, where it ran, and what came out.
+"""The folder of one run: its configuration, environment, and results.
 
 config.yaml     the configuration of the newest start; earlier ones that differ are kept as config.1.yaml, ...
 argv.txt        the command line of every start, oldest first, as lines of a shell script
 env.json        versions, machine, relevant environment variables of the newest start; kept like config.yaml
 metrics.jsonl   one row per step
-health.jsonl    what looked unhealthy, {"step": 20, "text": "..."}; absent where nothing did
+health.jsonl    warnings about the run's health, {"step": 20, "text": "..."}; absent without any
 rollouts/       step_000012.parquet: every trajectory of step 12
 previous/001/   all of the above of an earlier run in the same folder that was not resumed
 """

@@ -1,5 +1,4 @@
-"""Reward of the picture task, for --reward.remote_url: the fraction of the label's colours that a response
-names at their place."""
+"""Reward of the picture task, for --reward.remote_url: the fraction of colours named at their place."""
 
 from openrlhf.tasks.picture import fraction_right
 

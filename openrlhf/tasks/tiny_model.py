@@ -1,5 +1,4 @@
-"""Builds a tokenizer of 368 tokens and a Qwen3 of a quarter of a million weights locally, without a
-download."""
+"""Builds a tokenizer of 368 tokens and a Qwen3 of a quarter of a million weights, without a download."""
 
 from pathlib import Path
 

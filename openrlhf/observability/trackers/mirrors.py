@@ -1,4 +1,4 @@
-"""All trackers of a run together: its metrics file, and a thread for each other tracker.
+"""Runs all trackers of a run: its metrics file, and a thread for each other tracker.
 
 trackers = Trackers(JsonlTracker(folder.metrics_path), open_trackers(run))
 trackers.log(12, {"rollout/reward_mean": 0.5})
@@ -22,7 +22,7 @@ CLOSE_SECONDS = 60.0
 
 
 class Trackers:
-    """The record and its mirrors. What fails in the record is raised: it is the source of truth.
+    """The record and its mirrors. Errors of the record are raised: it is the source of truth.
 
     A mirror has a thread of its own, and neither stops nor delays training: one that fails 3 times in a row
     is switched off with a warning, and rows that a slow one cannot take are dropped and counted."""
