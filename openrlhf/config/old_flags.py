@@ -1,20 +1,20 @@
-"""Flags as older versions spelled them, and what they mean today. The only place that knows."""
+"""Flags of older versions and their current meaning; no other module knows old spellings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 Words = tuple[str, ...]
-"""What follows a flag."""
+"""Words that follow a flag."""
 Said = Mapping[str, Words]
-"""Everything on the command line and in the files, under the names that were used."""
+"""Words of all flags on the command line and in files, under the names that were used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OldFlag:
     to: tuple[str, ...] = ()
-    """The flags of today that it sets."""
+    """Current flags that it sets."""
     translate: Callable[[Words, Said], Mapping[str, Words]] = lambda words, said: {}
-    """Its words, and all else that was said -> the words of each flag of today."""
+    """Maps its words and all flags given to the words of each current flag."""
     bare: bool = False
     """A switch: it takes no value, or true or false."""
     ignored: str = ""
@@ -28,12 +28,12 @@ def _renamed(*keys: str) -> OldFlag:
 
 
 def _into(section: str, *names: str, prefix: str = "") -> dict[str, OldFlag]:
-    """Flags that have moved into `section`, where they lost the prefix."""
+    """Returns flags that have moved into `section` and lost their prefix."""
     return {f"{prefix}{name}": _renamed(f"{section}.{name}") for name in names}
 
 
 def _meaning(key: str, value: str) -> OldFlag:
-    """A bare flag that stands for one value of another."""
+    """Returns a switch that stands for one value of another flag."""
 
     def translate(words: Words, said: Said) -> Mapping[str, Words]:
         return {} if words and words[0].lower() in ("false", "no", "off", "0") else {key: (value,)}
@@ -46,7 +46,7 @@ def _converted(key: str, words_of: Callable[[Words, Said], Words]) -> OldFlag:
 
 
 def _symmetric(words: Words, said: Said) -> Words:
-    """One bound stands for both."""
+    """Uses a single bound for both sides."""
     return ("-" + words[0].lstrip("-"), words[0].lstrip("-")) if _is_one(words) else words
 
 
@@ -63,7 +63,7 @@ def _correction_type(words: Words, said: Said) -> Words:
 
 
 def _pair_loss(words: Words, said: Said) -> Words:
-    """Every word but sigmoid used to mean the other loss."""
+    """Translates a loss's name: every word but sigmoid meant the other loss."""
     return words if words == ("sigmoid",) else ("logexp",)
 
 
@@ -76,11 +76,11 @@ def _clip_high(words: Words, said: Said) -> Words:
 
 
 _OLD_RESPONSE_LENGTH: Words = ("1024",)
-"""Default of `--generate_max_len`."""
+"""Default of `--generate_max_len` in older versions."""
 
 
 def _prompt_length(words: Words, said: Said) -> Mapping[str, Words]:
-    """Prompt and response had a budget each; today `data.max_len` is that of both together."""
+    """Adds the separate budgets of prompt and response to `data.max_len`, the budget of both together."""
     if "data.max_len" in said or "max_len" in said:
         return {}
     for name in ("generate_max_len", "max_new_tokens", "rollout.max_new_tokens"):
@@ -207,7 +207,7 @@ PPO: dict[str, OldFlag] = (
     | _TEMPLATES
     | _HEAD
     | {
-        # who runs where
+        # placement
         **_into("actor", "num_nodes", "num_gpus_per_node", prefix="actor_"),
         **_into("critic", "num_nodes", "num_gpus_per_node", prefix="critic_"),
         **_into("ref", "num_nodes", "num_gpus_per_node", prefix="ref_"),

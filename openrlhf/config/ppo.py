@@ -1,4 +1,4 @@
-"""Everything that `train_ppo_ray` can be told."""
+"""Configuration of `train_ppo_ray`."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -101,7 +101,7 @@ class ActorConfig(OptimConfig):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """How far below and above 1 the ratio may go."""
+        """Distances by which the ratio may fall below and rise above 1."""
         return self.eps_clip_low_high or (self.eps_clip, self.eps_clip)
 
     @property
@@ -212,24 +212,24 @@ class RewardConfig:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The items of model_name_or_path, where they are used."""
+        """Items of model_name_or_path; empty if remote_url gives the rewards alone."""
         if self.urls and self.model_weights is None:
             return ()
         return tuple(name.strip() for name in (self.model_name_or_path or "").split(",") if name.strip())
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The items of remote_url."""
+        """Items of remote_url."""
         return tuple(url.strip() for url in (self.remote_url or "").split(",") if url.strip())
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """The URLs of reward servers, if that is what remote_url names."""
+        """URLs of reward servers; empty if remote_url names a function."""
         return tuple(url for url in self.urls if url.startswith(("http://", "https://")))
 
     @property
     def function(self) -> str | None:
-        """The file or the reference of the reward function, if that is what remote_url names."""
+        """File or reference of the reward function in remote_url; None if it names servers or nothing."""
         return resolve(self.urls[0], "rewards") if self.urls and not self.servers else None
 
 
@@ -281,7 +281,7 @@ class VllmConfig:
 
     @property
     def num_gpus(self) -> int:
-        """Of one engine; without GPUs its processes."""
+        """Number of GPUs of one engine; of its processes on machines without GPUs."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
@@ -397,7 +397,7 @@ class PromptDataConfig:
 
     @property
     def broken_rows(self) -> BadRows:
-        """What becomes of rows that are more than too long."""
+        """Treatment of rows with faults other than excess length."""
         return self.bad_rows or "error"
 
 
@@ -476,7 +476,7 @@ class TrainConfig:
 
     @property
     def agent(self) -> str | None:
-        """The file or the reference of the agent's class."""
+        """File or reference of the agent's class; None without an agent."""
         return resolve(self.agent_func_path, "agents") if self.agent_func_path else None
 
 
@@ -521,7 +521,7 @@ class AdvantageConfig:
 
     @property
     def correction(self) -> type[Correction] | None:
-        """None where nothing is corrected."""
+        """Class of the off-policy correction; None without one."""
         return CORRECTIONS[self.is_correction_type] if self.is_correction_enable else None
 
 
@@ -597,7 +597,7 @@ class PPOLoggerConfig(LoggerConfig):
 
 
 class RolePlacement(NamedTuple):
-    """Where the ranks of a model are."""
+    """Placement of a model's ranks."""
 
     mesh: Mesh
     colocated_with: str | None
@@ -611,7 +611,7 @@ SELECTING: Mapping[str, Registry] = {
     CORRECTION_KEY: CORRECTIONS,
     "algo.advantage.proximal_policy": PROXIMAL_POLICIES,
 }
-"""Flags that select a class."""
+"""Registries of the flags that select a class, by key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -647,17 +647,18 @@ class PPOConfig:
 
     @property
     def critic_output_dir(self) -> str:
-        """Where critic.save_value_network writes the critic."""
+        """Folder to which critic.save_value_network writes the critic."""
         return f"{self.ckpt.output_dir}_critic"
 
     @property
     def selected(self) -> dict[str, type[Selectable]]:
-        """Maps flags to the classes that they select."""
+        """Returns the selected classes by flag."""
         return {key: SELECTING[key][name] for key, name in self._names.items()}
 
     @property
     def references(self) -> dict[str, str]:
-        """Maps flags to references, where they select a class of the user or of an installed package."""
+        """Returns the references of flags that select a class of the user or of an installed package, by
+        flag."""
         found = {key: SELECTING[key].reference(name) for key, name in self._names.items()}
         return {key: reference for key, reference in found.items() if reference}
 
@@ -678,7 +679,7 @@ class PPOConfig:
 
     @property
     def critic_path(self) -> str:
-        """What the critic starts from."""
+        """Path of the model from which the critic starts."""
         return self.critic.model_name_or_path or (*self.reward.models, self.actor.model_name_or_path)[0]
 
     @property
@@ -688,24 +689,25 @@ class PPOConfig:
 
     @property
     def frozen_actor_steps(self) -> int:
-        """RL steps at the start in which only the critic learns."""
+        """Number of RL steps at the start in which only the critic learns."""
         return max(0, self.critic.freezing_steps) if self.uses_critic else 0
 
     @property
     def gym_verifies(self) -> bool:
-        """Every dataset is of reasoning_gym, and nothing else gives a reward: then its verifier does."""
+        """True if reasoning_gym's verifier gives the rewards: all datasets are its own, and no other reward
+        source is configured."""
         others = self.reward.urls or self.reward.models or self.train.agent_func_path
         items = split_spec(self.data.prompt_dataset) + split_spec(self.eval.dataset or "")
         return not others and bool(items) and all(is_gym(item) for item in items)
 
     @property
     def reward_function(self) -> str | None:
-        """The file or the reference of the function that gives rewards, if one does."""
+        """File or reference of the reward function; None without one."""
         return GYM_VERIFIER if self.gym_verifies else self.reward.function
 
     @property
     def label_key(self) -> str | None:
-        """The column with the ground truth, if there is one."""
+        """Column with the ground truth; None without one."""
         return self.data.label_key or ("label" if self.gym_verifies else None)
 
     @property
@@ -726,12 +728,12 @@ class PPOConfig:
 
     @property
     def placements(self) -> dict[str, RolePlacement]:
-        """The models of this run by their role; a role comes before those that share its GPUs."""
+        """Placement of the run's models by role; a role comes before those that share its GPUs."""
         train, everyone = self.train, "actor" if self.train.colocate_all else None
         colocated_with: dict[str, str | None] = {"actor": None}
         if self.uses_critic:
             colocated_with["critic"] = everyone
-        if self.uses_reference and not self.ds.lora.rank:  # else the policy without its adapters is it
+        if self.uses_reference and not self.ds.lora.rank:  # with LoRA, the bare policy is the reference
             colocated_with["ref"] = "actor" if train.colocate_actor_ref else everyone
         if self.uses_reward_model:
             with_critic = self.uses_critic and train.colocate_critic_reward
@@ -754,7 +756,7 @@ class PPOConfig:
 
     @property
     def own_placements(self) -> dict[str, int]:
-        """Ranks of each role that has GPUs of its own."""
+        """Number of ranks of each role with GPUs of its own."""
         return {role: p.mesh.size for role, p in self.placements.items() if p.colocated_with is None}
 
     def _mesh(self, num_ranks: int) -> Mesh:
@@ -769,30 +771,30 @@ class PPOConfig:
 
     @property
     def max_staleness(self) -> int:
-        """Steps that sampling may be ahead."""
+        """Number of steps that sampling may be ahead."""
         return self.train.async_queue_size if self.train.async_enable else 0
 
     @property
     def largest_staleness(self) -> float:
-        """Steps by which the weights that chose an action may be behind those that learn from it; inf where
-        groups that were sampled beyond what a step needs wait."""
+        """Largest number of steps by which the weights that sampled an action may be behind those that learn
+        from it; inf if surplus groups wait for later steps."""
         at_a_time, rollout = self.rollout.vllm_generate_batch_size or 0, self.rollout
         waits = at_a_time > rollout.batch_size or (at_a_time and self.algo.dynamic_filtering_enable)
         return math.inf if waits else self.max_staleness
 
     @property
     def engines_colocated(self) -> bool:
-        """Engines are on the models' GPUs. Those that sample while models train have their own."""
+        """True if engines share the models' GPUs; engines that sample during training have their own."""
         return self.train.colocate_all and not self.train.async_enable
 
     @property
     def engines_sleep(self) -> bool:
-        """vllm.enable_sleep where it means something: engines on the models' GPUs."""
+        """True if engines sleep: vllm.enable_sleep with engines on the models' GPUs."""
         return self.vllm.enable_sleep and self.engines_colocated
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the policy that each take their own samples."""
+        """Number of data-parallel copies of the policy, each with its own samples."""
         return self.placements["actor"].mesh.data
 
     @property
@@ -801,13 +803,13 @@ class PPOConfig:
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps in one RL step."""
+        """Number of optimizer steps in one RL step."""
         batches = max(1, round(self.samples_per_step / self.train.batch_size))
         return batches * self.train.max_epochs
 
     @property
     def skips_old_log_probs(self) -> bool:
-        """No forward pass before an RL step asks for the policy's log-probs."""
+        """True if no forward pass before an RL step's update computes the policy's log-probs."""
         if self.algo.skip_old_log_probs != "auto":
             return self.algo.skip_old_log_probs
         kl_in_reward = self.uses_reference and not self.algo.kl.use_loss
@@ -818,20 +820,20 @@ class PPOConfig:
 
     @property
     def adapts_kl(self) -> bool:
-        """The controller of the KL's weight wants to know the KL of each step."""
+        """True if the KL controller needs the KL of each step."""
         return self.uses_reference and self.algo.kl.target is not None
 
     @property
     def ratio_is_one(self) -> bool:
-        """The policy is its own pi_prox, in the one optimizer step of an RL step."""
+        """True if the policy is its own pi_prox, in the only optimizer step of an RL step."""
         return self.skips_old_log_probs and self.algo.advantage.proximal.needs_forward
 
     @property
     def longest_response(self) -> int:
-        """Tokens that a response can have at most."""
+        """Largest number of tokens of a response."""
         return self.rollout.max_new_tokens or self.data.max_len
 
     @property
     def rollout_tokens_per_gpu(self) -> int:
-        """Tokens in one packed row where log-probs are computed, with train.dynamic_batch_enable."""
+        """Token budget of a packed row in log-prob passes, with train.dynamic_batch_enable."""
         return self.rollout.max_tokens_per_gpu or self.train.max_tokens_per_gpu

@@ -1,4 +1,4 @@
-"""What is wrong between the flags of reinforcement learning."""
+"""Checks of the flags of `train_ppo_ray` against each other."""
 
 import re
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ def ppo_placement_problems(config: PPOConfig, explicit: Explicit) -> list[Proble
 
 
 BEST = r"_(score_mean|best_of\d+|pass\d+)$"
-"""Ends of the metrics of an evaluation of which more is better."""
+"""Pattern of the ends of evaluation metrics of which higher is better."""
 
 
 ADAPTED = "ds.lora.rank makes the policy without its adapters the reference"
@@ -328,7 +328,7 @@ def _has_host(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that do not close, or a port that is none
+    except ValueError:  # unclosed brackets, or an invalid port
         return False
 
 
@@ -431,7 +431,7 @@ def _policy_loss(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
 
 
 def _corrects(config: PPOConfig) -> bool:
-    """The loss knows the probabilities with which the sampler chose."""
+    """Returns whether the loss uses the sampler's log-probs."""
     advantage = config.algo.advantage
     return advantage.is_correction_enable or advantage.proximal.is_sampler
 
@@ -497,7 +497,7 @@ def _balance(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _replay(config: PPOConfig) -> Iterator[Problem]:
-    """What vLLM needs to tell which experts read a token."""
+    """Checks the flags that vLLM needs to report the experts of each token."""
     if not config.algo.router_replay:
         return
     if not config.vllm.enable_prefix_caching:
@@ -525,7 +525,7 @@ def _lengths(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _ahead(config: PPOConfig) -> Iterator[Problem]:
-    """Sampling while models train."""
+    """Checks sampling that runs during training."""
     train = config.train
     if train.partial_rollout_enable and not train.async_enable:
         yield Problem("train.partial_rollout_enable", "needs --train.async_enable")
@@ -555,7 +555,7 @@ def _ahead(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _engine(config: PPOConfig) -> Iterator[Problem]:
-    """What only vLLM's engines have."""
+    """Refuses features that only vLLM's engines have."""
     if config.rollout.engine == "vllm":
         return
     needs = {
@@ -571,7 +571,7 @@ def _engine(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _adapters(config: PPOConfig) -> Iterator[Problem]:
-    """Adapters that engines keep apart."""
+    """Checks weight syncs of adapters that engines keep apart from the weights."""
     rank = config.ds.lora.rank
     if config.vllm.lora_sync == "merged" or rank == 0:
         return
@@ -629,7 +629,7 @@ def _made(config: PPOConfig) -> str:
 
 
 def _ranks(config: PPOConfig) -> dict[str, int]:
-    """Of each model with GPUs of its own."""
+    """Returns the number of ranks of each role with GPUs of its own."""
     values = values_of(config)
     return {
         role: values[f"{role}.num_nodes"] * values[f"{role}.num_gpus_per_node"]
@@ -654,7 +654,7 @@ def optimizer_sleep(config: PPOConfig) -> Iterator[Problem]:
 
 
 def engines_beside_actor(config: PPOConfig) -> Iterator[Problem]:
-    """Engines that share the actor's GPUs have all of them."""
+    """Checks that engines that share the actor's GPUs use all of them."""
     gpus, per_engine = config.actor.num_gpus, config.vllm.num_gpus
     if config.engines_colocated and config.num_engines * per_engine != gpus:
         sizes = [str(n) for n in range(1, gpus + 1) if gpus % n == 0]

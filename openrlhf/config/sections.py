@@ -1,8 +1,8 @@
-"""Sections that several commands share.
+"""Configuration sections that several commands share.
 
-A field is a flag: `--actor.adam.lr` on the command line is `config.actor.adam.lr` in the code. Nothing
-renames a field, nothing changes one after parsing, and the docstring under it is its help. What follows from
-several fields is a property.
+A field is a flag: `--actor.adam.lr` on the command line is `config.actor.adam.lr` in the code. Fields are
+never renamed or changed after parsing, and the docstring under a field is its help. Values that follow from
+several fields are properties.
 """
 
 import os
@@ -105,7 +105,7 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """What models compute with, by names of transformers; None as it chooses."""
+    """Kernels of a model, by names of transformers; None: its choice."""
 
     attention: str
     experts: ExpertsImplementation | None
@@ -124,7 +124,7 @@ class Parallelism:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Zero:
-    """What ranks share of weights, gradients and optimizer states."""
+    """ZeRO sharding of weights, gradients and optimizer states."""
 
     stage: int
     adam_offload: bool
@@ -133,7 +133,7 @@ class Zero:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offloading:
-    """What leaves a GPU while it is not needed there."""
+    """Offloading of states that a GPU does not need at the moment."""
 
     sleeps: bool
     """Optimizer states, while others use the GPU."""
@@ -213,7 +213,8 @@ class DeepSpeedConfig:
 
     @property
     def kernels(self) -> Kernels:
-        """attn_implementation, but auto for other flash attention where ranks share rows."""
+        """Kernels of models: attn_implementation, but auto in place of flash attention with sequence
+        parallelism."""
         shared = self.ring_attn_size > 1 and self.attn_implementation in FLASH_PACKAGES
         return Kernels(
             attention="auto" if shared else self.attn_implementation,
@@ -282,17 +283,17 @@ class CkptConfig:
 
     @property
     def folder(self) -> str:
-        """Where resumable checkpoints go."""
+        """Folder of resumable checkpoints."""
         return self.path or f"{self.output_dir}/checkpoints"
 
     @property
     def is_used(self) -> bool:
-        """Checkpoints are read or written."""
+        """True if checkpoints are read or written."""
         return self.load_enable or self.save_steps > 0
 
     @property
     def has_parts(self) -> bool:
-        """Every rank reads or writes its own of a checkpoint."""
+        """True if every rank reads or writes its own part of a checkpoint."""
         return self.load_enable or (self.save_steps > 0 and not self.disable_ds)
 
 
@@ -315,7 +316,7 @@ class WandbConfig:
 
     @property
     def is_used(self) -> bool:
-        """Something is sent: WANDB_MODE=disabled is W&B's own way to switch it off."""
+        """True if metrics are sent; WANDB_MODE=disabled, W&B's own switch, turns this off."""
         return self.key is not None and os.environ.get("WANDB_MODE") != "disabled"
 
 
@@ -339,12 +340,12 @@ class LoggerConfig:
 
 
 def logger_for(command: str, project: str) -> LoggerConfig:
-    """Default logger of a command."""
+    """Returns the default logger section of a command."""
     return LoggerConfig(wandb=wandb_for(command, project))
 
 
 def wandb_for(command: str, project: str) -> WandbConfig:
-    """A command's project, and a run name of its own."""
+    """Returns the W&B section with a command's project and a new run name."""
     run_name = f"{command}_{datetime.now():%m%dT%H:%M}_{secrets.token_hex(3)}"
     return WandbConfig(project=project, run_name=run_name)
 
@@ -354,5 +355,5 @@ def run_dir(logger: LoggerConfig, ckpt: CkptConfig) -> str:
 
 
 def is_due(step: int, every: int) -> bool:
-    """The one meaning of every interval in steps: N is after steps N, 2N, 3N; -1 and 0 are never."""
+    """Returns whether an interval is due at a step: N is due after steps N, 2N, 3N, ...; -1 and 0 never."""
     return every > 0 and step % every == 0
