@@ -237,7 +237,7 @@ def _of_whole(names: Sequence[str], model_states: dict[str, Any]) -> SavedStates
     """Reads the states of stage 0, where every rank has all of them and the first rank writes them."""
     optimizer, saved = model_states["optimizer"], SavedStates()
     masters = [model_states["module"][name] for name in names]
-    if "fp32_groups" in optimizer:  # the weights are fp16
+    if "fp32_groups" in optimizer:  # half precision keeps float32 master weights
         masters = [master for group in optimizer["fp32_groups"] for master in group]
         optimizer = optimizer["optimizer_state_dict"]
     for i, (name, master) in enumerate(zip(names, masters, strict=True)):
