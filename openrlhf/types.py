@@ -37,34 +37,34 @@ from torch import Tensor
 Metrics = dict[str, float]
 
 Purpose = Literal["train", "eval"]
-"""What samples are for."""
+"""The purpose of samples: training or evaluation."""
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
 Schedule = list[list[list[int]]]
-"""[optimizer step][rank] -> which sequences of a batch the rank learns from."""
+"""[optimizer step][rank] -> indices of the sequences of a batch that the rank trains on."""
 
 
 class Outcome(StrEnum):
-    """How an episode ended. Everything but OK carries no reward, is not trained on, and is counted."""
+    """The outcome of an episode. All outcomes but OK carry no reward, are not trained on, and are counted."""
 
     OK = "ok"
     ENV_ERROR = "env_error"
-    """What the user's agent or environment raised."""
+    """The user's agent or environment raised an error."""
     REWARD_ERROR = "reward_error"
     TIMED_OUT = "timed_out"
     """The episode took longer than its limit."""
     ABORTED = "aborted"
-    """The engine gave the last turn up."""
+    """The engine aborted the last turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A picture, as its file has it."""
+    """An image in its encoded form."""
 
     reference: str
-    """What people and the journal call it: a path, a URL, or the digest of its bytes."""
+    """Name of the image in messages and the journal: a path, a URL, or the digest of its bytes."""
     data: bytes = field(repr=False)
-    """Of the file: PNG, JPEG, WebP."""
+    """Bytes of the image file: PNG, JPEG, WebP."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,15 +80,16 @@ class Prompt:
     epoch: int = 0
     """The pass over the prompts, from 0."""
     messages: Sequence[Mapping[str, Any]] | None = None
-    """The conversation that a chat template made the text of, for models with another template."""
+    """The conversation from which the chat template made `text`, for models with another template. None
+    without one."""
     images: tuple[Image, ...] = ()
-    """In the order of their placeholders in `text`."""
+    """Images in the order of their placeholders in `text`."""
     num_tokens: int = 0
-    """As many as the policy reads, those of images included. 0: nobody has counted them."""
+    """Tokens that the policy reads, including those of images. 0: not counted."""
 
 
 def _restore(prompt: Prompt, state: Sequence[Any]) -> None:
-    """From a checkpoint, whose prompts may lack the last fields."""
+    """Restores a prompt from a checkpoint, whose prompts may lack the last fields."""
     values = dict(zip([f.name for f in fields(prompt)], state, strict=False))
     for f in fields(prompt):
         object.__setattr__(prompt, f.name, values.get(f.name, f.default))
@@ -99,16 +100,16 @@ Prompt.__setstate__ = _restore  # here, because some versions of Python replace 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeptSets:
-    """The tokens that truncated sampling (top-p, top-k) kept, for each action: what else there is had
-    probability 0. Where a kept set is too large to be recorded, the most likely of it."""
+    """The recorded top-p/top-k support of each action: the tokens that truncated sampling kept. All other
+    tokens had probability 0. Where the support is too large to record, its most likely tokens."""
 
     ids: np.ndarray
-    """(S,) int32: those of one action behind those of the one before it, each time the chosen one first."""
+    """(S,) int32 token ids, action after action; the sampled token comes first in each set."""
     counts: np.ndarray
-    """(A,) int32, adding up to S. 0: the action was chosen from all tokens."""
+    """(A,) int32 sizes of the sets, with sum S. 0: the action was sampled from the whole vocabulary."""
     log_masses: np.ndarray
-    """(A,) float32: log of the probability that the sampler gave these tokens together; 0 where they are all
-    that it kept."""
+    """(A,) float32 log of the total probability that the sampler gave the recorded tokens; 0 where they are
+    the whole support."""
 
     @classmethod
     def of_all_tokens(cls, num_actions: int) -> Self:
@@ -120,13 +121,13 @@ class KeptSets:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self | None:
-        """One behind the other. None where there are no parts."""
+        """Concatenates parts. None without parts."""
         if not parts:
             return None
         return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
     def parts(self, places: Sequence[slice]) -> "list[KeptSets]":
-        """Of the actions at each place: views."""
+        """Returns views of the sets of the actions in each slice."""
         borders = np.concatenate([[0], self.counts.cumsum()])
         return [
             KeptSets(
@@ -138,8 +139,8 @@ class KeptSets:
         ]
 
     def padded(self) -> np.ndarray:
-        """(A, K) int64: each set as a row, filled up with its first token; -1 where it is that of all
-        tokens."""
+        """Returns (A, K) int64: each set as a row, padded with its first token; rows of -1 for actions
+        sampled from the whole vocabulary."""
         first = np.full(len(self.counts), -1)
         some, starts = self.counts > 0, self.counts.cumsum() - self.counts
         first[some] = self.ids[starts[some]]
@@ -149,36 +150,36 @@ class KeptSets:
 
 
 def own_choice(routing: np.ndarray | Tensor) -> int:
-    """Where a routing, uint8 or int16, has this in the place of an expert, the router chooses."""
+    """Returns the value, by the routing's type (uint8 or int16), that stands in place of an expert where the
+    router chooses itself."""
     return 255 if routing.dtype.itemsize == 1 else 32767
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Turn:
-    """One request to an engine, recorded by what every executor is given in its place: exact whatever the
-    executor makes of it."""
+    """One request to an engine and its answer, recorded by the `RecordingEngine` that wraps the engine: exact
+    whatever the executor does with the answer."""
 
     prompt_ids: np.ndarray
-    """(P,) int32: all that the policy had read when it chose, an image as many tokens as the model reads of
-    it."""
+    """(P,) int32 token ids of the whole context, with as many tokens for an image as the model reads."""
     action_ids: np.ndarray
-    """(A,) int32"""
+    """(A,) int32 token ids of the sampled actions."""
     log_probs: np.ndarray
-    """(A,) float32, under the distribution that was sampled from."""
+    """(A,) float32 log-probs under the sampling distribution."""
     weight_versions: np.ndarray
-    """(R, 2) int32, see `runs`."""
+    """(R, 2) int32 runs of (weight version, number of actions); see `runs`."""
     finish_reason: str
-    """The engine's word for why it ended: stop, length or abort."""
+    """The engine's finish reason: stop, length or abort."""
     seed: int
     kept: KeptSets | None = None
-    """What the actions were chosen from. None: all tokens."""
+    """Top-p/top-k support of the actions. None: the whole vocabulary."""
     routing: np.ndarray | None = None
-    """(P + A, M, K) uint8 or int16: the experts that read each token in each layer, for the last one
-    `own_choice`, because nobody has read it yet. None: not known."""
+    """(P + A, M, K) uint8 or int16 experts of each token in each layer; `own_choice` for the last token,
+    which no forward pass has read yet. None: unknown."""
     images: tuple[Image, ...] = ()
-    """That the policy had seen, in the order of their tokens."""
+    """Images in the context, in the order of their tokens."""
     reward: float | None = None
-    """What the turn itself earned, of the episode's reward. None: not known."""
+    """The turn's own part of the episode's reward. None: unknown."""
 
     @property
     def num_actions(self) -> int:
@@ -187,19 +188,20 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Episode:
-    """What became of one sample of a prompt."""
+    """One sample of a prompt: its turns and its reward."""
 
     prompt: Prompt
     sample_index: int
     turns: list[Turn]
     seed: int
-    """Of the first turn; those of the others follow from it."""
+    """Seed of the first turn; the seeds of later turns are derived from it."""
     reward: float | None
     """None when the outcome is not OK."""
     score: float | None = None
-    """What filtering and evaluation look at. None when the outcome is not OK."""
+    """Score for filtering and evaluation. None when the outcome is not OK."""
     truncated: bool | None = None
-    """What the executor says of it. None: whether the last turn ran out of tokens."""
+    """True if the executor calls the answer truncated. None: decided by whether the last turn ran out of
+    tokens."""
     outcome: Outcome = Outcome.OK
     error: str = ""
     """Why the outcome is not OK."""
@@ -208,45 +210,45 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trajectory:
-    """One sequence of an episode. Most episodes have one; where an agent has rewritten its history, a new
-    one begins."""
+    """One sequence of an episode. Most episodes have one; each time an agent rewrites its history, a new one
+    begins."""
 
     prompt: Prompt
     sample_index: int
-    """Which of the prompt's samples this is."""
+    """Index of the sample among the prompt's samples."""
     part: int = 0
-    """Which of its episode's trajectories this is. All have the episode's reward."""
+    """Index of the sequence among its episode's sequences, which all have the episode's reward."""
     token_ids: np.ndarray
-    """(L,) int32: prompt, then actions and feedback in the order they came. An image is as many tokens as the
-    model reads of it."""
+    """(L,) int32 token ids: prompt, then actions and feedback in order, with as many tokens for an image as
+    the model reads."""
     action_mask: np.ndarray
-    """(L,) bool: True where the policy chose the token."""
+    """(L,) bool, True where the policy chose the token."""
     rollout_log_probs: np.ndarray
-    """(A,) float32, from the sampler, under the distribution it sampled from."""
+    """(A,) float32 log-probs from the sampler, under its sampling distribution."""
     weight_versions: np.ndarray
-    """(R, 2) int32: version of the weights that chose the next actions, and how many; see `runs`."""
+    """(R, 2) int32 runs of (version of the weights that chose the actions, number of actions); see `runs`."""
     kept: KeptSets | None = None
-    """What the actions were chosen from. None: all tokens."""
+    """Top-p/top-k support of the actions. None: the whole vocabulary."""
     routing: np.ndarray | None = None
-    """(L, M, K) uint8 or int16: the engine's experts for each token in each layer, or `own_choice`. None:
-    not known."""
+    """(L, M, K) uint8 or int16 experts that the engine chose for each token in each layer, or `own_choice`.
+    None: unknown."""
     images: tuple[Image, ...] = ()
-    """In the order of their tokens: of the prompt, and of feedback."""
+    """Images of the prompt and of feedback, in the order of their tokens."""
     turn_starts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """(T,) int32: the index in `token_ids` of each turn's first action."""
+    """(T,) int32 index in `token_ids` of each turn's first action."""
     turn_rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    """(T,) float32: what each turn earned, of the reward. Empty where it is not known."""
+    """(T,) float32 parts of the reward that each turn earned. Empty where unknown."""
     reward: float | None
     """None when the outcome is not OK."""
     score: float | None = None
-    """What filtering and evaluation look at. None when the outcome is not OK."""
+    """Score for filtering and evaluation. None when the outcome is not OK."""
     outcome: Outcome = Outcome.OK
     error: str = ""
     """Why the outcome is not OK."""
     finish_reason: str = "stop"
-    """The engine's word for why the last turn ended: stop, length or abort."""
+    """The engine's finish reason for the last turn: stop, length or abort."""
     truncated: bool = False
-    """The last turn ran out of tokens."""
+    """True if the last turn ran out of tokens, or if the executor says so."""
     seed: int = 0
     extra_logs: dict[str, float] = field(default_factory=dict)
 
@@ -256,17 +258,17 @@ class Trajectory:
 
     @property
     def is_first(self) -> bool:
-        """Of its episode, which it stands for where episodes are counted."""
+        """True for the first sequence of an episode, which represents the episode in counts."""
         return self.part == 0
 
     @property
     def group(self) -> tuple[int, int]:
-        """Equal for the samples of one prompt in one pass over the prompts."""
+        """Key that is equal for the samples of one prompt in one pass over the prompts."""
         return self.prompt.epoch, self.prompt.prompt_id
 
     @property
     def sample(self) -> tuple[int, int, int]:
-        """Equal for the parts of one episode."""
+        """Key that is equal for all sequences of one episode."""
         return *self.group, self.sample_index
 
     @property
@@ -275,17 +277,17 @@ class Trajectory:
 
     @property
     def action_ids(self) -> np.ndarray:
-        """(A,) int32: what the policy chose."""
+        """(A,) int32 token ids of the sampled actions."""
         return self.token_ids[self.action_mask]
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first action; all where there is none."""
+        """Number of tokens before the first action; all of them without actions."""
         return int(self.action_mask.argmax()) if self.num_actions else len(self.token_ids)
 
 
 def runs(values: Sequence[int] | np.ndarray) -> np.ndarray:
-    """(A,) -> (R, 2) int32: each value, and how often it follows itself."""
+    """Run-length encodes values, (A,) -> (R, 2) int32: each value and the length of its run."""
     values = np.asarray(values, np.int32)
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
     return np.stack([values[starts], np.diff(starts, append=len(values))], axis=1).astype(np.int32)
@@ -293,8 +295,8 @@ def runs(values: Sequence[int] | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PromptGroup:
-    """The samples of one prompt, in their order. They travel as one packed batch: an array for each field and
-    not one for each sample."""
+    """The samples of one prompt, in order. Pickling packs them into one array for each field, not one for
+    each sample."""
 
     prompt: Prompt
     trajectories: list[Trajectory]
@@ -332,7 +334,7 @@ class Sampled:
 
     group: PromptGroup
     done: Work
-    """What the engine has finished since it started, in groups that have samples left too."""
+    """Work that the engine has finished since it started, including finished samples of unfinished groups."""
 
 
 _ARRAYS = ("token_ids", "action_mask", "rollout_log_probs", "weight_versions", "turn_starts", "turn_rewards")
@@ -341,7 +343,7 @@ _FACTS_OF_VERSION_1 = (
     *("sample_index", "part", "images", "reward", "score", "outcome", "error", "finish_reason", "truncated"),
     *("seed", "extra_logs"),
 )
-"""Checkpoints of version 1 do not name what they hold."""
+"""Field names of checkpoints of version 1, which do not store them."""
 
 
 def _unpack_group(
@@ -352,7 +354,7 @@ def _unpack_group(
     routing: np.ndarray | None = None,
     names: Sequence[str] = _FACTS_OF_VERSION_1,
 ) -> PromptGroup:
-    """Returns a group whose arrays are views of those that travelled. `facts` has the values of `names`."""
+    """Returns a group whose arrays are views of the packed arrays. `facts` has the values of `names`."""
     columns = [
         [whole[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
         for whole, sizes in packed.values()
@@ -380,14 +382,15 @@ def _unpack_group(
 
 
 def kept_of(parts: "Sequence[Turn | Trajectory]") -> KeptSets | None:
-    """Of all their actions. None: each was chosen from all tokens."""
+    """Returns the joined top-p/top-k supports of all actions. None: all were sampled from the whole
+    vocabulary."""
     if all(part.kept is None for part in parts):
         return None
     return KeptSets.joined([part.kept or KeptSets.of_all_tokens(part.num_actions) for part in parts])
 
 
 def routing_of(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
-    """(N, M, K) of all their tokens. None: of none it is known."""
+    """Returns the (N, M, K) routing of all tokens. None where no trajectory has one."""
     known = next((t.routing for t in trajectories if t.routing is not None), None)
     if known is None:
         return None
@@ -396,15 +399,15 @@ def routing_of(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
 
 
 def unrouted(num_tokens: int, like: np.ndarray) -> np.ndarray:
-    """(L, M, K): every router chooses."""
+    """Returns (L, M, K) filled with `own_choice`: every router chooses itself."""
     return np.full_like(like, own_choice(like), shape=(num_tokens, *like.shape[1:]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """Sequences laid end to end: a whole rollout, what a rank gets of it, and what a micro-batch is.
+    """Sequences laid end to end: a whole rollout, a rank's part of it, or a micro-batch.
 
-    The optional columns are what the stages of a step know of every action.
+    The optional columns are filled by the stages of a step.
     """
 
     token_ids: np.ndarray  # (N,) int32
@@ -439,11 +442,11 @@ class Batch:
         )
 
     def __len__(self) -> int:
-        """B"""
+        """Returns B, the number of sequences."""
         return len(self.lengths)
 
     def credited(self, outputs: "ForwardOutputs", credit: "Credit") -> Self:
-        """With all that an update reads."""
+        """Returns the batch with all columns that an update reads."""
         return replace(
             self,
             log_probs=outputs.log_probs,
@@ -454,7 +457,7 @@ class Batch:
         )
 
     def select(self, indices: Sequence[int]) -> Self:
-        """The sequences at `indices`, in that order, with every column."""
+        """Returns the sequences at `indices`, in that order, with every column."""
         of_tokens = _slices(self.lengths, indices)
         of_actions = _slices(self.num_actions, indices)
         actions = {f.name: _gather(getattr(self, f.name), of_actions) for f in fields(self)[7:]}
@@ -471,8 +474,8 @@ class Batch:
         )
 
     def put_together(self, parts: Sequence[Sequence[int]], answers: Sequence[np.ndarray]) -> np.ndarray:
-        """Joins what was computed for the actions of each part, `select(part)`, to one (A,) array of this
-        batch."""
+        """Joins the results for the actions of each part, `select(part)`, into one (A,) array in this batch's
+        order."""
         whole = np.empty(int(self.num_actions.sum()), answers[0].dtype)
         for part, answer in zip(parts, answers, strict=True):
             start = 0
@@ -482,19 +485,20 @@ class Batch:
 
 
 def _staleness(trajectories: Sequence[Trajectory], version: int) -> np.ndarray | None:
-    """(A,) by how many updates the weights that chose each action are behind `version`. None: none is."""
+    """Returns (A,) the number of updates by which the weights that chose each action lag behind `version`.
+    None: all are 0."""
     versions, counts = np.concatenate([t.weight_versions for t in trajectories]).T
     return np.repeat(version - versions, counts) if (versions != version).any() else None
 
 
 def _images(sequences: Sequence["Trajectory | Sample"]) -> tuple[tuple[Image, ...], ...]:
-    """Of each sequence; empty where none has any."""
+    """Returns the images of each sequence; empty where no sequence has any."""
     images = tuple(sequence.images for sequence in sequences)
     return images if any(images) else ()
 
 
 def _slices(sizes: np.ndarray, indices: Sequence[int]) -> list[slice]:
-    """Where the parts at `indices` are in a whole of parts of these sizes."""
+    """Returns the slices of the parts at `indices` in a whole whose parts have these sizes."""
     ends = sizes.cumsum()
     starts = ends - sizes
     return [slice(starts[i], ends[i]) for i in indices]
@@ -508,7 +512,7 @@ def _gather(whole: np.ndarray | None, places: Sequence[slice]) -> np.ndarray | N
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ForwardOutputs:
-    """What the models say of every action of a batch."""
+    """Per-action outputs of the models for a batch."""
 
     log_probs: np.ndarray | None  # (A,) under the policy before this step's update; None: not asked for
     ref_log_probs: np.ndarray | None = None  # (A,) None without a reference model
@@ -523,25 +527,26 @@ class Credit:
 
 
 class Updated(NamedTuple):
-    """What an update tells."""
+    """The report of an update."""
 
     metrics: Metrics
-    """Means over its optimizer steps."""
+    """Metrics, as means over the update's optimizer steps."""
     first: list[int]
-    """The sequences of the first optimizer step, which reads them before the policy changes."""
+    """Indices of the sequences of the first optimizer step, whose forward passes precede any change of the
+    policy."""
     log_probs: np.ndarray | None
-    """(A,) of the actions of `first`, in that order, under the policy before the update. None where the batch
-    brought them."""
+    """(A,) log-probs of the actions of `first`, in that order, under the policy before the update. None where
+    the batch already had them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A dataset row of supervised learning: one sequence with the tokens in question marked."""
+    """A dataset row of supervised learning: one sequence, with a mask of the tokens with loss."""
 
     token_ids: Tensor  # (L,) int64
     action_mask: Tensor  # (L,) bool; False at 0, because nothing predicts the first token
     images: tuple[Image, ...] = ()
-    """In the order of their tokens."""
+    """Images in the order of their tokens."""
 
     @property
     def num_actions(self) -> int:
@@ -554,14 +559,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LossNorm:
-    """What a loss divides by: totals of one optimizer step over all its rows and ranks, known before the
-    first backward. So a loss does not change with the micro-batch size, packing, accumulation or number of
+    """The denominators of a loss: totals of one optimizer step over all its rows and ranks, known before the
+    first backward pass. They make a loss independent of micro-batch size, packing, accumulation and number of
     ranks."""
 
     num_tokens: float
-    """Actions."""
+    """Number of actions."""
     num_sequences: float
-    """Sequences with at least one action."""
+    """Number of sequences with at least one action."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -581,7 +586,7 @@ class PackedRow:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Self:
-        """`samples` must not be empty."""
+        """Packs samples into one row. `samples` must not be empty."""
         action_mask = torch.cat([s.action_mask for s in samples])
         return cls(
             token_ids=torch.cat([s.token_ids for s in samples]),
@@ -594,7 +599,7 @@ class PackedRow:
 
     @classmethod
     def of_batch(cls, batch: Batch) -> Self:
-        """Without sequences: a dummy row."""
+        """Converts a batch to a row; returns a dummy row where the batch is empty."""
         if not len(batch):
             return cls.empty()
         return cls(
@@ -611,7 +616,8 @@ class PackedRow:
 
     @classmethod
     def empty(cls) -> Self:
-        """Dummy row without loss: keeps collectives matched on ranks that have no row of their own."""
+        """Returns a dummy row without loss, which keeps collectives matched on ranks without a row of their
+        own."""
         two = torch.zeros(2, dtype=torch.int64)
         return cls(
             token_ids=two,
@@ -623,7 +629,7 @@ class PackedRow:
 
     @property
     def num_actions(self) -> Tensor:
-        """(B,) actions of each sequence."""
+        """(B,) number of actions of each sequence."""
         return torch.stack([mask.sum() for mask in self.action_mask.split(self.lengths)])
 
     @property
@@ -640,12 +646,12 @@ class PackedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowWithMore:
-    """A packed row; subclasses say more about its sequences or actions."""
+    """A packed row; subclasses add fields for its sequences or actions."""
 
     row: PackedRow
 
     def empty(self) -> Self:
-        """A row without sequences to learn from, and with the same optional fields."""
+        """Returns a row without sequences to learn from and with the same optional fields."""
         nothing = {
             f.name: PackedRow.empty() if isinstance(value, PackedRow) else value[:0]
             for f in fields(self)
@@ -655,12 +661,12 @@ class RowWithMore:
 
     @property
     def num_tokens(self) -> int:
-        """Actions."""
+        """Number of actions."""
         return self.row.num_tokens
 
     @property
     def num_sequences(self) -> int:
-        """What a mean over sequences counts."""
+        """The number of items that a mean over sequences counts."""
         return self.row.num_sequences
 
     def to(self, device: torch.device | str) -> Self:
@@ -675,20 +681,21 @@ class Pair:
     chosen: Sample
     rejected: Sample
     margin: float = 0.0
-    """By how much the scores shall differ at least."""
+    """Minimum by which the scores should differ."""
     ref_log_probs: Tensor | None = None  # (2,) of the chosen and the rejected answer, where known beforehand
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairRow(RowWithMore):
-    """Sequences: chosen, rejected, chosen, rejected, ..."""
+    """Packed pairs, in the order chosen, rejected, chosen, rejected, ..."""
 
     margins: Tensor  # (P,) float32, P pairs
     ref_log_probs: Tensor | None = None  # (2 P,) of each answer, None where they are not known beforehand
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> Self:
-        """`pairs` must not be empty, and must agree on whether reference log-probs are known."""
+        """Packs pairs into one row. `pairs` must not be empty, and must agree on whether reference log-probs
+        are known."""
         known = pairs[0].ref_log_probs is not None
         return cls(
             row=PackedRow.of([sample for pair in pairs for sample in (pair.chosen, pair.rejected)]),
@@ -697,23 +704,23 @@ class PairRow(RowWithMore):
         )
 
     def by_pair(self, x: Tensor) -> Tensor:
-        """(B,) one value for each sequence -> (P, 2): chosen, rejected."""
+        """Reshapes one value per sequence, (B,), to (P, 2): chosen, rejected."""
         return x[: 2 * len(self.margins)].view(-1, 2)
 
     @property
     def num_sequences(self) -> int:
-        """Pairs."""
+        """Number of pairs."""
         return len(self.margins)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnpairedExample:
-    """One answer that is good or bad, for KTO."""
+    """One answer labelled good or bad, for KTO."""
 
     sample: Sample
     mismatched: Sample
-    """The same prompt with the answer to another one: what the KL between policy and reference is estimated
-    on."""
+    """The same prompt with another prompt's answer, on which the KL between policy and reference is
+    estimated."""
     desirable: bool
     ref_log_probs: Tensor | None = None  # (2,) of the answer and the mismatched one, where known beforehand
 
@@ -727,7 +734,8 @@ class UnpairedRow(RowWithMore):
 
     @classmethod
     def of(cls, examples: Sequence[UnpairedExample]) -> Self:
-        """`examples` must not be empty, and must agree on whether reference log-probs are known."""
+        """Packs examples into one row. `examples` must not be empty, and must agree on whether reference
+        log-probs are known."""
         known = examples[0].ref_log_probs is not None
         ref = torch.stack([present(e.ref_log_probs) for e in examples]) if known else None
         return cls(
@@ -758,7 +766,7 @@ class StepsRow(RowWithMore):
 
     @classmethod
     def of(cls, solutions: Sequence[Steps]) -> Self:
-        """`solutions` must not be empty."""
+        """Packs solutions into one row. `solutions` must not be empty."""
         return cls(
             row=PackedRow.of([s.sample for s in solutions]), labels=torch.cat([s.labels for s in solutions])
         )
@@ -776,7 +784,7 @@ class ExperienceRow(RowWithMore):
 
     @classmethod
     def of(cls, batch: Batch) -> Self:
-        """Of a batch with credit."""
+        """Converts a batch with advantages and returns to a row."""
         return cls(
             row=PackedRow.of_batch(batch),
             old_log_probs=tensor_of(batch.log_probs),
@@ -794,18 +802,18 @@ RecordT = TypeVar("RecordT", bound=PackedRow | RowWithMore)
 
 
 def present(value: ValueT | None) -> ValueT:
-    """A field that may be None, where the configuration or the outcome says that it is not."""
+    """Returns an optional value that the configuration or the outcome guarantees to be present."""
     assert value is not None
     return value
 
 
 def tensor_of(array: np.ndarray | None) -> Tensor | None:
-    """A view of the column, where there is one."""
+    """Returns a tensor view of the column, None where there is none."""
     return None if array is None else torch.from_numpy(array)
 
 
 def _to(record: RecordT, device: torch.device | str) -> RecordT:
-    """The record with its tensors, also those of packed rows in it, on `device`."""
+    """Returns the record with its tensors, including those of nested packed rows, on `device`."""
     moved = {
         f.name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value.to(device)
         for f in fields(record)

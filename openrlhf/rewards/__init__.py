@@ -1,1 +1,1 @@
-"""Where rewards come from: functions, servers, models."""
+"""Reward sources: functions, servers, models."""

@@ -1,5 +1,5 @@
-"""Rewards that are asked for one sample at a time, and handed over in batches. A batch that fails is asked
-for again in halves, so that only the sample to blame fails."""
+"""Batches reward requests that arrive one sample at a time. A failed batch is retried in halves, so that only
+the faulty sample fails."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -15,12 +15,12 @@ WINDOW = 0.005
 
 
 class BatchFailed(Exception):
-    """Half of the samples may fare better: one of them may be to blame, or all together are too many."""
+    """Raised for a batch that may succeed in halves: one sample may be faulty, or the batch too large."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """A sample whose reward somebody waits for."""
+    """A sample that waits for its reward."""
 
     query: str
     prompt: str
@@ -28,7 +28,7 @@ class Call:
     reward: asyncio.Future[Reward]
 
     def finish(self, result: Reward | Exception) -> None:
-        """Unless nobody waits for it any more."""
+        """Sets the result, unless the waiter has been cancelled."""
         if self.reward.done():
             return
         if isinstance(result, Exception):
@@ -38,11 +38,11 @@ class Call:
 
 
 class BatchedReward(ABC):
-    """Hands over samples that finish within a few milliseconds, or while all lanes are busy, together."""
+    """Batches samples that arrive within a few milliseconds, or while all lanes are busy."""
 
     def __init__(self, *, batch_size: int, concurrency: int) -> None:
-        """`batch_size`: samples in one batch at most. `concurrency`: lanes, that is, batches under way at
-        most."""
+        """`batch_size`: maximum samples in a batch. `concurrency`: lanes, the maximum number of batches in
+        flight."""
         self.batch_size, self.concurrency = batch_size, concurrency
         self._waiting: deque[Call] = deque()
         self._halves: deque[Sequence[Call]] = deque()
@@ -50,18 +50,18 @@ class BatchedReward(ABC):
 
     @abstractmethod
     async def ask(self, calls: Sequence[Call]) -> list[Reward]:
-        """The reward of each. Raises BatchFailed where fewer samples may fare better, RewardError where every
-        one of these has failed."""
+        """Returns the reward of each call. Raises BatchFailed where fewer samples may succeed, RewardError
+        where all have failed."""
 
     async def __call__(self, query: str, prompt: str, label: Any) -> Reward:
-        """Raises RewardError with what went wrong."""
+        """Returns the reward of one sample. Raises RewardError, which says what went wrong."""
         reward = asyncio.get_running_loop().create_future()
         self._waiting.append(Call(query=query, prompt=prompt, label=label, reward=reward))
         self._open_lane()
         return await reward
 
     def close(self) -> None:
-        """Stop what is under way. In the event loop of the calls."""
+        """Cancels all calls. Must run in the event loop of the calls."""
         for call in self._waiting:
             call.reward.cancel()
         for call in (call for half in self._halves for call in half):
@@ -78,7 +78,7 @@ class BatchedReward(ABC):
             lane.add_done_callback(self._lanes.discard)
 
     async def _work(self) -> None:
-        """Until nobody waits."""
+        """Answers batches until no call waits."""
         if not self._halves and len(self._waiting) < self.batch_size:
             await asyncio.sleep(WINDOW)
         while calls := self._take():
@@ -90,7 +90,7 @@ class BatchedReward(ABC):
         return [self._waiting.popleft() for _ in range(min(self.batch_size, len(self._waiting)))]
 
     async def _answer(self, calls: Sequence[Call]) -> None:
-        """Bring every call its reward or what went wrong, or leave it in a smaller batch."""
+        """Gives every call its reward or error, or requeues it in a smaller batch."""
         try:
             rewards = await self.ask(calls)
         except BatchFailed as error:

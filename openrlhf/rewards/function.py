@@ -1,5 +1,5 @@
-"""Users' reward functions: checked before the run, and called in processes of their own. One that hangs,
-crashes, raises or returns nonsense fails only the samples in question."""
+"""Users' reward functions, checked before the run and called in separate processes. A call that hangs,
+crashes, raises or returns an invalid value fails only its samples."""
 
 import asyncio
 import atexit
@@ -13,19 +13,19 @@ from openrlhf.rewards.process import RewardProcess, load_reward_func
 from openrlhf.user_file import resolved
 
 IMPORT_LIMIT = 60.0
-"""Seconds that the check waits for a file. An engine waits longer: user_file.IMPORT_DEADLINE."""
+"""Seconds that the check waits for an import. An engine waits longer: user_file.IMPORT_DEADLINE."""
 
 
 def check_reward_file(reference: str, flag: str, limit: float = IMPORT_LIMIT) -> str:
-    """As `check_file`, for a reward function."""
+    """Checks a reward function as `check_file` does."""
     return check_file(reference, flag, load_reward_func, limit)
 
 
 def check_file(reference: str, flag: str, load: Callable[[str], Any], limit: float) -> str:
-    """Imports the file or module in a process of its own, which then ends.
+    """Imports the file or module in a temporary process.
 
-    Returns a remark where that took more than `limit` seconds, otherwise "". Raises ValueError where `load`
-    finds nothing in it that could be called.
+    Returns a remark where the import took more than `limit` seconds, otherwise "". Raises ValueError where
+    `load` finds nothing callable in it.
     """
     process = RewardProcess(reference, timeout=limit, load=load)
 
@@ -45,7 +45,7 @@ def check_file(reference: str, flag: str, load: Callable[[str], Any], limit: flo
 
 
 class NoReward:
-    """Every sample's own reward is 0: a teacher scores its tokens, or reward models score it later."""
+    """A reward of 0 for every sample: a teacher scores its tokens, or reward models score it later."""
 
     async def __call__(self, query: str, prompt: str, label: Any) -> Reward:
         return Reward(reward=0.0, score=0.0)
@@ -55,11 +55,11 @@ class NoReward:
 
 
 class RewardFunction(BatchedReward):
-    """A user's function, in processes that each work on one batch at a time."""
+    """A user's function, called in processes that each work on one batch at a time."""
 
     def __init__(self, reference: str, *, timeout: float, num_workers: int = 1, batch_size: int = 1) -> None:
         """`timeout`: seconds for one call of the function, after which its process is killed. `batch_size`:
-        samples in one call at most."""
+        maximum samples in one call."""
         super().__init__(batch_size=batch_size, concurrency=num_workers)
         reference = resolved(reference)
         self._processes = [RewardProcess(reference, timeout=timeout) for _ in range(num_workers)]

@@ -1,4 +1,4 @@
-"""Answers to mathematical problems: finding them in a text, and comparing them."""
+"""Extracts and compares answers to mathematical problems."""
 
 import re
 
@@ -7,8 +7,8 @@ _WORD = re.compile(r"[^\s$]+")
 
 
 def extract_boxed_answer(text: str) -> str | None:
-    r"""What the last complete \boxed{...} or \fbox{...} of a text holds, or the word after \boxed. None where
-    there is no such answer."""
+    r"""Returns the content of the last complete \boxed{...} or \fbox{...} in a text, or the word after
+    \boxed. None without such an answer."""
     for box in reversed(list(_BOX.finditer(text))):
         answer = _braced(text, box.end()) if text[box.end() :].startswith("{") else _word(text, box.end())
         if answer is not None:
@@ -17,11 +17,12 @@ def extract_boxed_answer(text: str) -> str | None:
 
 
 def grade_answer(prediction: str | None, truth: str) -> bool:
-    """Whether two answers say the same: the same text but for blanks, or equal as numbers, formulas, sets or
-    intervals, in LaTeX or plain, as math-verify reads them. No prediction is wrong.
+    """Returns True if two answers are equal: the same text apart from whitespace, or equal as numbers,
+    formulas, sets or intervals, in LaTeX or plain text, according to math-verify. A missing prediction is
+    wrong.
 
-    math-verify limits its time by a signal, so this must run in the main thread of its process, as reward
-    functions do.
+    math-verify enforces its time limit by a signal, so this must run in the main thread of its process, as
+    reward functions do.
     """
     if prediction is None:
         return False
@@ -34,7 +35,7 @@ def grade_answer(prediction: str | None, truth: str) -> bool:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """The inside of the braces that open at `start`; None where they do not close."""
+    """Returns the content of the braces that open at `start`; None where they do not close."""
     depth = 0
     for i in range(start, len(text)):
         if text[i - 1] == "\\" and i > start:

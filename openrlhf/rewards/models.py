@@ -1,4 +1,4 @@
-"""Rewards from reward models: what they read of a trajectory, and what their scores make of it."""
+"""Rewards from reward models: prepares their input and adds their scores to trajectories."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,14 +18,15 @@ from openrlhf.types import Outcome, Prompt, Sample, Trajectory, present
 
 
 class RewardReader:
-    """A finished trajectory as a reward model reads it, whose one action is the token that carries the score.
+    """Converts a finished trajectory to a reward model's input, whose one action is the token that carries
+    the score.
 
     chat template of its own    the conversation as that template shows it, as in the model's training
     another vocabulary          the text that the policy read and wrote, in the model's tokens
     else                        the sampled tokens themselves
 
-    A response that ended has an end-of-sequence token behind it, as in the model's training. One that ran out
-    of tokens has none, because the policy wrote none: the model scores its last token.
+    A finished response is followed by an end-of-sequence token, as in the model's training. A truncated one
+    is not, because the policy wrote none: the model scores its last token.
     """
 
     def __init__(
@@ -36,8 +37,8 @@ class RewardReader:
         stop_token_ids: Sequence[int],
         max_len: int | None,
     ) -> None:
-        """stop_token_ids: what ends a response of the policy. max_len: tokens that the reward model reads at
-        most, None for any number."""
+        """stop_token_ids: tokens that end a response of the policy. max_len: maximum tokens that the reward
+        model reads, None without a limit."""
         self.policy, self.own = policy, own
         self.stop_token_ids, self.max_len = stop_token_ids, max_len
         self.encode = Encoder(own)
@@ -67,7 +68,8 @@ class RewardReader:
         return token_ids
 
     def _talk(self, t: Trajectory, response: str) -> Text:
-        """Blanks around a response are of the policy's template."""
+        """Returns the conversation with the response in the reward model's template. Whitespace around the
+        response belongs to the policy's template and is removed."""
         messages = [dict(message) for message in present(t.prompt.messages)]
         answer = {"role": "assistant", "content": response.strip()}
         try:
@@ -77,13 +79,13 @@ class RewardReader:
 
 
 def has_own_template(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> bool:
-    """The reward model shows conversations in another way than the policy does."""
+    """Returns True if the reward model has a chat template that differs from the policy's."""
     return own.chat_template not in (None, policy.chat_template)
 
 
 def check_conversations(prompts: Iterable[Prompt], own: PreTrainedTokenizerBase, path: str) -> None:
-    """ValueError where the reward model's chat template refuses a conversation; of each order of roles one is
-    tried."""
+    """Raises ValueError where the reward model's chat template rejects a conversation; tries one conversation
+    for each order of roles."""
     talks = {tuple(m["role"] for m in p.messages): p.messages for p in prompts if p.messages is not None}
     for roles, messages in talks.items():
         try:
@@ -104,7 +106,7 @@ def _text(prompt: str, response: str) -> Text:
 
 
 def read_by_models(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-    """The last sequence of each finished episode, which stands for the episode."""
+    """Returns the last sequence of each finished episode, which represents the episode."""
     return list({t.sample: t for t in trajectories if t.ok}.values())
 
 
@@ -117,11 +119,11 @@ def add_model_rewards(
     has_function: bool,
 ) -> list[Trajectory]:
     """Adds the weighted sum of an episode's `scores`, (M,) of M models, to the reward of all its sequences;
-    `scores` has an entry for each of `read_by_models(trajectories)`. Where one is not finite, the reward of
-    the whole episode has failed.
+    `scores` has an entry for each of `read_by_models(trajectories)`. A score that is not finite fails the
+    whole episode with REWARD_ERROR.
 
-    `has_function`: the episode's score (what filtering and evaluation look at) stays the reward function's,
-    else the sum is added to it too. The scores themselves go to `extra_logs` as `reward_model/{name}`.
+    `has_function`: the episode's score (used by filtering and evaluation) stays that of the reward function;
+    otherwise the sum is added to it too. The scores go to `extra_logs` as `reward_model/{name}`.
     """
     samples = [t.sample for t in read_by_models(trajectories)]
     of = dict(zip(samples, scores, strict=True))
@@ -146,6 +148,6 @@ def _with_scores(
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """The last part of each path, with numbers where two would be called the same."""
+    """Returns the last component of each path, numbered where two are equal."""
     names = [path.rstrip("/").rpartition("/")[2] for path in paths]
     return names if len({*names}) == len(names) else [f"{name}_{i}" for i, name in enumerate(names)]

@@ -1,4 +1,4 @@
-"""A process that calls a user's reward function: it may hang or die, and whoever asked is told so."""
+"""Calls a user's reward function in a process that may hang or die without affecting the caller."""
 
 import asyncio
 import inspect
@@ -26,20 +26,21 @@ from openrlhf.user_file import (
 )
 
 DEFAULT = "reward_func"
-"""The function of a bare file."""
+"""Name of the function in a reference without one."""
 FORM = "Define `def {}(queries, prompts, labels)` that returns {{'rewards': [...]}}."
 ALONE = (
     ". The call had one sample: a function that compares the samples of a call\n(mean, deviation) needs "
     "several; --reward.batch 64 hands over up to 64 that finish together."
 )
-"""Where a call of one sample gave no finite number."""
+"""Hint for calls with one sample that returned a value that is not finite."""
 RewardFunc = Callable[[list[str], list[str], list[Any]], Any]
 
 
 def load_reward_func(reference: str) -> RewardFunc:
-    """Imports the function that `reference` names, in a bare file `reward_func`.
+    """Imports the function that `reference` names, `reward_func` in a bare file.
 
-    Raises UnusableFile where it is missing or three lists cannot be handed to it, and what the import raises.
+    Raises UnusableFile where the function is missing or does not accept three lists, and any error of the
+    import.
     """
     place, name = split(reference)
     name, form = name or DEFAULT, FORM.format(name or DEFAULT)
@@ -55,15 +56,15 @@ def load_reward_func(reference: str) -> RewardFunc:
 
 
 class RewardProcess:
-    """One process with one function of a user's, started when it is first asked and after every death.
+    """One process for one user function, started at the first call and after every death.
 
-    It has a pipe of its own: it is always known which batch a death belongs to, and no other batch suffers.
+    Each process has its own pipe, so a death fails only the batch in that process.
     """
 
     def __init__(
         self, reference: str, *, timeout: float, load: Callable[[str], Any] = load_reward_func
     ) -> None:
-        """`timeout`: seconds for one call. `load`: from the reference to what is called."""
+        """`timeout`: seconds for one call. `load`: maps the reference to the callable."""
         self.name = split(reference)[1] or DEFAULT
         self.reference, self.timeout, self._load = reference, timeout, load
         self._import_problem = ""
@@ -73,9 +74,9 @@ class RewardProcess:
         self._pipe: Connection | None = None
 
     async def ask(self, queries: list[str], prompts: list[str], labels: list[Any]) -> list[Reward]:
-        """One call of the function, and none before the last has ended.
+        """Calls the function once; the previous call must have ended.
 
-        Raises BatchFailed where the call failed, RewardError where no call can be made.
+        Raises BatchFailed where the call failed, RewardError where no call is possible.
         """
         try:
             pipe = await self.ready()
@@ -99,7 +100,7 @@ class RewardProcess:
         return answer
 
     def stop(self) -> int | None:
-        """Kill the process and those that it has started; its exit code."""
+        """Kills the process and its children. Returns its exit code, None where none ran."""
         process, self._process, self._pipe = self._process, None, None
         if process is None or process.pid is None:
             return None
@@ -110,8 +111,8 @@ class RewardProcess:
         return process.exitcode
 
     async def ready(self) -> Connection:
-        """The pipe to a process that waits for calls. RewardError where the file has no function that could
-        be called, ImportTimeout where its import does not end."""
+        """Returns the pipe to a process that waits for calls. Raises RewardError where the file has no
+        callable function, ImportTimeout where its import does not end."""
         if self._import_problem:
             raise RewardError(self._import_problem)
         if self._process is not None and self._process.is_alive() and self._pipe is not None:
@@ -136,8 +137,8 @@ class RewardProcess:
         return self._pipe
 
     async def _receive(self, pipe: Connection) -> Any:
-        """What the process sends. EOFError where it has died, even if something that it started holds on to
-        its end of the pipe."""
+        """Returns the process's next message. Raises EOFError where the process has died, even if a child of
+        it keeps its end of the pipe open."""
         assert self._process is not None and self._process.pid is not None
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         death = os.pidfd_open(self._process.pid)
@@ -155,7 +156,7 @@ class RewardProcess:
 
 
 def _serve(reference: str, load: Callable[[str], Any], pipe: Connection) -> None:
-    """What the process does until the other end of the pipe is gone."""
+    """Serves calls until the other end of the pipe is closed."""
     name = split(reference)[1] or DEFAULT
     os.setpgid(0, 0)  # to be killed together with what the function starts, and by no Ctrl-C
     threading.Thread(target=_die_with_parent, daemon=True).start()
@@ -175,7 +176,7 @@ def _serve(reference: str, load: Callable[[str], Any], pipe: Connection) -> None
 
 
 def _die_with_parent() -> None:
-    """Also in the middle of a call that never ends."""
+    """Kills the process group when the parent dies, even in the middle of a call that never ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None  # of a process that multiprocessing started
     wait([parent.sentinel])
@@ -183,7 +184,7 @@ def _die_with_parent() -> None:
 
 
 def _no_three_lists(function: Callable, name: str) -> str:
-    """Why they cannot be handed to it; "" where they can."""
+    """Returns why the function does not accept three lists; "" where it does."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # compiled code may have none
@@ -203,7 +204,7 @@ def _call(
     labels: list[Any],
     runner: asyncio.Runner,
 ) -> list[Reward] | str:
-    """The rewards, or what went wrong: the exception itself may not survive the way between processes."""
+    """Returns the rewards or an error text: the exception itself may not be picklable."""
     try:
         answer = function(queries, prompts, labels)
         if inspect.iscoroutine(answer):

@@ -1,6 +1,5 @@
-"""Rewards from servers over HTTP. Samples that finish together travel in one request, servers are asked
-round-robin, and what may pass (a restart, a full queue) is tried again; all else fails the samples in
-question."""
+"""Rewards from HTTP servers. Samples that finish together share a request, and servers are asked round-robin.
+Temporary failures (a restart, a full queue) are retried; others fail only their samples."""
 
 import asyncio
 import itertools
@@ -20,27 +19,28 @@ from openrlhf.rewards.values import read_rewards
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 10.0
-"""Seconds for a connection; a machine that is gone may not even refuse it."""
+"""Seconds to establish a connection; a machine that is down may not even refuse it."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds until the servers are tried again: a random fraction of the first, which doubles each time up to
+"""Seconds before the servers are retried: a random fraction of the first value, which doubles each time up to
 the second."""
 REMIND = 60.0
-"""Seconds between two warnings that servers are being waited for."""
+"""Seconds between two warnings about unavailable servers."""
 SPLITTABLE_STATUSES = (400, 413, 422, 500)
-"""Answers that a smaller request may avoid, because one sample is to blame or all together are too large."""
+"""HTTP statuses that a smaller request may avoid, because one sample is faulty or the request is too
+large."""
 
 
 class RetryableError(Exception):
-    """What is wrong may pass."""
+    """Raised for a temporary failure."""
 
     def __init__(self, problem: str, pause: float = 0.0) -> None:
         super().__init__(problem)
         self.pause = pause
-        """Seconds that the server asks for."""
+        """Seconds to wait, as requested by the server."""
 
 
 class RemoteReward(BatchedReward):
-    """What the servers say of one sample at a time."""
+    """Requests rewards of single samples from the servers."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class RemoteReward(BatchedReward):
         concurrency: int = 32,
         key: str | None = None,
     ) -> None:
-        """`timeout`: seconds for one request, with all its tries, from when it is first sent. `batch_size`:
-        samples in one request at most. `concurrency`: requests under way at most. `key`: sent as
-        `Authorization: Bearer KEY`."""
+        """`timeout`: seconds for one request including retries, from its first attempt. `batch_size`: maximum
+        samples in a request. `concurrency`: maximum requests in flight. `key`: sent as `Authorization: Bearer
+        KEY`."""
         super().__init__(batch_size=batch_size, concurrency=concurrency)
         self.timeout = timeout
         self._num_urls, self._urls = len(urls), itertools.cycle(urls)
@@ -70,7 +70,7 @@ class RemoteReward(BatchedReward):
             self._closing = asyncio.get_running_loop().create_task(self._session.close())
 
     async def ask(self, calls: Sequence[Call]) -> list[Reward]:
-        """Try one server after the other until one answers, or the time is over."""
+        """Tries the servers in turn until one answers or the time is over."""
         body, problem = _body(calls), ""
         try:
             async with asyncio.timeout(self.timeout):
@@ -89,8 +89,9 @@ class RemoteReward(BatchedReward):
         raise AssertionError("round-robin never ends")
 
     def _pause(self, tries: int, asked: float = 0.0) -> float:
-        """None before the next server is tried; then what the last one `asked` for, and exponential back-off
-        with full jitter, so that those who wait for it do not all come back at once."""
+        """Returns the seconds to wait: 0 before the next server is tried; after a full round the time that
+        the last one `asked` for, plus exponential back-off with full jitter, so that clients do not all
+        return at once."""
         rounds, rest = divmod(tries, self._num_urls)
         if rest:
             return 0.0
@@ -150,7 +151,7 @@ def _read_answer(url: str, answer: bytes, count: int) -> list[Reward]:
 
 
 def _remedy(status: int) -> str:
-    """What to do, where it is known."""
+    """Returns a remedy for the HTTP status; "" where none is known."""
     if status == 401:
         return f"\nSet {KEY_VARIABLE} to the server's key where the run is started."
     if status in (404, 405):

@@ -1,4 +1,4 @@
-"""What a source of rewards may answer, as numbers."""
+"""Parses the answers of reward sources."""
 
 import math
 from collections.abc import Sequence
@@ -8,16 +8,16 @@ from openrlhf.agents.base import Reward, RewardError
 
 
 class NotFinite(RewardError):
-    """A reward that is NaN or infinite."""
+    """Raised for a reward that is NaN or infinite."""
 
 
 def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[Reward]:
-    """What a reward function or a reward server may return, as one Reward for each sample. Raises
-    RewardError for anything else, which names the `source`.
+    """Parses the answer of a reward function or reward server into one Reward for each sample. Raises
+    RewardError, which names the `source`, for an invalid answer.
 
     {"rewards": n values, "scores": n values (optional), "extra_logs": {name: n values, or one that holds for
     all} (optional)}, or the rewards alone. Values are a list, a tensor or an array, each value a number, a
-    truth value, or a list of one; a single one needs no list.
+    boolean, or a list of one; a single value needs no list.
     """
     if not isinstance(answer, dict):
         answer = {"rewards": answer}
@@ -45,7 +45,8 @@ def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[R
 
 
 def read_floats(name: str, value: Any, count: int, source: str, one_is_for_all: bool = False) -> list[float]:
-    """`count` finite numbers out of a list, a tensor, an array or a number. RewardError otherwise."""
+    """Returns `count` finite floats from a list, a tensor, an array or a number. Raises RewardError
+    otherwise."""
     values = _plain(value)
     if not isinstance(values, Sequence) or isinstance(values, str):
         values = [values]
@@ -63,7 +64,7 @@ def read_floats(name: str, value: Any, count: int, source: str, one_is_for_all: 
 
 
 def _float(value: Any) -> float:
-    """Also of a list of one, as the rows of (n, 1) are."""
+    """Converts a number, or a list of one number as in the rows of an (n, 1) array."""
     value = _plain(value)
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1:
         return _float(value[0])
@@ -71,5 +72,5 @@ def _float(value: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor or an array as numbers and lists; anything else as it is."""
+    """Converts a tensor or an array to numbers and lists; returns other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value

@@ -1,4 +1,4 @@
-"""A dataset's worth of answers or rewards, by vLLM or by transformers, in whatever order is fast."""
+"""Computes answers or rewards for a dataset, with vLLM or transformers, in the fastest order."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ from openrlhf.types import PackedRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One answer that is wanted."""
+    """A request for one answer."""
 
     question: Question
     sample_index: int
@@ -39,21 +39,21 @@ OnScores = Callable[[Sequence[Answer], Sequence[float]], None]
 
 
 class Recorder:
-    """Writes results as rows while they come, shows how far they are, and counts."""
+    """Writes results as rows when they arrive, shows progress, and counts."""
 
     def __init__(self) -> None:
         self.num_tokens = self.num_rows = 0
         self.started = time.monotonic()
 
     def begin(self, results: ResultFile, phase: Phase) -> "Recorder":
-        """The model is ready: from here on time counts. `phase.total` rows will come."""
+        """Starts the clock once the model is ready. `phase.total` rows are expected."""
         self.results, self.phase = results, phase
         self.started = time.monotonic()
         return self
 
     @property
     def elapsed(self) -> float:
-        """Seconds."""
+        """Seconds since `begin`."""
         return time.monotonic() - self.started
 
     def answers(self, tokenizer: PreTrainedTokenizerBase) -> OnAnswers:
@@ -78,7 +78,7 @@ class Recorder:
         return write
 
     def scores(self, mean: float, std: float) -> OnScores:
-        """Rewards are (score - mean) / std."""
+        """Returns a callback that writes rewards as (score - mean) / std."""
 
         def write(answers: Sequence[Answer], scores: Sequence[float]) -> None:
             rows = [
@@ -124,7 +124,7 @@ async def answer_with_engine(
     *,
     concurrency: int,
 ) -> None:
-    """`concurrency` requests are with the engine at a time. The first error stops all."""
+    """Keeps up to `concurrency` requests in flight. The first error stops all."""
     waiting = iter(requests)
 
     async def work() -> None:
@@ -151,7 +151,7 @@ def answer_with_transformers(
     batch_size: int,
     pad_token_id: int,
 ) -> None:
-    """Batches of prompts of about the same length."""
+    """Answers requests in batches of prompts of similar length."""
     ordered = sorted(requests, key=lambda request: -len(request.question.token_ids))
     for start in range(0, len(ordered), batch_size):
         batch = ordered[start : start + batch_size]
@@ -174,7 +174,7 @@ def score(
     batch_size: int,
     device: torch.device,
 ) -> None:
-    """`batch_size` answers in a packed row."""
+    """Scores answers, `batch_size` in a packed row."""
     for start in range(0, len(answers), batch_size):
         batch = answers[start : start + batch_size]
         row = PackedRow.of([answer.sample for answer in batch])

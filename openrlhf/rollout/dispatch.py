@@ -1,5 +1,4 @@
-"""Spreads prompts over engines and hands out groups as they finish. Knows engines only as things that
-answer a prompt later."""
+"""Spreads prompts over engines and returns groups as they finish. Engines appear only as `EngineHandle`."""
 
 import queue
 import threading
@@ -15,31 +14,32 @@ import numpy as np
 from openrlhf.types import PURPOSES, Prompt, PromptGroup, Purpose, Sampled, Work, work_of
 
 SAMPLES_IN_FLIGHT = 512
-"""Samples that an engine works on at a time: enough to fill its batch, few enough that engines of different
-speed finish together."""
+"""Samples in flight per engine: enough to fill its batch, few enough that engines of different speed finish
+together."""
 REMEMBERED = 4096
-"""Samples whose mean length is expected of the next ones: what a policy writes changes as it learns."""
+"""Window, in samples, of the mean length expected of further samples: lengths change as the policy learns."""
 NAMED = 3
-"""Prompts that a message about waiting names."""
+"""Number of prompts that a timeout message names."""
 
 
 class EngineHandle(Protocol):
     def run_group(
         self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
     ) -> Future[Sampled]:
-        """All samples of one prompt; or some of them, by number, that have failed elsewhere."""
+        """Runs all samples of one prompt, or those with the numbers `samples`, which have failed on another
+        engine."""
         ...
 
 
 class Memory(Protocol):
-    """Who holds the devices' memory, where engines share them with models."""
+    """Hands device memory over between engines and models that share it."""
 
     def wake(self) -> None:
-        """Samplers are about to be asked. Returns when they can answer."""
+        """Gives the memory to the engines. Returns when they can answer."""
         ...
 
     def sleep(self) -> None:
-        """Samplers have nothing to do, and somebody else needs the memory."""
+        """Frees the memory of idle engines for models."""
         ...
 
 
@@ -59,7 +59,7 @@ class _Load:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Again:
-    """Samples that have failed, and are to run somewhere else."""
+    """Failed samples to rerun on another engine."""
 
     group: PromptGroup
     """All samples of the prompt."""
@@ -68,24 +68,24 @@ class _Again:
 
 
 class Balance:
-    """Which engine gets the next prompt: the one with the fewest tokens left. Those are the tokens of its
-    unfinished samples' prompts, and for each sample as many more as finished ones took on average.
+    """Selects the engine for the next prompt: the one with the fewest expected tokens left. These are the
+    tokens of its unfinished samples' prompts plus, for each sample, the mean length of finished ones.
 
-    A group is as long under way as its longest sample, so engines say of every sample when it has
-    finished."""
+    A group takes as long as its longest sample, so engines report each finished sample."""
 
     def __init__(self, num_engines: int, longest: int) -> None:
-        """`longest`: tokens that are expected of an answer before any has finished."""
+        """`longest`: expected tokens of an answer before any has finished."""
         self.sent, self.done = np.zeros((2, num_engines, len(PURPOSES) + 1), np.int64)
-        """The Work of each engine."""
+        """(engines, P + 1) int64 Work of each engine, sent and done."""
         self.tokens_each = np.array([longest] * len(PURPOSES) + [1.0])
-        """(P + 1,) float64: expected of each sample, by its purpose; and a prompt's token is one."""
+        """(P + 1,) float64 expected tokens of a sample by its purpose; the last entry, 1, weighs the tokens
+        of prompts."""
         self._seen = Counter[Purpose]()
-        """Samples that `tokens_each` is the mean of."""
+        """Number of samples in the mean `tokens_each`, by purpose."""
 
     def least_busy(self, num_samples: int, avoided: int | None = None) -> int | None:
-        """An engine with room for a group of this size, by its number. None where all have as much as they
-        can hold."""
+        """Returns the number of the least busy engine with room for a group of this size. None where no
+        engine has room."""
         left = self.sent - self.done
         samples_left = left[:, :-1].sum(1)
         has_room = (samples_left == 0) | (samples_left + num_samples <= SAMPLES_IN_FLIGHT)
@@ -100,7 +100,8 @@ class Balance:
         self.done[number] = np.maximum(self.done[number], done)
 
     def expect(self, purpose: Purpose, num_samples: int, num_tokens: int) -> None:
-        """Of other samples the same as of these, which took so many tokens together beside their prompts."""
+        """Updates the expected length with `num_samples` samples that took `num_tokens` tokens in total,
+        without their prompts."""
         if num_samples:
             i = PURPOSES.index(purpose)
             self._seen[purpose] = min(self._seen[purpose] + num_samples, REMEMBERED)
@@ -108,8 +109,8 @@ class Balance:
 
 
 class Dispatcher:
-    """Each prompt goes to the engine that has least left to do. One thread decides; nothing that calls a
-    method waits for it but `next_group`."""
+    """Sends each prompt to the engine with the least work left. One thread decides; of the methods,
+    `next_group`, `sleep` and `quiet` block."""
 
     def __init__(
         self,
@@ -122,10 +123,10 @@ class Dispatcher:
         scores_at_once: bool = True,
         retry_on: Collection[str] = (),
     ) -> None:
-        """`num_samples`: of a prompt. `longest`: tokens that are expected of an answer before any has
-        finished. `retry_on`: outcomes after which a sample runs once more, on another engine; needs two of
-        them. `score`: adds rewards to groups that have finished, several at a time where they finish while
-        it works; `scores_at_once` off: only when no engine works, whose memory it needs."""
+        """`num_samples`: samples of a prompt, by purpose. `longest`: expected tokens of an answer before any
+        has finished. `retry_on`: outcomes after which a sample is rerun once on another engine; needs two
+        engines. `score`: adds rewards to finished groups, several at a time where they finish during a call;
+        `scores_at_once` off: only while all engines are idle, because it needs their memory."""
         self._loads = [_Load(engine, i) for i, engine in enumerate(engines)]
         self._balance = Balance(len(engines), longest)
         self._num_samples, self._memory = num_samples, memory
@@ -145,14 +146,14 @@ class Dispatcher:
         self._thread.start()
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
-        """Ask for the samples of these prompts, after those that were asked for before."""
+        """Requests the samples of these prompts, after those of earlier requests."""
         self._under_way[purpose] += len(prompts)
         requests = [_Request(prompt, purpose) for prompt in prompts]
         self._events.put(lambda: self._waiting.extend(requests))
 
     def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
-        """The next prompt that has finished. Raises what an engine or `score` raised; RuntimeError where
-        nothing is under way; TimeoutError, which names what is, after `timeout` seconds."""
+        """Returns the next finished group. Raises what an engine or `score` raised; RuntimeError where
+        nothing is in flight; TimeoutError, which names the prompts in flight, after `timeout` seconds."""
         if not self._under_way[purpose]:
             raise RuntimeError(f"no prompt is under way for {purpose}")
         try:
@@ -166,12 +167,12 @@ class Dispatcher:
         return found
 
     def sleep(self) -> None:
-        """Returns when engines have finished what they were sent, and have freed their memory."""
+        """Waits until engines have finished what they were sent, and frees their memory."""
         self._wait_in(self._who_needs_memory)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Inside, engines have finished what they were sent, and are sent nothing more."""
+        """Pauses dispatch: inside, engines have finished what they were sent and receive nothing more."""
         self._events.put(lambda: setattr(self, "_is_held", True))
         try:
             self._wait_in(self._who_needs_quiet)
@@ -180,7 +181,7 @@ class Dispatcher:
             self._events.put(lambda: setattr(self, "_is_held", False))
 
     def _wait_in(self, line: list[Future[None]]) -> None:
-        """Until no engine works."""
+        """Waits until no engine works."""
         done: Future[None] = Future()
         self._events.put(lambda: line.append(done))
         while self._thread.is_alive() and not done.done():
@@ -193,7 +194,7 @@ class Dispatcher:
         self._scorer.shutdown(wait=False, cancel_futures=True)
 
     def _work(self) -> None:
-        """Take what has happened, then send what can be sent."""
+        """Handles all pending events, then sends what can be sent."""
         try:
             while True:
                 self._events.get()()
@@ -227,7 +228,7 @@ class Dispatcher:
             self._start_scoring()
 
     def _free_memory(self) -> None:
-        """For those who have asked for it."""
+        """Puts engines to sleep if a caller needs their memory, and wakes these callers."""
         if self._who_needs_memory:
             self._memory.sleep()
             self._is_awake = False
@@ -235,7 +236,7 @@ class Dispatcher:
             self._who_needs_memory.pop().set_result(None)
 
     def _least_busy(self) -> _Load | None:
-        """None where all have as much as they can hold."""
+        """Returns the engine for the next request. None where no engine has room."""
         request = self._waiting[0]
         avoided = request.again.failed_at.number if request.again else None
         number = self._balance.least_busy(self._size(request), avoided)
@@ -282,7 +283,7 @@ class Dispatcher:
             self._finished[request.purpose].put(group)
 
     def _waited(self, purpose: Purpose) -> str:
-        """What is under way, and where."""
+        """Returns a text that says which prompts are in flight, and where."""
         lines = [
             f"engine {i}: {len(load.requests)} prompts, such as {_named(load.requests)}"
             for i, load in enumerate(self._loads)
@@ -296,14 +297,15 @@ class Dispatcher:
 
 
 def _answered(group: PromptGroup) -> tuple[int, int]:
-    """Samples, and their tokens beside the prompts: feedback too, which engines read."""
+    """Returns the number of samples and of their tokens without prompts, including feedback, which engines
+    read too."""
     num_samples = len({t.sample_index for t in group.trajectories})
     num_tokens = sum(len(t.token_ids) for t in group.trajectories)
     return num_samples, num_tokens - num_samples * group.prompt.num_tokens
 
 
 def _replaced(group: PromptGroup, again: PromptGroup) -> PromptGroup:
-    """With the samples that ran again in the place of those that had failed."""
+    """Returns the group with rerun samples in place of the failed ones."""
     new = {t.sample_index for t in again.trajectories}
     kept = [t for t in group.trajectories if t.sample_index not in new]
     return replace(

@@ -1,5 +1,4 @@
-"""From a prompt to episodes, inside an engine's process. The border at which a failed episode becomes
-data."""
+"""Runs the episodes of a prompt inside an engine's process, and turns failures into outcomes."""
 
 import asyncio
 from collections.abc import Collection, Coroutine, Sequence
@@ -25,21 +24,21 @@ if TYPE_CHECKING:  # takes seconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How to sample, in training or in evaluation."""
+    """Sampling parameters of training or evaluation."""
 
     purpose: Purpose
-    """Part of every seed's address: train or eval."""
+    """Purpose, train or eval; part of every seed's address."""
     num_samples: int
     temperature: float
     top_p: float
     top_k: int
     max_new_tokens: int | None
-    """None: as many as fit."""
+    """Tokens of one answer. None: as many as fit."""
     max_len: int
     stop: tuple[str, ...]
     run_seed: int
     max_kept_tokens: int = 0
-    """See RecordingEngine."""
+    """Recorded tokens of a top-p/top-k support; see RecordingEngine."""
 
     @classmethod
     def for_training(cls, config: PPOConfig) -> "Sampling":
@@ -67,8 +66,8 @@ class Sampling:
 
 
 class EpisodeRunner:
-    """Runs an executor, and makes data of whatever becomes of it. What ends a run is an engine's death, and
-    what the package's own executor raises."""
+    """Runs an executor and turns its result or failure into an Episode. Only an engine's death and errors of
+    the package's own executors end a run."""
 
     def __init__(
         self,
@@ -84,25 +83,24 @@ class EpisodeRunner:
         reward_is_optional: bool = False,
         image_token_ids: tuple[int, ...] = (),
     ) -> None:
-        """`timeout`: seconds for one episode. `retries`: how often one runs again that ended with an
-        Outcome of `retry_on`. `at_a_time`: episodes that run, None: all.
-        `reward_is_optional`: None is a reward too, because others are added to it. `image_token_ids`: see
-        RecordingEngine."""
+        """`timeout`: seconds for one episode. `retries`: reruns of an episode that ended with an outcome of
+        `retry_on`. `at_a_time`: concurrent episodes, None: all. `reward_is_optional`: accepts None as a
+        reward, because others are added to it. `image_token_ids`: see RecordingEngine."""
         self.engine, self.tokenizer, self.executor = engine, tokenizer, executor
         self.stop_token_ids, self.timeout = stop_token_ids, timeout
         self.retries, self.retry_on = retries, retry_on
         self.reward_is_optional, self.image_token_ids = reward_is_optional, image_token_ids
         self._room = nullcontext() if at_a_time is None else asyncio.Semaphore(at_a_time)
         self.done: Work = no_work()
-        """Of all groups together."""
+        """Work finished in all groups."""
         self.is_users = isinstance(executor, UserExecutor)
         self.source = executor.source if isinstance(executor, UserExecutor) else type(executor).__name__
 
     async def run_group(
         self, prompt: Prompt, sampling: Sampling, samples: Sequence[int] | None = None
     ) -> PromptGroup:
-        """All samples of one prompt, concurrently, in order. `samples`: those that have failed elsewhere,
-        for their last try."""
+        """Runs all samples of one prompt concurrently and returns them in order. `samples`: numbers of those
+        that have failed on another engine, for their last try."""
         pictures = [decoded(image.data) for image in prompt.images]
         if samples is None:
             running = [self.run(prompt, i, sampling, pictures) for i in range(sampling.num_samples)]
@@ -124,7 +122,7 @@ class EpisodeRunner:
     async def run(
         self, prompt: Prompt, sample_index: int, sampling: Sampling, pictures: "Sequence[Picture]" = ()
     ) -> Episode:
-        """`pictures`: the prompt's images."""
+        """Runs one sample, with retries. `pictures`: the prompt's images."""
         episode = await self._attempt(prompt, sample_index, sampling, pictures, 0)
         for attempt in range(1, self.retries + 1):
             if episode.outcome in self.retry_on:
@@ -161,7 +159,7 @@ class EpisodeRunner:
     async def _ending(
         self, prompt: Prompt, sampling: Sampling, engine: RecordingEngine, pictures: "list[Picture]"
     ) -> dict[str, Any]:
-        """The border: fields of the Episode, whatever the executor did."""
+        """Returns the Episode's fields for any result or failure of the executor."""
         limit = asyncio.timeout(self.timeout)
         try:
             async with limit:

@@ -1,4 +1,4 @@
-"""Users' executors: found in a file, and called with what they accept."""
+"""Loads users' executors from files and calls them with the arguments they accept."""
 
 import asyncio
 import inspect
@@ -34,7 +34,7 @@ FORM = (
 
 
 class EnvironmentFailed(Exception):
-    """What a user's executor raised, or why its answer cannot be used, in words with its file."""
+    """A user's executor raised an error or returned an unusable result; the message names its file."""
 
 
 def check_agent_file(
@@ -45,16 +45,16 @@ def check_agent_file(
     tokenizer: "Callable[[], PreTrainedTokenizerBase] | None" = None,
     is_chat: bool = False,
 ) -> str:
-    """As rewards.function.check_file, for an agent's class. No object is made. `limits`: of LIMITS,
-    those that the run sets. `tokenizer` loads the policy's, for executors that need its chat template.
-    `is_chat`: prompts have its markup."""
+    """Checks an agent's class as rewards.function.check_file does, without creating an object. `limits`: the
+    names of LIMITS that the run sets. `tokenizer` loads the policy's, for executors that need its chat
+    template. `is_chat`: prompts already have the template's markup."""
     load = partial(load_agent, limits=tuple(limits), tokenizer=tokenizer, is_chat=is_chat)
     return check_file(reference, flag, load, limit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSetting:
-    """What executors of OpenRLHF 0.8 are handed once, and others in every call."""
+    """Settings that executors of OpenRLHF 0.8 receive once and others receive in every call."""
 
     tokenizer: Any = None
     max_length: int = 0
@@ -68,11 +68,11 @@ def load_agent(
     tokenizer: "Callable[[], PreTrainedTokenizerBase] | None" = None,
     is_chat: bool = False,
 ) -> Callable[[AgentSetting], AgentExecutorBase]:
-    """Imports the class that `reference` names, in a bare file `AgentExecutor`, and returns what makes its
-    executor.
+    """Imports the class that `reference` names, `AgentExecutor` in a bare file, and returns a function that
+    makes its executor.
 
-    Raises UnusableFile where it is missing, cannot be made or called or would not keep to `limits`, and what
-    the import raises.
+    Raises UnusableFile where the class is missing, cannot be created or called, or would ignore one of
+    `limits`, and any error of the import.
     """
     place, given = split(reference)
     name = given or "AgentExecutor"
@@ -123,7 +123,7 @@ def _check_template(tokenizer: "PreTrainedTokenizerBase", is_chat: bool, *, with
 
 
 def _unusable(executor: type[AgentExecutorBase]) -> str:
-    """Why; "" where it can be made and called."""
+    """Returns why the class cannot be created or called; "" where it can."""
     if executor.execute is AgentExecutorBase.execute:
         return f"{executor.__name__} does not define execute"
     if inspect.isabstract(executor):
@@ -142,7 +142,7 @@ def _unusable(executor: type[AgentExecutorBase]) -> str:
 
 
 def _unlimited(executor: type[AgentExecutorBase], limits: Sequence[str]) -> str:
-    """A limit that nobody would keep to."""
+    """Returns a text about a limit that the executor would ignore; "" without one."""
     for name in limits:
         if name not in _accepted(executor.execute):
             return (
@@ -161,7 +161,7 @@ PARAMETERS = (*("prompt", "label", "sampling_params", "max_length", "hf_tokenize
 
 
 def _accepted(execute: Callable) -> tuple[str, ...]:
-    """What of PARAMETERS it can be called with, by name."""
+    """Returns the names in PARAMETERS that it accepts as keyword arguments."""
     parameters = inspect.signature(execute).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return PARAMETERS
@@ -169,8 +169,7 @@ def _accepted(execute: Callable) -> tuple[str, ...]:
 
 
 class UserExecutor(AgentExecutorBase):
-    """A user's executor. What it raises is EnvironmentFailed; RewardError and StepTimeout stay
-    what they are."""
+    """Wraps a user's executor. Its errors become EnvironmentFailed, except RewardError and StepTimeout."""
 
     def __init__(self, reference: str, executor: AgentExecutorBase, setting: AgentSetting) -> None:
         super().__init__()
@@ -182,8 +181,8 @@ class UserExecutor(AgentExecutorBase):
     async def load(
         cls, reference: str, setting: AgentSetting | None = None, deadline: float = IMPORT_DEADLINE
     ) -> "UserExecutor":
-        """Imports the file or module into this process, and makes its executor. Raises ImportTimeout after
-        `deadline` seconds, and RuntimeError, which names the line, for what is raised."""
+        """Imports the file or module into this process and makes its executor. Raises ImportTimeout after
+        `deadline` seconds, and RuntimeError, which names the line, for any other error."""
         reference = resolved(reference)
         try:
             async with asyncio.timeout(deadline):

@@ -1,5 +1,5 @@
-"""Agent files of OpenRLHF 0.8: a module with a function `step`, and executors that are handed everything when
-they are made and put results into a queue."""
+"""Support for agent files of OpenRLHF 0.8: modules with a function `step`, and executors that receive
+everything when they are created and put results into a queue."""
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
@@ -15,7 +15,8 @@ from openrlhf.user_file import run_file
 
 
 def step_environment(path: str) -> type[AgentInstanceBase]:
-    """The module as a class. Each episode runs the file anew, so that its globals are the episode's own."""
+    """Returns the module as a class. Each episode runs the file again, so that its globals belong to the
+    episode."""
 
     class StepModule(AgentInstanceBase):
         def __init__(self) -> None:
@@ -28,7 +29,8 @@ def step_environment(path: str) -> type[AgentInstanceBase]:
 
 
 async def _step(function: Callable, states: Mapping[str, Any]) -> dict:
-    """`step(observation, action, label, ...)`, its answer as a step of AgentInstanceBase gives it."""
+    """Calls `step(observation, action, label, ...)` and converts its answer to that of
+    AgentInstanceBase.step."""
     more = _accepted(function, {"sampling_params": states["sampling_params"]})
     texts = states["observation_text"], states["action_text"]
     answer = await called(partial(function, *texts, states["label"], **more))
@@ -40,7 +42,7 @@ NEW_NAMES = {"reward": "rewards", "next_observation": "observation", "next_state
 
 
 def _named(answer: tuple) -> dict:
-    """(reward, next observation, done) and perhaps what to log, in whatever order: their types differ."""
+    """Names the values of (reward, next observation, done[, logs]) by their types, in any order."""
     found: dict[str, Any] = {}
     for value in answer:
         kind = {bool: "done", str: "observation", dict: "extra_logs"}.get(type(value), "rewards")
@@ -68,20 +70,20 @@ _results: ContextVar[list] = ContextVar("results")
 
 
 def is_handed_everything(executor: type) -> bool:
-    """By its constructor, which needs it."""
+    """Returns True if the constructor requires all of HANDED."""
     return executor.__init__ is not AgentExecutorBase.__init__ and set(HANDED) <= set(
         inspect.signature(executor).parameters
     )
 
 
 class QueueExecutor(AgentExecutorBase):
-    """One executor for all episodes of a process. Each episode is a task, whose context says which engine and
-    which queue are its own."""
+    """One executor for all episodes of a process. Each episode is a task, whose context holds its own engine
+    and queue."""
 
     def __init__(
         self, executor_class: type, *, max_steps: int | None, max_length: int, tokenizer: Any
     ) -> None:
-        """`max_steps`: None where nothing but the length bounds an episode."""
+        """`max_steps`: None where only the length bounds an episode."""
         super().__init__()
         values = (max_steps or max_length, max_length, EngineOfEpisode(), tokenizer, QueueOfEpisode())
         self.executor = executor_class(**dict(zip(HANDED, values, strict=True)))
@@ -102,7 +104,8 @@ class QueueOfEpisode:
 
 
 class EngineOfEpisode:
-    """As our engines are asked, and as vLLM's are: `async for output in generate(prompt, params, id)`."""
+    """An engine with the interfaces of `Engine` and of vLLM: `async for output in generate(prompt, params,
+    id)`."""
 
     def generate(self, prompt: Any, sampling_params: Any, *others: Any, **more: Any) -> "Answer":
         token_ids = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt

@@ -1,4 +1,4 @@
-"""The engine that an episode is given: it passes requests on, and records what was asked and answered."""
+"""Records an episode's requests to its engine, and the answers."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,13 +27,13 @@ FREE = frozenset(
         *("output_kind", "stream_interval", "skip_clone", "skip_reading_prefix_cache"),
     }
 )
-"""The sampling parameters that an executor may change, options of a single engine among them. Under any
-other, also one that a later vLLM adds, the recorded log-probs may be of another distribution than the one
-that training computes."""
+"""Sampling parameters that an executor may change, including options of a single engine. Under any other,
+also one that a later vLLM adds, recorded log-probs may belong to another distribution than the one that
+training computes."""
 
 
 class RecordingEngine:
-    """One episode's view of an engine. Whatever an executor makes of the answers, `turns` is exact."""
+    """Wraps the engine for one episode. `turns` is exact whatever the executor does with the answers."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class RecordingEngine:
         image_token_ids: tuple[int, ...] = (),
         max_kept_tokens: int = 0,
     ) -> None:
-        """`seed_address`: of the first turn; the others have their number behind it. `sampling_params`: the
-        run's own, which no executor has in its hands. `pictures`: those of the prompt, as an executor is
-        handed them. `image_token_ids`: see `stand_ins`; none where the policy reads no images.
-        `max_kept_tokens`: of a kept set that are recorded; 0 for none."""
+        """`seed_address`: address of the first turn's seed; later turns append their number.
+        `sampling_params`: the run's own, which no executor can change. `pictures`: the prompt's images as an
+        executor receives them. `image_token_ids`: see `stand_ins`; none where the policy reads no images.
+        `max_kept_tokens`: recorded tokens of a top-p/top-k support; 0 for none."""
         self._engine, self._address, self._given = engine, seed_address, sampling_params
         self._known = {id(picture): (image, picture) for image, picture in pictures}
         self._image_token_ids, self._max_kept_tokens = image_token_ids, max_kept_tokens
@@ -56,7 +56,7 @@ class RecordingEngine:
 
     @property
     def turns(self) -> list[Turn]:
-        """In the order in which they were asked for. A request that was not answered is no turn."""
+        """Turns in the order of their requests. A request without an answer is no turn."""
         return [turn for turns in self._answers for turn in turns]
 
     async def generate(
@@ -65,9 +65,10 @@ class RecordingEngine:
         sampling_params: Any,
         multi_modal_data: dict | None = None,
     ) -> Completions:
-        """One request. `sampling_params`, ours or vLLM's, stay as they are: the request has a copy with the
-        seed of this turn, log-probs, and the stop tokens of training where it has none. ValueError where they
-        change what is not `FREE`; EnvironmentFailed where the answer cannot be read as text."""
+        """Sends one request. `sampling_params`, of this package or of vLLM, are not modified: the request has
+        a copy with the seed of this turn, log-probs, and training's stop tokens where it has none. Raises
+        ValueError where a parameter that is not `FREE` has changed; EnvironmentFailed where the answer has
+        image placeholders."""
         params = self._checked(SamplingParams.of(sampling_params))
         turn = len(self._answers)
         params.seed = seed = seed_at(*self._address, *((turn,) if turn else ()))
@@ -93,13 +94,13 @@ class RecordingEngine:
         return output
 
     def check_alive(self) -> None:
-        """Raise the engine's death, if an executor has seen it."""
+        """Raises the engine's death if an executor has seen it."""
         if self._death is not None:
             raise self._death
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
-        """The run's parameters, with those of `params` that are `FREE`. ValueError where others are not the
-        run's: None, 0 and an empty list all mean that a field is not used."""
+        """Returns the run's parameters, updated with those of `params` that are `FREE`. Raises ValueError
+        where others differ from the run's: None, 0 and an empty list all mean that a field is unused."""
         asked, own, changed = SamplingParams(), vars(self._given), []
         vars(asked).update(own)
         for name, value in vars(params).items():
@@ -118,7 +119,8 @@ class RecordingEngine:
         return asked
 
     def _check_placeholders(self, token_ids: Sequence[int], num_images: int) -> None:
-        """vLLM would leave what has no image as it is, and the trainer would look for one."""
+        """Raises ValueError unless there is one image for each placeholder: vLLM would ignore a surplus
+        placeholder, and the trainer would look for its image."""
         if not self._image_token_ids:
             return
         if (found := list(token_ids).count(self._image_token_ids[0])) != num_images:
@@ -135,14 +137,15 @@ class RecordingEngine:
             )
 
     def _image(self, picture: "Picture") -> Image:
-        """The file that it was read from; of a picture that an executor made, one without loss."""
+        """Returns the file that the picture was read from, or a lossless encoding of an executor's own
+        picture."""
         if id(picture) not in self._known:
             self._known[id(picture)] = encoded(picture), picture
         return self._known[id(picture)][0]
 
 
 def _pictures(multi_modal_data: dict | None) -> "list[Picture]":
-    """One or a list, as vLLM takes them."""
+    """Returns the list of pictures; vLLM accepts one or a list."""
     found = (multi_modal_data or {}).get("image", [])
     return list(found) if isinstance(found, list | tuple) else [found]
 

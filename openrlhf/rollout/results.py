@@ -1,4 +1,4 @@
-"""What an executor returned, as an episode has it."""
+"""Converts an executor's result to fields of an Episode."""
 
 import logging
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 def read_result(
     result: Any, turns: Sequence[Turn], *, source: str, reward_is_optional: bool
 ) -> dict[str, Any]:
-    """The fields of the Episode that `result` decides; see agents/base.py for what it may be. `turns`: what
-    was recorded.
+    """Returns the Episode's fields that `result` determines; see agents/base.py for its form. `turns`: the
+    recorded turns.
 
-    EnvironmentFailed, which names the `source`, where it does not say what to train on; RewardError where it
-    has no reward and none is `reward_is_optional`.
+    Raises EnvironmentFailed, which names the `source`, where the result does not say what to train on;
+    RewardError where the reward is None and not `reward_is_optional`.
     """
     if not isinstance(result, dict):
         raise EnvironmentFailed(f"{source} returned {type(result).__name__}, not a dict")
@@ -111,7 +111,7 @@ def _token_ids(value: Any, source: str) -> np.ndarray:
 
 @cache
 def _warn_of_another_context(source: str) -> None:
-    """Once for each process."""
+    """Warns once for each process and source."""
     logger.warning(
         "%s returned observation_tokens with other tokens before an action than the policy had read when it "
         "chose it. Its log-prob is that of what the policy had read. Make observation_tokens of what "

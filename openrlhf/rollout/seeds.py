@@ -1,10 +1,10 @@
-"""Randomness has an address: who asks decides the seed, not when or on which engine."""
+"""Derives seeds from addresses: a seed depends on the request, not on its time or engine."""
 
 import hashlib
 
 
 def seed_at(*address: int | str) -> int:
-    """A seed in [0, 2**63) from an address such as (run seed, "train", episode, prompt id, sample index,
-    turn)."""
+    """Returns a seed in [0, 2**63) for an address such as (run seed, "train", episode, prompt id, sample
+    index, turn)."""
     digest = hashlib.blake2b(repr(address).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,4 +1,4 @@
-"""From the turns of an episode to the sequences that are trained on."""
+"""Converts the turns of an episode to the sequences to train on."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,16 +16,17 @@ NO_TURN = Turn(
     finish_reason="abort",
     seed=0,
 )
-"""Of an episode that failed before its first answer."""
+"""The turn of an episode that failed before its first answer."""
 
 
 class NeverSampled(ValueError):
-    """Tokens that no request was answered with cannot be trained on."""
+    """Raised for tokens that no request was answered with, which cannot be trained on."""
 
 
 def trajectories(episode: Episode) -> list[Trajectory]:
-    """One for each history: a turn whose prompt begins with another turn and its actions goes on with that
-    one's sequence; a rewritten history begins a new one. Every action is in exactly one."""
+    """Returns one trajectory for each history. A turn whose prompt begins with another turn's prompt and
+    actions continues that turn's sequence; a rewritten history begins a new one. Every action is in exactly
+    one trajectory."""
     histories = _histories(episode.turns or [NO_TURN])
     return [_trajectory(episode, part, turns) for part, turns in enumerate(histories)]
 
@@ -42,7 +43,7 @@ def _histories(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def _goes_on(turn: Turn, before: Turn) -> bool:
-    """The prompt begins with all of `before`, its images too."""
+    """Returns True if the turn's prompt begins with all of `before`, including its images."""
     start, prompt = len(before.prompt_ids), turn.prompt_ids
     return (
         np.array_equal(prompt[:start], before.prompt_ids)
@@ -52,7 +53,7 @@ def _goes_on(turn: Turn, before: Turn) -> bool:
 
 
 def _end(turn: Turn) -> int:
-    """Tokens in its sequence so far."""
+    """Returns the length of the sequence up to the turn's end, in tokens."""
     return len(turn.prompt_ids) + len(turn.action_ids)
 
 
@@ -88,8 +89,8 @@ def _trajectory(episode: Episode, part: int, turns: Sequence[Turn]) -> Trajector
 
 
 def _routing(turns: Sequence[Turn]) -> np.ndarray | None:
-    """A token stays with the experts that first read it: what was chosen behind it, until the next turn, is
-    theirs."""
+    """Returns the joined routing of all turns. Each token keeps the routing of the first turn whose engine
+    read it."""
     known = [turn for turn in turns if turn.routing is not None]
     if not known:
         return None
@@ -100,7 +101,7 @@ def _routing(turns: Sequence[Turn]) -> np.ndarray | None:
 
 
 def _joined(weight_versions: Sequence[np.ndarray]) -> np.ndarray:
-    """The runs of all turns, one behind the other."""
+    """Concatenates the runs of all turns."""
     if len(weight_versions) == 1:
         return weight_versions[0]
     return runs(np.concatenate([np.repeat(*versions.T) for versions in weight_versions]))
@@ -109,10 +110,10 @@ def _joined(weight_versions: Sequence[np.ndarray]) -> np.ndarray:
 def chosen_turns(
     token_ids: np.ndarray, action_ranges: Sequence[tuple[int, int]], turns: Sequence[Turn]
 ) -> tuple[list[Turn], bool]:
-    """The actions at `action_ranges`, [start, end) of `token_ids` (L,), as turns of that one sequence, with
-    what is recorded of them in `turns`; and whether the policy had read `token_ids` when it chose them.
+    """Returns the actions at `action_ranges`, [start, end) of `token_ids` (L,), as turns of that one
+    sequence, with their records from `turns`; and whether the policy had read `token_ids` when it chose them.
 
-    A range may be a part of a turn, or go over several. NeverSampled where `turns` do not have its tokens.
+    A range may cover a part of a turn or several turns. Raises NeverSampled where `turns` lack its tokens.
     """
     where = _sampled_at(token_ids, turns)
     chosen, read, end = [], True, 0
@@ -140,7 +141,8 @@ def _misplaced(start: int, stop: int, end: int, length: int) -> str:
 
 
 def _sampled_at(token_ids: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
-    """(L,): which turn chose the token, after just the tokens that are before it; -1 where none did."""
+    """Returns (L,) the index of the turn that chose each token after exactly the preceding tokens; -1 where
+    none did."""
     matches = []  # (how many tokens, from where, which turn)
     for i, turn in enumerate(turns):
         start = len(turn.prompt_ids)
@@ -157,7 +159,7 @@ def _sampled_at(token_ids: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
 def _cut(
     token_ids: np.ndarray, start: int, stop: int, where: np.ndarray, turns: Sequence[Turn]
 ) -> Iterator[Turn]:
-    """The range as a turn for each of those that it goes over."""
+    """Yields the range as one turn for each recorded turn that it covers."""
     inner = np.flatnonzero(np.diff(where[start:stop])) + start + 1
     for a, b in pairwise([start, *inner.tolist(), stop]):
         turn = turns[where[a]]
@@ -168,7 +170,7 @@ def _cut(
 def _with_these_tokens(
     token_ids: np.ndarray, start: int, stop: int, where: np.ndarray, turns: Sequence[Turn]
 ) -> Turn:
-    """The answer with just these tokens, to whatever prompt."""
+    """Returns the answer with exactly these tokens, after any prompt. Raises NeverSampled without one."""
     for turn in turns:
         if np.array_equal(turn.action_ids, token_ids[start:stop]):
             return _part(token_ids, start, stop, turn, 0)
@@ -180,7 +182,7 @@ def _with_these_tokens(
 
 
 def _part(token_ids: np.ndarray, start: int, stop: int, turn: Turn, first: int) -> Turn:
-    """The actions of `turn` from its `first` on, as those of [start, stop) in `token_ids`."""
+    """Returns the actions of `turn` from index `first` on, as those of [start, stop) in `token_ids`."""
     taken = slice(first, first + stop - start)
     return Turn(
         prompt_ids=token_ids[:start],

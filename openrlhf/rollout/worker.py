@@ -1,6 +1,6 @@
-"""What the process of an engine does: it samples episodes and asks for their rewards.
+"""The work of an engine's process: it samples episodes and requests their rewards.
 
-cluster/engine_pool.py puts it into a Ray actor; nothing here knows of Ray.
+cluster/engine_pool.py runs it in a Ray actor; this module does not depend on Ray.
 """
 
 import os
@@ -27,7 +27,7 @@ from openrlhf.user_file import UserFiles
 
 
 class RolloutWorker:
-    """An engine, and the episodes that run on it, in one process. Has the engine's control plane too."""
+    """An engine and the episodes that run on it, in one process. Also exposes the engine's control plane."""
 
     def __init__(self, config: PPOConfig, options: EngineOptions, files: UserFiles) -> None:
         self.engine = engine_class(options)(options)
@@ -90,7 +90,7 @@ class RolloutWorker:
     async def run_group(
         self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
     ) -> Sampled:
-        """See `EpisodeRunner`."""
+        """Runs the samples of one prompt; see `EpisodeRunner`."""
         group = await self.runner.run_group(prompt, self.samplings[purpose], samples)
         return Sampled(group=group, done=self.runner.done.copy())
 
@@ -103,7 +103,7 @@ class RolloutWorker:
 
 
 def _on_engine(name: str) -> Callable[..., Awaitable[Any]]:
-    """The method of RolloutWorker that calls the engine's of this name."""
+    """Returns a RolloutWorker method that calls the engine's method of this name."""
 
     async def call(self: RolloutWorker, *arguments: Any) -> Any:
         return await getattr(self.engine, name)(*arguments)
@@ -121,8 +121,8 @@ for _name in CONTROL_PLANE:
 
 
 def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False) -> EngineOptions:
-    """Without weights `from_files` an engine holds random ones until the first sync: none that it could
-    keep."""
+    """Builds the engine's options. Without `from_files` the engine starts with random weights, until the
+    first sync."""
     return EngineOptions.of(
         config,
         engine=config.rollout.engine,
@@ -144,7 +144,8 @@ def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False)
 
 
 def adapters_apart(config: PPOConfig) -> LoraConfig | None:
-    """Those that engines keep apart, with the names of their layers."""
+    """Returns the LoRA configuration with the names of its layers, where engines keep adapters apart; None
+    otherwise."""
     lora = config.ds.lora
     if lora.rank == 0 or config.vllm.lora_sync == "merged":
         return None
@@ -152,13 +153,13 @@ def adapters_apart(config: PPOConfig) -> LoraConfig | None:
 
 
 def retries_elsewhere(config: PPOConfig) -> bool:
-    """The last try of an episode is on another engine: it may be its node that is not well."""
+    """Returns True if the last retry of an episode runs on another engine, in case its node is at fault."""
     return config.rollout.retries > 0 and config.num_engines > 1
 
 
 def transfer_backend(config: PPOConfig, on_gpu: bool) -> str:
-    """Shared memory where trainer and engines share GPUs, else the network; without GPUs NCCL cannot run.
-    Ray's object store goes everywhere."""
+    """Returns the weight-transfer backend: shared memory where trainer and engines share GPUs, else the
+    network. NCCL needs GPUs; Ray's object store works everywhere."""
     if config.vllm.sync_with_ray or config.rollout.engine != "vllm":
         return "ray"
     if not on_gpu:
