@@ -1,5 +1,4 @@
-"""Handles rows that cannot be used: such a row stops the run, or is skipped and counted; it is never
-repaired."""
+"""Handles unusable rows: such a row stops the run, or is skipped and counted; it is never repaired."""
 
 import logging
 import math

@@ -1,5 +1,7 @@
-"""Tokenised data on disk, keyed by a digest of its inputs: the same files, tokenizer, options and code give
-the same entry. Every process of a machine maps the same pages.
+"""Caches tokenised data on disk, keyed by a digest of its inputs.
+
+The same files, tokenizer, options and code give the same entry. Every process of a machine maps the same
+pages.
 
     <folder>/<key>/meta.json    the inputs, counts, and the layouts of the arrays
     <folder>/<key>/*.npy        the arrays

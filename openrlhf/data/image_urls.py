@@ -1,5 +1,7 @@
-"""Fetches images from the web: over HTTPS, from allowed hosts and public addresses only, so that a dataset or
-an environment cannot reach into the network of the run."""
+"""Fetches images from the web: over HTTPS, from allowed hosts and public addresses only.
+
+A dataset or an environment thus cannot reach into the network of the run.
+"""
 
 import http.client
 import ipaddress

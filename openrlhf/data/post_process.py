@@ -1,5 +1,7 @@
-"""Turns scored answers into rows for the next round of training. Pure functions on rows {"input", "output",
-"reward", …}."""
+"""Turns scored answers into rows for the next round of training.
+
+Pure functions on rows {"input", "output", "reward", …}.
+"""
 
 import json
 import statistics

@@ -1,5 +1,7 @@
-"""Problems of the package reasoning-gym (https://github.com/open-thought/reasoning-gym): generated from a
-specification, and generated again in the process that verifies their answers."""
+"""Problems of the package reasoning-gym (https://github.com/open-thought/reasoning-gym).
+
+They are generated from a specification, and again in the process that verifies their answers.
+"""
 
 import difflib
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
-"""Rules on metrics that detect an unhealthy run, each with its remedy. They see only what a step reports; no
-message does not prove that a run is healthy."""
+"""Rules on metrics that detect an unhealthy run, each with its remedy.
+
+They see only the metrics of a step: a run without messages may still be unhealthy.
+"""
 
 import math
 from collections import Counter

@@ -1,5 +1,4 @@
-"""Builds a Qwen2.5-VL of half a million weights, its tokenizer and its processor locally, without a
-download."""
+"""Builds a Qwen2.5-VL of half a million weights, its tokenizer and its processor, without a download."""
 
 from pathlib import Path
 

@@ -1,5 +1,4 @@
-"""The reward of the word problems, as a file for --reward.remote_url: 1 when the boxed number is the
-label."""
+"""Reward of the word problems, for --reward.remote_url: 1 when the boxed number is the label, else 0."""
 
 from openrlhf.tasks.word_problem import boxed_answer, thinks
 
