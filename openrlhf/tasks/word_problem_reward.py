@@ -4,7 +4,7 @@ from openrlhf.tasks.word_problem import boxed_answer, thinks
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict:
-    """extra_logs: the fraction of answers that think, and of those that box something."""
+    """Returns rewards, and as extra logs the fractions of responses with steps and with a boxed number."""
     responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     answers = [boxed_answer(response) for response in responses]
     rewards = [float(answer == label) for answer, label in zip(answers, labels, strict=True)]
