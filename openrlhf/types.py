@@ -95,7 +95,7 @@ def _restore(prompt: Prompt, state: Sequence[Any]) -> None:
         object.__setattr__(prompt, f.name, values.get(f.name, f.default))
 
 
-Prompt.__setstate__ = _restore  # here, because some versions of Python replace what a class with slots has
+Prompt.__setstate__ = _restore  # set here: some versions of Python replace the method of a class with slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -248,7 +248,7 @@ class Trajectory:
     finish_reason: str = "stop"
     """The engine's finish reason for the last turn: stop, length or abort."""
     truncated: bool = False
-    """True if the last turn ran out of tokens, or if the executor says so."""
+    """True if the executor says so; where it says nothing, if the last turn ran out of tokens."""
     seed: int = 0
     extra_logs: dict[str, float] = field(default_factory=dict)
 
@@ -514,7 +514,7 @@ def _gather(whole: np.ndarray | None, places: Sequence[slice]) -> np.ndarray | N
 class ForwardOutputs:
     """Per-action outputs of the models for a batch."""
 
-    log_probs: np.ndarray | None  # (A,) under the policy before this step's update; None: not asked for
+    log_probs: np.ndarray | None  # (A,) under the policy before this step's update; None: not computed
     ref_log_probs: np.ndarray | None = None  # (A,) None without a reference model
     teacher_log_probs: np.ndarray | None = None  # (A,) None without a teacher
     values: np.ndarray | None = None  # (A,) None without a critic
@@ -774,7 +774,7 @@ class StepsRow(RowWithMore):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExperienceRow(RowWithMore):
-    old_log_probs: Tensor | None  # (A,) None: the policy itself, or not read
+    old_log_probs: Tensor | None  # (A,) None: those of the policy itself, or unused
     advantages: Tensor  # (A,)
     returns: Tensor  # (A,)
     rollout_log_probs: Tensor  # (A,)

@@ -101,7 +101,7 @@ class BatchedReward(ABC):
             self._halves += [calls[:middle], calls[middle:]]
             self._open_lane()
         except RewardError as error:
-            for call in calls:  # to each an error of its own: raising one adds to its traceback
+            for call in calls:  # a separate error for each: raising one extends its traceback
                 call.finish(RewardError(str(error)))
         except asyncio.CancelledError:
             for call in calls:

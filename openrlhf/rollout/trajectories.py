@@ -143,7 +143,7 @@ def _misplaced(start: int, stop: int, end: int, length: int) -> str:
 def _sampled_at(token_ids: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
     """Returns (L,) the index of the turn that chose each token after exactly the preceding tokens; -1 where
     none did."""
-    matches = []  # (how many tokens, from where, which turn)
+    matches = []  # (number of matching tokens, start, index of the turn)
     for i, turn in enumerate(turns):
         start = len(turn.prompt_ids)
         if np.array_equal(token_ids[:start], turn.prompt_ids):

@@ -283,7 +283,7 @@ class Collector:
         if now.verdicts.total() >= self._config.rollout.batch_size:
             check_failures(now.sampled, self._config.reward.max_failed_ratio, now.number)
         elif self._prompts.is_exhausted:
-            check_failures(now.sampled, 1.0, now.number)  # of fewer prompts than a batch a ratio says little
+            check_failures(now.sampled, 1.0, now.number)  # a ratio over less than a batch says little
 
     def _verdict(self, group: PromptGroup) -> Verdict:
         """Returns the filter's verdict. The mean is computed exactly and rounded once, so equal scores at a

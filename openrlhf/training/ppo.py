@@ -89,7 +89,7 @@ class PPOTrainer(Generic[PolicyT]):
             metrics = self.train_on(collected) | collected.metrics
             self.step += 1
             with self.observer.phase("sync"):
-                memory = self.peak_memory()  # answered while weights are sent; theirs with the next step
+                memory = self.peak_memory()  # overlaps the sync, whose own peak comes with the next step
                 metrics |= self.rollout.sync(self.policy, self.weight_version).result() | memory.result()
             if self.is_eval_due:
                 metrics |= self.evaluate()
@@ -128,7 +128,9 @@ class PPOTrainer(Generic[PolicyT]):
         trained = None
         try:
             check_stops(collected.sampled, self.config.rollout.stop_on or (), self.step + 1)
-            if num_samples(collected.sampled) >= self.config.samples_per_step:  # of a few a ratio says little
+            if (
+                num_samples(collected.sampled) >= self.config.samples_per_step
+            ):  # a ratio over few samples says little
                 check_failures(collected.sampled, self.config.reward.max_failed_ratio, self.step + 1)
             check_failures(collected.trajectories, 1.0, self.step + 1)
             metrics, trained = self.learn_from(collected.trajectories)
@@ -262,7 +264,7 @@ class PPOTrainer(Generic[PolicyT]):
                 self.policy.save_checkpoint(tag, self.state()).result()
             if self.config.ckpt.save_hf:
                 self.policy.export(f"{self.config.ckpt.folder}/{tag}{COPY}").result()
-            self.observer.flush()  # a resumed run does not make these steps again
+            self.observer.flush()  # a resumed run does not repeat these steps
             self.checkpoints.completed(tag, metric)
 
     def state(self) -> dict:

@@ -29,6 +29,6 @@ class BalancedObjective(Generic[RowT]):
         module: Any = getattr(model, "module", model)
         with recorded_balance(module) as losses:
             loss, metrics = self.objective(model, batch, norm)
-        # The last pass is that of the model in training: whoever asks a reference asks it first.
+        # The last pass is the trained model's: objectives call a reference first.
         balance = losses[-1] * (batch.num_tokens / norm.num_tokens)
         return loss + self.coef * balance, metrics | {self.metric: balance.detach()}

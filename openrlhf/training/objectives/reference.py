@@ -22,6 +22,6 @@ def reference_log_probs(known: Tensor | None, reference: Reference | None, row: 
     """Returns (B,) precomputed reference log-probs, or computes them with `reference`."""
     if known is not None:
         return known
-    assert reference is not None  # cli/ builds one wherever they are not known beforehand
+    assert reference is not None  # commands build one unless log-probs are precomputed
     with torch.no_grad():
         return segment_sum(reference(row), row.num_actions)
