@@ -47,7 +47,7 @@ def _fields_of(owner: type, flag: str) -> list[Field]:
         declared = fields_of(owner)
         found = [Field(key=PREFIX + name, type=declared[name].type, owner=owner) for name in options]
         for field in found:
-            _ = field.values  # raises where it cannot be described
+            _ = field.values  # raises for a type that no flag can have
     except (KeyError, NameError, TypeError) as error:
         raise ValueError(
             f"--{flag}: {owner.__name__} has an option of a type that no flag has ({error}); options are "

@@ -1,8 +1,8 @@
-"""From a command line to a configuration: the one place that knows argv, YAML and old flags.
+"""Parsing of command lines, YAML files and old flags into configurations.
 
-Files given with `--config` are read from left to right, later ones on top; the command line is on top of them
-all, wherever `--config` stands in it. Below them all are the variables of the environment that a command
-reads. Everything that is wrong is listed at once, and the process ends with code 2.
+Files given with `--config` are read from left to right, and later ones override earlier ones. The command
+line overrides all files, wherever `--config` stands in it; files override the environment variables that a
+command reads. All problems are listed at once, and the process exits with code 2.
 """
 
 import os
@@ -41,15 +41,15 @@ def parse(
     inspect: Callable[[ConfigT], list[str]] = lambda config: [],
     plan: Plan[ConfigT] = lambda config, cluster: "",
 ) -> Invocation[ConfigT]:
-    """Read the command line (default: sys.argv). Exits with 0 after `--help`, `--print_config`,
-    `--print_command` and `--print_plan`, with 2 when something is wrong.
+    """Parses the command line (default: sys.argv). Exits with 0 after `--help`, `--print_config`,
+    `--print_command` and `--print_plan`, with 2 if there are problems.
 
-    `resolve`: values, by what there is to compute on, of flags that nobody set. `inspect`: what is wrong with
-    more than flags. Both may import libraries, so they are asked only where the flags are right. `plan`: what
-    `--print_plan` prints. Raises ValueError where the run does not fit.
+    `resolve` returns values of unset flags that follow from the available hardware; `inspect` returns
+    problems beyond the flags. Both may import libraries, so they are called only if the flags are valid.
+    `plan` returns the text of `--print_plan` and raises ValueError if the run does not fit.
 
-    `resolve` and `plan` get the GPUs of each node of the cluster that `--print_plan` describes; nothing for
-    the one that there is."""
+    `resolve` and `plan` get the number of GPUs of each node of the cluster described to `--print_plan`; an
+    empty sequence stands for the actual cluster."""
     line = _read_argv(sys.argv[1:] if argv is None else argv)
     variables = _read_variables(command)
     settings, problems = _read_files(line.files, command.config_type)
@@ -100,7 +100,7 @@ def parse(
 def _problems(
     command: Command[ConfigT], config: ConfigT, explicit: Explicit, bad: Container[str] = ()
 ) -> list[Problem]:
-    """Lists what is wrong with flags alone, but for flags whose words are `bad`, which may cause others."""
+    """Lists the problems of flags alone, except those of `bad` flags, whose words are invalid."""
     missing = list(_not_yet(command, config))
     told = {problem.key for problem in missing}
     others = (problem for problem in command.problems(config, explicit) if problem.key not in told)
@@ -124,8 +124,8 @@ def _said(found: Sequence[Problem], config: Any, explicit: Explicit, *, fatal: b
 
 
 def to_yaml(config: Any) -> str:
-    """The whole configuration; `--config` reads it back to the same values. A key is written as True: the key
-    itself then comes from the environment."""
+    """Returns the whole configuration as YAML, from which `--config` restores the same values. A secret key
+    is written as True, which stands for the key in the environment."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -147,7 +147,7 @@ def to_yaml(config: Any) -> str:
 
 
 def to_command(command: Command, values: Mapping[str, Any]) -> str:
-    """The command that sets these flags by today's names, one on each line."""
+    """Returns the command that sets these flags by their current names, one per line."""
     lines = [f"openrlhf {command.name}"]
     for key, value in values.items():
         lines.append(_spelled(key, "True" if key in SECRETS and value is not None else value))
@@ -155,12 +155,12 @@ def to_command(command: Command, values: Mapping[str, Any]) -> str:
 
 
 def _spelled(key: str, value: Any) -> str:
-    """The flag as a shell takes it."""
+    """Returns a flag and its value, quoted for a shell."""
     return shlex.join([f"--{key}", *(() if value is True else to_words(value))])
 
 
 def write(text: str) -> None:
-    """To stdout, where the reader may have left (`--help | head`)."""
+    """Writes to stdout, whose reader may have closed it (`--help | head`)."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -170,7 +170,7 @@ def write(text: str) -> None:
 
 
 def suggest(name: str, command: Command) -> list[str]:
-    """Up to three flags of today whose present or old name is close to `name`, best first."""
+    """Returns up to three current flags whose current or old name is close to `name`, best first."""
     scores: dict[str, float] = {}
     matcher = SequenceMatcher(autojunk=False)
     matcher.set_seq2(name)
@@ -186,7 +186,7 @@ def suggest(name: str, command: Command) -> list[str]:
 
 
 def _spellings(command: Command, *, flat: bool) -> list[tuple[str, str]]:
-    """(flag of today, a way to write it)."""
+    """Returns pairs of a current flag and one of its spellings."""
     fields = fields_of(command.config_type)
     pairs = [(key, key) for key in fields]
     pairs += [(key, old) for old, flag in command.old_flags.items() for key in flag.to]
@@ -197,12 +197,12 @@ def _spellings(command: Command, *, flat: bool) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Setting:
-    """A name and its words, as somebody wrote them."""
+    """A flag's name and words as they were written."""
 
     name: str
     words: Words
     shown: str
-    """The name as it was typed, with the file and line where it stands."""
+    """Name as written, with file and line."""
     source: Source = field(default_factory=Source)
 
 
@@ -212,24 +212,24 @@ class _Line:
     files: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     help: str | None = None
-    """Word to look for; "": everything; None: no help is wanted."""
+    """Word that `--help` searches for; "": all flags; None: no `--help`."""
     print_config: bool = False
     print_command: bool = False
     print_plan: bool = False
     cluster: Sequence[int] = ()
-    """GPUs of each node that `--print_plan` describes."""
+    """Number of GPUs of each node of the cluster described to `--print_plan`."""
 
 
 _RENAMED = " is now "
 _FEW = 3
-"""Old spellings that are told one by one."""
+"""Largest number of old spellings that are listed one by one."""
 
 _FLAG = re.compile(r"--(?P<name>[A-Za-z_][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
 
 
 def _read_argv(argv: Sequence[str]) -> _Line:
-    """Each flag with the words up to the next flag. `-5` and text that merely starts with dashes are
-    words."""
+    """Splits a command line into flags with the words up to the next flag. `-5` and text that merely starts
+    with dashes are words."""
     settings, files, problems, help_word, printed = [], [], [], None, set()
     cluster: Sequence[int] = ()
     i = 0
@@ -262,7 +262,7 @@ def _read_argv(argv: Sequence[str]) -> _Line:
 
 
 def _cluster(words: Words) -> tuple[list[int], list[str]]:
-    """GPUs of each node, from `2x8` (nodes x GPUs) and more of the kind; and what is wrong with the words."""
+    """Parses words such as `2x8` (nodes x GPUs). Returns the number of GPUs of each node, and problems."""
     found = [re.fullmatch(r"([1-9]\d{0,3})x(\d{1,3})", word) for word in words]
     if not all(found):
         return [], [f"--print_plan {_show(*words)}: expects NODESxGPUS, such as 2x8, or nothing"]
@@ -270,7 +270,7 @@ def _cluster(words: Words) -> tuple[list[int], list[str]]:
 
 
 def _print_plan(command: Command, config: ConfigT, cluster: Sequence[int], plan: Plan[ConfigT]) -> list[str]:
-    """What is wrong."""
+    """Prints the plan and returns problems."""
     if not command.has_plan:
         return ["--print_plan: there is no plan to print; only ppo places its processes on a cluster"]
     try:
@@ -319,8 +319,8 @@ def _read_files(files: Sequence[str], config_type: type) -> tuple[list[_Setting]
 
 
 def _read_yaml(path: str, sections: set[str]) -> tuple[list[_Setting], list[str]]:
-    """Nested, dotted and flat keys, in order. Values stay text: `5e-7` is a number only where a number is
-    wanted."""
+    """Reads the settings of a file with nested, dotted or flat keys, in order, and its problems. Values stay
+    text: `5e-7` becomes a number only for a flag that takes one."""
     import yaml
 
     settings: list[_Setting] = []
@@ -361,7 +361,8 @@ def _read_yaml(path: str, sections: set[str]) -> tuple[list[_Setting], list[str]
 
 
 def _yaml_words(node: Any) -> Words | None:
-    """None for what no flag can be: a mapping, an empty list, a list of lists."""
+    """Returns the words of a YAML value; None for a value that no flag takes: a mapping, an empty list, a
+    list of lists."""
     if isinstance(node.value, str):
         return ("None",) if node.tag == "tag:yaml.org,2002:null" else (node.value,)
     if node.id == "sequence" and node.value and all(isinstance(item.value, str) for item in node.value):
@@ -372,8 +373,8 @@ def _yaml_words(node: Any) -> Words | None:
 def _translate(
     settings: Sequence[_Setting], command: Command
 ) -> tuple[dict[str, _Setting], dict[str, str], list[str], list[str]]:
-    """What was said -> what is set (the last word on each flag), old spellings with their names of today,
-    hints on those that mean something else or nothing, problems."""
+    """Resolves settings to the last one of each flag. Returns these, the old spellings with their current
+    names, hints on spellings with another or no effect, and problems."""
     fields = fields_of(command.config_type)
     has_options = bool(command.selected(command.config_type()))
     said = {setting.name: setting.words for setting in settings}
@@ -386,7 +387,7 @@ def _translate(
         before = chosen.get(key)
         if before and _same_file(before, setting) and before.words != setting.words:
             problems.append(f"{setting.shown}: already set in {before.source.file}")
-        chosen.pop(key, None)  # so that the order is that of the last word
+        chosen.pop(key, None)  # keeps the order of the last settings
         chosen[key] = setting
 
     for setting in settings:
@@ -420,7 +421,7 @@ def _same_file(one: _Setting, other: _Setting) -> bool:
 def _translate_old(
     setting: _Setting, old: OldFlag, said: Mapping[str, Words]
 ) -> tuple[Mapping[str, Words] | None, str]:
-    """What it sets today and a hint; or None and what is wrong."""
+    """Translates an old flag. Returns the words of current flags and a hint, or None and the problem."""
     if old.removed:
         return None, f": {old.removed}"
     if old.bare:
@@ -440,7 +441,7 @@ def _translate_old(
 
 
 def _in_one_line(renamed: Mapping[str, str]) -> list[str]:
-    """What each old spelling means; of many only how to see it."""
+    """Returns remarks on old spellings: the current name of each, or for many only how to list them."""
     if len(renamed) <= _FEW:
         return [f"{shown}{text}" for shown, text in renamed.items()]
     first = ", ".join(list(renamed)[:_FEW])
@@ -451,7 +452,7 @@ def _in_one_line(renamed: Mapping[str, str]) -> list[str]:
 
 
 def _positive(name: str, fields: Mapping[str, Field]) -> str | None:
-    """`a.no_b` switches the flag `a.b` off."""
+    """Returns the flag `a.b` that `a.no_b` switches off; None for other names."""
     section, _, last = name.rpartition(".")
     key = f"{section}.{last[3:]}" if section else last[3:]
     return key if last.startswith("no_") and key in fields and fields[key].may_be_off else None
@@ -460,7 +461,7 @@ def _positive(name: str, fields: Mapping[str, Field]) -> str | None:
 def _convert(
     chosen: Mapping[str, _Setting], fields: Mapping[str, Field]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values, and for those that cannot be, what is wrong."""
+    """Converts settings to values. Returns values and problems, both by key."""
     values: dict[str, Any] = {}
     bad: dict[str, str] = {}
     for key, setting in chosen.items():
@@ -475,14 +476,14 @@ def _convert(
 
 
 NO_OPTIONS = PREFIX + "*"
-"""The key of a problem for which no option of any class can be read."""
+"""Key of a problem because of which no option of any class can be read."""
 
 
 def _read_options(
     chosen: Mapping[str, _Setting], selected: Mapping[str, type], bad: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values of options, and for those that cannot be, what is wrong. `selected`: flag -> class; `bad`: flags
-    whose words cannot be, so that nobody knows the options of what they select."""
+    """Converts settings of options. Returns values and problems, both by key. `selected`: maps flags to
+    classes; `bad`: flags with invalid words, so that the options of their classes are unknown."""
     said = {key: setting for key, setting in chosen.items() if key.startswith(PREFIX)}
     try:
         fields = option_fields(selected)
@@ -500,7 +501,7 @@ def _read_options(
 
 
 def _said_by(problem: Problem, config: Any, explicit: Explicit) -> str:
-    """`--flag value: what is wrong`, with the file where it stands."""
+    """Formats a problem as `--flag value: text`, with the file where the flag was set."""
     value, source = values_of(config)[problem.key], explicit.get(problem.key, Source())
     silent = value is None or value is True or value == "" or problem.key in SECRETS
     words = "" if silent else " " + _show(*to_words(value))
@@ -511,7 +512,7 @@ def _said_by(problem: Problem, config: Any, explicit: Explicit) -> str:
 
 
 def _show(*words: str) -> str:
-    """Words as they can be printed: short, and without control characters."""
+    """Formats words for printing: shortened, without control characters."""
     text = " ".join(word if word and word.isprintable() else repr(word) for word in words)
     return text if len(text) <= 120 else text[:117] + "..."
 
