@@ -154,7 +154,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisedConfig(OptimConfig):
-    """What every supervised command has."""
+    """Configuration that every supervised command has."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -41,7 +41,7 @@ def assign_credit(
 ) -> CreditResult:
     """Computes the (A,) advantages and returns of a step, with metrics. The three arguments describe the same
     samples of the whole rollout, at least one, each with a reward. Failed samples are excluded, so group
-    sizes differ; a sample alone in its group has no baseline and gets advantage 0.
+    sizes differ; estimators that compare a group give a sample without a peer an advantage of 0.
 
     penalties -> the estimator's `shape` -> clip -> KL and teacher on every action -> its `advantages` ->
     whitening over all actions
