@@ -65,7 +65,11 @@ class Registry(Mapping[str, type[KindT]], Generic[KindT]):
         found = [
             x for m in modules for x in vars(m).values() if inspect.isclass(x) and x.__module__ == m.__name__
         ]
-        return {x.name: x for x in found if issubclass(x, self.base) and x.name}
+        classes: dict[str, type[KindT]] = {}
+        for x in found:
+            if issubclass(x, self.base) and x.name and classes.setdefault(x.name, x) is not x:
+                raise ValueError(f"{_place(x)} and {_place(classes[x.name])}: both have the name {x.name!r}")
+        return classes
 
     @property
     def names(self) -> list[str]:

@@ -184,7 +184,7 @@ async def sleeping(setting: Setting) -> None:
 
 @check
 async def new_weights(setting: Setting) -> None:
-    """What is asked meanwhile is answered afterwards, and everything says which weights it is of."""
+    """Requests during an update are answered after it, and every answer names its weights."""
     engine = setting.engine
     before = (await engine.probe(PROMPT)).log_probs
     with torch.no_grad():

@@ -290,8 +290,8 @@ class RolloutConfig:
     """How experience is sampled."""
 
     engine: EngineName = "vllm"
-    """What samples. transformers: one request at a time and without vLLM, for small models and tests; weights
-    travel through Ray's object store."""
+    """Library that samples. transformers: one request at a time and without vLLM, for small models and tests;
+    weights travel through Ray's object store."""
     batch_size: Count = 1024
     """Prompts in one RL step."""
     n_samples_per_prompt: Count = 1
@@ -445,8 +445,7 @@ class TrainConfig:
     full_determinism_enable: bool = False
     """Only deterministic kernels: the same run gives the same bits, slower."""
     backend: BackendName = "deepspeed"
-    """What trains: DeepSpeed, or PyTorch alone, with fully_shard where there are several ranks
-    (docs/models.md)."""
+    """Library that trains: DeepSpeed, or PyTorch alone, by fully_shard on several ranks (docs/models.md)."""
     colocate_all: bool = False
     """All models and engines share the actor's GPUs (hybrid engine): the GPUs of all engines must be the
     actor's. With async_enable engines have GPUs of their own."""

@@ -148,8 +148,7 @@ class TrainConfig:
     full_determinism_enable: bool = False
     """Only deterministic kernels: the same run gives the same bits, slower."""
     backend: BackendName = "deepspeed"
-    """What trains: DeepSpeed, or PyTorch alone, with fully_shard where there are several ranks
-    (docs/models.md)."""
+    """Library that trains: DeepSpeed, or PyTorch alone, by fully_shard on several ranks (docs/models.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Names that users' own files import. Nothing here imports torch: reward functions have own processes."""
+"""Names that users' own files import. Nothing here imports torch, which reward processes do without."""
 
 from openrlhf.rewards.math import extract_boxed_answer, grade_answer
 from openrlhf.text import decode, prompt_token_ids

@@ -22,8 +22,8 @@ STAGES = (0, 1, 2, 3)
 ADAM = {MASTER, "exp_avg", "exp_avg_sq"}
 MUON = {*ADAM, "momentum_buffer"}
 PRECISION = 10 * 2**-24
-"""Of weights and losses, for each token of a step. A gradient, of norm 1 at most, is a sum over tokens in
-another order; Adam makes of its error one of up to lr / eps = 10 times as much in a weight."""
+"""Tolerance of weights and losses for each token of a step. A gradient, of norm 1 at most, is a sum over
+tokens in another order; Adam turns its error into one of up to lr / eps = 10 times as much in a weight."""
 
 
 @pytest.mark.slow

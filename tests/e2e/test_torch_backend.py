@@ -16,10 +16,10 @@ from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.types import Metrics
 
 PRECISION = 10 * 2**-24
-"""Of weights and losses, for each token of a step. A gradient, of norm 1 at most, is a sum over tokens in
-another order; Adam makes of its error one of up to lr / eps = 10 times as much in a weight."""
+"""Tolerance of weights and losses for each token of a step. A gradient, of norm 1 at most, is a sum over
+tokens in another order; Adam turns its error into one of up to lr / eps = 10 times as much in a weight."""
 TOKENS = 8 * 128
-"""Of a step, at most."""
+"""Upper bound of the tokens of a step."""
 
 WITHOUT_DEEPSPEED = """
 import sys

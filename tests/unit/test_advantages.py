@@ -16,7 +16,7 @@ COMPARING = [name for name, kind in ESTIMATORS.items() if kind.needs_group]
 
 
 def shape(name: str, rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """What an estimator makes of rewards."""
+    """Returns the rewards as an estimator shapes them."""
     return ESTIMATORS[name]().shape(step_view(rewards, group_ids))
 
 

@@ -15,6 +15,7 @@ from records import batch_of, by_sequence, step_view, trajectory
 from test_ppo_trainer import config_of, fit, trainer_of
 
 from openrlhf.algorithms.advantages import ESTIMATORS
+from openrlhf.algorithms.advantages.base import AdvantageEstimator
 from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
@@ -24,6 +25,7 @@ from openrlhf.config.commands import PPO
 from openrlhf.config.options import PREFIX
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, PPOConfig
+from openrlhf.registry import Registry
 from openrlhf.training.credit import assign_credit
 from openrlhf.training.credit import step_view as view_of
 from openrlhf.training.objectives.policy import PolicyObjective
@@ -477,3 +479,16 @@ def test_names_that_a_package_registers(package, capsys):
     assert config.selected["algo.advantage.estimator"].__module__ == "house.opo"
     (line,) = refused(capsys, ESTIMATOR, "house_op")
     assert "rloo, house_opo, or package.module:NAME" in line
+
+
+def test_two_files_of_a_package_with_one_name_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a subclass forgets to say its own name."""
+    (tmp_path / "twice").mkdir()
+    (tmp_path / "twice" / "__init__.py").write_text("")
+    (tmp_path / "twice" / "one.py").write_text(f'{BASE}class One(AdvantageEstimator):\n    name = "one"\n')
+    (tmp_path / "twice" / "two.py").write_text("from twice.one import One\nclass Two(One):\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"two\.py: line 2: Two and .*one\.py: line 2: One: .* name 'one'"):
+        _ = Registry("twice", AdvantageEstimator).ours
