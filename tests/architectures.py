@@ -11,14 +11,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 PARTS = {"text_config", "vision_config", "audio_config", "text_encoder", "patcher_config"}
-"""Sub-configurations of models that are made of several."""
+"""Names of the sub-configurations of models that are made of several parts."""
 ALL = tuple(
     name
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if not PARTS & set(CONFIG_MAPPING[name].sub_configs)
     and name != "cohere_compass_text"  # needs 3D positions
 )
-"""Models that only read text. The language models inside of the others have names of their own."""
+"""Model types that only read text. Language models inside multimodal models have model types of their own."""
 VOCABULARY, NUM_LAYERS = 61, 4
 
 SIZES: dict[str, Any] = {
@@ -74,7 +74,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout"), 0.0),
     **dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob", "dropout"), 0.0),
 }
-"""What configurations call their sizes -> a small one."""
+"""Small values for the size fields of configurations, by the field's name."""
 
 LEFT_OUT = {
     "gpt_neo": ("num_hidden_layers",),
@@ -85,7 +85,7 @@ LEFT_OUT = {
         ("falcon", "bamba", "jamba", "mamba", "xlstm"), ("head_dim", "v_head_dim", "layer_types")
     ),
 }
-"""Sizes that an architecture computes from others."""
+"""Size fields that an architecture computes from other fields."""
 EXPERTS = {"num_experts_per_tok": 2, "n_routed_experts": 4}
 OWN: dict[str, dict[str, Any]] = {
     "dbrx": {
@@ -111,12 +111,12 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What an architecture needs beside."""
+"""Further fields that an architecture needs, by its model type."""
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """Every kind of layer that the architecture has by default, four layers in all. The caller's own: models
-    write into it how they attend."""
+    """Returns a four-layer configuration with every kind of layer that the architecture has by default. Each
+    call returns a new object, because models write their attention implementation into it."""
     return copy.deepcopy(_tiny_config(model_type))
 
 
@@ -140,7 +140,7 @@ def _tiny_config(model_type: str) -> PreTrainedConfig:
     while True:
         try:
             return config_type(**sizes | OWN.get(model_type, {}))
-        except AttributeError as error:  # a size that is computed from others
+        except AttributeError as error:  # the size is a property computed from other fields
             found = re.search(r"property '(\w+)' of", str(error))
             name = {"layers_block_type": "layer_types"}.get(found[1], found[1]) if found else ""
             if name not in sizes:
@@ -149,7 +149,8 @@ def _tiny_config(model_type: str) -> PreTrainedConfig:
 
 
 def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Weights so large that every token, position and window makes a difference."""
+    """Returns a model with random weights so large that every token, position and window changes its
+    output."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

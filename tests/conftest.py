@@ -17,37 +17,39 @@ hypothesis.settings.register_profile("openrlhf", deadline=None)  # no test measu
 hypothesis.settings.load_profile("openrlhf")
 GPU_TESTS = Path(__file__).parent / "gpu"
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models of the tests are so small that a second one costs
+# the tests' models are so small that a second thread costs more than it saves
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # for processes that join each other's cluster
 
 INDEPENDENT = ("test_invariance", "test_iterations", "test_rl", "test_rl_learning", "test_supervised")
-"""Long files whose test functions share nothing but what `build_once` makes: any process may take one."""
+"""Long files whose test functions share only what `build_once` builds: any process may run any of them."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What tests compare holds for the arithmetic of a CPU, and they start more ranks than a machine may have
-    GPUs: all but `tests/gpu` see none. Before torch is imported."""
+    """Hides GPUs from all tests but `tests/gpu`, before torch is imported: expected numbers hold for CPU
+    arithmetic, and tests start more ranks than a machine may have GPUs."""
     asked = (Path(config.invocation_params.dir, arg.partition("::")[0]).resolve() for arg in config.args)
     if not all(path.is_relative_to(GPU_TESTS) for path in asked):
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 
 class Units(LoadScopeScheduling):
-    """Processes take whole files, because of their fixtures, and of the long files single functions."""
+    """Schedules whole files, because of their fixtures, but the long files one function at a time."""
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
         return f"{file}::{test.partition('[')[0]}" if Path(file).stem in INDEPENDENT else file
 
 
-@pytest.hookimpl(optionalhook=True)  # as with -p no:xdist
+@pytest.hookimpl(optionalhook=True)  # the hook does not exist with -p no:xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log) -> Units:
     return Units(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, so that both processes have work to the end. Of the tests with trained models one
-    begins and the others come late: it trains them while the other process has something else to do."""
+    """Sorts the longest tests first, so that both processes have work to the end. Of the tests with trained
+    models one comes first and the others late: it trains the models while the other process has other
+    work."""
     needs = lambda item: "knowing" in getattr(item, "fixturenames", ())
     items.sort(key=lambda item: ("e2e" not in item.path.parts, needs(item)))
     items.sort(key=lambda item: item is not next(filter(needs, items), None))
@@ -55,13 +57,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory):
-    """Tests leave nothing in the user's cache, and find nothing there."""
+    """Gives the tests a cache folder of their own: they leave nothing in the user's cache and find nothing
+    there."""
     os.environ["OPENRLHF_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")
 def build_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
-    """build_once(name, build) -> the folder that `build` filled, in whichever process of this test run."""
+    """Returns build_once(name, build): it returns the folder that `build` filled, in whichever process of
+    this test run."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -69,7 +73,7 @@ def build_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Calla
         folder, done = shared / name, shared / f"{name}.done"
         with FileLock(f"{folder}.lock"):
             if not done.exists():
-                shutil.rmtree(folder, ignore_errors=True)  # of a process that failed
+                shutil.rmtree(folder, ignore_errors=True)  # a process that failed may have left it
                 folder.mkdir()
                 build(folder)
                 done.touch()

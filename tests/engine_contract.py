@@ -19,13 +19,14 @@ from openrlhf.models.loading import load_causal_lm, load_tokenizer
 
 PROMPT = [10, 20, 30, 40, 50]
 TOLERANCE = 1e-4
-"""Nats: logits of float32 are sums of a few hundred products, by two programs."""
+"""Largest difference of log-probs, nats: float32 logits are sums of a few hundred products, here by two
+programs."""
 
 CHECKS: list[Callable[["Setting"], Coroutine[Any, Any, None]]] = []
 
 
 class Setting:
-    """An engine that runs, and the same weights in transformers."""
+    """A running engine, and the same weights in transformers."""
 
     def __init__(self, engine: RolloutEngine, path: str) -> None:
         self.engine = engine
@@ -34,12 +35,12 @@ class Setting:
 
     @torch.no_grad()
     def distribution(self, token_ids: list[int], temperature: float = 1.0) -> torch.Tensor:
-        """(L, V) log-probs of what follows each token."""
+        """Returns the (L, V) log-probs of the token after each position."""
         logits = self.model(torch.tensor([token_ids])).logits[0].float()
         return (logits / temperature).log_softmax(-1)
 
     def log_probs(self, answer: Completion, temperature: float = 1.0) -> torch.Tensor:
-        """(A, V)"""
+        """Returns the (A, V) log-probs at the positions of the answer's tokens."""
         return self.distribution([*PROMPT, *answer.token_ids], temperature)[len(PROMPT) - 1 : -1]
 
     async def answer(self, **params: Any) -> Completion:
@@ -77,7 +78,8 @@ def check(function: Callable[[Setting], Coroutine[Any, Any, None]]) -> Callable:
 
 @check
 async def tokens_in_tokens_out(setting: Setting) -> None:
-    """Log-probs are those of the distribution that was sampled from, whatever name they are read by."""
+    """Checks that reported log-probs are those of the distribution that was sampled from, by every name of
+    the field."""
     params = SamplingParams(max_tokens=12, seed=3, temperature=0.7, logprobs=2, ignore_eos=True)
     output = await setting.engine.generate(list(PROMPT), params)
     (answer,) = output.outputs
@@ -99,7 +101,7 @@ async def tokens_in_tokens_out(setting: Setting) -> None:
 
 @check
 async def seeds_repeat(setting: Setting) -> None:
-    """Also beside other requests, and for each of several answers."""
+    """Checks that a seed gives the same answers beside other requests too, for each of several answers."""
     first, other = await setting.answer(seed=5), await setting.answer(seed=6)
     assert list(first.token_ids) != list(other.token_ids)
     again = await asyncio.gather(*(setting.answer(seed=seed) for seed in (6, 7, 5)))
@@ -112,7 +114,8 @@ async def seeds_repeat(setting: Setting) -> None:
 
 @check
 async def why_an_answer_ends(setting: Setting) -> None:
-    """A stop token or text, or no more room; greedy answers are the most likely tokens."""
+    """Checks the reasons why answers end (stop token, stop text, length limit) and that greedy answers take
+    the most likely tokens."""
     whole = await setting.answer(max_tokens=40, seed=4)
     ids = list(whole.token_ids)
     end = next(i for i, token in enumerate(ids) if token not in ids[:i] and i > 1)
@@ -184,7 +187,8 @@ async def sleeping(setting: Setting) -> None:
 
 @check
 async def new_weights(setting: Setting) -> None:
-    """Requests during an update are answered after it, and every answer names its weights."""
+    """Checks that requests during a weight update are answered after it, and that every answer names its
+    weights."""
     engine = setting.engine
     before = (await engine.probe(PROMPT)).log_probs
     with torch.no_grad():

@@ -19,7 +19,7 @@ ROUTED_EXPERTS = {
 }
 LATENT = {
     "q_lora_rank": 32,
-    "kv_lora_rank": 512,  # vLLM's kernels know this and the next number alone
+    "kv_lora_rank": 512,  # the kernels of vLLM support only this rank and the next larger one
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
@@ -50,8 +50,8 @@ FAMILIES = {
 
 
 def tiny_family(folder: Path, family: str, seed: int = 0, **changed: Any) -> Path:
-    """Write a model and its tokenizer. Neither norms nor the biases of routers are constant.
-    `changed`: of its configuration."""
+    """Writes a model and its tokenizer. Norm weights and router biases vary, so that a wrong one is noticed.
+    `changed`: fields of the configuration."""
     tokenizer = tiny_tokenizer()
     options = FAMILIES[family]
     common = {

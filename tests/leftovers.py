@@ -1,7 +1,7 @@
-"""A plugin of pytest: a run whose processes outlive it fails, names them and ends them.
+"""Pytest plugin that fails a test run whose processes outlive it; it names these processes and ends them.
 
-Ray clusters and servers that tests share live until their fixtures end, which is before this looks. The
-processes are found by a variable of this run that they inherit, also when they left its session.
+Ray clusters and servers that tests share live until their fixtures end, which is before this check. The
+processes are found by an environment variable of this run that they inherit, even if they left its session.
 """
 
 import os
@@ -16,11 +16,11 @@ import pytest
 
 VARIABLE = "OPENRLHF_TEST_RUN"
 GRACE_S = 30
-"""What was told to end may take this long on a machine with more to do."""
+"""Seconds that a process may take to end after it was told to; a busy machine needs them."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # the processes of xdist inherit it
+    if not hasattr(config, "workerinput"):  # processes of xdist inherit the variable
         os.environ[VARIABLE] = secrets.token_hex(16)
         os.environ["SPT_NOENV"] = "1"  # a process that gives itself a name (setproctitle) keeps its variables
 
@@ -30,7 +30,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
     yield
     if hasattr(session.config, "workerinput"):
         return
-    if "ray" in sys.modules:  # of a test in this process, which ends it only as the process does
+    if "ray" in sys.modules:  # Ray that a test started in this process ends only with the process
         sys.modules["ray"].shutdown()
     deadline = time.monotonic() + GRACE_S
     while (left := leftovers()) and time.monotonic() < deadline:
@@ -43,8 +43,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
 
 
 def leftovers() -> dict[int, str]:
-    """Returns the commands of living processes of this run, but for this one and multiprocessing's helpers,
-    which end with it."""
+    """Returns the commands of living processes of this run, except this process and multiprocessing's
+    helpers, which end with it."""
     found = {}
     run = f"{VARIABLE}={os.environ[VARIABLE]}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
@@ -52,7 +52,7 @@ def leftovers() -> dict[int, str]:
             variables = (folder / "environ").read_bytes().split(b"\0")
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it ended, or belongs to somebody else
+        except OSError:  # the process ended, or belongs to another user
             continue
         helper = parent == os.getpid() and "from multiprocessing." in command
         if run in variables and command and int(folder.name) != os.getpid() and not helper:

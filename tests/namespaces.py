@@ -1,4 +1,4 @@
-"""Whether this machine isolates code at all."""
+"""Says whether this machine can isolate code in namespaces at all."""
 
 import os
 import subprocess

@@ -1,5 +1,6 @@
-"""A small stand-in for the servers of NeMo Gym, in their protocol: an agent's `/run`, which seeds a session,
-asks a model server's `/v1/responses`, which asks the policy's `/v1/chat/completions`, and verifies."""
+"""Small stand-in for the servers of NeMo Gym, with their protocol: the agent's `/run` seeds a session, asks
+the model server's `/v1/responses`, which asks the policy's `/v1/chat/completions`, and verifies the
+answer."""
 
 import asyncio
 import json
@@ -14,7 +15,7 @@ TOKENS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 
 class NemoGym:
-    """Asks for a sum, up to `max_turns` times. `seen`: what the policy's server answered."""
+    """Server that asks for a sum, up to `max_turns` times. `seen`: what the policy's server answered."""
 
     def __init__(self, policy: str, max_turns: int = 2) -> None:
         self.policy, self.max_turns = policy, max_turns
@@ -50,7 +51,7 @@ class NemoGym:
         return re.findall(r"\d+", said[-1])[-1:] == [row["expected_answer"]]
 
     async def responses(self, params: dict) -> tuple[int, dict]:
-        """Of the model server, with return_token_id_information."""
+        """Answers as the model server does, with return_token_id_information."""
         body = {"model": "policy", "messages": list(map(self.message, params["input"])), "logprobs": True}
         body |= {"metadata": params["metadata"], "return_tokens_as_token_ids": True, "top_logprobs": 0}
         body = json.loads(params["metadata"].get("extra_body", "{}")) | body

@@ -1,6 +1,6 @@
-"""Processes of the tests, forked from one without threads that has imported what takes ten seconds to import.
+"""Ranks of tests, forked from a process without threads that has already done imports of ten seconds.
 
-test_sft.py starts commands as users do, with every launcher.
+tests/e2e/test_sft.py starts commands as users do, with every launcher.
 """
 
 import multiprocessing
@@ -20,10 +20,10 @@ FORKSERVER.set_forkserver_preload(
 
 
 def run_ranks(command: Sequence[str], num_ranks: int = 1, *, log: Path, timeout: float = 300) -> None:
-    """A file or a module, and its arguments, run by this many ranks of one group; what they print goes to
-    `log`.
+    """Runs a file or a module with its arguments on `num_ranks` ranks of one process group; their output goes
+    to `log`.
 
-    Raises AssertionError with the end of `log` where a rank fails.
+    Raises AssertionError with the end of `log` if a rank fails.
     """
     group = {
         "WORLD_SIZE": num_ranks,
@@ -40,7 +40,7 @@ def run_ranks(command: Sequence[str], num_ranks: int = 1, *, log: Path, timeout:
         process.start()
     deadline = time.monotonic() + timeout
     while any(process.exitcode is None for process in ranks) and time.monotonic() < deadline:
-        if any(process.exitcode for process in ranks):  # the others would wait for it
+        if any(process.exitcode for process in ranks):  # the other ranks would wait for the failed one
             break
         ranks[0].join(0.05)
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Records of reinforcement learning from plain lists, and back."""
+"""Builders of reinforcement learning records from plain lists, and conversions back to lists."""
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -33,8 +33,8 @@ def trajectory(
     versions: Sequence[int] | None = None,
     **changes: Any,
 ) -> Trajectory:
-    """A prompt of the token 1, then `actions`. A failed one where the reward is None. `versions`: of the
-    weights, one for each action; `changes`: other fields, their arrays as lists."""
+    """Returns a trajectory of a prompt of the token 1 and then `actions`; it is a failed one if the reward is
+    None. `versions`: weight version of each action. `changes`: other fields, with arrays given as lists."""
     token_ids = changes.pop("token_ids", [1, *actions])
     mask = changes.pop("action_mask", [False] + [True] * (len(token_ids) - 1))
     failed = reward is None
@@ -55,7 +55,7 @@ def trajectory(
 
 
 def kept_sets(*sets: Sequence[int], shares: Sequence[float] | None = None) -> KeptSets:
-    """Of each action; an empty one: all tokens."""
+    """Returns kept sets, one for each action; an empty set stands for all tokens."""
     return KeptSets(
         ids=np.array([token for one in sets for token in one], np.int32),
         counts=np.array([len(one) for one in sets], np.int32),
@@ -64,7 +64,7 @@ def kept_sets(*sets: Sequence[int], shares: Sequence[float] | None = None) -> Ke
 
 
 def sets_of(kept: KeptSets | None, num_actions: int) -> list[list[int]]:
-    """And back."""
+    """Returns the kept set of each action as a list; the inverse of `kept_sets`."""
     if kept is None:
         return [[]] * num_actions
     assert len(kept.counts) == len(kept.log_masses) == num_actions
@@ -72,14 +72,14 @@ def sets_of(kept: KeptSets | None, num_actions: int) -> list[list[int]]:
 
 
 def group_of(prompt: Prompt, rewards: Sequence[float | None]) -> PromptGroup:
-    """Samples of two tokens with these rewards."""
+    """Returns a group of samples with two tokens each and these rewards."""
     samples = [trajectory(r, prompt=prompt, sample_index=i) for i, r in enumerate(rewards)]
     return PromptGroup(prompt=prompt, trajectories=samples)
 
 
 def batch_of(trajectories: Sequence[Trajectory], **columns: Any) -> Batch:
-    """`columns`: (A,) values of all actions, or one for each of them. Advantages and returns are 0 where they
-    are not given."""
+    """Returns a batch of trajectories. `columns`: (A,) values of all actions, or one value for every action.
+    Advantages and returns default to 0."""
     batch = Batch.of(trajectories)
     count = int(batch.num_actions.sum())
     columns = {"advantages": 0.0, "returns": 0.0} | columns
@@ -87,18 +87,18 @@ def batch_of(trajectories: Sequence[Trajectory], **columns: Any) -> Batch:
 
 
 def column(value: Any, count: int) -> np.ndarray:
-    """(A,) of one value, or of all."""
+    """Returns a (A,) column from one value, or from a value for each action."""
     array = np.asarray(value, None if hasattr(value, "dtype") else np.float32)
     return array if array.ndim else np.full(count, array)
 
 
 def by_sequence(batch: Batch, column: np.ndarray) -> list[np.ndarray]:
-    """(A,) -> the values of each sequence."""
+    """Splits a (A,) column into the values of each sequence."""
     return np.split(column, batch.num_actions.cumsum()[:-1])
 
 
 def plain(value: Any) -> Any:
-    """What can be compared: records and their arrays as dictionaries and lists, with the arrays' types."""
+    """Converts records and arrays to dictionaries and lists with the arrays' types, which can be compared."""
     if isinstance(value, np.ndarray):
         return value.dtype.name, value.tolist()
     if isinstance(value, list):
@@ -109,7 +109,7 @@ def plain(value: Any) -> Any:
 
 
 def step_view(rewards: Tensor, group_ids: Tensor, **changes: Any) -> StepView:
-    """Episodes of one turn and one action, where `changes` say nothing else."""
+    """Returns a view of episodes with one turn and one action each; `changes` replaces fields."""
     ones = torch.ones(len(rewards), dtype=torch.long)
     values = {
         "named_rewards": {"score": rewards},
@@ -129,7 +129,7 @@ def step_view(rewards: Tensor, group_ids: Tensor, **changes: Any) -> StepView:
 
 
 def row_view(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, **changes: Any) -> RowView:
-    """One sequence, clipped to [0.8, 1.2], where `changes` say nothing else."""
+    """Returns a view of one sequence, clipped to [0.8, 1.2]; `changes` replaces fields."""
     values = {
         "counts": torch.tensor([len(log_probs)]),
         "clip_low": 0.2,

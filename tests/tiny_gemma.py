@@ -1,5 +1,5 @@
 """A Gemma 3 and a Gemma 4 of a hundred thousand weights that read images, with tokenizer and processor, made
-on the spot: tokens of an image see each other in both directions, and stand between marks and newlines."""
+on the spot. Tokens of an image see each other in both directions and stand between marks and newlines."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ VISION = {
     "num_attention_heads": 2,
 }
 SIDE, PATCHES = 56, 4
-"""Of Gemma 3's images: pixels that they are resized to, and tokens."""
+"""Gemma 3's image size in pixels, and the number of tokens of an image."""
 
 
 def tiny_gemma3(folder: str | Path) -> Path:
@@ -67,7 +67,7 @@ def tiny_gemma3(folder: str | Path) -> Path:
         model = Gemma3ForConditionalGeneration(config)
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.05)
     model.save_pretrained(folder)
-    # As published models call them, and vLLM reads them.
+    # Names as published models have them and vLLM reads them.
     weights = load_file(folder / "model.safetensors")
     named = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in weights.items()}
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
@@ -81,7 +81,8 @@ def tiny_gemma3(folder: str | Path) -> Path:
 
 
 def tiny_gemma4(folder: str | Path) -> Path:
-    """Of the larger ones, whose layers with sliding attention see images in both directions."""
+    """Makes a Gemma 4 with the architecture of its larger sizes, whose sliding-attention layers see images in
+    both directions."""
     folder = Path(folder)
     marks = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
     audio = {"boa_token": "<|audio>", "audio_token": "<|audio|>", "eoa_token": "<audio|>"}
@@ -103,7 +104,8 @@ def tiny_gemma4(folder: str | Path) -> Path:
             "head_dim": 32,
             "patch_size": patches["patch_size"],
             "position_embedding_size": 64,
-            "default_output_length": patches["max_soft_tokens"],  # published ones have it, for vLLM
+            # published configurations have the field, and vLLM reads it
+            "default_output_length": patches["max_soft_tokens"],
             "initializer_range": 0.05,
         },
         boi_token_id=ids[tokenizer.boi_token],
@@ -138,7 +140,7 @@ def _tokenizer(marks: dict[str, str], placeholder: str) -> Any:
         pad_token=base.pad_token,
         extra_special_tokens=marks,
     )
-    # As Gemma's own template: a newline before the words of a turn.
+    # Gemma's own template also writes a newline before the words of a turn.
     template = CHAT_TEMPLATE.replace("}}|>", "}}|>\n", 1).replace("<|assistant|>", "<|assistant|>\n")
     tokenizer.chat_template = template.replace(PLACEHOLDER, placeholder)
     return tokenizer

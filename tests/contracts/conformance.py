@@ -1,5 +1,5 @@
-"""Which class satisfies which protocol. Nothing here runs: `make lint` has pyrefly read it, and each function
-returns one thing as another."""
+"""Static check that each class satisfies its protocol. Nothing here runs: pyrefly reads it in `make lint`,
+and each function returns an object of the class as one of the protocol."""
 
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future

@@ -1,5 +1,5 @@
-"""What people get wrong, through the commands as they are run: every mistake ends at once with code 2 and
-names the flag or file, the value and what to do, before any model is loaded."""
+"""Mistakes of users, through the commands as they are run: every mistake ends at once with exit code 2 and
+names the flag or file, the value and the remedy, before any model is loaded."""
 
 import json
 import re
@@ -30,7 +30,7 @@ from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.training.task import check_lengths
 
 WAITING = re.compile(r"\d\d:\d\d:\d\d ")
-"""How a line begins that says, on a slow machine, what a command waits for."""
+"""Beginning of a line that says, on a slow machine, what a command waits for."""
 CPU = ("--ds.zero_stage", "0", "--ds.param_dtype", "fp32")
 PAIRS = ("--data.prompt_key", "question", "--data.rejected_key", "wrong", "--data.chosen_key", "answer")
 PPO = (
@@ -99,9 +99,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def refused(files, tmp_path, capsys, monkeypatch):
-    """Run a command with good flags and these changes; returns what it printed, after the checks that hold
-    for every refusal. Rows are read when the processes of a run have found each other, everything else
-    before."""
+    """Returns a function that runs a command with good flags and some changes, and returns what it printed.
+    It checks what holds for every refusal. Rows are read once the processes of a run have found each other,
+    everything else before that."""
 
     def load_nothing(*args, **kwargs):
         pytest.fail("a model is loaded")
@@ -122,7 +122,7 @@ def refused(files, tmp_path, capsys, monkeypatch):
         lines = [line for line in printed.err.strip().splitlines() if not WAITING.match(line)]
         assert sum(line.startswith("error: ") for line in lines) == problems
         assert lines[0].startswith("error: ")
-        closing = lines[-1].endswith("explains flags.")  # after what was wrong between flags
+        closing = lines[-1].endswith("explains flags.")  # follows the list of what is wrong between flags
         assert len(lines) - closing <= 3 * problems, printed.err
         assert not ray.is_initialized()
         assert list(tmp_path.iterdir()) == []
@@ -149,7 +149,7 @@ def test_a_model_that_is_not_there(refused, files, command):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_folder_with_a_model(refused, files, command):
-    """A finished model is not written over without a word."""
+    """A finished model is not overwritten silently."""
     text = refused(command, "--ckpt.output_dir", files["finished"])
     assert text.startswith(
         f"error: --ckpt.output_dir {files['finished']}: holds a model, which this run would write over.\n"
@@ -200,14 +200,15 @@ def test_a_column_that_the_dataset_does_not_have(refused, files, command):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_columns_are_looked_at_before_models(refused, files, command):
-    both = 2 if command == "ppo" else 1  # RL lists what is wrong with all files at once
+    both = 2 if command == "ppo" else 1  # RL lists the problems of all files at once
     flags = (FIRST_COLUMN[command], "questions", MODEL[command], files["empty"])
     text = refused(command, *flags, problems=both)
     assert f"error: {FIRST_COLUMN[command]} questions: {files['data']} has no such column." in text
 
 
 def test_columns_are_looked_at_without_transformers():
-    """Its import takes longer than all other checks together."""
+    """Columns are checked without importing transformers, whose import takes longer than all other checks
+    together."""
     code = "import sys, openrlhf.data.sources; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -375,7 +376,8 @@ def test_a_flag_that_does_not_exist(refused):
 
 
 def test_all_flags_at_once(refused, files):
-    """A user mends a command in one round, not in four."""
+    """All problems of flags are listed at once, so that a user mends a command in one round instead of
+    four."""
     text = refused(
         "ppo",
         *("--actor.model_name_or_path", "./no/such/model", "--data.prompt_dataset", "./no/such.jsonl"),
@@ -389,7 +391,7 @@ def test_all_flags_at_once(refused, files):
 
 
 def test_everything_outside_of_flags_at_once(refused, files, monkeypatch):
-    """The machine, models, functions and rows."""
+    """Problems of the machine, models, functions and rows are listed at once."""
     monkeypatch.setattr("openrlhf.cluster.launch.available_nodes", lambda: [{"CPU": 2.0}])
     text = refused(
         "ppo",
@@ -446,7 +448,7 @@ def test_more_ranks_than_the_cluster_has():
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model whose tokenizer has one token more."""
+    """Writes a model whose tokenizer has one token more than the policy's."""
     from openrlhf.models.loading import load_tokenizer
 
     folder = tiny_chat_model(tmp_path_factory.mktemp("stranger") / "model")
@@ -485,7 +487,8 @@ def test_no_teacher(refused):
 
 @pytest.fixture
 def with_rows(tmp_path_factory: pytest.TempPathFactory):
-    """with_rows({"answer": None}, {}) -> a file of two good rows, the first but for its answer."""
+    """Returns with_rows(*changes): with_rows({"answer": None}, {}) writes a file of two good rows and removes
+    the answer of the first."""
     good = {"answer": "2", "wrong": "3", "good": True, "steps": "2#", "judged": ["+"]}
 
     def write(*changes: dict) -> str:
@@ -543,7 +546,7 @@ def test_a_row_that_is_longer_than_another_model_reads(files, tmp_path, task, fl
     short = str(tiny_chat_model(tmp_path / "short", max_len=64))
     command = task.command.name
     built = task(parse(task.command, [*good_flags(command, files), flag, short]).config)
-    check_lengths(built, [64, 64], "--data.dataset")  # as many tokens as it reads; data.max_len is larger
+    check_lengths(built, [64, 64], "--data.dataset")  # 64 is what the model reads; data.max_len is larger
     with pytest.raises(ValueError, match=rf"1 of 2 sequences .*\n{short} \({flag}\) reads; .* 65\."):
         check_lengths(built, [65, 64], "--data.dataset")
 
@@ -574,7 +577,7 @@ def test_one_prompt_for_all_answers(refused, with_rows):
 
 
 def test_reward_tokens_that_are_none(refused):
-    """All of them, before rows are read."""
+    """All tokens that do not exist are named, before rows are read."""
     text = refused("prm", "--data.reward_tokens", "two words", "-", "no")
     assert "error: --data.reward_tokens two words - no: each must be one token of the model's" in text
     assert "To it 'two words' is 8 (" in text and "'no' is 2 (" in text

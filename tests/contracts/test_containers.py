@@ -1,4 +1,4 @@
-"""Containers and what runs in them on Kubernetes say what pyproject.toml and the commands understand."""
+"""Container files and Kubernetes manifests agree with pyproject.toml and with the commands."""
 
 import re
 import shlex
@@ -36,7 +36,7 @@ def image_of(dockerfile: Path) -> str:
 def test_an_image_has_the_versions_of_the_project(dockerfile: Path) -> None:
     text = dockerfile.read_text()
     assert "\nFROM ${IMAGE}\n" in text and "\nCOPY . .\n" in text
-    assert "==" not in text  # pyproject.toml alone pins
+    assert "==" not in text  # versions are pinned in pyproject.toml only
     extras = re.findall(r"pip install .*\.\[([\w,]+)\]", text)
     assert extras or "\nRUN make env\n" in text
     assert set(",".join(extras).split(",")) - {""} <= PROJECT["optional-dependencies"].keys()
@@ -45,7 +45,7 @@ def test_an_image_has_the_versions_of_the_project(dockerfile: Path) -> None:
 
 
 def test_no_image_has_what_was_made_on_this_machine() -> None:
-    """An environment of another Python, above all."""
+    """No image copies what was made on this machine, above all not its Python environment."""
     left_out = (ROOT / ".dockerignore").read_text().splitlines()
     assert {".git/", ".venv/", "ckpt/", "demo/"} <= {*left_out}
 
@@ -62,7 +62,8 @@ def test_the_manifest_is_a_job_of_a_cluster_of_rays_version() -> None:
     assert CLUSTER.keys() == {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
     (ray,) = [r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "ray"]
     assert CLUSTER["rayVersion"] in ray.specifier
-    assert CLUSTER["authOptions"] == {"mode": "token"}  # or whoever reaches it runs what they like
+    # without a token, whoever reaches the cluster could run anything on it
+    assert CLUSTER["authOptions"] == {"mode": "token"}
     (group,) = CLUSTER["workerGroupSpecs"]
     assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
 
@@ -80,7 +81,7 @@ def test_a_pod_has_shared_memory_and_the_shared_folder(pod: dict) -> None:
 
 
 def config_of_the_job(folder: Path) -> PPOConfig:
-    """With `folder` for /shared."""
+    """Returns the configuration of the job's command, with `folder` in the place of /shared."""
     (folder / "run.yaml").write_text(
         "actor: {model_name_or_path: org/model}\ndata: {prompt_dataset: org/rows}\n"
         "reward: {remote_url: 'http://127.0.0.1:5000/get_reward'}\nalgo: {advantage: {estimator: rloo}}\n"
@@ -97,4 +98,4 @@ def test_its_command_takes_exactly_the_gpus_that_it_asks_for(tmp_path: Path) -> 
     layout = layout_of(config, [{"CPU": 16}, *[{"CPU": 64, "GPU": gpus}] * group["replicas"]])
     assert sum(layout.bundles) == gpus * group["replicas"]
     for path in (config.ckpt.output_dir, config.ckpt.folder, config.run_dir):
-        assert Path(path).is_relative_to(tmp_path)  # which all nodes see
+        assert Path(path).is_relative_to(tmp_path)  # the shared folder, which all nodes see

@@ -28,13 +28,13 @@ PAGES = [
 BLOCK = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 OPTIONS = {
-    *("config", "help", "print_command", "print_config", "print_plan"),  # of all commands
-    *("address", "dashboard-host", "node-ip-address", "runtime-env-json"),  # of Ray
-    *("cap-add", "device", "network", "security-opt", "ulimit"),  # of docker
-    *("master_addr", "module", "no_ssh", "node_rank"),  # of deepspeed
-    *("budget", "out"),  # of benchmarks/gpu.py
+    *("config", "help", "print_command", "print_config", "print_plan"),  # options of all commands
+    *("address", "dashboard-host", "node-ip-address", "runtime-env-json"),  # options of Ray
+    *("cap-add", "device", "network", "security-opt", "ulimit"),  # options of docker
+    *("master_addr", "module", "no_ssh", "node_rank"),  # options of deepspeed
+    *("budget", "out"),  # options of benchmarks/gpu.py
 }
-"""Beside flags of configurations."""
+"""Command-line options on the pages that are no flags of configurations."""
 TARGETS = {
     target for line in (ROOT / "Makefile").read_text().splitlines() if (target := line.partition(":")[0])
 }
@@ -44,7 +44,7 @@ actor: {model_name_or_path: org/model}
 data: {prompt_dataset: org/rows}
 reward: {remote_url: "http://127.0.0.1:5000/get_reward"}
 """
-"""A run.yaml."""
+"""Content of the file run.yaml that commands on the pages read."""
 SCRIPTS = ("benchmarks/", "examples/", "tools/")
 FILES = re.compile(r"[\w/.-]+\.(?:jsonl|json|parquet|yaml|py)")
 
@@ -64,7 +64,7 @@ def test_command_is_understood(
     name: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for word in words:  # what the reader has, and this machine has not
+    for word in words:  # words that name what only the reader's machine has
         if FILES.fullmatch(file := word.partition(":")[0]):
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             stand_in = RUN if file.endswith(".yaml") else "def reward_func(queries, prompts, labels): ..."
@@ -108,7 +108,7 @@ def test_command_is_understood(
 
 
 def check_ray(name: str, *words: str) -> None:
-    """Ray knows the command and its options."""
+    """Checks that Ray knows the command and its options."""
     command = cli.commands[name]
     if isinstance(command, click.Group):
         name, *words = words
@@ -117,7 +117,7 @@ def check_ray(name: str, *words: str) -> None:
 
 
 def check_flags(name: str, flags: list[str]) -> None:
-    """Commands that train or infer read their flags; the others have them in their source."""
+    """Parses the flags of commands that train or infer; other commands declare theirs in their source."""
     command = next((command for command in COMMANDS if command.name == name), None)
     if command is None:
         check_options(ROOT / "openrlhf" / "cli" / f"{main.COMMANDS[name][0]}.py", flags)
@@ -129,7 +129,7 @@ def check_flags(name: str, flags: list[str]) -> None:
 
 
 def check_options(program: Path, words: list[str]) -> None:
-    """Each option is one of a program with argparse. `agent try` hands those of RL on."""
+    """Checks that each option is one of a program with argparse. `agent try` passes on those of RL."""
     own, of_rl = program.read_text(), fields_of(PPO.config_type)
     options = [word for word in words if word.startswith("--")]
     assert not [option for option in options if f'"{option}"' not in own and option[2:] not in of_rl]
@@ -139,10 +139,10 @@ def check_options(program: Path, words: list[str]) -> None:
     "page", [page for page in PAGES if page.parent.name != "benchmarks"], ids=lambda page: page.name
 )
 def test_flags_of_the_text_exist(page: Path) -> None:
-    """By the names of today, but where release notes and the reference tell older ones. Commands are looked
-    at above."""
+    """Flags in the text of a page exist by today's names, except in release notes and the reference, which
+    name older ones. Commands are checked above."""
     known = {name for command in COMMANDS for name in fields_of(command.config_type)} | OPTIONS
-    known.add("algo.options.NAME")  # of the classes that other flags select
+    known.add("algo.options.NAME")  # options of the classes that other flags select
     if page.name in ("release_notes.md", "flags.md"):
         known |= {name for command in COMMANDS for name in command.old_flags}
     named = re.findall(r"(?<!\w)--([a-zA-Z][\w.-]*\w)(?!\w|\.\*)", CODE.sub("", page.read_text()))
@@ -166,7 +166,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub calls the headings of a page."""
+    """Returns the anchors that GitHub makes of the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", CODE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
@@ -220,7 +220,8 @@ def test_the_walks_of_the_structure_pass_through_files_that_exist_and_few_of_the
 
 def test_structure_names_every_module() -> None:
     text = (ROOT / "docs" / "structure.md").read_text()
-    one_of_a_kind = "advantages", "policy_losses", "corrections", "proximal"  # docs/algorithms.md names them
+    # docs/algorithms.md names these packages
+    one_of_a_kind = "advantages", "policy_losses", "corrections", "proximal"
     folders = "cli", "tasks", "utils", *one_of_a_kind
     modules = {p for p in (ROOT / "openrlhf").rglob("*.py") if p.parent.name not in folders}
     names = {p.name for p in modules} - {"__init__.py"}

@@ -1,5 +1,5 @@
-"""Every script of examples/scripts says what the commands understand. The scripts run for real, with programs
-that only write down how they were called."""
+"""Every script of examples/scripts passes flags that the commands understand. The scripts run for real, with
+stand-ins for programs that only record how they were called."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from openrlhf.tasks.prepare_pictures import prepare_pictures
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(script for script in (EXAMPLES / "scripts").glob("*.sh") if not script.is_symlink())
-"""A link is another name of a script."""
+"""Scripts of the examples; links, which are other names of a script, are left out."""
 
 DOCUMENTED = {
     *(
@@ -43,7 +43,7 @@ DOCUMENTED = {
     *("train_sft_llama.sh", "train_sft_llama_tensor_parallelism.sh", "train_sft_mixtral_lora.sh"),
     *("train_sft_moe.sh", "train_vlm_math_hybrid_engine.sh"),
 }
-"""Files of examples/ that instructions of any version link to."""
+"""Files of examples/ that the instructions of any version link to."""
 
 PROGRAMS = ("python", "deepspeed", "torchrun", "openrlhf", "ray", "srun", "scontrol", "docker")
 PROGRAMS += ("nvidia-smi", "sudo", "apt-cache")
@@ -63,18 +63,19 @@ SETTINGS = {
     "SLURM_JOB_NODELIST": "node-[0-1]",
     "SLURM_NNODES": "2",
 }
-"""What scripts want to be told, and what SLURM tells them."""
+"""Variables that the scripts expect, and those that SLURM sets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """A program as a script called it."""
+    """One program call of a script."""
 
     words: list[str]
 
     @property
     def name(self) -> str | None:
-        """The command of `openrlhf` that it stands for. None: another program, or one that starts another."""
+        """Command of `openrlhf` that the call stands for. None: another program, or one that starts another
+        program."""
         if self.words[0] not in ("python", "deepspeed", "torchrun", "openrlhf"):
             return None
         if self.words[0] == "openrlhf":
@@ -98,8 +99,8 @@ Run = Callable[..., list[Call]]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """run("train_sft.sh", *flags, **variables) -> what it called. In a folder of its own, which keeps what
-    was made before."""
+    """Returns run("train_sft.sh", *flags, **variables), which runs a script and returns its calls. All runs
+    of a test share one folder, which keeps what earlier ones made."""
     stubs, folder = tmp_path / "stubs", tmp_path / "folder"
     stubs.mkdir()
     for name in PROGRAMS:
@@ -126,7 +127,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def understood(call: Call, capsys: pytest.CaptureFixture[str]) -> Invocation:
-    """Every flag exists by today's name, and its value is of its type. What it would make is there after."""
+    """Parses the flags of a call and checks that each exists by today's name with a value of its type."""
     command = next(command for command in COMMANDS if command.name == call.name)
     try:
         invocation = parse(replace(command, problems=lambda config, explicit: []), call.flags)
@@ -166,7 +167,7 @@ def check(calls: Sequence[Call], monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def names_of_today() -> dict[str, list[str]]:
-    """Of the table in README.md: older name -> the words of today's command."""
+    """Reads the table of README.md: maps each older name to the words of today's command."""
     section = (EXAMPLES / "README.md").read_text().partition("## Names of older versions\n")[2]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
     return {

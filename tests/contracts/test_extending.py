@@ -1,4 +1,4 @@
-"""The diffs of docs/extending.md apply to the sources as they are, and what they add works."""
+"""The diffs of docs/extending.md apply to today's sources, and what they add works."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def files_of(diff: str) -> list[str]:
 
 
 def apply(diff: str, folder: Path) -> None:
-    """Outside of a repository git takes the folder for its root."""
+    """Applies a diff to a folder outside of a repository, which git then takes for its root."""
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
     subprocess.run(["git", "apply"], input=diff, text=True, cwd=folder, env=environment, check=True)
 
@@ -38,7 +38,8 @@ def test_an_estimator_and_a_loss_are_one_new_file() -> None:
 
 
 def test_what_they_add_works(tmp_path: Path) -> None:
-    """With all of them, their own tests pass, and those of every row and of the page of formulas."""
+    """With all diffs applied, their own tests pass, and so do the tests of all algorithm rows and of the
+    formula page."""
     for name in SOURCES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)

@@ -1,7 +1,7 @@
-"""Every flag that users know, in every spelling, means today what it meant. The tables beside this file are
+"""Every flag that users know, in every spelling, means today what it meant. The tables beside this file list
 the flags of the commands: old name, new name, words, value, default.
 
-Defaults that are not the old ones, on purpose: `ds.attn_implementation` (auto), `logger.wandb.project` and
+Defaults that differ from the old ones on purpose: `ds.attn_implementation` (auto), `logger.wandb.project` and
 `run_name` of dpo, kto and kd (the command's own name), `ckpt.path` (in the output folder),
 `model.model_name_or_path` of kto (required), `host` of serve_rm (this machine only), `ds.param_dtype` of
 serve_rm and lora_combiner (the model's own), `data.input_template` (None in every command: one text is one
@@ -22,7 +22,7 @@ from openrlhf.config import commands
 from openrlhf.config.fields import fields_of, values_of
 from openrlhf.config.parse import parse
 
-# Only spellings are looked at here, one flag at a time: what is wrong between flags is not.
+# Only spellings are checked here, one flag at a time; contradictions between flags are not.
 RULES: dict[str, Any] = {
     "problems": lambda config, explicit: [],
     "placed": lambda config, explicit: [],
@@ -316,7 +316,7 @@ def test_older_and_informal_names(name, line, expected, capsys):
 def test_older_names_for_all_supervised_commands(name, line, capsys):
     parse(COMMANDS[name], line.split())
     ignored = {"--train_split", "--torch_compile", "--perf"} & set(line.split())
-    assert capsys.readouterr().err.count("note: ") == 1 + len(ignored)  # one line for all that is renamed
+    assert capsys.readouterr().err.count("note: ") == 1 + len(ignored)  # all renamed flags share one line
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""docs/metrics.md has every metric of reinforcement learning, and no other."""
+"""docs/metrics.md documents every metric of reinforcement learning, and no other."""
 
 import re
 from dataclasses import replace
@@ -32,7 +32,7 @@ def sample(outcome: Outcome = Outcome.OK, sample_index: int = 0, length: int = 2
 
 
 def emitted() -> set[str]:
-    """By a rollout with every outcome, and with every model there is."""
+    """Returns the metrics of a rollout with every outcome and with every model that a run can have."""
     finished = [sample(sample_index=i, length=2 + i) for i in range(8)]
     finished[0] = replace(finished[0], weight_versions=runs([-1, 0]))
     everything = finished + [sample(outcome) for outcome in Outcome if outcome is not Outcome.OK]
@@ -50,12 +50,13 @@ def emitted() -> set[str]:
         max_new_tokens=8,
         teacher_coef=1.0,
     )
-    evaluations = [*evaluation_metrics(everything), *evaluation_metrics(finished[:2])]  # scores, verdicts
+    # the sources score and verdict
+    evaluations = [*evaluation_metrics(everything), *evaluation_metrics(finished[:2])]
     return {*rollout_metrics(everything, 0), *evaluations, *credit.metrics}
 
 
 def written() -> set[str]:
-    """In the code, as literals."""
+    """Returns the metric names that the code has as literals."""
     files = [
         *(ROOT / "openrlhf" / "training").glob("*.py"),
         *(ROOT / "openrlhf" / "algorithms").rglob("*.py"),

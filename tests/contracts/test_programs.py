@@ -1,4 +1,4 @@
-"""Programs beside the package: each imports, so that a name that moved is found here."""
+"""Programs outside of the package can be imported, so a module or name that moved is noticed here."""
 
 import importlib
 import inspect
@@ -16,7 +16,7 @@ PARTS = sorted(path.stem for path in (ROOT / "benchmarks" / "gpukit").glob("*.py
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_it_imports(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / program.parent)  # as Python does for a program
+    monkeypatch.syspath_prepend(ROOT / program.parent)  # Python does the same for a program that it runs
     assert callable(runpy.run_path(str(ROOT / program), run_name="imported")["main"])
 
 
@@ -27,7 +27,7 @@ def test_parts_of_the_gpu_kit_import(part: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_stages_name_functions_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the options that they are given."""
+    """Stages name functions that exist and accept the options that they are given."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     for name, stage in importlib.import_module("gpukit.stages").STAGES.items():
         module, _, function = stage.work.partition(":")

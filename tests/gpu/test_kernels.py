@@ -1,4 +1,4 @@
-"""What only a CUDA device shows of kernels: attention over packed rows, heads, Liger's."""
+"""Properties of kernels that only a CUDA device shows: attention over packed rows, heads, Liger's kernels."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -53,12 +53,13 @@ HEADS = [
 ]
 ROW = (5, 130, 1, 64, 2, 333)
 OF_VALUES = {torch.float32: 2**-20, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""What a kernel may err by, of the largest value that it adds up: in half precision it rounds probabilities
-and results, by 2^-9 (bf16) or 2^-12 (fp16); in float32 it adds up to 333 products, each rounded by 2^-24."""
+"""Error bound of a kernel, as a share of the largest value that it adds up. In half precision a kernel rounds
+probabilities and results by 2^-9 (bf16) or 2^-12 (fp16); in float32 it adds up to 333 products, each rounded
+by 2^-24."""
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scaling: float) -> Tensor:
-    """Every score of a row, in float64. Like `packed_attention`."""
+    """Computes the same as `packed_attention`, with every score of a row at once, in float64."""
     sequence = torch.repeat_interleave(torch.arange(len(ROW)), torch.tensor(ROW)).to(q.device)
     i = torch.arange(len(sequence), device=q.device)
     distance = i[:, None] - i
@@ -72,7 +73,7 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scaling
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_attention_against_float64(heads, kv_heads, size, value_size, window, dtype) -> None:
-    """Output and all gradients, of whichever kernel takes them."""
+    """The output and all gradients agree with float64, whichever kernel computes them."""
     torch.manual_seed(0)
     shapes = (heads, size), (kv_heads, size), (kv_heads, value_size)
     qkv = [torch.randn(1, h, sum(ROW), d, device="cuda", dtype=dtype, requires_grad=True) for h, d in shapes]
@@ -93,8 +94,8 @@ def test_attention_against_float64(heads, kv_heads, size, value_size, window, dt
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attention_of_a_slice_against_float64(window, dtype) -> None:
-    """As in a row that ranks share by gathering keys: queries of a slice that begins and ends within a
-    sequence, and their gradients."""
+    """Queries of a slice that begins and ends within a sequence, as in a row that ranks share by gathering
+    keys, have the output and the gradients of float64."""
     torch.manual_seed(0)
     device = torch.device("cuda")
     shapes = (8, 128), (2, 128), (2, 128)
@@ -122,8 +123,8 @@ def test_attention_of_a_slice_against_float64(window, dtype) -> None:
 
 
 def test_parts_of_the_keys_put_together_against_float64() -> None:
-    """As keys travel round ranks: queries of the last 133 tokens of a sequence, which see the 200 before them
-    and then themselves; output and gradients."""
+    """Queries of the last 133 tokens of a sequence see the 200 tokens before them and then themselves, as
+    keys travel round ranks: the output and the gradients are those of float64."""
     torch.manual_seed(0)
     device, dtype = torch.device("cuda"), torch.bfloat16
     q, grad = (torch.randn(1, 8, 133, 128, device=device, dtype=dtype) for _ in range(2))
@@ -151,7 +152,7 @@ def test_parts_of_the_keys_put_together_against_float64() -> None:
 
 
 def test_capped_scores_and_sinks_against_float64() -> None:
-    """Gemma 2's and gpt-oss's attention, which no kernel has."""
+    """Attention of Gemma 2 and gpt-oss, which no kernel supports, agrees with float64."""
     torch.manual_seed(0)
     qkv = [torch.randn(1, 4, 7, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     packing = packing_kwargs(PACKED, (7,), torch.device("cuda"))["packing"]
@@ -169,7 +170,8 @@ def test_capped_scores_and_sinks_against_float64() -> None:
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("summed", [False, True])
 def test_head_against_float64(dtype, softcap, summed) -> None:
-    """Log-probs, entropy and gradients of a head, in chunks: float32 also where the weight is not."""
+    """Log-probs, entropy and gradients of a head in chunks agree with float64; the results are float32 also
+    if the weight is not."""
     torch.manual_seed(0)
     num_actions, size, vocabulary = 300, 64, 1000
     hidden = torch.randn(num_actions, size, device="cuda", dtype=dtype, requires_grad=True)
@@ -192,13 +194,15 @@ def test_head_against_float64(dtype, softcap, summed) -> None:
     sum(x.mean() for x in found).backward()
     sum(y.mean() for y in expected).backward()
     for x, y in zip((hidden, weight), wide, strict=True):
-        limit = 4 * torch.finfo(dtype).eps * float(y.grad.abs().max())  # factors and results are rounded
+        # factors and results are rounded to the dtype
+        limit = 4 * torch.finfo(dtype).eps * float(y.grad.abs().max())
         assert float((x.grad.double() - y.grad).abs().max()) < max(limit, 1e-6)
 
 
 def test_memory_and_time_of_a_large_head(record_property: Callable[[str, float], None]) -> None:
-    """151,936 tokens, 4,096 rows of 2,048: nothing of the size of all logits (2.3 GiB) is ever alive beside a
-    chunk, the gradient of the head in float32 and in its own type, and what the chunk is rounded to."""
+    """A head with 151,936 tokens reads 4,096 rows of 2,048 numbers. Nothing of the size of all logits (2.3
+    GiB) is ever allocated: only a chunk, its rounded copy, and the gradient of the head in float32 and in its
+    own dtype."""
     A, H, V = 4096, 2048, 151_936
     hidden = torch.randn(A, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = (torch.randn(V, H, device="cuda") / 64).bfloat16().requires_grad_()

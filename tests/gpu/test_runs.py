@@ -1,4 +1,4 @@
-"""What only a CUDA device shows of a whole run."""
+"""Properties of a whole run that only a CUDA device shows."""
 
 import shlex
 from pathlib import Path
@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_hybrid_engine_on_one_gpu(tmp_path: Path, stage: int) -> None:
-    """Trainer and engine share the GPU, sleep in turns, and weights go by IPC."""
+    """The trainer and the engine share the GPU and sleep in turns; weights travel by CUDA IPC."""
     task = prepare(tmp_path / "task", num_pretrain=8, num_sft=8, num_prompts=32, num_eval=8)
     argv = shlex.split(
         f"--actor.model_name_or_path {task.model} --data.prompt_dataset {task.prompts} "

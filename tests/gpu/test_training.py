@@ -1,4 +1,5 @@
-"""What only a CUDA device shows of a training step: where it waits, and whose memory is free after it."""
+"""Properties of a training step that only a CUDA device shows: host synchronisation, and which memory is
+freed after it."""
 
 import gc
 from collections.abc import Iterator
@@ -40,7 +41,8 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def next_model_is_whole() -> Iterator[None]:
-    """An engine at stage 3 leaves word that models are to be sharded."""
+    """Lets the next model load whole: an engine at ZeRO stage 3 makes transformers shard every later
+    model."""
     yield
     unset_hf_deepspeed_config()
     gc.collect()
@@ -65,9 +67,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_of_every_layout(tmp_path: Path, stage: int) -> None:
-    """They are those of the same weights in float32, one sequence after the other, but for rounding: each of
-    the about 20 results in bf16 on the way to a gradient adds an error of at most 2^-8 of its size, and most
-    of them cancel."""
+    """Gradients of every layout equal those of the same weights in float32, one sequence after the other, up
+    to rounding: each of about 20 bf16 results on the way to a gradient adds an error of at most 2^-8 of its
+    size, and most of these errors cancel."""
     path = str(tiny_chat_model(tmp_path, seed=0, hidden_size=256))
     plain = load_causal_lm(path, flag="--model", dtype="bf16", attention="eager").float().to(current_device())
     count = sum(int(sample.action_mask.sum()) for sample in SAMPLES)
@@ -95,8 +97,8 @@ def test_gradients_of_every_layout(tmp_path: Path, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_micro_batches_do_not_wait(tmp_path: Path, stage: int) -> None:
-    """torch raises where the host would wait for the GPU, from the first micro-batch to the optimizer's step.
-    Stage 3 waits, in DeepSpeed, for its reductions after every backward."""
+    """torch raises if the host waits for the GPU between the first micro-batch and the optimizer's step. At
+    stage 3 DeepSpeed itself waits for its reductions after every backward pass."""
     engine = engine_of(tmp_path, zero_stage=stage)
     for _ in range(3):
         engine.train_step(ROWS, SFTObjective())
@@ -126,10 +128,10 @@ def test_memory_of_a_sleeping_optimizer_is_free(tmp_path: Path, stage: int) -> N
     engine.offload()
     freed = before - get_accelerator().memory_allocated()
     num_weights = sum(tensor.numel() for _, tensor in engine.weights())
-    assert freed >= 3 * 4 * num_weights  # float32: master weights and two moments
+    assert freed >= 3 * 4 * num_weights  # float32 master weights and two moments
     del engine
     engine = engine_of(tmp_path, zero_stage=stage)
-    for loss in losses:  # kernels may add in another order: states that were lost would show at once
+    for loss in losses:  # kernels may add in another order; lost optimizer states would show at once
         assert engine.train_step(ROWS, SFTObjective())["sft/loss"] == pytest.approx(loss, rel=1e-2)
         engine.offload()
         engine.reload()

@@ -1,1 +1,1 @@
-"""In the place of the package modelscope, whose hub the tests cannot reach."""
+"""Stand-in for the package modelscope, whose hub the tests cannot reach."""

@@ -1,8 +1,9 @@
-"""Makes engines run on a CPU what they run on GPUs, in every process that has this folder in its PYTHONPATH.
+"""Backend of Triton that lets engines on a CPU run their GPU code, in every process with this folder in
+PYTHONPATH.
 
-vLLM's second model runner asks for Triton, and on a CPU for a backend of that name. This one has no compiler,
-and nobody asks for one where TRITON_INTERPRET=1 has kernels interpreted. Asynchronous scheduling vLLM
-switches off on a CPU; it stays on where ASYNCHRONOUS_SCHEDULING is set.
+The second model runner of vLLM asks for Triton, and on a CPU for a Triton backend named "cpu". This backend
+has no compiler, and none is needed with TRITON_INTERPRET=1, which interprets kernels. vLLM switches
+asynchronous scheduling off on a CPU; ASYNCHRONOUS_SCHEDULING keeps it on.
 """
 
 import os
@@ -10,14 +11,16 @@ from typing import Any
 
 
 class Number(int):
-    """Counter of a kernel's loop with the method that the compiled one, a tensor, has."""
+    """Loop counter of an interpreted kernel, with the method of a compiled kernel's counter, which is a
+    tensor."""
 
     def to(self, dtype: Any) -> "Number":
         return self
 
 
 def as_on_gpus() -> None:
-    """vLLM calls this in each of its processes before it makes a configuration."""
+    """Changes vLLM to act as on GPUs; vLLM calls this in each of its processes before it builds a
+    configuration."""
     from triton.runtime import interpreter
 
     interpreter.range = lambda *borders: map(Number, range(*borders))

@@ -1,4 +1,4 @@
-"""Compiler that Triton looks for in a backend. Interpreted kernels never ask it."""
+"""Compiler that Triton looks for in a backend. Interpreted kernels never call it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Driver that Triton looks for in a backend. Interpreted kernels never ask it."""
+"""Driver that Triton looks for in a backend. Interpreted kernels never call it."""
 
 from typing import Any
 

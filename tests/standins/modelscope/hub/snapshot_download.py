@@ -1,5 +1,5 @@
-"""The function of modelscope 1.40 by its signature, for a hub that is the folder $MODELSCOPE_SITE: there
-`model/OWNER/NAME` and `dataset/OWNER/NAME` have files."""
+"""Stand-in for `snapshot_download` of modelscope 1.40, with its signature. The hub is the folder
+$MODELSCOPE_SITE, with files in `model/OWNER/NAME` and `dataset/OWNER/NAME`."""
 
 import os
 import shutil
