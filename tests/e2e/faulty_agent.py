@@ -1,8 +1,8 @@
-"""An agent of one turn that lets the engine's copy of the weights go wrong after a right beginning. Its first
-episode reaches into the engine's process: tests replace FAULT by the name of what happens there.
+"""Agent of one turn whose first episode puts a fault into the engine's process, so that the engine's copy of
+the weights goes wrong after a right beginning. Tests replace FAULT by the name of the fault.
 
-`roll` and `stale` change what the second weight sync from then on stores, after its checksum was taken;
-`unused adapter` leaves adapters that were sent out of all requests, from the start.
+`roll` and `stale` change what is stored from the second weight sync on, after its checksum was taken; `unused
+adapter` removes adapters that were sent from all requests, from the start.
 """
 
 import sys
@@ -29,7 +29,7 @@ class AgentExecutor(AgentExecutorBase):
 
 
 def change_later_syncs(worker) -> None:
-    """For vLLM's worker: what comes after the next weight sync is not stored as it was sent."""
+    """Runs in vLLM's worker: weights after the next sync are not stored as they were sent."""
     engine, held = worker.weight_transfer_engine, {}
     load = engine._load
 

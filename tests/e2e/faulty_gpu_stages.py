@@ -23,7 +23,7 @@ def raises(setting: Setting) -> Figures:
 
 
 def hangs_here(setting: Setting) -> Figures:
-    """In a call, while a child in a session of its own sleeps, as Ray's processes do."""
+    """Hangs in a call while a child process in a session of its own sleeps, like the processes of Ray."""
     subprocess.Popen([sys.executable, "-c", SLEEPER], start_new_session=True)
     print("began", flush=True)
     time.sleep(600)
@@ -70,7 +70,7 @@ def sees_what_was_carried(setting: Setting) -> Figures:
 
 
 def watches_memory_and_raises(setting: Setting) -> Figures:
-    """As a run of RL that fails while nvidia-smi is asked every 100 ms."""
+    """Fails like a run of RL that ends while nvidia-smi is asked every 100 ms."""
     from gpukit.reinforcement import memory_watch
 
     with memory_watch(Path("memory"), Setting(rehearsal=False)):
@@ -78,7 +78,7 @@ def watches_memory_and_raises(setting: Setting) -> Figures:
 
 
 def reads_with_a_broken_kernel(setting: Setting) -> Figures:
-    """SFT where the kernel of packed attention has another signature."""
+    """Runs SFT with a packed-attention kernel of another signature."""
     from gpukit.training import train
 
     from openrlhf.models import attention

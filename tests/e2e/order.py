@@ -1,5 +1,5 @@
-"""Processes of a run that compute nothing and write down what they are asked: a line for each call, with its
-start and end. For workers of Ray, which take the code along and import nothing for it."""
+"""Stand-ins for the processes of a run: they compute nothing and log each call on a line, with its start and
+end. Ray's workers receive this code with the actor and import nothing for it."""
 
 import time
 from pathlib import Path
@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 LOG = Path()
-"""Where, set before a process is started."""
+"""File of the log; tests set it before a process starts."""
 PAUSE = 0.05
-"""Seconds that a call takes: calls that may meet do."""
+"""Seconds that a call takes, so that calls that may overlap do."""
 
 
 class Event(NamedTuple):
@@ -32,7 +32,7 @@ def note(who: str, what: str) -> None:
 
 
 class Rank:
-    """Of any model."""
+    """Rank of any model; it logs the calls of its worker."""
 
     def __init__(self, config: Any, rank: int, mesh: Any, **place: Any) -> None:
         self.name = type(self).__name__

@@ -1,4 +1,5 @@
-"""What sends weights to engines in the place of a model in training, and what speaks to an engine there."""
+"""Stand-ins for a training engine that sends weights to engines, and for the control plane of such an
+engine."""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from openrlhf.types import PackedRow, Sample
 
 
 def options_of(model: str, **more: Any) -> EngineOptions:
-    """Of an engine that waits for weights."""
+    """Returns the options of an engine without weights, which waits for them."""
     own = {"max_len": 256, "seed": 0, "transfer_backend": "gloo", "on_gpu": False, "load_weights": False}
     return EngineOptions(model=model, dtype="fp32", **own, **more)
 
@@ -37,7 +38,7 @@ async def sync_under_way(
 
 
 class Trainer:
-    """What a sender asks of an engine in training."""
+    """Training engine as a weight sender sees it."""
 
     def __init__(self, path: str, dtype: str) -> None:
         self.policy = PolicyModel(load_causal_lm(path, flag="--model", dtype=dtype, attention="eager")).eval()
@@ -54,7 +55,7 @@ class Trainer:
 
     @torch.no_grad()
     def learn(self) -> None:
-        """Weights that are nothing like the last ones."""
+        """Replaces the weights by ones that are nothing like them."""
         for name, param in self.policy.model.named_parameters():
             if param.dim() > 1:
                 param.copy_(param.flatten()[torch.randperm(param.numel())].view_as(param))
@@ -63,7 +64,7 @@ class Trainer:
 
 
 class Client:
-    """The control plane of one engine, from a thread beside its loop."""
+    """Control plane of one engine, called from a thread beside the engine's event loop."""
 
     version = 0
     num_engines = 1
@@ -94,7 +95,7 @@ class Client:
 
 
 def differences(policy: PolicyModel, token_ids: list[int], log_probs: list[float]) -> list[float]:
-    """From what `policy` says of the last tokens, after all before them."""
+    """Returns the absolute differences between `log_probs` and `policy`'s log-probs of the last tokens."""
     ids = torch.tensor(token_ids)
     is_action = torch.arange(len(ids)) >= len(ids) - len(log_probs)
     with torch.no_grad():

@@ -41,7 +41,7 @@ def test_every_kind_of_agent(
 
 @pytest.fixture
 def nemo_gym(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Servers that the example finds."""
+    """Starts the servers that the example of NeMo Gym asks."""
     model_port, agent_port = free_port(), free_port()
     monkeypatch.setenv("NEMO_GYM_MODEL_PORT", str(model_port))
     monkeypatch.setenv("NEMO_GYM_AGENT", f"http://127.0.0.1:{agent_port}")

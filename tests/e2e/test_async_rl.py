@@ -1,5 +1,5 @@
-"""Sampling while the models train: nothing is lost or used twice, weights are those that are told, and
-without staleness it is the synchronous run."""
+"""Sampling while the models train: no sample is lost or used twice, recorded weight versions are right, and
+without staleness the run equals the synchronous one."""
 
 from itertools import product
 from pathlib import Path
@@ -28,7 +28,7 @@ PLACES = {
 AHEAD = {
     "at once": "",
     "waits": "--train.async_enable --train.async_queue_size 1 --rollout.max_new_tokens 48",
-    # Few and long: sampling a batch takes several times as long as training on one.
+    # Few long answers: sampling a batch takes several times as long as training on one.
     "pauses": "--train.async_enable --train.async_queue_size 2 --train.partial_rollout_enable "
     "--rollout.batch_size 2 --train.batch_size 8 --data.max_len 480 --rollout.max_new_tokens 400",
 }
@@ -47,8 +47,8 @@ def steps_of(folder: Path, count: int = 4) -> list[list[Trajectory]]:
     [pytest.param(*case, marks=() if case == IN_EVERY_RUN else pytest.mark.slow) for case in CASES],
 )
 def test_places_and_ways_to_sample(task: TaskFiles, tmp_path: Path, place: str, ahead: str) -> None:
-    """Two engines and two ranks, wherever they are and whoever waits: no prompt is lost or trained on twice,
-    weights of version v are those after v steps, and engines have them. Where syncs pause requests, these go
+    """With two engines and two ranks, placed anyhow and whoever waits, no prompt is lost or trained on twice,
+    weights of version v are those after v steps, and engines hold them. Where syncs pause requests, these go
     on with new weights, and every log-prob is that of the weights which chose the token."""
     flags = f"{FLAGS} {PLACES[place]} {AHEAD[ahead]} --ckpt.save_steps 1 --ckpt.save_hf --ckpt.disable_ds"
     metrics = train(task, tmp_path, f"{flags} --ckpt.max_num 9")
@@ -75,7 +75,7 @@ def test_places_and_ways_to_sample(task: TaskFiles, tmp_path: Path, place: str, 
 
 
 def check_log_probs(task: TaskFiles, folder: Path, trajectories: list[Trajectory]) -> None:
-    """Token by token, with the weights of its version."""
+    """Checks the log-prob of each token against the weights of its version."""
     models = {0: AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)}
     for version in range(1, 5):
         path = folder / "ckpt" / f"global_step{version}_hf"
@@ -96,7 +96,7 @@ def check_log_probs(task: TaskFiles, folder: Path, trajectories: list[Trajectory
 
 @pytest.mark.slow
 def test_without_staleness_it_is_the_synchronous_run(task: TaskFiles, tmp_path: Path) -> None:
-    """Tokens, rewards and weights, bit for bit."""
+    """Tokens, rewards and weights are equal bit for bit."""
     flags = (
         f"{FLAGS} {PLACES['separate'].replace('--actor.num_gpus_per_node 2', '--actor.num_gpus_per_node 1')}"
     )

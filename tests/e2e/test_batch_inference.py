@@ -1,4 +1,4 @@
-"""Batch inference through its command: nothing depends on batches, ranks or interruptions."""
+"""Batch inference through its command: its results depend on neither batches, ranks nor interruptions."""
 
 import json
 import os
@@ -32,9 +32,10 @@ def flags(task: TaskFiles, output: Path, more: str) -> list[str]:
 
 
 def infer(argv: list[str]) -> list[dict]:
-    """Run the command in this process; returns the rows of the output."""
+    """Runs the command in this process and returns the rows of the output."""
     config = parse(BATCH_INFERENCE, argv).config
-    with mock.patch.dict(os.environ):  # which says RANK and MASTER_PORT while the process is a group of one
+    # the process joins a group of one rank, which sets RANK and MASTER_PORT
+    with mock.patch.dict(os.environ):
         batch_inference.run(config)
         leave_distributed()
     return read(config.output_path)
@@ -55,7 +56,7 @@ ALL_KEYS = [(prompt, sample) for prompt in range(NUM_PROMPTS) for sample in rang
 def one_engine(
     cpu_engines: None, task: TaskFiles, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Every run of generate_vllm in this file uses the engine that the first would start."""
+    """Lets every run of generate_vllm in this file use the engine that the first one starts."""
     argv = flags(task, tmp_path_factory.mktemp("engine") / "x.jsonl", VLLM)
     config = parse(BATCH_INFERENCE, argv).config
     tokenizer = load_tokenizer(str(task.model), flag="")
@@ -116,7 +117,8 @@ GENERATE = "--task generate --rollout.n_samples_per_prompt 2"
 def test_ranks_and_batches_do_not_change_answers(task: TaskFiles, tmp_path: Path) -> None:
     alone = infer(flags(task, tmp_path / "alone.jsonl", f"{GENERATE} --train.micro_batch_size 24"))
     argv = flags(task, tmp_path / "both.jsonl", f"{GENERATE} --train.micro_batch_size 5")
-    (tmp_path / "both.jsonl.rank1.jsonl").write_text(json.dumps(alone[7]) + "\n")  # of a run that was killed
+    # another run, which was killed, left it
+    (tmp_path / "both.jsonl.rank1.jsonl").write_text(json.dumps(alone[7]) + "\n")
     (tmp_path / "both.jsonl.meta.json").write_text((tmp_path / "alone.jsonl.meta.json").read_text())
     log = tmp_path / "log"
     run_ranks(["openrlhf.cli.batch_inference", *argv], 2, log=log)
@@ -128,7 +130,7 @@ def test_ranks_and_batches_do_not_change_answers(task: TaskFiles, tmp_path: Path
 
 
 def test_greedy_answers_are_those_of_the_model(task: TaskFiles, tmp_path: Path) -> None:
-    """Against a loop without cache or padding; vLLM says the same."""
+    """Greedy answers of both engines equal those of a loop without cache or padding."""
     rows = infer(flags(task, tmp_path / "hf.jsonl", "--task generate --rollout.greedy"))
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(task.model)

@@ -1,4 +1,4 @@
-"""Every benchmark at its smallest size: that it runs, and that its ways do the same work, which it checks."""
+"""Every benchmark runs at its smallest size; each checks that the ways it compares do the same work."""
 
 import re
 import subprocess

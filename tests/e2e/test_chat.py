@@ -36,7 +36,7 @@ def engine(cpu_engines: None, task: TaskFiles) -> Iterator[VLLMStream]:
 
 
 class Shared:
-    """The engine, for one chat of several."""
+    """Engine that several chats share; the end of one chat leaves it running."""
 
     def __init__(self, engine: VLLMStream) -> None:
         self.stream = engine.stream
@@ -46,7 +46,7 @@ class Shared:
 
 
 def test_both_engines_answer_the_same_and_clear_forgets(task: TaskFiles, engine, monkeypatch, capsys) -> None:
-    """Greedy: transformers in a process with a pipe, vLLM in this one."""
+    """Greedy answers are the same: transformers runs in a process with a pipe, vLLM in this process."""
     command = [sys.executable, "-m", "openrlhf.cli.interactive_chat", *flags(task)]
     done = subprocess.run(
         command,
@@ -78,7 +78,7 @@ def test_an_answer_can_be_stopped(task: TaskFiles, engine) -> None:
 
 
 def test_the_input_may_end_without_exit(task: TaskFiles, engine, monkeypatch, capsys, tmp_path: Path) -> None:
-    """A text before the conversation, no chat template, and a conversation that has become too long."""
+    """The chat has a text before the conversation, no chat template, and grows too long."""
     (tmp_path / "start.txt").write_text("You count.\n")
     argv = [flag for flag in flags(task, "--engine", "vllm") if flag != "--data.apply_chat_template"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("How many?\n" + "many " * 200 + "\n"))

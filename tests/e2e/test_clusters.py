@@ -1,4 +1,4 @@
-"""The commands of docs/clusters.md, run as they stand there, but for ports and addresses."""
+"""The commands of docs/clusters.md run as the page has them, with other ports and addresses."""
 
 import os
 import platform
@@ -50,7 +50,7 @@ sys.stdin.read()
 
 
 def commands(heading: str) -> list[list[str]]:
-    """Of each block under a heading of the page."""
+    """Returns the commands of each code block under a heading of the page."""
     section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
     assert section
     return [block.splitlines() for block in re.findall(r"```bash\n(.*?)```", section[1], re.DOTALL)]
@@ -58,7 +58,7 @@ def commands(heading: str) -> list[list[str]]:
 
 @dataclass(kw_only=True)
 class Machine:
-    """A user's machine with nobody else on it: a home, a folder to work in, ports."""
+    """User's machine with nobody else on it: a home, a folder to work in, ports."""
 
     folder: Path
     environment: dict[str, str]
@@ -70,7 +70,8 @@ class Machine:
         return (Path(self.environment["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").read_text().strip()
 
     def start(self, command: str, **options) -> subprocess.Popen:
-        """`ray stop` would stop everybody's."""
+        """Starts a command with this machine's ports and addresses in the place of the page's. `ray stop` is
+        replaced, because it would stop every Ray of the user."""
         own = f"--port {self.port} --dashboard-port {self.dashboard} --ray-client-server-port {free_port()}"
         own += " --dashboard-agent-listen-port 0 --object-store-memory 100000000"
         command = command.replace("ray start --head", f"ray start --head {own}")
@@ -93,7 +94,7 @@ class Machine:
         )
 
     def run(self, command: str) -> tuple[int, str]:
-        """(exit code, what it printed). `export` holds for what comes after."""
+        """Returns (exit code, output). An `export` holds for later commands."""
         if command.startswith("export "):
             name, value = command.removeprefix("export ").split("=")
             self.environment[name] = value
@@ -158,7 +159,7 @@ def test_a_run_starts_ray_where_a_dead_cluster_left_its_file(machine: Machine) -
 
 
 def submitted(machine: Machine, command: str) -> tuple[int, str]:
-    """As `machine.run`, once Ray takes jobs."""
+    """Submits a job like `machine.run`, once Ray takes jobs."""
     deadline = time.monotonic() + 60
     while "No available agent" in (done := machine.run(command))[1] and time.monotonic() < deadline:
         pass
@@ -166,7 +167,7 @@ def submitted(machine: Machine, command: str) -> tuple[int, str]:
 
 
 def test_a_cluster_that_is_too_small_or_busy(machine: Machine) -> None:
-    """With a token, of which the second run hears from nobody. The first is a job."""
+    """The cluster has a token, which the second run finds by itself. The first run is a submitted job."""
     assert machine.run("ray get-auth-token --generate")[0] == 0
     (start, _, _), (named,) = commands("A cluster that stays")
     assert machine.run(start)[0] == 0
@@ -207,7 +208,7 @@ def test_a_run_joins_a_cluster_that_stays(machine: Machine) -> None:
     assert f"joined the Ray cluster at {machine.address}: 1 node, 0 GPUs" in output
     assert not re.search(r"pid=|Triton|Loading weights|model shards|repeated|WARNING|\x1b", output), output
     assert machine.run(stop)[0] == 0
-    code, output = machine.run(f"RAY_ADDRESS={machine.address} ray status")  # it stayed
+    code, output = machine.run(f"RAY_ADDRESS={machine.address} ray status")  # the cluster is still running
     assert code == 0, output
 
 
@@ -229,7 +230,7 @@ def test_a_run_as_a_job(machine: Machine, heading: str) -> None:
 @needs_namespaces
 @pytest.mark.usefixtures("cpu_engines")
 def test_a_run_on_two_nodes(machine: Machine, task: TaskFiles) -> None:
-    """They share a folder, and each has a disk of its own."""
+    """The nodes share a folder, and each has a disk of its own."""
     head, other, status = commands("Several nodes")[0]
     own, cores = machine.folder / "own", "--num-gpus 0 --num-cpus 1 --node-ip-address"
     shutil.copytree(task.model, own / "model")
@@ -248,7 +249,7 @@ def test_a_run_on_two_nodes(machine: Machine, task: TaskFiles) -> None:
     assert code == 2, output
     assert f"error: --actor.model_name_or_path {own}/model: not on 127.0.0.3 ({name}).\n" in output
     assert f"\n--ckpt.path {own}/ckpt: not shared with 127.0.0.3 ({name}): parts of" in output
-    assert "--ckpt.output_dir" not in output  # the actor's rank 0 writes it here
+    assert "--ckpt.output_dir" not in output  # the path is on a disk that the actor's rank 0 writes to
 
     code, output = machine.run(
         f"{run} --train.max_steps 2 --ckpt.save_steps 1 --algo.advantage.estimator gae"

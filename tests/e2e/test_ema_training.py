@@ -1,5 +1,5 @@
-"""The exported average is that of plain PyTorch at every ZeRO stage, and survives a resume bit for bit; by
-another number of ranks up to rounding."""
+"""The exported average equals that of plain PyTorch at every ZeRO stage. After a resume it is the same bit
+for bit; on another number of ranks it is the same up to rounding."""
 
 from collections.abc import Callable
 from functools import partial
@@ -43,7 +43,7 @@ def samples() -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def expected(task: TaskFiles, samples: list[Sample]) -> dict[int, tuple[Weights, Weights]]:
-    """(average, weights) after all steps by the rank of the adapters, of which 0 means none."""
+    """Returns (average, weights) after all steps, by the rank of the adapters; rank 0 means no adapters."""
     return {rank: plain_training(task.model, samples, rank) for rank in (0, 4)}
 
 
@@ -74,7 +74,7 @@ def plain_training(path: Path, samples: list[Sample], rank: int) -> tuple[Weight
 
 
 def exported(folder: str) -> Weights:
-    """By the names in the model."""
+    """Returns the exported weights by their names in the model."""
     (file,) = Path(folder, "model").glob("*.safetensors")
     found = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(file).items()}
     return {
@@ -104,7 +104,7 @@ def test_the_average_is_exported_and_kept(
     )
     two = run(2)
     folders = [Path(case["folder"]) for case in two[0]["cases"]]
-    one = run(1, resume=str(folders[0].parent))  # of what two have saved
+    one = run(1, resume=str(folders[0].parent))  # resumes what two ranks saved
     resumed = run(
         2,
         resume=str(folders[0].parent),
@@ -141,7 +141,7 @@ def check_case(case: dict, ranks: list[dict], average: Weights, weights: Weights
 
 
 def average_of(steps: list[Weights]) -> Weights:
-    """In float32, and rounded to the weights' own type only at the end."""
+    """Averages in float32 and rounds to the weights' dtype only at the end."""
     found = {name: start.float() for name, start in steps[0].items()}
     for step in steps[1:]:
         for name, param in step.items():

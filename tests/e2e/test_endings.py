@@ -1,4 +1,4 @@
-"""How a run ends that is told to end, or loses a process: at once, in a few lines, with nothing left over."""
+"""A run that is told to end, or loses a process, ends at once, in a few lines, with nothing left over."""
 
 import os
 import shlex
@@ -22,8 +22,9 @@ FOREVER = 100_000
 def interrupt(
     command: str, folder: Path, end: Callable[[psutil.Process], object], steps: int = 3
 ) -> tuple[int, str, str]:
-    """Run `command`, which writes to `folder`/run, with no cluster to join; when it has made some steps,
-    `end` its process. Exit code and what it wrote to stdout and stderr. Nothing that it started is left."""
+    """Runs `command`, which writes to `folder`/run and joins no cluster, and after some steps ends its
+    process with `end`. Returns the exit code and what was written to stdout and stderr; checks that no
+    process is left."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     metrics = folder / "run" / "metrics.jsonl"
     with (folder / "out").open("w") as stdout, (folder / "err").open("w") as stderr:
@@ -77,7 +78,8 @@ ONE_RANK = "--actor.num_gpus_per_node 1 --train.colocate_all"
     ("send", "number"),
     [
         pytest.param(os.kill, signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(os.killpg, signal.SIGTERM, marks=pytest.mark.slow),  # Ray's servers end with it
+        # SIGTERM to the group ends Ray's servers too
+        pytest.param(os.killpg, signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param(os.killpg, signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
@@ -92,7 +94,7 @@ def test_a_run_that_is_told_to_end(task: TaskFiles, tmp_path: Path, send: Callab
 
 
 def kill(title: str) -> Callable[[psutil.Process], None]:
-    """`kill -9` for the last process of the run with this title."""
+    """Returns a function that kills the last process of the run with this title by `kill -9`."""
 
     def end(run: psutil.Process) -> None:
         found = [p for p in run.children(recursive=True) if " ".join(p.cmdline()).startswith(title)]
@@ -105,7 +107,7 @@ def kill(title: str) -> Callable[[psutil.Process], None]:
 @pytest.mark.parametrize(
     ("title", "name", "flags"),
     [
-        ("VLLM::EngineCore", "a vLLM engine", ONE_RANK),  # what runs out of memory
+        ("VLLM::EngineCore", "a vLLM engine", ONE_RANK),  # the process that runs out of memory
         pytest.param("ray::EngineActor", "a vLLM engine", ONE_RANK, marks=pytest.mark.slow),
         pytest.param(
             "ray::PolicyWorker",
@@ -122,7 +124,8 @@ def test_a_run_that_loses_a_process(
     assert code == 1
     *what, log, where = err[err.index("error: ") :].splitlines()
     assert f"{name} died: process " in what[-1] or f"{name} died: the process that " in what[-1]
-    assert len(what) == 1 or what[0].startswith("error: weight sync ")  # one may have been under way
+    # a weight sync may have been under way
+    assert len(what) == 1 or what[0].startswith("error: weight sync ")
     assert Path(log.removeprefix("Its log is ").partition(";")[0]).exists()
     saved = "save_steps" in flags
     left = last_checkpoint(tmp_path) if saved else "nothing was saved: --ckpt.save_steps N saves a checkpoint"
@@ -142,7 +145,7 @@ def test_a_run_that_loses_a_process(
 def test_a_supervised_run_that_is_told_to_end(
     task: TaskFiles, tmp_path: Path, launcher: str, number: int
 ) -> None:
-    """One rank speaks; torchrun has words and exit codes of its own."""
+    """One rank reports it; torchrun adds lines and exit codes of its own."""
     command = (
         f"{launcher} -m openrlhf.cli.train_sft --model.model_name_or_path {task.model} "
         f"--data.dataset {task.pretrain} --model.pretrain_mode_enable --data.max_samples 32 "

@@ -1,4 +1,4 @@
-"""What an environment is for: the policy plays better after some steps."""
+"""Reinforcement learning on an environment makes the policy play better after some steps."""
 
 import json
 import random
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("running_ray")]
 
 
 def random_games(count: int) -> list[dict]:
-    """Each turn of a player who guesses at random, in the form that the game asks for."""
+    """Returns games of a player who guesses at random, each turn in the form that the game asks for."""
     example, rng, rows = runpy.run_path(str(EXAMPLE)), random.Random(0), []
     for seed in range(count):
         game, over, messages = example["Guess"](), False, []
@@ -32,8 +32,8 @@ def random_games(count: int) -> list[dict]:
 
 
 def test_hints_are_learned(openrlhf, knowing, tmp_path: Path) -> None:
-    """Who heeds the hints finds any of eight numbers in four tries and pays nothing for excluded guesses;
-    who guesses at random finds it in 1 - (7/8)^4 = 41 % of the games, and pays."""
+    """A player that heeds the hints finds any of eight numbers in four tries and pays nothing for excluded
+    guesses; a player that guesses at random finds it in 1 - (7/8)^4 = 41 % of the games, and pays."""
     example = runpy.run_path(str(EXAMPLE))
     games, rows = tmp_path / "games.jsonl", tmp_path / "rows.jsonl"
     games.write_text("".join(json.dumps(row) + "\n" for row in random_games(300)))

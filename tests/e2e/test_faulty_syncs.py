@@ -1,5 +1,5 @@
-"""Engines whose copy of the weights goes wrong after a right beginning stop the run before anything is learnt
-from what they sample."""
+"""Engines whose copy of the weights goes wrong after a right beginning stop the run before it learns from
+their samples."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def test_a_fault_that_checksums_do_not_see(
     steps: int,
     told: str,
 ) -> None:
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the fault is a function
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the fault is sent as a function
     agent = tmp_path / "agent.py"
     agent.write_text(Path(__file__).with_name("faulty_agent.py").read_text().replace('"FAULT"', f'"{fault}"'))
     with pytest.raises(RuntimeError, match=f"(?s){told}"):

@@ -1,4 +1,4 @@
-"""Before its first step the policy is the one that sampled, and its own reference."""
+"""Before its first step the policy equals the sampler's policy and its own reference."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""A critic starts from a language model and a new head: the same one on every rank, at every ZeRO stage."""
+"""A critic starts from a language model and a new head, which is the same on every rank and at every ZeRO
+stage."""
 
 from collections.abc import Callable
 from pathlib import Path

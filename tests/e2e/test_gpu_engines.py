@@ -1,5 +1,5 @@
-"""Engines as GPUs run them, on a CPU: vLLM's second model runner, whose Triton kernels
-are interpreted, and asynchronous scheduling. Its environment is a stand-in (tests/standins/gpu_engines)."""
+"""GPU code of engines on a CPU: vLLM's second model runner, with interpreted Triton kernels, and asynchronous
+scheduling. A stand-in (tests/standins/gpu_engines) provides its environment."""
 
 import json
 import os
@@ -22,7 +22,8 @@ ON_CPU = EngineOptions(model="", dtype="fp32", max_len=256, seed=0, transfer_bac
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., dict]:
-    """Run `workers/{name}.py` in a process of its own, which reads the stand-in as it starts."""
+    """Returns a function that runs `workers/{name}.py` in a process of its own, which loads the stand-in at
+    its start."""
 
     def run(name: str, family: str, *, is_asynchronous: bool = True, **arguments) -> dict:
         out = tmp_path / f"{name}-{is_asynchronous}"
@@ -47,9 +48,9 @@ def run(tmp_path: Path) -> Callable[..., dict]:
 
 
 def test_answers_are_the_same_whenever_they_are_scheduled(run: Callable[..., dict]) -> None:
-    """With adapters that weight syncs bring: tokens by their seeds alone, beside other requests and one that
-    is given up; their log-probs, over what top-k and top-p kept, those of the trainer's weights. A paused
-    answer goes on with the new ones."""
+    """Engines have adapters from weight syncs. Tokens depend on their seeds alone, beside other requests and
+    an aborted one; their log-probs, over what top-k and top-p kept, are those of the trainer's weights. A
+    paused answer goes on with the new weights."""
     runs = [run("gpu_paths", "Qwen3", is_asynchronous=is_asynchronous) for is_asynchronous in (False, True)]
     for is_asynchronous, found in zip((False, True), runs, strict=True):
         assert found["is asynchronous"] == is_asynchronous and found["second runner"]
@@ -60,7 +61,8 @@ def test_answers_are_the_same_whenever_they_are_scheduled(run: Callable[..., dic
         for name, alone in found["alone"].items():
             assert alone == found["answers"][name]
         ((top_k,), (top_p,)) = found["answers"]["top-k"], found["answers"]["top-p"]
-        assert set(top_k["kept"]) == {4} and max(top_p["kept"]) > 6  # the sampled one beside the likely ones
+        # the sampled token beside the likely ones
+        assert set(top_k["kept"]) == {4} and max(top_p["kept"]) > 6
         assert len(found["answers"]["two"]) == 2
     assert runs[0]["answers"] == runs[1]["answers"]
 
@@ -75,8 +77,8 @@ def test_a_paused_request_goes_on_with_its_cache(run: Callable[..., dict]) -> No
 
 
 def test_vllm_tells_which_experts_read_each_token(run: Callable[..., dict]) -> None:
-    """Also those that a request finds in the cache; and across a sync those that first read it, as
-    backends/vllm/routing.py does where vLLM cannot."""
+    """Experts are reported for tokens that a request finds in the cache too; across a sync they are those
+    that first read the token, as backends/vllm/routing.py reports them where vLLM cannot."""
     found = run("gpu_routing", "Qwen3Moe", on_gpu=True)
     for answer, length, cached in zip(found["answers"], (148, 148, 152), (0, 128, 128), strict=True):
         assert answer == {"cached": cached, "shape": [length - 1, 2, 2], "type": "uint8", "differ": 0}

@@ -23,7 +23,7 @@ FAULTY = [
 
 
 def kit(out: Path, *words: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], dict]:
-    """Runs the kit; returns the process and the stages of its report by name."""
+    """Runs the kit and returns the process and the stages of its report by name."""
     command = [sys.executable, KIT, "--out", str(out), *words]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=500, env=os.environ | variables, cwd=out.parent
@@ -34,7 +34,7 @@ def kit(out: Path, *words: str, **variables: str) -> tuple[subprocess.CompletedP
 
 @pytest.fixture
 def faulty(tmp_path: Path) -> dict[str, str]:
-    """Variables by which the kit has the faulty stages, beside wheels that were carried along."""
+    """Returns variables that give the kit the faulty stages, and wheels that were carried along."""
     carried = tmp_path / "carried"
     carried.mkdir()
     (carried / "carried_along.py").write_text("RATE = 6.0\n")
@@ -76,7 +76,7 @@ def test_no_stage_ends_the_kit(tmp_path: Path, faulty: dict[str, str]) -> None:
 def test_output_and_stacks_of_what_was_stopped_are_kept(tmp_path: Path, faulty: dict[str, str]) -> None:
     kit(tmp_path / "out", "--rehearse", "hangs", "floods", "good", **faulty)
     stacks = (tmp_path / "out" / "stacks.txt").read_text()
-    assert "in hangs_here" in stacks and "time.sleep(600)" in stacks  # a frame, and the command of the child
+    assert "in hangs_here" in stacks and "time.sleep(600)" in stacks  # a stack frame, and the child's command
     logs = (tmp_path / "out" / "logs.txt").read_text()
     for text in ("began", "a child", "the flood begins", "line 29", "all is well", "[cut]"):
         assert text in logs, text
@@ -103,7 +103,7 @@ def test_a_killed_kit_leaves_what_was_found(tmp_path: Path, faulty: dict[str, st
 
 
 def test_a_budget_stops_and_leaves_out(tmp_path: Path, faulty: dict[str, str]) -> None:
-    """The stage under way has what is left; the others say that nothing was."""
+    """The stage under way gets what is left of the budget; the others report that nothing was left."""
     start = time.monotonic()
     words = ("--rehearse", "--budget", "20", "good", "hangs-long", "raises")
     _, stages = kit(tmp_path / "out", *words, **faulty)
@@ -119,7 +119,7 @@ def test_gpus_that_are_missing(tmp_path: Path, faulty: dict[str, str]) -> None:
 
 
 def test_a_watch_of_memory_ends_with_what_it_watched(tmp_path: Path, faulty: dict[str, str]) -> None:
-    """With an nvidia-smi that never ends by itself."""
+    """The nvidia-smi of this test never ends by itself."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "nvidia-smi").write_text("#!/bin/sh\nwhile true; do echo 1024; sleep 0.1; done\n")
@@ -131,7 +131,7 @@ def test_a_watch_of_memory_ends_with_what_it_watched(tmp_path: Path, faulty: dic
 
 
 def test_a_machine_without_torch(tmp_path: Path) -> None:
-    """A Python with its standard library alone: what the machine is, and why the rest is skipped."""
+    """A Python with its standard library alone reports the machine and why the other stages are skipped."""
     base = str(Path(sys.base_prefix, "bin", "python3"))
     command = [base, KIT, "--out", str(tmp_path / "out"), "facts", "kernels"]
     done = subprocess.run(
@@ -150,7 +150,7 @@ def test_a_kernel_that_fails_is_no_slow_reading(tmp_path: Path, faulty: dict[str
 
 
 def needed_by(*names: str) -> set[str]:
-    """Names of installed distributions that these need, with themselves."""
+    """Returns the names of installed distributions that these depend on, and their own."""
     found, left = set(), list(names)
     while left:
         name = left.pop()
@@ -167,8 +167,8 @@ def needed_by(*names: str) -> set[str]:
 
 @pytest.mark.slow
 def test_a_machine_with_torch_and_six_wheels(tmp_path: Path) -> None:
-    """Without an index, make, an installed openrlhf, Ray or vLLM: any Python whose folder of packages has
-    torch, transformers and those wheels."""
+    """Neither an index, make, an installed openrlhf, Ray nor vLLM is there: the kit runs with any Python
+    whose packages are torch, transformers and those wheels."""
     site = tmp_path / "site"
     site.mkdir()
     for name in needed_by("torch", "transformers", "deepspeed", "peft", "jinja2", "cloudpickle", "pillow"):

@@ -1,4 +1,4 @@
-"""Reinforcement learning of a model with linear attention: an engine computes it token by token, the trainer
+"""Reinforcement learning of a model with linear attention: the engine computes it token by token, the trainer
 one sequence at a time."""
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.usefixtures("running_ray"), pytest.mark.slow]
 
 
 def test_sampler_and_trainer_agree_and_weights_arrive(task: TaskFiles, hybrid: Path, tmp_path: Path) -> None:
-    """In bfloat16, the only type of vLLM's kernels for CPUs: within what rounding does."""
+    """In bfloat16, the only dtype of vLLM's CPU kernels for it, both agree within rounding."""
     common = COMMON.replace("fp32", "bf16")
     flags = f"{common} --algo.kl.init_coef 0.01 --actor.adam.lr 1e-3 --eval.steps -1 --train.colocate_all"
     metrics = train(replace(task, model=hybrid), tmp_path, f"{flags} --actor.num_gpus_per_node 1")

@@ -1,4 +1,4 @@
-"""Supervised commands on pictures, as users run them: what is learned is in the pictures alone."""
+"""Supervised commands on pictures, as users run them: the answers are in the pictures alone."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> PictureFiles:
 
 @pytest.fixture(scope="module")
 def seeing(openrlhf, pictures: PictureFiles, build_once) -> Path:
-    """Tells the colours of pictures."""
+    """Trains a model that names the colours of pictures."""
     return build_once(
         "seeing",
         lambda folder: openrlhf(
@@ -41,8 +41,8 @@ def seeing(openrlhf, pictures: PictureFiles, build_once) -> Path:
 
 @torch.no_grad()
 def right(model_folder: Path, pictures: PictureFiles, show: Callable[[Image.Image], Image.Image]) -> float:
-    """Fraction of the colours of held-out pictures that transformers' greedy answers name, where each picture
-    is shown as `show` makes it."""
+    """Returns the fraction of the colours of held-out pictures that transformers' greedy answers name, with
+    each picture shown as `show` makes it."""
     processor = AutoProcessor.from_pretrained(model_folder)
     model = AutoModelForImageTextToText.from_pretrained(model_folder)
     rows = [json.loads(line) for line in pictures.eval.read_text().splitlines()]
@@ -56,8 +56,8 @@ def right(model_folder: Path, pictures: PictureFiles, show: Callable[[Image.Imag
 
 
 def test_sft_learns_what_is_in_the_pictures(pictures: PictureFiles, seeing: Path) -> None:
-    """What it exports is a whole model of transformers. By chance a sixth of the colours are right, and so
-    they are where every picture is grey."""
+    """The export is a whole model of transformers. By chance a sixth of the colours are right, which is also
+    the share where every picture is grey."""
     assert right(seeing, pictures, lambda picture: picture) > 0.9
     assert right(seeing, pictures, lambda picture: Image.new("RGB", picture.size, "grey")) < 0.4
 

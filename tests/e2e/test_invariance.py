@@ -21,11 +21,11 @@ WHOLE = [
     *[pytest.param("torch", *layout, marks=pytest.mark.slow) for layout in [(1, 3), (2, 2)]],
     ("torch", 2, 3),
 ]
-"""Backend, ranks, each with rows of its own, and ZeRO stage."""
+"""(backend, number of ranks, ZeRO stage); each rank has rows of its own."""
 
 
 class Ranks(NamedTuple):
-    """Those of one model, and how many of them share each row, and each matrix."""
+    """Number of ranks of a model, and how many of them share each row and each matrix."""
 
     number: int
     sequence: int = 1
@@ -39,8 +39,8 @@ MESHES = Ranks(2, 2), Ranks(4, 2), Ranks(4, 4)
 
 
 def covering() -> dict[Ranks, list[tuple[str, str, int]]]:
-    """A few (objective, mode, stage): all pairs of a mode and a stage, of each of these and a number of
-    ranks, and all objectives."""
+    """Returns a few (objective, mode, stage) that cover all pairs of a mode and a stage, of each of these and
+    a number of ranks, and all objectives."""
     cases: dict[Ranks, list] = {mesh: [] for mesh in MESHES[:2]}
     pairs = product(enumerate(MODES), STAGES)
     for objective, ((place, mode), stage) in zip(cycle(OBJECTIVES), pairs, strict=False):
@@ -50,19 +50,20 @@ def covering() -> dict[Ranks, list[tuple[str, str, int]]]:
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Gradients]:
-    """The first gradient of each objective, which all others must equal."""
+    """Keeps the first gradient of each objective, which all others must equal."""
     return {}
 
 
 @pytest.fixture(scope="module")
 def seen_metrics() -> dict[str, dict[str, float]]:
-    """Likewise."""
+    """Keeps the first metrics of each objective, which all others must equal."""
     return {}
 
 
 @pytest.fixture(scope="module")
 def commands(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Flags of the supervised commands; what differs after the first word must change nothing."""
+    """Returns flags of the supervised commands; flags after the first word of each may differ without
+    changing anything."""
     reference = tiny_chat_model(tmp_path_factory.mktemp("reference"), seed=1)
     teacher = tiny_chat_model(tmp_path_factory.mktemp("teacher"), seed=2, hidden_size=64)
     ref = f"--ref.model_name_or_path {reference}"
@@ -121,9 +122,9 @@ def test_gradient_does_not_depend_on_layout(
 def test_models_that_read_one_sequence_at_a_time(
     run_worker: Callable, seen: dict, tmp_path: Path, backend: str, num_ranks: int, stage: int
 ) -> None:
-    """Also where ranks have rows of different numbers of sequences, and gather weights for each of them."""
+    """Ranks have rows of different numbers of sequences, and gather weights for each sequence."""
     config = tiny_config("stablelm")
-    config.vocab_size = 300  # what the worker's samples are made of
+    config.vocab_size = 300  # the worker draws its samples from this vocabulary
     tiny_model(config).save_pretrained(tmp_path / "model")
     (report, *_) = run_worker(
         "gradients",
@@ -150,8 +151,8 @@ def test_no_supervised_command_depends_on_layout(
     num_ranks: int,
     stage: int,
 ) -> None:
-    """With the whole batch's KL estimate of KTO, the statistics of a reward model's scores, and sharded
-    references and teachers. Everything but the flags of the layout is what the command does."""
+    """This covers KTO's KL estimate of the whole batch, the statistics of a reward model's scores, and
+    sharded references and teachers. The commands run with all their flags except those of the layout."""
     (report, *_) = run_worker(
         "supervised_gradients",
         num_ranks,
@@ -186,7 +187,8 @@ def check_command(name: str, found: dict[str, Any], seen: dict, seen_metrics: di
 def on_mesh(
     task: TaskFiles, run_worker: Callable, commands: dict, seen: dict, seen_metrics: dict
 ) -> Callable[[Ranks, list, str], None]:
-    """Run each (objective, mode, stage) on a mesh, in one group of processes, and compare with one rank."""
+    """Returns a function that runs each (objective, mode, stage) on a mesh, in one group of processes, and
+    compares it with one rank."""
 
     def compare(ranks: Ranks, cases: list, layouts: str) -> None:
         (report, *_) = run_worker(
@@ -225,7 +227,7 @@ def on_mesh(
     ],
 )
 def test_ranks_that_share_rows(on_mesh: Callable, ranks: Ranks, cases: list) -> None:
-    """In every way, at every stage."""
+    """Ranks share rows in every mode, at every stage."""
     on_mesh(ranks, cases, "last")
 
 

@@ -1,4 +1,4 @@
-"""The loops of examples/scripts, at toy size: generate, score, train."""
+"""The loops of examples/scripts at toy size: generate, score, train."""
 
 import json
 import os
@@ -20,7 +20,7 @@ TRAIN = (
 
 @pytest.fixture
 def loop(cpu_engines, knowing, reward_model, tmp_path) -> Callable[..., Path]:
-    """Run a script with these variables; returns what it made."""
+    """Returns a function that runs a script with these variables and returns the folder of its results."""
 
     def run(script: str, **variables: str) -> Path:
         environment = os.environ | {
@@ -46,7 +46,7 @@ def loop(cpu_engines, knowing, reward_model, tmp_path) -> Callable[..., Path]:
 
 @pytest.mark.slow
 def test_iterative_dpo(loop, knowing, accuracy) -> None:
-    """Two iterations, the second from the first's model; a second start finds both done."""
+    """Two iterations run, the second from the first's model; a second start finds both done."""
     sizes = {"ITERATIONS": "2", "ROLLOUT_BATCH": "128", "BEST_OF_N": "4"}
     out = loop("train_iterative_dpo.sh", **sizes, TRAIN_FLAGS=f"{TRAIN} --adam.lr 3e-4")
     for i in range(2):

@@ -16,7 +16,7 @@ TOKENS = 2**17
     [
         (4, 64, 512, False),
         (4, 64, 512, True),
-        # One sequence: attention must not hold the scores of all pairs of tokens, 64 GB for each head.
+        # With one sequence, attention must not hold the scores of all pairs of tokens, 64 GB for each head.
         (1, 16, TOKENS, False),
     ],
 )

@@ -1,5 +1,5 @@
-"""Adapters in reinforcement learning: the engine samples with what the trainer computes, and the reference is
-the policy without them."""
+"""Adapters in reinforcement learning: the engine samples with the adapters that the trainer computes with,
+and the reference is the policy without them."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ SHARED = "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all"
     ids=["zero 3, two ranks", "zero 2, colocated"],
 )
 def test_adapters_of_policy_and_critic(task: TaskFiles, tmp_path: Path, place: str) -> None:
-    """Sampled from a part of the tokens, which policy and reference are compared over."""
+    """Tokens are sampled from a part of the vocabulary, over which policy and reference are compared."""
     metrics = train(task, tmp_path, f"{FLAGS} {place} --rollout.top_p 0.9 --rollout.top_k 20")
     for step in (1, 2):
         assert metrics[step]["mismatch/abs_diff_max"] < 1e-4
@@ -57,7 +57,8 @@ def test_adapters_of_policy_and_critic(task: TaskFiles, tmp_path: Path, place: s
     ],
 )
 def test_adapters_that_engines_keep_apart(task: TaskFiles, tmp_path: Path, place: str) -> None:
-    """Are those that are merged: the same tokens, and log-probs that differ by their rounding."""
+    """Adapters that stay apart sample the same tokens as merged ones, and log-probs differ by their
+    rounding."""
     adapters = f"{FLAGS} {place} --vllm.lora_sync adapter --vllm.enable_prefix_caching"
     train(task, tmp_path / "merged", f"{FLAGS} {place}")
     metrics = train(task, tmp_path / "apart", adapters)
@@ -71,13 +72,13 @@ def test_adapters_that_engines_keep_apart(task: TaskFiles, tmp_path: Path, place
         for one, other in zip(merged, apart, strict=True):
             assert one.weight_versions.tolist() == other.weight_versions.tolist()
             assert np.abs(one.rollout_log_probs - other.rollout_log_probs).max() < 1e-4
-    assert abs(metrics[2]["kl/mean"]) > 1e-5  # the adapters say something
+    assert abs(metrics[2]["kl/mean"]) > 1e-5  # the adapters change the policy
     check_samplers_hold_the_trained_weights(tmp_path / "apart")
 
 
 @pytest.mark.slow
 def test_a_request_goes_on_with_the_next_adapter(task: TaskFiles, tmp_path: Path) -> None:
-    """Where syncs pause requests: every log-prob is that of the adapter which chose the token."""
+    """Where syncs pause requests, every log-prob is that of the adapter which chose the token."""
     flags = (
         f"{test_async_rl.FLAGS} {PLACES['alone']} {AHEAD['pauses']} --ds.lora.rank 4 --actor.adam.lr 1e-2 "
         "--vllm.lora_sync adapter --ckpt.save_steps 1 --ckpt.save_hf --ckpt.disable_ds --ckpt.max_num 9"
@@ -91,7 +92,8 @@ def test_a_request_goes_on_with_the_next_adapter(task: TaskFiles, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_sync", ["merged", "adapter"])
 def test_a_policy_of_four_bits(task: TaskFiles, tmp_path: Path, lora_sync: str) -> None:
-    """The engine has the weights that four bits stand for; in bf16 its products differ in the last of 8."""
+    """The engine holds the weights that the four bits stand for; in bf16 its products differ in the last of 8
+    bits."""
     pytest.importorskip("bitsandbytes")
     flags = f"{FLAGS} {SHARED} --ds.load_in_4bit --vllm.lora_sync {lora_sync}"
     flags = flags.replace("param_dtype fp32", "param_dtype bf16")

@@ -1,5 +1,5 @@
-"""Adapters in training: the same gradients at every ZeRO stage, files that others load, runs that go
-on."""
+"""Adapters in training: gradients are the same at every ZeRO stage, other libraries load the files, and runs
+resume."""
 
 import shlex
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from openrlhf.types import LossNorm, PackedRow, Sample
 
 LENGTHS = (5, 9, 17, 30, 8, 12, 3, 22)
 SCALE = 8 / 4
-"""alpha / rank of the worker."""
+"""alpha / rank of the worker's adapters."""
 CASES = {
     1: [
         {"stage": 0, "targets_of_another": ["q_proj"]},
@@ -69,7 +69,8 @@ def log_probs(model: hf.PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
 
 
 def dense_gradients(base: Path, samples: list[Sample]) -> dict[str, torch.Tensor]:
-    """dB = s dW' A^T and dA = s B^T dW' of W' = W + s B A, with the adapters that the worker starts from."""
+    """Computes dB = s dW' A^T and dA = s B^T dW' of W' = W + s B A, with the adapters that the worker starts
+    from."""
     from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
     from openrlhf.models.lora import prepare_for_training
 
@@ -109,7 +110,8 @@ def test_adapters_at_every_stage(
     for case, report in zip(cases, reports, strict=True):
         found = torch.load(Path(report["folder"], "found.pt"))
         in_4bit = case.get("in_4bit", False)
-        if in_4bit:  # other weights, so other numbers; those of the first such case
+        # four bits change the weights, so the numbers are compared with those of the first such case
+        if in_4bit:
             expected = seen.setdefault("4 bits", found)
             assert (found["base log-probs"] - base).abs().max() > 0.01
         else:

@@ -1,4 +1,4 @@
-"""A mixture of experts through the command: it learns, and it balances its experts."""
+"""A mixture of experts trained through the command: it learns, and its load is balanced."""
 
 import shlex
 from pathlib import Path
@@ -55,7 +55,7 @@ def sft(task: TaskFiles, model: Path, folder: Path, ranks: int, flags: str) -> d
 def test_a_mixture_of_experts_learns_and_balances(
     task: TaskFiles, model: Path, tmp_path: Path, backend: str
 ) -> None:
-    """With a row for each sequence the balance loss depends on neither ranks nor sharding."""
+    """With one sequence in each row the balance loss depends on neither ranks nor sharding."""
     balanced = f"--model.aux_loss_coef {COEF}"
     one = sft(task, model, tmp_path / "one", 1, f"--ds.zero_stage 0 {balanced}")
     shared = f"--train.backend {backend} --ds.zero_stage 3 {balanced}"
@@ -71,7 +71,8 @@ def test_a_mixture_of_experts_learns_and_balances(
 
 @pytest.fixture(scope="module")
 def hybrid(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Linear attention in one layer, plain attention in the other, experts in both."""
+    """Writes a model with linear attention in one layer, plain attention in the other, and experts in
+    both."""
     folder = tmp_path_factory.mktemp("hybrid")
     tokenizer = hf.AutoTokenizer.from_pretrained(task.model)
     config = hf.Qwen3NextConfig(
@@ -87,7 +88,7 @@ def hybrid(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
         head_dim=32,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=64,  # vLLM has kernels for 64 and 128 on a CPU
+        linear_key_head_dim=64,  # vLLM has CPU kernels for 64 and 128
         linear_value_head_dim=64,
         num_experts=4,
         num_experts_per_tok=2,
@@ -104,8 +105,8 @@ def hybrid(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_that_reads_one_by_one_learns_alike_in_every_layout(
     task: TaskFiles, hybrid: Path, tmp_path: Path
 ) -> None:
-    """Ranks whose rows have different numbers of sequences gather the weights equally often. There is one
-    note."""
+    """Ranks whose rows have different numbers of sequences gather the weights equally often. One note says
+    so."""
     alone = sft(task, hybrid, tmp_path / "alone", 1, "--ds.zero_stage 0")
     rows = "--train.dynamic_batch_enable --train.max_tokens_per_gpu 160 --model.gradient_checkpointing_enable"
     shared = sft(task, hybrid, tmp_path / "shared", 2, f"--ds.zero_stage 3 {rows}")

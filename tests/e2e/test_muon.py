@@ -1,4 +1,5 @@
-"""Muon through the command: what one step does to a weight, and that layout and resume change nothing."""
+"""Muon through the command: one step changes a weight as Newton-Schulz says, and layout and resume change
+nothing."""
 
 import shlex
 from pathlib import Path
@@ -15,7 +16,7 @@ LR = {"muon": 0.02, "adam": 1e-3}
 
 
 def train(task: TaskFiles, folder: Path, ranks: int, flags: str) -> dict[int, float]:
-    """The loss of each step."""
+    """Trains and returns the loss of each step."""
     command = (
         f"openrlhf.cli.train_sft --model.model_name_or_path {task.model} --data.dataset {task.sft} "
         "--data.output_key output --data.apply_chat_template --data.max_len 128 --data.max_samples 64 "
@@ -34,8 +35,8 @@ def reference(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 def test_a_step_is_orthogonal_for_matrices_and_adam_for_the_rest(task: TaskFiles, tmp_path: Path) -> None:
-    """Newton-Schulz with Muon's coefficients brings the singular values of an update near 1, times
-    sqrt(rows / columns) where there are more rows; Adam's first step is its learning rate."""
+    """Newton-Schulz with Muon's coefficients brings the singular values of an update near 1, times sqrt(rows
+    / columns) where there are more rows; Adam's first step is its learning rate."""
     train(task, tmp_path, 1, "--ds.zero_stage 2 --data.max_samples 16 --train.micro_batch_size 4")
     before, after = (
         dict(AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).named_parameters())
@@ -58,7 +59,7 @@ def test_losses_do_not_depend_on_the_layout(
 ) -> None:
     losses = train(task, tmp_path, ranks, f"--ds.zero_stage {stage} --train.micro_batch_size 4")
     # Newton-Schulz runs in bfloat16: another order of additions moves an update by up to 2^-8 of its size,
-    # and with it what the updates have gained.
+    # and the decrease of the loss by the same share.
     assert losses == pytest.approx(reference, abs=2**-8 * (reference[1] - reference[4]))
     assert losses[4] < losses[1] - 0.5
 

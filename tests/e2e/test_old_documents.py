@@ -1,5 +1,5 @@
-"""Commands as documents of five generations have them. Names of models and files are replaced, nothing else;
-sizes are cut to two cores by flags behind them, where the last word wins."""
+"""Commands from documents of five generations. Only names of models and files are replaced; flags appended to
+a command cut sizes to two cores, because the last value of a flag wins."""
 
 import json
 import math
@@ -190,7 +190,7 @@ def rows_of(path: Path, count: int = 16) -> list[dict]:
 
 @pytest.fixture
 def here(knowing, reward_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Name in a document -> what there is of it here."""
+    """Maps a name in a document to what stands for it here."""
     files, data = knowing.files, tmp_path / "data"
     user = lambda text: [{"role": "user", "content": text}]
     reply = lambda prompt, text: [*user(prompt), {"role": "assistant", "content": text}]
@@ -222,7 +222,7 @@ def here(knowing, reward_model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def run(here: dict[str, str], tmp_path: Path) -> Callable[[str, str], str]:
-    """Run a command with flags behind it; what it printed."""
+    """Returns a function that runs a command with further flags and returns what it printed."""
 
     def run(command: str, more: str) -> str:
         for name, place in sorted(here.items(), key=lambda item: -len(item[0])):
@@ -241,7 +241,7 @@ RUN = ("--logger.run_dir", "run")
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_document_means_what_it_meant(name: str, run: Callable[[str, str], str], tmp_path: Path) -> None:
-    """It trains, every step, and leaves a model."""
+    """The command trains for every step and leaves a model."""
     command = DOCUMENTS[name]
     kind = f"{name.partition(',')[0]} {'RL' if 'ppo_ray' in command else 'supervised'}"
     printed = run(command, SMALL.get(kind, SMALL["flat RL"]))

@@ -1,5 +1,5 @@
-"""DeepSpeed's optimizers by configuration, with its own code: which one is built, whether its state can leave
-the device, how the gradients of micro-batches add up, and what a step asks of its device."""
+"""DeepSpeed's optimizers by configuration, with DeepSpeed's own code: which one is built, whether its state
+can leave the device, how the gradients of micro-batches add up, and what a step asks of its device."""
 
 from collections.abc import Callable
 from itertools import product
@@ -21,7 +21,7 @@ OPTIMIZERS = {
     **{(0, dtype, "*", "*"): "FP16_UnfusedOptimizer" for dtype in ("bf16", "fp16")},
     **{(0, dtype, "fp32", "*"): "NotImplementedError" for dtype in ("bf16", "fp16")},
 }
-"""The last row that fits is meant."""
+"""Optimizers by configuration; the last row that fits applies."""
 KINDS = {
     "adam": ["exp_avg", "exp_avg_sq", "master", "step", "weight"],
     "muon": ["exp_avg", "exp_avg_sq", "master", "momentum_buffer", "weight"],
@@ -50,7 +50,8 @@ def refused(case: dict[str, Any], *, sleep: bool) -> bool:
     "dtype", ["bf16", pytest.param("fp16", marks=slow), pytest.param("fp32", marks=slow)]
 )
 def test_the_optimizer_of_each_configuration(task: TaskFiles, run_worker: Callable, dtype: str) -> None:
-    """None needs a compiler, and what is none, or cannot sleep, is refused before anything starts."""
+    """No configuration needs a compiler; one that does not exist, or whose state cannot be offloaded, is
+    refused before anything starts."""
     cases = [
         {"zero_stage": stage, "param_dtype": dtype, "grad_accum_dtype": accumulated, "adam_offload": offload}
         for stage, offload in product(range(4), (False, True))
@@ -87,7 +88,7 @@ def test_what_sleeps_is_gone_and_comes_back_bit_for_bit(
         assert found["changed"] == [] and found["num_states"] > 20, case
         assert found["refused"].count("reload() comes first") == 2, case
         assert found["restored"], case
-        if case["zero_stage"] == 3:  # with DeepSpeed's buffer for 500 million gradients
+        if case["zero_stage"] == 3:  # DeepSpeed's default buffer would hold 500 million gradients
             assert found["freed"] >= 1e9 + (0 if case["adam_offload"] else found["moved"]), case
         else:
             expected = 0 if case["adam_offload"] else found["moved"] + found["forgotten"]
@@ -122,8 +123,8 @@ LOSSY = [{"zero_stage": 2, "grad_accum_dtype": "bf16"}]
 
 
 def test_gradients_of_many_micro_batches_add_up_in_float32(task: TaskFiles, run_worker: Callable) -> None:
-    """Weights and their gradients are bfloat16, with 8 bits. A float32 sum of n of them errs by at most
-    (n - 1) 2^-24 of the sum of their sizes; one in bfloat16, for contrast, does not keep to that."""
+    """Weights and their gradients are bfloat16, with 8 bits. A float32 sum of n of them errs by at most (n -
+    1) 2^-24 of the sum of their sizes; a bfloat16 sum, for contrast, exceeds that bound."""
     num_rows = 20
     cases = [case | {"param_dtype": "bf16"} for case in ADDED + LOSSY]
     (report,) = run_worker(
@@ -137,7 +138,7 @@ def test_gradients_of_many_micro_batches_add_up_in_float32(task: TaskFiles, run_
 PLAIN = {"reduced": 5 * 10**8, "gathered": 5 * 10**8, "overlaps": False, "gradients": "float32"}
 SMALL = {"reduced": 2**18, "gathered": 2**18}
 ARRANGED = [
-    # flags -> what DeepSpeed is to do
+    # flags -> the settings that DeepSpeed receives
     ({}, {}),
     ({"bucket_mb": 1}, SMALL),
     ({"overlap_comm": True}, {"overlaps": True}),
@@ -148,7 +149,7 @@ ARRANGED = [
 @slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_arrangements_of_messages_change_nothing(task: TaskFiles, run_worker: Callable, stage: int) -> None:
-    """Of two steps by four ranks. A weight is moved by g / (|g| + eps), and the sum g of 16 gradients errs by
+    """Four ranks take two steps. A weight is moved by g / (|g| + eps), and the sum g of 16 gradients errs by
     16 roundings of a number that is at most the clipped norm, 1."""
     arranged = list(ARRANGED)
     if stage == 3:
@@ -157,7 +158,7 @@ def test_arrangements_of_messages_change_nothing(task: TaskFiles, run_worker: Ca
     reports = run_worker("optimizer_states", 4, part="arrange", model=str(task.model), cases=cases)
     for of_case, (_, told) in [x for r in reports for x in zip(r["cases"], arranged, strict=True)]:
         expected = PLAIN | {"gather_among": None} | told
-        if stage == 3:  # which always overlaps, and gathers weights where they are used
+        if stage == 3:  # stage 3 always overlaps, and gathers weights where they are used
             expected |= {"gathered": None, "overlaps": True, "gather_among": told.get("gather_among", 4)}
         apart = of_case.pop("apart")
         assert of_case == expected
@@ -165,7 +166,7 @@ def test_arrangements_of_messages_change_nothing(task: TaskFiles, run_worker: Ca
 
 
 def test_micro_batches_do_not_wait_for_the_device(task: TaskFiles, run_worker: Callable) -> None:
-    """Only the step asks: whether the norm of the gradients is finite."""
+    """Only the optimizer's step waits: it asks whether the norm of the gradients is finite."""
     cases = [{"zero_stage": stage, "param_dtype": "bf16"} for stage in (1, 2, 3)]
     (report,) = run_worker("optimizer_states", 1, part="wait", model=str(task.model), cases=cases)
     for case, found in zip(cases, report["cases"], strict=True):

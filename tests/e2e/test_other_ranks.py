@@ -1,4 +1,4 @@
-"""A run that goes on with other ranks, at another ZeRO stage, is the run that went through."""
+"""A run that resumes on another number of ranks, at another ZeRO stage, equals the uninterrupted run."""
 
 import os
 import shlex
@@ -40,7 +40,7 @@ tokens in another order; Adam turns its error into one of up to lr / eps = 10 ti
 def test_every_state_is_in_its_parameter(
     task: TaskFiles, run_worker: Callable, tmp_path: Path, options: dict, stages: tuple, keys: set[str]
 ) -> None:
-    """Saved by 2 ranks at each stage, loaded and saved by 1 rank at each stage, which then trains on."""
+    """Two ranks save at each stage; one rank loads, saves again at each stage, and then trains on."""
     run = lambda ranks, jobs: run_worker("resharding", ranks, model=str(task.model), jobs=jobs)[0]
     at = lambda stage, folder, **more: {"stage": stage, "save": f"{tmp_path}/{folder}", **options, **more}
     run(2, [at(stage, f"saved{stage}", until=2) for stage in stages])
@@ -60,7 +60,7 @@ def test_every_state_is_in_its_parameter(
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_offload_may_change(task: TaskFiles, run_worker: Callable, tmp_path: Path, stage: int) -> None:
-    """On as many ranks, which DeepSpeed has their own files read, and on fewer."""
+    """A run resumes on as many ranks, where DeepSpeed reads each rank's own file, and on fewer."""
     run = lambda ranks, jobs: run_worker("resharding", ranks, model=str(task.model), jobs=jobs)[0]
     at = lambda folder, **more: {"stage": stage, "save": f"{tmp_path}/{folder}", "until": 2, **more}
     folders = {False: "on_device", True: "on_host"}
@@ -92,7 +92,7 @@ def check_same_states(one: Path, other: Path, keys: set[str]) -> None:
 
 
 def check_same_model(one: Path, other: Path) -> None:
-    """The moving averages of both, which is what is exported."""
+    """Compares the exported weights, which are the moving averages."""
     ours, theirs = (load_file(next(folder.glob("*.safetensors"))) for folder in (one, other))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -101,7 +101,8 @@ def check_same_model(one: Path, other: Path) -> None:
 
 @pytest.fixture
 def train(task: TaskFiles, tmp_path: Path) -> Callable[..., dict[int, Metrics]]:
-    """The command with these ranks and flags, in one folder of checkpoints; the metrics of each step."""
+    """Returns a function that trains with these ranks and flags, in one folder of checkpoints, and returns
+    the metrics of each step."""
 
     def run(name: str, num_ranks: int, flags: str) -> dict[int, Metrics]:
         command = (
@@ -119,8 +120,9 @@ def train(task: TaskFiles, tmp_path: Path) -> Callable[..., dict[int, Metrics]]:
 
 @pytest.mark.slow
 def test_the_same_command_with_other_ranks_goes_on(train: Callable, tmp_path: Path) -> None:
-    """2 ranks at stage 2, then 4 at stage 3, then 1 at stage 1; and 1 from the universal form, in which
-    DeepSpeed's converter finds the same states. Every step learns from the same samples."""
+    """The run has 2 ranks at stage 2, then 4 at stage 3, then 1 at stage 1; it also resumes on 1 rank from
+    the universal form, in which DeepSpeed's converter finds the same states. Every step learns from the same
+    samples."""
     latest = tmp_path / "ckpt" / "latest"
     whole = train("whole", 2, "--ds.zero_stage 2")
     assert list(whole) == [1, 2, 3, 4, 5, 6]

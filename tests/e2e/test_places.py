@@ -1,5 +1,5 @@
-"""Where Ray puts a run, on three nodes of 6 GPUs as far as it knows. The GPUs have names, as with
-CUDA_VISIBLE_DEVICES=GPU-8932f937-..., and are not there."""
+"""Placement by Ray on three nodes that it takes to have 6 GPUs each. The GPUs have names, as with
+CUDA_VISIBLE_DEVICES=GPU-8932f937-..., and do not exist."""
 
 import os
 import shutil
@@ -50,12 +50,12 @@ def name(node: int, gpu: int) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """Started before the run sets its variables, and without a core that could be claimed."""
+    """Starts a cluster before the run sets its variables, without a core that could be claimed."""
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets have short names
     options = {"num_cpus": 0, "num_gpus": GPUS, "object_store_memory": 100_000_000}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
-        patch.setenv("RAY_num_workers_soft_limit", str(GPUS))  # idle ones stay, for the next test
+        patch.setenv("RAY_num_workers_soft_limit", str(GPUS))  # idle workers stay, for the next test
         cluster = None
         for node in range(NODES):
             patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(name(node, gpu) for gpu in range(GPUS)))
@@ -85,7 +85,7 @@ def config(
     everybody: bool = False,
     timeout: float | None = None,
 ) -> PPOConfig:
-    """`everybody`: all five models that a run may have."""
+    """Builds a configuration. `everybody`: with all five models that a run may have."""
     other = "m" if everybody else None
     return PPOConfig(
         actor=ActorConfig(num_gpus_per_node=actors),
@@ -109,7 +109,7 @@ def placed(config: PPOConfig) -> Iterator[dict[str, Bundles]]:
 
 
 def where() -> tuple[str, str, str]:
-    """(node, GPU, GPUs that it sees) of a worker."""
+    """Returns (node, GPU, visible GPUs) of the worker that it runs in."""
     (gpu,) = ray.get_gpu_ids()
     return ray.get_runtime_context().get_node_id(), str(gpu), os.environ["CUDA_VISIBLE_DEVICES"]
 
@@ -126,7 +126,7 @@ def of_ranks(bundles: Bundles, **options) -> list[tuple[str, str, str]]:
 
 
 def of_engine(bundles: Bundles, index: int, size: int) -> list[tuple[str, str]]:
-    """(node, GPU) of each of its workers."""
+    """Returns (node, GPU) of each of the engine's workers."""
     options, variables = bundles.engine_options(index, size)
     node = options["scheduling_strategy"].node_id
     return [(node, gpu) for gpu in variables["CUDA_VISIBLE_DEVICES"].split(",")]
@@ -134,7 +134,8 @@ def of_engine(bundles: Bundles, index: int, size: int) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("size", [6, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_engine_has_the_gpus_of_its_neighbours_in_order(size: int) -> None:
-    """With more than 16 bundles of one size Ray's sort mixes them up: by its numbers they would be torn."""
+    """Ray's sort mixes up more than 16 bundles of one size: by its bundle numbers engines would be torn
+    apart."""
     with placed(config(18, size=size, together=True)) as places:
         ranks = of_ranks(places["actor"])
         engines = [of_engine(places[ENGINES], i, size) for i in range(18 // size)]
@@ -155,7 +156,7 @@ def test_a_worker_that_sees_all_gpus_of_its_node_finds_its_own(monkeypatch) -> N
     [(3, 3, 2, 6), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(6, 4, 4, 2), (9, 5, 4, 1)])],
 )
 def test_roles_are_where_they_were_planned(actors: int, refs: int, engines: int, size: int) -> None:
-    """Up to the names of the nodes."""
+    """Every role has the node that was planned for it, up to the names of the nodes."""
     wanted = config(actors, refs, engines, size)
     layout = layout_of(wanted, available_nodes())
     with placed(wanted) as places:
@@ -172,7 +173,8 @@ def test_roles_are_where_they_were_planned(actors: int, refs: int, engines: int,
 
 
 def test_five_models_and_an_engine_fit_on_a_gpu() -> None:
-    """In the order of a start: reward models, engines, everybody else. No core is there to be claimed."""
+    """Models start in the order of a run: reward models, engines, then the others. No core is left to be
+    claimed."""
     with placed(config(together=True, everybody=True)) as places:
         rank = ray.remote(Rank)
         create = lambda role: rank.options(**places[role].options(0)).remote()
@@ -184,8 +186,8 @@ def test_five_models_and_an_engine_fit_on_a_gpu() -> None:
 
 @contextmanager
 def held_by_others(*counts: int) -> Iterator[None]:
-    """GPUs of each node. Ray takes a node that is asked for if it is free, so groups that are still being
-    removed must be gone."""
+    """Claims some GPUs of each node. Ray gives a node that is asked for if it is free, so placement groups
+    that are still being removed must be gone."""
     ids = [node["NodeID"] for node in ray.nodes()]
     deadline = time.monotonic() + 60
     while ray.available_resources().get("GPU") != GPUS * len(ids):
@@ -223,7 +225,7 @@ def test_a_run_that_waits_says_what_is_missing_and_who_has_it(capsys, monkeypatc
 
 
 def test_a_busy_cluster_that_tears_an_engine_apart_is_refused() -> None:
-    """Of 6 free GPUs 4 and 2 are on a node."""
+    """The 6 free GPUs are 4 on one node and 2 on another."""
     wanted = config(6, size=3, together=True)
     with held_by_others(2, 4, 6), pytest.raises(RuntimeError) as error:
         place(wanted, check_resources(wanted))
@@ -235,7 +237,8 @@ def test_a_busy_cluster_that_tears_an_engine_apart_is_refused() -> None:
 
 
 def test_processes_on_other_nodes_have_the_variables_of_the_run() -> None:
-    """Of the node they have its GPUs. What Ray would write to its logs is handed over otherwise."""
+    """Processes see the GPUs of their node. Variables that Ray would write to its logs are passed in another
+    way."""
 
     def variables(private: dict) -> list[str | None]:
         before = os.environ.get("HF_TOKEN")
@@ -252,7 +255,7 @@ def test_processes_on_other_nodes_have_the_variables_of_the_run() -> None:
 
 
 def asleep_at(time: float, log: list[order.Event]) -> set[str]:
-    """What of the engine is asleep."""
+    """Returns the parts of the engine that are asleep at this time."""
     asleep: set[str] = set()
     for event in log:
         if event.who == "Engine" and event.end <= time:
@@ -264,8 +267,8 @@ def asleep_at(time: float, log: list[order.Event]) -> set[str]:
 
 
 def test_who_shares_a_gpu_takes_turns(tmp_path, monkeypatch) -> None:
-    """The processes of a run with all its models on one GPU, two steps of it by the real controllers of
-    engines and models: engine_memory.py's table."""
+    """The processes of a run with all its models on one GPU take two steps, with the real controllers of
+    engines and models: they follow the table of engine_memory.py."""
     monkeypatch.setattr(order, "LOG", tmp_path / "log")
     fakes = {"PolicyWorker": order.Policy, "CriticWorker": order.Critic, "FrozenWorker": order.Reference}
     for name, fake in fakes.items():
@@ -304,7 +307,7 @@ def test_who_shares_a_gpu_takes_turns(tmp_path, monkeypatch) -> None:
     log = order.events()
     counts = Counter((event.who, event.what) for event in log)
     assert counts["Engine", "run_group"] == 6 and counts["Policy", "send_weights"] == 3
-    assert counts["Engine", "answer"] == 3  # before it sleeps again
+    assert counts["Engine", "answer"] == 3  # all before the engine sleeps again
     assert counts["Policy", "update"] == counts["Critic", "update"] == counts["Reference", "forward"] == 2
     computing = [e for e in log if e.who != "Engine" and e.what in ("forward", "update")]
     for before, after in pairwise(computing):
@@ -320,7 +323,7 @@ def test_who_shares_a_gpu_takes_turns(tmp_path, monkeypatch) -> None:
 
 
 def test_bundles_are_taken_node_by_node() -> None:
-    """Three nodes, which Ray filled in the order c, a, b: two engines of 2 and three ranks; an engine and
+    """Ray filled three nodes in the order c, a, b: they hold two engines of 2 and three ranks; an engine and
     three ranks; a rank."""
     sizes = [1, 1, 1, 1, 1, 1, 1, 2, 2, 2]
     nodes = dict(enumerate("abacaccacc"))

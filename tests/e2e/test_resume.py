@@ -1,4 +1,4 @@
-"""What a resumed supervised run must do to the last bit, and which one it must not be."""
+"""A supervised run resumes to the last bit, and refuses a checkpoint of another run."""
 
 import pytest
 
@@ -19,9 +19,9 @@ from openrlhf.config.sections import OptimConfig
     ],
 )
 def test_dropout_goes_on_where_it_was(task, run_worker, layout: str, num_ranks: int) -> None:
-    """A run with LoRA dropout, resumed after 2 of 6 steps, ends with the weights of the run that went
-    through. With more epochs it follows the learning rates of that length; with other data, batch size or
-    learning rate it is refused, and told all that is different."""
+    """A run with LoRA dropout, resumed after 2 of 6 steps, ends with the weights of the uninterrupted run.
+    With more epochs it follows the learning rates of that length; with other data, batch size or learning
+    rate it is refused, with a list of all differences."""
     flags = (
         f"--model.model_name_or_path {task.model} --data.dataset {task.sft} --data.output_key output "
         "--data.apply_chat_template --data.max_samples 20 --data.max_len 128 --train.batch_size 8 "

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("running_ray")]
 
 @pytest.mark.parametrize("shared", ["ring_attn_size", "tensor_parallel_size"])
 def test_reward_models_whose_ranks_share(task: TaskFiles, tmp_path: Path, shared: str) -> None:
-    """Rows, or matrices. A response has the sum of the scores that transformers gives it."""
+    """Ranks share rows or matrices. A response gets the sum of the scores that transformers gives it."""
     paths = [tmp_path / f"scorer_{seed}" for seed in range(2)]
     models = [untrained_scorer(task, path, seed=seed) for seed, path in enumerate(paths)]
     train(

@@ -1,4 +1,5 @@
-"""The whole loop on Ray and vLLM, by DeepSpeed or PyTorch alone: every arrangement of ranks and engines."""
+"""The whole loop on Ray and vLLM, with DeepSpeed or PyTorch alone, in every arrangement of ranks and
+engines."""
 
 import json
 import runpy
@@ -84,7 +85,7 @@ ARRANGEMENTS = {
     ),
 }
 IN_EVERY_RUN = 3
-"""The first arrangements, which differ in everything; all of them are in `make test-all`."""
+"""Number of first arrangements that differ in everything and run in `make test`; `make test-all` runs all."""
 
 pytestmark = pytest.mark.usefixtures("running_ray")
 
@@ -92,7 +93,7 @@ pytestmark = pytest.mark.usefixtures("running_ray")
 def train(
     task: TaskFiles, folder: Path, flags: str, *, reward: str = f"--reward.remote_url {REWARD}"
 ) -> dict[int, dict[str, float]]:
-    """The metrics of each step."""
+    """Trains and returns the metrics of each step."""
     argv = shlex.split(
         f"--actor.model_name_or_path {task.model} --data.prompt_dataset {task.prompts} "
         f"{reward} --eval.dataset {task.eval} "
@@ -105,7 +106,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def first_run() -> dict:
-    """Metrics and samples of the first arrangement, which all others must reproduce."""
+    """Keeps metrics and samples of the first arrangement, which all others must reproduce."""
     return {}
 
 
@@ -133,11 +134,11 @@ def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement
     assert [{int(v) for t in step for v, _ in t.weight_versions} for step in sampled] == [{0}, {1}]
     assert all(t.ok and t.num_actions <= 12 for step in sampled for t in step)
 
-    # A process with torch, and a small model.
+    # The memory of a process with torch and a small model.
     for step, phase in product((1, 2), ("generate", "logprobs", "update", "sync")):
         assert 0.05 < metrics[step][f"memory/{phase}_gb"] < 8, (step, phase)
 
-    # Seeds have addresses: every arrangement samples the same tokens, and learns the same from them.
+    # Seeds depend on addresses: every arrangement samples the same tokens, and learns the same from them.
     reference = first_run.setdefault("sampled", sampled)
     assert tokens_of(sampled[0]) == tokens_of(reference[0])
     assert [t.reward for t in sampled[0]] == [t.reward for t in reference[0]]
@@ -146,7 +147,7 @@ def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement
     for step in (1, 2):
         for name in ("grad_norm", "policy/loss", "rollout/reward_mean", "kl/mean", "lr"):
             ours, theirs = metrics[step][name], expected[step][name]
-            # What rounding made of a gradient of almost nothing, Adam has made a step of.
+            # Adam turns the rounding of a gradient near zero into a whole step.
             assert ours == pytest.approx(theirs, abs=2e-5, rel=1e-4), (name, step)
         for name in ("loss", "grad_norm", "value_mean", "explained_variance"):
             ours, theirs = metrics[step][f"critic/{name}"], expected[step][f"critic/{name}"]
@@ -156,7 +157,7 @@ def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement
 
 
 def test_an_engine_of_transformers(task: TaskFiles, tmp_path: Path) -> None:
-    """It answers, is sent weights and checked as vLLM's is."""
+    """The engine answers, receives weights and is checked like vLLM's."""
     flags = (
         f"{COMMON.replace('group_norm', 'reinforce')} --rollout.engine transformers --rollout.top_k 20 "
         "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all --vllm.enable_sleep"
@@ -173,8 +174,8 @@ def tokens_of(trajectories: list[Trajectory]) -> list[list[int]]:
 
 
 def check_samplers_hold_the_trained_weights(folder: Path, step: int = 2) -> None:
-    """Greedy answers and their log-probs after the sync of the last `step` are those of the
-    exported model."""
+    """Greedy answers and their log-probs after the sync of the last `step` are those of the exported
+    model."""
     model = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32)
     assert AutoTokenizer.from_pretrained(folder / "policy").chat_template
     for t in read_journal(folder / "run" / "rollouts" / f"eval_{step:06d}.parquet"):
@@ -215,8 +216,8 @@ def test_agents(task: TaskFiles, tmp_path: Path, file: str, flags: str, metric: 
 
 @pytest.mark.slow
 def test_first_update_starts_at_ratio_one(task: TaskFiles, tmp_path: Path) -> None:
-    """One optimizer step per rollout: nothing is clipped, and the policy has not moved from the old one; with
-    a critic, `test_a_resumed_run_continues` sees the same."""
+    """With one optimizer step per rollout nothing is clipped, and the policy equals the old one;
+    `test_a_resumed_run_continues` checks this with a critic."""
     metrics = train(
         task,
         tmp_path,
@@ -240,7 +241,7 @@ def test_first_update_starts_at_ratio_one(task: TaskFiles, tmp_path: Path) -> No
     ],
 )
 def test_muon_trains_policy_and_critic(task: TaskFiles, tmp_path: Path, place: str) -> None:
-    """By one update each, whose matrices have the size that Newton-Schulz gives them."""
+    """Each model takes one update, whose matrices have the size that Newton-Schulz gives them."""
     lr = 0.02
     optimizers = " ".join(
         f"--{role}.optim muon --{role}.max_norm 0 --{role}.muon.lr {lr} --{role}.lr_scheduler constant"
@@ -263,8 +264,8 @@ def test_muon_trains_policy_and_critic(task: TaskFiles, tmp_path: Path, place: s
     "backend", ["--train.enable_ema", pytest.param("--train.backend torch", marks=pytest.mark.slow)]
 )
 def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path, backend: str) -> None:
-    """With everything that has a state of its own: two models and optimizers, a moving average, an adaptive
-    coefficient, samples that wait, the order of prompts and of texts that are learned beside them."""
+    """The run has everything with state: two models and optimizers, a moving average, an adaptive
+    coefficient, waiting samples, the order of prompts and that of pretraining texts."""
     flags = (
         f"{COMMON.replace('group_norm', 'gae')} --algo.kl.init_coef 0.01 --algo.kl.target 0.02 "
         "--algo.kl.horizon 100 --actor.num_gpus_per_node 1 --train.colocate_all --actor.adam.lr 3e-3 "
@@ -308,7 +309,8 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path, backend: str) 
 
 @pytest.mark.slow
 def test_policy_and_critic_resume_on_other_ranks(task: TaskFiles, tmp_path: Path) -> None:
-    """One rank of each at ZeRO 2, then two at ZeRO 3: the same samples, and the same learned from them."""
+    """Each model has one rank at ZeRO 2, then two at ZeRO 3: samples and what is learned from them are the
+    same."""
     flags = (
         f"{COMMON.replace('group_norm', 'gae')} --algo.kl.init_coef 0.01 --actor.adam.lr 1e-3 "
         "--critic.adam.lr 1e-3 --critic.lr_scheduler constant --critic.save_value_network "
@@ -336,7 +338,8 @@ def test_policy_and_critic_resume_on_other_ranks(task: TaskFiles, tmp_path: Path
 
 
 def mean_loss_of_texts(task: TaskFiles, *, count: int) -> float:
-    """Over all tokens of the first `count` texts in the order of the run, by transformers."""
+    """Computes with transformers the mean loss over all tokens of the first `count` texts in the order of the
+    run."""
     texts = [json.loads(line)["input"] for line in task.pretrain.read_text().splitlines()]
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(task.model)
@@ -350,7 +353,7 @@ def mean_loss_of_texts(task: TaskFiles, *, count: int) -> float:
 
 
 def cut_after_step_2(whole: Path, halves: Path) -> None:
-    """The folder of a run that was killed when it had saved its first checkpoint of two."""
+    """Copies the folder of a run as if it had been killed after it saved the first checkpoint of two."""
     shutil.copytree(whole / "ckpt", halves / "ckpt")
     for role in ("_actor", "_critic"):
         kept = halves / "ckpt" / role
@@ -392,7 +395,7 @@ SAID = {
 def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(
     task: TaskFiles, tmp_path: Path
 ) -> None:
-    """1024 samples, of which the function fails on one in 25: it raises, hangs, dies or says NaN."""
+    """The function fails on one of 25 of the 1024 samples: it raises, hangs, dies or returns NaN."""
     reward = tmp_path / "faulty.py"
     reward.write_text(FAULTY_REWARD)
     metrics = train(
@@ -430,8 +433,8 @@ def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(
 
 @pytest.mark.slow
 def test_a_run_on_problems_of_reasoning_gym_and_what_it_leaves(task: TaskFiles, tmp_path: Path) -> None:
-    """Two sets to evaluate on, the package's own verifier, texts that end responses, and no forward pass for
-    old log-probs."""
+    """The run has two evaluation sets, the package's own verifier, stop texts, and no forward pass for old
+    log-probs."""
     metrics = train(
         task,
         tmp_path,
@@ -463,7 +466,7 @@ def test_a_run_on_problems_of_reasoning_gym_and_what_it_leaves(task: TaskFiles, 
 
 
 def check_what_ended_responses(trajectories: list[Trajectory], stop: tuple[str, ...], tokenizer) -> None:
-    """The token that completes one of the texts is the last one, and nothing else is cut."""
+    """Checks that the token which completes a stop text is the last one, and that nothing else is cut."""
     ends: Counter[str] = Counter()
     for t in trajectories:
         response = t.token_ids[t.prompt_length :].tolist()
@@ -482,7 +485,7 @@ def check_what_ended_responses(trajectories: list[Trajectory], stop: tuple[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Mixtral", "Glm4Moe"])
 def test_weights_that_transformers_renames_and_fuses(task: TaskFiles, tmp_path: Path, family: str) -> None:
-    """Through two updates at ZeRO-3, and through a resume in between."""
+    """The weights pass through two updates at ZeRO-3, with a resume in between."""
     model = tiny_family(tmp_path / "model", family)
     flags = (
         f"{COMMON} --actor.model_name_or_path {model} --ds.zero_stage 3 --actor.num_gpus_per_node 2 "

@@ -1,4 +1,4 @@
-"""What reinforcement learning is for: each kind of credit and of reward makes a model solve more problems."""
+"""Each kind of credit and of reward makes a model solve more problems by reinforcement learning."""
 
 import shlex
 from collections.abc import Callable
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("running_ray")
 
 @pytest.fixture
 def train(openrlhf, knowing, tmp_path) -> Callable[[str, str], tuple[Path, MetricsOfSteps]]:
-    """Run `openrlhf ppo` on the word problems; returns the model's folder and the metrics of each step."""
+    """Returns a function that runs `openrlhf ppo` on the word problems and returns the model's folder and the
+    metrics of each step."""
 
     def run(flags: str, reward: str = f"--reward.remote_url {knowing.files.reward}"):
         openrlhf(
@@ -38,7 +39,8 @@ def train(openrlhf, knowing, tmp_path) -> Callable[[str, str], tuple[Path, Metri
 
 
 def solved(metrics: MetricsOfSteps, steps: range) -> float:
-    """Of everything that was sampled, also of what was filtered out."""
+    """Returns the solved share of everything that was sampled in these steps, also of what was filtered
+    out."""
     scores = [metrics[s].get("rollout/sampled_score_mean", metrics[s]["rollout/score_mean"]) for s in steps]
     return sum(scores) / len(scores)
 
@@ -71,7 +73,7 @@ def test_the_verifier_raises_the_share_of_solved_problems(train, estimator: str)
     if estimator == "reinforce_baseline":
         kept = [metrics[s]["rollout/kept_ratio"] for s in metrics]
         assert 0 < min(kept) < 1
-        assert all(metrics[s]["rollout/num_samples"] == 256 for s in metrics)  # refilled
+        assert all(metrics[s]["rollout/num_samples"] == 256 for s in metrics)  # filtered groups were replaced
         assert all(metrics[s]["reward/zero_std_fraction"] == 0 for s in metrics)
 
 
@@ -79,8 +81,8 @@ def test_the_verifier_raises_the_share_of_solved_problems(train, estimator: str)
 def test_a_reward_model_raises_the_share_of_solved_problems(
     train, knowing, accuracy, reward_model: Path
 ) -> None:
-    """The run never sees a label; two copies of the model, weighted to one, are summed. Four steps: the
-    policy would go on to find what the model likes more than right answers."""
+    """The run never sees a label; it sums two copies of the reward model, with weights that add up to 1. It
+    makes only four steps, because the policy would go on to exploit the model's mistakes."""
     before = accuracy(knowing.chat)
     folder, metrics = train(
         "--algo.advantage.estimator gae --train.max_steps 4 --critic.adam.lr 1e-3 "
@@ -105,7 +107,7 @@ def test_a_reward_model_raises_the_share_of_solved_problems(
     ],
 )
 def test_agents_that_try_again_are_right_more_often(train, agent: str, flags: str) -> None:
-    """Over several turns: what they earn, and how often they are right in the end."""
+    """Over several turns both what agents earn and how often they are right in the end rise."""
     path = EXAMPLES / f"{agent}.py"
     _, metrics = train(
         f"--algo.advantage.estimator group_norm --train.max_steps 10 --train.max_turns 3 {flags}",

@@ -1,5 +1,5 @@
-"""A mixture of experts in reinforcement learning: what the rounding of its routers does to the gap between
-sampler and trainer, and that replaying their choice takes that away."""
+"""A mixture of experts in reinforcement learning: rounding in its routers widens the gap between sampler and
+trainer, and replaying the sampler's choice closes it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ SHARDED = (
 
 @pytest.fixture(scope="module")
 def mixture(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> TaskFiles:
-    """Eight experts in four layers with random weights."""
+    """Writes a model with eight experts in four layers, with random weights."""
     folder = tmp_path_factory.mktemp("moe")
     tokenizer = hf.AutoTokenizer.from_pretrained(task.model)
     config = hf.Qwen3MoeConfig(
@@ -50,9 +50,9 @@ def mixture(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> TaskFi
 
 
 def test_replay_closes_the_gap(mixture: TaskFiles, tmp_path: Path) -> None:
-    """In bfloat16 sampler and trainer round otherwise; what is left is what that does to a dense model. The
-    choice goes with its tokens to the ranks and rows that read them, and is made again where layers are
-    computed again."""
+    """In bfloat16 sampler and trainer round differently; with replay the gap is that of a dense model. The
+    recorded choice travels with its tokens to the ranks and rows that read them, and is applied again where
+    layers are recomputed."""
     (tmp_path / "own").mkdir()
     own = train(mixture, tmp_path / "own", f"{FLAGS} --actor.num_gpus_per_node 1")
     replayed = train(mixture, tmp_path, f"{FLAGS} --algo.router_replay {SHARDED}")
@@ -63,7 +63,7 @@ def test_replay_closes_the_gap(mixture: TaskFiles, tmp_path: Path) -> None:
 
 
 def test_answers_that_go_on_after_a_sync(mixture: TaskFiles, tmp_path: Path) -> None:
-    """Engines that are paused read their answers' tokens anew, and tell their experts once: with weights that
+    """Paused engines read the tokens of their answers again, and report their experts once: with weights that
     do not move, sampler and trainer agree."""
     flags = FLAGS.replace("bf16", "fp32").replace("--actor.adam.lr 1e-4", "--actor.adam.lr 0")
     metrics = train(

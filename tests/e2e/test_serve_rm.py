@@ -1,5 +1,5 @@
-"""The reward server as users start it, and what can happen to it: floods, broken requests, strangers,
-signals, and a death now and then."""
+"""The reward server as users start it, under floods, broken requests, strangers, signals, and a death now and
+then."""
 
 import asyncio
 import http.client
@@ -41,10 +41,10 @@ class Server:
     url: str
     log: Path
     starting: str
-    """What it logged before it served."""
+    """Log of the server before it served."""
 
     def request(self, body: bytes | None, path: str = "", **headers: str) -> tuple[int, dict, dict]:
-        """(status, answer, headers). Without a body: GET."""
+        """Sends a POST request, or a GET request without a body; returns (status, answer, headers)."""
         parts = urlsplit(self.url)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=120)
         method = "GET" if body is None else "POST"
@@ -90,7 +90,7 @@ def running(model: Path, log: Path, *flags: str, **options) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random reward model with statistics."""
+    """Writes a random reward model with statistics."""
     folder = tmp_path_factory.mktemp("rm")
     base = tiny_chat_model(folder / "base")
     torch.manual_seed(0)
@@ -118,7 +118,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 def expected_rewards(model: Path, texts: Sequence[str]) -> list[float]:
-    """(score - mean) / std of each text with its end, alone in its row."""
+    """Returns (score - mean) / std of each text with its end, alone in its row."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     scorer = load_scorer(str(model), flag="--model", dtype="fp32", attention="auto", trained=True).eval()
     rewards = []
@@ -143,7 +143,8 @@ def test_scores_are_those_of_the_model(server: Server, model: Path) -> None:
     assert answer["rewards"] == answer["scores"] == pytest.approx(expected, abs=1e-5)
     assert answer["extra_logs"] == {"cut_by_reward_model": [0.0, 0.0, 0.0, 1.0]}
     assert len({round(reward, 4) for reward in expected}) == 4
-    assert server.ask(texts)[1]["rewards"] == pytest.approx(expected, abs=1e-5)  # prompts may be missing
+    # the request may leave prompts out
+    assert server.ask(texts)[1]["rewards"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_requests_at_the_same_time_get_their_own_scores(server: Server, model: Path) -> None:
@@ -156,7 +157,7 @@ def test_requests_at_the_same_time_get_their_own_scores(server: Server, model: P
 
 
 def test_a_full_queue_turns_requests_away(server: Server) -> None:
-    """One request is worked on, one fills the queue, the next is told when to come back, and loses
+    """One request is worked on and one fills the queue; the next is told when to come back, and loses
     nothing."""
     flood = ["1" * 400] * 300
     with ThreadPoolExecutor(3) as threads:
@@ -301,7 +302,8 @@ def test_sigterm_answers_what_came_before(model: Path, tmp_path: Path) -> None:
 def test_deaths_cost_no_answer(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int
 ) -> None:
-    """`kill -9` in the middle of the work, again and again; every reward comes, and is the right one."""
+    """The process is killed by `kill -9` in the middle of the work, again and again; every reward comes, and
+    is right."""
     monkeypatch.setattr(remote_reward, "LONGEST_PAUSE", 0.5)
     texts = [f"<|user|>{i} and {i}?<|end|>" for i in range((deaths + 1) * 100)]
     expected = expected_rewards(model, texts)

@@ -31,7 +31,7 @@ STEPS = 10
 
 
 def sft(task: TaskFiles, folder: Path, launcher: str, flags: str) -> dict[int, dict[str, float]]:
-    """The metrics of each step."""
+    """Trains and returns the metrics of each step."""
     flags = (
         f"--model.model_name_or_path {task.model} --data.dataset {task.sft} --data.output_key output "
         "--data.apply_chat_template --data.max_samples 80 --data.max_len 128 --train.batch_size 16 "
@@ -76,7 +76,8 @@ def test_launchers_and_layouts_agree(
 def test_resume_continues_in_the_middle_of_an_epoch(
     task: TaskFiles, tmp_path: Path, reference: tuple[Path, dict]
 ) -> None:
-    """Saved after steps 3 and 6, killed, resumed at 6: the same losses as the run that went through."""
+    """A run that saved after steps 3 and 6, was killed and resumed at 6 has the losses of the uninterrupted
+    run."""
     folder, expected = reference
     flags = f"{LAYOUTS['forked']} --ckpt.save_steps 3 --ckpt.max_num 1"
     sft(task, tmp_path, "forked", flags)

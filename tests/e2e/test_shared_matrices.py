@@ -1,4 +1,4 @@
-"""Training with ranks that share the model's matrices is training without."""
+"""Training on ranks that share the model's matrices equals training without sharing."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ slow = lambda *groups: [pytest.param(*group, marks=pytest.mark.slow) for group i
 
 @pytest.fixture(scope="module")
 def models(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A Qwen3 with tied embeddings, and a Llama without and with biases."""
+    """Writes a Qwen3 with tied embeddings, and a Llama without and one with biases."""
     config = LlamaConfig(
         vocab_size=368,
         hidden_size=32,
@@ -40,7 +40,8 @@ def models(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.fixture
 def steps(run_worker: Callable, models: dict[str, str]) -> Callable[..., RESULTS]:
-    """By the name of a case: what `workers/tensor_parallel.py` reports of it, and what it saved."""
+    """Returns a function that runs `workers/tensor_parallel.py` on cases and maps each case's name to its
+    report and what it saved."""
 
     def run(
         cases: list[tuple[str, str, int]], num_ranks: int = 1, *, precision: dict | None = None, **mesh: int
@@ -79,7 +80,8 @@ def check_same(name: str, found: dict, expected: dict) -> None:
     assert found["sent"].keys() == exported(found, "model").keys()
     torch.testing.assert_close(found["sent"], exported(found, "model"), atol=0, rtol=0)
     for ours, theirs in zip(found["metrics"], expected["metrics"], strict=True):
-        smooth = {key: value for key, value in theirs.items() if "fraction" not in key}  # others jump
+        # fractions are discontinuous
+        smooth = {key: value for key, value in theirs.items() if "fraction" not in key}
         assert ours.keys() == theirs.keys()
         assert {key: ours[key] for key in smooth} == pytest.approx(smooth, rel=1e-4, abs=1e-6), name
     torch.testing.assert_close(found["frozen"], expected["frozen"], atol=1e-4, rtol=1e-5)
@@ -87,7 +89,7 @@ def check_same(name: str, found: dict, expected: dict) -> None:
         found["answers"] or expected["answers"], expected["answers"], atol=1e-4, rtol=0
     )
     assert found["resumed"] and expected["resumed"], name
-    assert expected["metrics"][0]["grad_norm"] > 0.1  # it was clipped
+    assert expected["metrics"][0]["grad_norm"] > 0.1  # the gradient was clipped
 
 
 REPRESENTATIVE = [("qwen", "ppo", 2)]
@@ -117,7 +119,8 @@ def test_two_steps(steps: Callable, cases: list, num_ranks: int, mesh: dict) -> 
 
 
 def test_a_wrong_plan_is_refused_at_load(task: TaskFiles, run_worker: Callable) -> None:
-    """Of matrices whose parts nobody sums. Nothing has trained, and every rank says why."""
+    """In a wrong plan nobody sums the parts of some matrices. Nothing has trained, and every rank says
+    why."""
     flags = (
         f"--model.model_name_or_path {task.model} --data.dataset {task.sft} --data.output_key output "
         "--data.max_samples 10 --ds.tensor_parallel_size 2"
@@ -133,7 +136,8 @@ def test_a_wrong_plan_is_refused_at_load(task: TaskFiles, run_worker: Callable) 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "accumulated"), [(1, None), (1, "fp32"), (2, None)])
 def test_norms_in_half_precision(steps: Callable, stage: int, accumulated: str | None) -> None:
-    """DeepSpeed has an optimizer for each of these. One rank's part of the norm would be 0.7 of it."""
+    """DeepSpeed has an optimizer for each combination. The part of the norm on one rank would be 0.7 of
+    it."""
     cases, precision = [("qwen", "ppo", stage)], {"dtype": "bf16", "accumulated": accumulated}
     ((expected,), (found,)) = (
         steps(cases, size, precision=precision, tensor=size).values() for size in (1, 2)
@@ -145,7 +149,7 @@ def test_norms_in_half_precision(steps: Callable, stage: int, accumulated: str |
 
 @pytest.mark.slow
 def test_every_supervised_command(task: TaskFiles, run_worker: Callable, commands: dict) -> None:  # noqa: F811
-    """Distillation and step judges, whose heads need the whole vocabulary, too."""
+    """Distillation and step judges are among the commands; their heads need the whole vocabulary."""
     common = (
         f"--model.model_name_or_path {task.model} --data.max_samples 10 --ds.param_dtype fp32 --max_norm 0 "
         "--adam.lr 0 --ds.tensor_parallel_size"

@@ -16,7 +16,7 @@ from openrlhf.tasks.prepare import TaskFiles
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {
     "scontrol": "printf 'localhost\\n%.0s' 1 2\n",
-    # A task for each node. The second node has a disk of its own at $OWN.
+    # One task stands for each node. The second node has a disk of its own at $OWN.
     "srun": """while [[ $1 == -* ]]; do shift; done
 SLURM_PROCID=0 "$@" & first=$!
 export SLURM_PROCID=1
@@ -32,7 +32,7 @@ TINY = (
 
 
 def submit(task: TaskFiles, folder: Path, *flags: str) -> tuple[int, str]:
-    """(exit code, what was printed) of the script as SLURM runs it."""
+    """Runs the script as SLURM does; returns (exit code, what was printed)."""
     for name, text in PROGRAMS.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}")
         (folder / name).chmod(0o755)

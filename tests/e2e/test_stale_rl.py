@@ -1,4 +1,4 @@
-"""Actions of several versions in one step: each is weighed by the age of the weights that chose it."""
+"""Actions of several versions in one step: each is weighted by the age of the weights that chose it."""
 
 from pathlib import Path
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.usefixtures("running_ray")
 
 
 def staleness_of(step: list[Trajectory], version: int) -> np.ndarray:
-    """(A,) as the journal tells it."""
+    """Returns the (A,) staleness that the journal records."""
     versions = np.concatenate([np.repeat(*t.weight_versions.T) for t in step])
     return version - versions
 
 
 @pytest.mark.slow
 def test_staleness_reaches_the_loss_on_every_rank(task: TaskFiles, tmp_path: Path) -> None:
-    """No forward pass precedes a step of one update, which tells the mismatch of each age."""
+    """A step of one update, before which no forward pass runs, reports the mismatch of each age."""
     flags = (
         f"{FLAGS} {PLACES['separate']} {AHEAD['pauses']} --algo.advantage.proximal_policy interpolated "
         "--algo.advantage.is_correction_enable --algo.advantage.staleness_decay 0.5 "
@@ -35,7 +35,7 @@ def test_staleness_reaches_the_loss_on_every_rank(task: TaskFiles, tmp_path: Pat
         if not age.any():
             assert not any("staleness_masked" in name for name in row)
             continue
-        error = len(age) * 2**-24  # of a sum of float32 in any order
+        error = len(age) * 2**-24  # error of a float32 sum in any order
         told = row["policy/staleness_masked_fraction"], row["policy/staleness_weight_mean"]
         assert told == pytest.approx(((age > 1).mean(), np.where(age > 1, 0, 0.5**age).mean()), abs=error)
         kinds = np.unique(age.clip(max=3))
@@ -48,8 +48,8 @@ def test_staleness_reaches_the_loss_on_every_rank(task: TaskFiles, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_clip_that_counts_from_the_sampler_needs_no_forward_pass(task: TaskFiles, tmp_path: Path) -> None:
-    """Two optimizer steps of fresh samples, and the ratio to the sampler is 1 before the first: what it is on
-    average is what the first has changed. Nothing knows the policy before them."""
+    """Two optimizer steps train on fresh samples, and the ratio to the sampler is 1 before the first: its
+    mean reflects what the first step has changed. Nothing computes the policy's log-probs before them."""
     flags = f"{COMMON} {PLACES['alone']} --algo.kl.init_coef 0 --actor.adam.lr 1e-4 --train.max_steps 1"
     metrics = train(task, tmp_path, f"{flags} --algo.advantage.proximal_policy rollout")
     assert 1e-5 < abs(metrics[1]["policy/ppo_kl"]) < 1e-2

@@ -1,4 +1,4 @@
-"""Every supervised command as users run it, on word problems: what it teaches can be measured."""
+"""Every supervised command as users run it, on word problems: each teaches something that can be measured."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Metrics = dict[str, float]
 
 
 def last_metrics(folder: Path) -> Metrics:
-    """The last value of every metric."""
+    """Returns the last value of every metric."""
     metrics: Metrics = {}
     for row in read_metrics(folder / "run" / "metrics.jsonl").values():
         metrics |= row
@@ -48,7 +48,8 @@ def dpo_model(openrlhf, knowing, build_once) -> Path:
 
 @pytest.fixture
 def train(openrlhf, tmp_path) -> Callable[[str, str], tuple[Path, Metrics]]:
-    """Run a command with these flags; returns the model's folder and the last value of every metric."""
+    """Returns a function that runs a command with these flags and returns the model's folder and the last
+    value of every metric."""
 
     def run(command: str, flags: str) -> tuple[Path, Metrics]:
         folder = tmp_path / command
@@ -59,7 +60,7 @@ def train(openrlhf, tmp_path) -> Callable[[str, str], tuple[Path, Metrics]]:
 
 
 def test_a_reward_model_prefers_right_answers(train, knowing) -> None:
-    """And transformers alone loads it, and gives the same scores."""
+    """transformers alone loads the reward model and gives the same scores."""
     files = knowing.files
     folder, metrics = train(
         "rm",
@@ -120,14 +121,14 @@ def test_a_smaller_student_learns_what_its_teacher_knows(train, knowing, accurac
         "--model.kd_coef 1.0 --adam.lr 5e-3 --train.batch_size 8 --train.micro_batch_size 8",
     )
     assert metrics["kd/kl"] < 0.1
-    # Where one greedy token in a hundred is another one, so are 1 - 0.99^20 = 0.18 of answers of 20 tokens.
+    # If one greedy token in a hundred differs, then so do 1 - 0.99^20 = 0.18 of answers of 20 tokens.
     assert accuracy(folder, chat=False) > accuracy(knowing.base, chat=False) - 0.2
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("running_ray")
 def test_on_policy_distillation_needs_no_reward(openrlhf, knowing, accuracy, dpo_model, tmp_path) -> None:
-    """A teacher that thinks; a student that mostly guesses is corrected on its own answers."""
+    """The teacher thinks; the student, which mostly guesses, is corrected on its own answers."""
     openrlhf(
         f"ppo --actor.model_name_or_path {knowing.chat} --teacher.model_name_or_path {dpo_model} "
         f"--data.prompt_dataset {knowing.files.prompts} --data.apply_chat_template --data.max_len 128 "

@@ -1,4 +1,4 @@
-"""An episode of three turns is what plain transformers says it is, token by token."""
+"""An episode of three turns equals what plain transformers computes, token by token."""
 
 from collections.abc import Callable
 from itertools import groupby
@@ -11,7 +11,7 @@ PROMPT = "Tom has 3 apples. "
 
 
 def segments(token_ids: list[int], mask: list[bool]) -> tuple[list[list[int]], list[list[int]]]:
-    """What was read, and what was sampled."""
+    """Splits the tokens into the stretches that were read and those that were sampled."""
     runs = [
         (k, [i for _, i in pair]) for k, pair in groupby(zip(mask, token_ids, strict=True), lambda p: p[0])
     ]
@@ -20,7 +20,7 @@ def segments(token_ids: list[int], mask: list[bool]) -> tuple[list[list[int]], l
 
 @pytest.mark.usefixtures("cpu_engines")
 def test_tokens_log_probs_and_gradients(task: TaskFiles, run_worker: Callable[..., list[dict]]) -> None:
-    """Log-probs of float32 by two programs: their logits are sums of a few hundred products. The gradient is
+    """Log-probs are float32 by two programs: their logits are sums of a few hundred products. The gradient is
     that of the actions alone: feedback has no part in it."""
     (found,) = run_worker("three_turns", 1, model=str(task.model), prompt=PROMPT)
     assert len(found["token_ids"]) == 4

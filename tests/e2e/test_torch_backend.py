@@ -53,7 +53,8 @@ def flags(task: TaskFiles) -> str:
 
 @pytest.fixture
 def train(flags: str, tmp_path: Path) -> Callable[..., dict[int, Metrics]]:
-    """The command with these ranks and flags, in one folder of checkpoints; the metrics of each step."""
+    """Returns a function that trains with these ranks and flags, in one folder of checkpoints, and returns
+    the metrics of each step."""
 
     def run(name: str, num_ranks: int, more: str) -> dict[int, Metrics]:
         command = (
@@ -82,7 +83,7 @@ def check_same(
 
 
 def test_sft_equals_that_of_deepspeed(train: Callable, tmp_path: Path) -> None:
-    """On one rank, with gradient checkpointing; a checkpoint of the other backend is refused."""
+    """The run has one rank and gradient checkpointing; a checkpoint of the other backend is refused."""
     torch_only = "--ds.param_dtype fp32 --model.gradient_checkpointing_enable --train.backend torch"
     runs = {
         "torch": train("torch", 1, torch_only),
@@ -104,7 +105,7 @@ def test_no_deepspeed_is_needed(flags: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sft_on_two_ranks_equals_that_of_deepspeed(train: Callable, tmp_path: Path, stage: int) -> None:
-    """With gradient checkpointing too."""
+    """The run has gradient checkpointing."""
     common = f"--ds.param_dtype fp32 --ds.zero_stage {stage} --model.gradient_checkpointing_enable"
     runs = {
         "torch": train("torch", 2, f"{common} --train.backend torch"),
@@ -115,7 +116,7 @@ def test_sft_on_two_ranks_equals_that_of_deepspeed(train: Callable, tmp_path: Pa
 
 @pytest.mark.slow
 def test_other_ranks_go_on(train: Callable, tmp_path: Path) -> None:
-    """2 ranks, then 1 from the checkpoint of step 2, then 2 from that of step 4."""
+    """Two ranks train, then 1 from the checkpoint of step 2, then 2 from that of step 4."""
     latest = tmp_path / "ckpt" / "latest"
     common = "--ds.param_dtype fp32 --train.backend torch"
     whole = train("whole", 2, common)
@@ -128,8 +129,8 @@ def test_other_ranks_go_on(train: Callable, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_half_precision_is_near_that_of_deepspeed(train: Callable, tmp_path: Path, num_ranks: int) -> None:
-    """bf16 rounds by 2^-9: of gradients added up in another order the same digits are left. The first loss is
-    of the same weights."""
+    """bf16 rounds by 2^-9: gradients added up in another order keep as many digits. The first loss is that of
+    the same weights."""
     runs = {
         "torch": train("torch", num_ranks, "--adam.lr 1e-3 --train.backend torch"),
         "deepspeed": train("deepspeed", num_ranks, "--adam.lr 1e-3"),

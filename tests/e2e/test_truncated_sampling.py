@@ -1,4 +1,5 @@
-"""Top-p and top-k sampling on the real stack: the trainer's log-probs are those of what was sampled from."""
+"""Top-p and top-k sampling on the real stack: the trainer's log-probs are those of the truncated distribution
+that was sampled from."""
 
 from pathlib import Path
 
@@ -20,7 +21,8 @@ FLAGS = (
     [
         "--rollout.top_p 0.9",
         "--rollout.top_k 20",
-        "--rollout.top_p 0.9 --rollout.max_kept_tokens 2",  # the shares of the others are known
+        # the probability mass of the left-out tokens is known
+        "--rollout.top_p 0.9 --rollout.max_kept_tokens 2",
     ],
 )
 def test_the_trainer_has_the_distribution_that_was_sampled(
@@ -33,8 +35,8 @@ def test_the_trainer_has_the_distribution_that_was_sampled(
 
 
 def test_an_answer_that_goes_on_after_a_sync(task: TaskFiles, tmp_path: Path) -> None:
-    """Engines that are paused compute their answers' tokens anew, and tell each set once: with weights that
-    do not move the log-probs of all versions agree."""
+    """Paused engines compute the tokens of their answers again, and report each kept set once: with weights
+    that do not move the log-probs of all versions agree."""
     metrics = train(
         task,
         tmp_path,
@@ -49,6 +51,6 @@ def test_an_answer_that_goes_on_after_a_sync(task: TaskFiles, tmp_path: Path) ->
 
 
 def test_over_the_whole_vocabulary_they_differ(task: TaskFiles, tmp_path: Path) -> None:
-    """By what the tokens left out had: up to -log(0.9) each."""
+    """Log-probs differ by the mass of the left-out tokens: up to -log(0.9) each."""
     metrics = train(task, tmp_path, f"{FLAGS} --rollout.top_p 0.9 --rollout.max_kept_tokens 0")
     assert metrics[1]["mismatch/abs_diff_max"] > 0.05

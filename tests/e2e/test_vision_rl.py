@@ -1,4 +1,4 @@
-"""Reinforcement learning where the answer is in a picture alone, on Ray, vLLM and DeepSpeed."""
+"""Reinforcement learning on Ray, vLLM and DeepSpeed where the answer is in a picture alone."""
 
 import json
 import shlex
@@ -24,7 +24,7 @@ COMMON = (
     "--train.micro_batch_size 64 --ds.param_dtype fp32 --actor.lr_scheduler constant --actor.adam.lr 5e-4"
 )
 MISMATCH = 1e-4
-"""Nats, as in test_rl.py: float32 sums in two orders."""
+"""Largest mismatch in nats, as in test_rl.py: float32 sums in two orders."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("running_ray")]
 
@@ -33,7 +33,7 @@ Metrics = dict[int, dict[str, float]]
 
 @pytest.fixture(scope="session")
 def seeing(openrlhf: Callable[[str], None], build_once: Callable) -> tuple[PictureFiles, Path]:
-    """The task, and a model that names most of the colours."""
+    """Returns the task, and a model that names most of the colours."""
 
     def build(folder: Path) -> None:
         files = prepare_pictures(folder / "task")
@@ -61,7 +61,7 @@ def train(seeing: tuple[PictureFiles, Path], folder: Path, flags: str) -> Metric
 
 
 def parts_of(model: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Weights of the tower, and of the language model."""
+    """Returns the weights of the vision tower and those of the language model."""
     weights = AutoModelForImageTextToText.from_pretrained(model).state_dict()
     tower = {name: tensor for name, tensor in weights.items() if ".visual." in name}
     return tower, {name: tensor for name, tensor in weights.items() if name not in tower}
@@ -71,8 +71,8 @@ def parts_of(model: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
 def test_the_share_of_colours_that_are_right_rises(
     seeing: tuple[PictureFiles, Path], tmp_path: Path, num_steps: int
 ) -> None:
-    """Over ten steps. The pictures of a step come again in the next: what an engine would keep of them from
-    older weights would show as a mismatch."""
+    """The share rises over ten steps. The pictures of a step come again in the next one, so that a cache of
+    older weights' features in the engine would show as a mismatch."""
     metrics = train(
         seeing,
         tmp_path,
@@ -133,7 +133,7 @@ class AgentExecutor(MultiTurnAgentExecutor):
 def test_an_environment_shows_pictures_to_a_frozen_tower(
     seeing: tuple[PictureFiles, Path], tmp_path: Path
 ) -> None:
-    """On two ranks that share the weights, with two engines and a critic."""
+    """Two ranks share the weights, with two engines and a critic."""
     agent = tmp_path / "agent.py"
     agent.write_text(SHOWS_MORE)
     metrics = train(
@@ -163,7 +163,7 @@ def test_an_environment_shows_pictures_to_a_frozen_tower(
 def test_images_whose_tokens_see_each_other(
     seeing: tuple[PictureFiles, Path], tmp_path: Path, tiny_model: Callable[[Path], Path]
 ) -> None:
-    """In trainer and engine alike, also after updates of the tower, and where the prompt is cached."""
+    """Trainer and engine agree, also after updates of the tower and where the prompt is cached."""
     metrics = train(
         (seeing[0], tiny_model(tmp_path / "model")),
         tmp_path,

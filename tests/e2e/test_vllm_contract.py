@@ -1,4 +1,4 @@
-"""vLLM's engine keeps the contract of engines."""
+"""vLLM's engine satisfies the contract of engines."""
 
 from collections.abc import Callable
 from pathlib import Path

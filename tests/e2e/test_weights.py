@@ -14,8 +14,8 @@ from openrlhf.backends.vllm.engine import engine_environment
 
 @pytest.mark.parametrize("backend", ["deepspeed", pytest.param("torch", marks=pytest.mark.slow)])
 def test_ranks_send_what_the_checkpoint_held(tmp_path: Path, run_worker: Callable, backend: str) -> None:
-    """Sharded over two ranks, in buckets smaller than most weights; and the export holds it too, adapters of
-    their own as well."""
+    """Weights are sharded over two ranks and travel in buckets smaller than most of them. The export holds
+    them too, and adapters of their own."""
     families = ("Qwen3", "Mixtral", "Glm4Moe")
     models = [str(tiny_family(tmp_path / family, family)) for family in families]
     for rank in run_worker("full_weights", 2, models=models, backend=backend, bucket_bytes=10_000):
@@ -29,14 +29,15 @@ ON_CPU = EngineOptions(model="", dtype="fp32", max_len=256, seed=0, transfer_bac
 
 @pytest.fixture
 def engine_variables(cpu_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For workers with an engine in their process."""
+    """Sets variables for workers with an engine in their process."""
     for name, value in engine_environment(ON_CPU).items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
 def sync(engine_variables: None, tmp_path: Path, run_worker: Callable) -> Callable[..., dict]:
-    """What is said of an engine after a sync with each fault, and after a last one without."""
+    """Returns a function that reports the check's verdict on an engine after a sync with each fault, and
+    after a last one without a fault."""
 
     def run(family: str, dtype: str, faults: list[str], **more: str) -> dict:
         model = str(tiny_family(tmp_path / family, family))
@@ -58,7 +59,8 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
     ],
 )
 def test_what_an_engine_stored_is_compared(sync: Callable, family: str, fault: str, reason: str) -> None:
-    """The checksum is right where head or experts are not packed again, or a tensor is passed over."""
+    """The checksum is right even if the head or the experts are not packed again, or a tensor is skipped; the
+    check finds these faults."""
     projection = "layers.0.self_attn.o_proj"
     verdicts = sync(family, "fp32", [fault, "", projection])
     assert NOT_THE_POLICY in verdicts[fault] and reason in verdicts[fault]
@@ -67,10 +69,11 @@ def test_what_an_engine_stored_is_compared(sync: Callable, family: str, fault: s
 
 
 LOST_BY_VLLM = {"GptOss": "did not write model.layers.0.attn.sinks"}
-"""What vLLM cannot take a second time: its loader copies it past its own reloading."""
+"""Architectures whose weights vLLM cannot take a second time: its loader copies a tensor past its own
+reloading."""
 OTHERWISE_ON_CPU = {"DeepseekV2", "DeepseekV3", "Ernie4_5_Moe", "MiniMaxM2", "Phimoe"}
-"""What vLLM on CPU does not run, cannot reload, or computes in another way even as loaded from disk: it
-routes Ernie's tokens without the experts' correction."""
+"""Architectures that vLLM on CPU does not run, cannot reload, or computes differently even as loaded from
+disk: it routes Ernie's tokens without the experts' correction."""
 
 
 @pytest.mark.slow
@@ -81,7 +84,8 @@ routes Ernie's tokens without the experts' correction."""
 def test_vllm_computes_with_what_was_sent(
     sync: Callable, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str
 ) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # where vLLM patches transformers' own models
+    # vLLM patches transformers' own models in its process
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     verdicts = sync(family, dtype, [""])
     if family in LOST_BY_VLLM:
         assert LOST_BY_VLLM[family] in verdicts[""]
@@ -92,7 +96,7 @@ def test_vllm_computes_with_what_was_sent(
 @pytest.mark.slow
 @pytest.mark.parametrize(("trained", "sampled"), [("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp32")])
 def test_an_engine_takes_weights_of_another_type(sync: Callable, trained: str, sampled: str) -> None:
-    """It rounds them itself: the checksum is of what was sent."""
+    """The engine rounds them itself: the checksum covers what was sent."""
     assert sync("Qwen3", trained, [""], engine_dtype=sampled) == {"": "", "after": ""}
 
 
@@ -100,8 +104,8 @@ def test_an_engine_takes_weights_of_another_type(sync: Callable, trained: str, s
 @pytest.mark.usefixtures("engine_variables")
 @pytest.mark.parametrize("keep_cache", [False, True])
 def test_a_request_that_a_sync_pauses(tmp_path: Path, run_worker: Callable, keep_cache: bool) -> None:
-    """Goes on with the new weights, and with what all of its tokens are to them; or, where it keeps its
-    cache, with what they were to the old ones. Nobody else is given that."""
+    """A paused request goes on with the new weights and recomputes the keys and values of all its tokens;
+    with `keep_cache` it keeps those of the old weights. No other request reads these."""
     model = str(tiny_family(tmp_path / "Qwen3", "Qwen3"))
     (found,) = run_worker("paused_requests", 1, model=model, keep_cache=keep_cache)
     (old, before), (new, after) = found["versions"]
@@ -109,7 +113,7 @@ def test_a_request_that_a_sync_pauses(tmp_path: Path, run_worker: Callable, keep
     assert found["old"] < 1e-4
     assert found["new"] > 0.1 if keep_cache else found["new"] < 1e-4
     assert found["new versions"] == [[2, 8]] and found["of new requests"] < 1e-4
-    # A block: of what the request computed anew, or what the first new one did.
+    # The cached block is what the request computed anew, or what the first new request did.
     assert found["cached"] == ([0, 128] if keep_cache else [128, 128])
 
 
@@ -132,8 +136,8 @@ def test_an_engine_of_several_workers(
     shards: int,
     stages: int,
 ) -> None:
-    """Each loads its part of what all receive, and counts the whole; together they compute what the trainer
-    does, with the first weights and with the next."""
+    """Each worker loads its part of the weights that all receive, and its checksum covers the whole; together
+    they compute what the trainer does, with the first weights and with the next."""
     own = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
     model = str(tiny_family(tmp_path / family, family, **own))
     options = replace(ON_CPU, tensor_parallel_size=shards, pipeline_parallel_size=stages)
@@ -148,7 +152,7 @@ def test_an_engine_of_several_workers(
 @pytest.mark.usefixtures("running_ray")
 @pytest.mark.parametrize(("dies", "process"), [(0, "actor"), (1, "core")])
 def test_an_engine_that_dies_in_a_sync(tmp_path: Path, run_worker: Callable, dies: int, process: str) -> None:
-    """Is named within seconds, and the other one has the new weights."""
+    """The dead engine is named within seconds, and the other one has the new weights."""
     model = str(tiny_family(tmp_path / "Qwen3", "Qwen3"))
     (found,) = run_worker("dying_engine", 1, model=model, dies=dies, process=process)
     failed, engine, log = found["told"].splitlines()
@@ -173,8 +177,8 @@ SHARED = EngineOptions(model="", dtype="bf16", max_len=256, seed=0, transfer_bac
 def test_engines_on_the_trainers_gpus_take_weights_from_shared_memory(
     run_worker: Callable, num_ranks: int, times: int, largest: int, layer: int, buffer: int
 ) -> None:
-    """Each from the memory of its own GPU, after all ranks have filled theirs; and vLLM carries the handle
-    of such memory only because it is allowed to."""
+    """Each engine reads the memory of its own GPU, after all ranks have filled theirs; vLLM passes on the
+    handle of such memory only because a variable allows it."""
     given = {"backend": "ipc", "times": times, "largest": largest, "layer": layer}
     environment = engine_environment(SHARED)
     ranks = run_worker("gpu_transfers", num_ranks, port=free_port(), environment=environment, **given)
@@ -186,7 +190,8 @@ def test_engines_on_the_trainers_gpus_take_weights_from_shared_memory(
 
 
 def test_engines_on_other_gpus_take_weights_from_the_network(run_worker: Callable) -> None:
-    """Two engines of two workers, each at a rank of its own, in buckets that end with what fills them."""
+    """Two engines of two workers join, each worker at a rank of its own; buckets end with the tensor that
+    fills them."""
     (found,) = run_worker("gpu_transfers", 1, backend="nccl", port=free_port(), times=2, unknown="")
     assert found["groups"] == [[rank, 5] for rank in range(5)]
     assert found["loaded"] == [12] * 4 and found["wrong"] == [[]] * 4 and not found["said"]
@@ -195,13 +200,14 @@ def test_engines_on_other_gpus_take_weights_from_the_network(run_worker: Callabl
 
 
 def test_a_sender_does_not_wait_for_an_engine_that_has_failed(run_worker: Callable) -> None:
-    """One of four workers does not know a tensor, the last; the others would take it."""
+    """One of four workers does not know the last tensor; the others would take it."""
     with pytest.raises(AssertionError, match=r"ended with \[1\][\s\S]*KeyError: 'embed'"):
         run_worker("gpu_transfers", 1, backend="nccl", port=free_port(), times=1, unknown="embed")
 
 
 def test_vllm_takes_the_options_of_a_run_on_shared_gpus(tmp_path: Path, run_worker: Callable) -> None:
-    """Its batches for throughput, a head in float32 beside weights in bf16, and the memory that is left."""
+    """Options set batch sizes for throughput, a float32 head beside bf16 weights, and the memory that is
+    left."""
     model = str(tiny_family(tmp_path / "Qwen3", "Qwen3"))
     options = asdict(replace(SHARED, model=model, float32_head=True))
     (found,) = run_worker("engine_config", 1, options=options, free_fraction=0.5)

@@ -1,4 +1,5 @@
-"""Two engines of a cluster, one of which is killed while weights are under way: what becomes of the other."""
+"""Two engines of a cluster, one of which is killed while weights are under way; reports what becomes of the
+other."""
 
 import json
 import os
@@ -33,7 +34,7 @@ class EngineActor(VLLMEngine):
 
 
 class Killing(Trainer):
-    """Kills a process halfway through its weights."""
+    """Trainer that kills a process halfway through sending its weights."""
 
     victim: psutil.Process | None = None
 
@@ -61,7 +62,8 @@ def main(spec: dict) -> None:
     sender.send(1)
     trainer.learn()
     process = psutil.Process(ray.get(engines[spec["dies"]].pid.remote()))
-    # Of an engine: its actor, or the process that computes for it, which is what runs out of memory.
+    # The process to kill is the engine's actor, or the process that computes for it and that runs out of
+    # memory.
     (core,) = (p for p in process.children() if "EngineCore" in " ".join(p.cmdline()))
     trainer.victim = core if spec["process"] == "core" else process
     started, told = time.monotonic(), ""

@@ -1,4 +1,4 @@
-"""What vLLM makes of an engine's options on a GPU of 80 GB. Nothing is loaded."""
+"""vLLM's configuration for an engine's options on a GPU of 80 GB. No model is loaded."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ defaults = AsyncEngineArgs.get_batch_defaults
 
 
 def on_gpu(args: AsyncEngineArgs, world_size: int) -> Any:
-    """vLLM's own defaults, on another device than this one."""
+    """Makes vLLM choose its own defaults for another device than this machine's."""
     with (
         patch.object(current_platform, "is_cpu", lambda: False),
         patch.object(current_platform, "get_device_total_memory", lambda: 80 << 30),

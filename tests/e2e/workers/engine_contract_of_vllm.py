@@ -1,4 +1,4 @@
-"""The contract of engines, kept by vLLM's. One engine serves all checks; that of new weights comes last."""
+"""Contract of engines for vLLM's. One engine serves all checks; the check of new weights comes last."""
 
 import asyncio
 import json

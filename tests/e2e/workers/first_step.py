@@ -1,4 +1,4 @@
-"""The first optimizer step of a model whose configuration asks for much dropout."""
+"""First optimizer step of a model whose configuration asks for much dropout."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ def samples(count: int) -> list[Sample]:
 
 
 def first_steps(spec: dict, case: dict) -> dict[str, Metrics]:
-    """A step of DPO, with a learning rate of 0, and one of PPO."""
+    """Returns the metrics of a step of DPO, with a learning rate of 0, and of one of PPO."""
     ds = DeepSpeedConfig(
         zero_stage=case["stage"], param_dtype="fp32", lora=LoraConfig(rank=case["rank"], dropout=0.5)
     )

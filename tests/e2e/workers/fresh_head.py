@@ -1,4 +1,4 @@
-"""A critic of a plain language model at several ZeRO stages: the head that every rank starts from."""
+"""Critic of a plain language model at several ZeRO stages; reports the head that every rank starts from."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Every weight in full from ranks that share them, beside what was announced and what is exported."""
+"""Every weight in full from ranks that share them, compared with what was announced and what is exported."""
 
 import gc
 import json
@@ -19,8 +19,8 @@ from openrlhf.models.policy import PolicyModel
 
 
 def engine_of(path: str, backend: BackendName, rank: int = 0) -> TrainEngine:
-    """With adapters of that rank."""
-    gc.collect()  # of an engine at stage 3, which would shard every later model
+    """Builds an engine with adapters of that rank."""
+    gc.collect()  # an engine at stage 3 would shard every later model
     ds = DeepSpeedConfig(zero_stage=3, param_dtype="fp32", lora=LoraConfig(rank=rank))
     load = lambda: load_causal_lm(path, flag="--model", dtype="fp32", attention="eager")
     return build_engine(
@@ -51,7 +51,7 @@ def examine(path: str, backend: BackendName, bucket_bytes: int, folder: str) -> 
 
 
 def examine_apart(path: str, backend: BackendName, bucket_bytes: int, folder: str) -> dict:
-    """Adapters, and what lies below them, also after they were others for a while."""
+    """Examines adapters and the weights below them, also after these had other values for a while."""
     engine = engine_of(path, backend, rank=4)
     with engine.random_adapter(seed=1):
         random = dict(engine.weights(bucket_bytes, "adapter"))
@@ -74,8 +74,8 @@ def examine_apart(path: str, backend: BackendName, bucket_bytes: int, folder: st
 
 
 def main(spec: dict) -> None:
-    """For each model how many tensors there are, and the names of those that are wrong; of the first also
-    with adapters."""
+    """Reports for each model the number of tensors and the names of wrong ones; for the first model also with
+    adapters."""
     init_distributed()
     exported = f"{spec['out']}/exported"
     how = spec["backend"], spec["bucket_bytes"]

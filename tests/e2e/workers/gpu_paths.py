@@ -1,5 +1,5 @@
-"""An engine with adapters, by the scheduler and the model runner that the environment asks for: what it
-answers with which weights, beside other requests and alone, where one is given up, and across a sync."""
+"""Engine with adapters, by the scheduler and the model runner that the environment asks for; reports its
+answers by weights, beside other requests and alone, with one request aborted, and across a sync."""
 
 import asyncio
 import copy
@@ -23,13 +23,13 @@ from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.types import Turn
 
 PROMPT = [3 + i % 200 for i in range(140)]
-"""A whole block of vLLM's cache on a CPU, and some."""
+"""Prompt of one whole block of vLLM's cache on a CPU and a part of the next."""
 LORA = LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "v_proj"))
 MAX_KEPT = 6
 ASKED: dict[str, dict] = {
     "plain": {},
     "top-k": {"top_k": 4},
-    "top-p": {"top_p": 0.7},  # sometimes more than are recorded
+    "top-p": {"top_p": 0.7},  # sometimes more tokens than are recorded
     "warm": {"temperature": 1.3, "top_p": 0.9, "top_k": 5},
     "two": {"n": 2},
     "greedy": {"temperature": 0.0},
@@ -37,7 +37,7 @@ ASKED: dict[str, dict] = {
 
 
 class Adapted(Trainer):
-    """Sends adapters beside its weights; `policy` has them merged."""
+    """Trainer that sends adapters beside its weights; `policy` has them merged."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, "fp32")
@@ -69,8 +69,8 @@ class Adapted(Trainer):
 
 
 def error_of(trainer: Trainer, turn: Turn, params: SamplingParams, actions: slice = slice(None)) -> float:
-    """The largest difference of a turn's log-probs from those that the trainer's weights give to the tokens
-    that sampling kept."""
+    """Returns the largest difference between a turn's log-probs and those that the trainer's weights give to
+    the tokens that sampling kept."""
     ids = torch.tensor([*turn.prompt_ids.tolist(), *turn.action_ids.tolist()])
     with torch.no_grad():
         logits = trainer.policy.model(ids[None]).logits[0, len(turn.prompt_ids) - 1 : -1].float()

@@ -52,7 +52,7 @@ async def main(spec: dict) -> None:
     for params in asked:
         params.ignore_eos, params.logprobs = True, 0
     found: dict = {"answers": []}
-    first = await engine.generate(PROMPT, asked[0])  # the next ones find its first block
+    first = await engine.generate(PROMPT, asked[0])  # the next requests find its first block
     for output in (first, *await asyncio.gather(*(engine.generate(PROMPT, params) for params in asked[:2]))):
         routing, own = output.outputs[0].routed_experts, chosen(trainer.policy, read(output), top_k)
         found["answers"].append(

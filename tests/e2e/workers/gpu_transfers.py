@@ -1,5 +1,5 @@
-"""Weights through vLLM's own senders and receivers for GPUs, CUDA replaced by `cuda_on_cpu`: what arrived,
-where, and how."""
+"""Weights through vLLM's own senders and receivers for GPUs, with `cuda_on_cpu` in the place of CUDA; reports
+what arrived, where, and how."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from openrlhf.cluster.engine_client import RayEngineClient
 
 
 class Trainer:
-    """A model in training on every rank, and a gather that all must join for each of its tensors."""
+    """Model in training on every rank; all ranks must join the gather of each of its tensors."""
 
     def __init__(self, shapes: dict[str, tuple[torch.dtype, list[int]]]) -> None:
         self.tensors = {}
@@ -61,7 +61,7 @@ class Model(nn.Module):
 
 
 class Worker:
-    """One of vLLM's, of an engine of `size`."""
+    """Worker of a vLLM engine of `size` workers."""
 
     def __init__(self, kind: type, expected: dict[str, Tensor], device: int, rank: int, size: int) -> None:
         parallel = SimpleNamespace(data_parallel_index=0, world_size=size, rank=rank)
@@ -76,8 +76,8 @@ class Worker:
 
 
 class Engine:
-    """An actor's handle: calls reach all workers through the message that vLLM's frontend sends its core. An
-    ObjectRef is the future that it has."""
+    """Handle of an engine's actor: calls reach all workers through the message that vLLM's frontend sends to
+    its core. An ObjectRef is represented by its future."""
 
     def __init__(self, workers: list[Worker]) -> None:
         self.workers = workers
@@ -114,7 +114,7 @@ def send(backend: str, trainer: Trainer, engines: list[Engine], port: int, times
 
 
 def refusal(handle: tuple) -> str:
-    """What vLLM says of a handle by itself."""
+    """Returns vLLM's own message of refusal for a handle."""
     try:
         MsgpackEncoder().encode(handle)
     except TypeError as error:
@@ -123,7 +123,7 @@ def refusal(handle: tuple) -> str:
 
 
 def ipc(spec: dict) -> dict:
-    """Every rank on a GPU of its own, where an engine is too."""
+    """Sends through CUDA IPC: every rank has a GPU of its own, which it shares with an engine."""
     mebi = 1 << 20
     trainer = Trainer(
         {
@@ -153,7 +153,7 @@ def ipc(spec: dict) -> dict:
 
 
 def nccl(spec: dict) -> dict:
-    """Two engines of two workers."""
+    """Sends through NCCL to two engines of two workers."""
     trainer = Trainer(
         {
             "norm": (torch.float32, [33]),

@@ -40,7 +40,7 @@ def policy(spec: dict) -> PolicyModel:
 
 
 def critic(spec: dict) -> ValueModel:
-    """With a new head, which must be the same everywhere."""
+    """Builds a critic with a new head, which must be the same everywhere."""
     seed_everything(0, deterministic=False)
     return ValueModel(
         load_scorer(spec["model"], flag="--model", dtype="fp32", attention=spec["attention"]).model
@@ -62,7 +62,7 @@ OBJECTIVES: dict[str, tuple] = {
     ),
     "critic": (critic, (CriticObjective(value_clip=0.2), ExperienceRow.of)),
 }
-"""Model, and what is minimised over which rows."""
+"""Model, objective and rows of each case."""
 LAYOUTS = {
     # (order of the samples, samples in a row)
     "one by one": (range(10), 1),
@@ -98,14 +98,14 @@ def experiences() -> Batch:
 
 
 def before_steps(engine: TrainEngine, look: Callable[[], None]) -> None:
-    """From now on `look` is called when gradients are there, before each step of the optimizer."""
+    """Calls `look` when the gradients are complete, before each later step of the optimizer."""
     stepper: Any = getattr(engine, "engine", None) or getattr(engine, "optimizer")  # noqa: B009
     take_step = stepper.step
     stepper.step = lambda: (look(), take_step())
 
 
 def full_gradient(param: torch.nn.Parameter) -> torch.Tensor:
-    """As the optimizer is about to see it, put together by all ranks."""
+    """Returns the gradient as the optimizer is about to see it, gathered by all ranks."""
     gradient = safe_get_full_grad(param).clone()
     if hasattr(param, "shard"):
         gradient.shard = param.shard
@@ -131,7 +131,7 @@ def gradients(spec: dict, mesh: ProcessMesh, build, parts, order, size: int) -> 
 
     before_steps(engine, look)
     batch = experiences()
-    # Ranks get different numbers of samples, and so rows of different numbers of sequences.
+    # Ranks get different numbers of samples, and therefore rows of different numbers of sequences.
     mine = list(order) if mesh.data == 1 else (list(order[:6]), list(order[6:]))[mesh.data_rank]
     groups = [batch.select(mine[k : k + size]) for k in range(0, len(mine), size)]
     (rows, objective), *also = [([make(group) for group in groups], minimised) for minimised, make in parts]

@@ -1,4 +1,4 @@
-"""The memory of a step with one long row, as it was said to be and as it was."""
+"""Memory of a step with one long row, as it was predicted and as it was."""
 
 import ctypes
 import json
@@ -29,7 +29,7 @@ def row_of(lengths: list[int]) -> PackedRow:
 def main() -> None:
     spec = json.loads(sys.argv[1])
     init_distributed()
-    # As soon as it is free, memory goes back to the system: what counts is what the passes need.
+    # Freed memory goes back to the system at once, so that resident memory is what the passes need.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)
     ds = DeepSpeedConfig(param_dtype="fp32", ring_attn_size=dist.get_world_size(), **spec["ds"])
     engine = DeepSpeedEngine(
@@ -40,7 +40,7 @@ def main() -> None:
         gradient_checkpointing=spec["checkpointing"],
         mesh=ProcessMesh.joined(sequence=ds.ring_attn_size),
     )
-    engine.train_step([row_of([64])], SFTObjective())  # what libraries take, and the optimizer's states
+    engine.train_step([row_of([64])], SFTObjective())  # memory of libraries, and the optimizer's states
     before = resident()
     row = row_of(spec["lengths"])
     said = engine.row_memory(len(row.token_ids))
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def resident() -> int:
-    """Bytes."""
+    """Returns the resident memory of this process, bytes."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmRSS:"))
 

@@ -1,4 +1,4 @@
-"""One model with adapters at several ZeRO stages: gradients, what is exported, what a resumed run does."""
+"""Model with adapters at several ZeRO stages; reports gradients, the export and what a resumed run does."""
 
 import json
 import sys
@@ -63,7 +63,7 @@ def below(policy: PolicyModel, row: PackedRow) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Compared:
-    """The SFT objective, and how far the policy is from the model below its adapters."""
+    """SFT objective that also measures how far the policy is from the model below its adapters."""
 
     policy: PolicyModel
 

@@ -1,5 +1,5 @@
-"""Gradients of objectives and supervised commands on one mesh, each at its ZeRO stage and in its way to share
-rows."""
+"""Gradients of objectives and supervised commands on one mesh, each at its ZeRO stage and with its mode of
+sharing rows."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from workers import gradients, supervised_gradients
 from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
 
 CHOSEN = {"all": slice(None), "last": slice(-1, None)}
-"""Of the layouts, whose last one is that with all samples in a row."""
+"""Slices of the layouts; the last layout has all samples in one row."""
 
 
 def of_objective(spec: dict, mesh: ProcessMesh, objective: str) -> Iterator[tuple[str, dict, dict[str, Any]]]:

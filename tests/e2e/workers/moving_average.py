@@ -1,4 +1,4 @@
-"""A few steps with a moving average at several ZeRO stages, exported and saved halfway; or the second half,
+"""Some steps with a moving average at several ZeRO stages, exported and saved halfway; or the second half,
 resumed in this process."""
 
 import gc
@@ -34,7 +34,7 @@ def build_engine(spec: dict, case: dict, ema_beta: float | None) -> DeepSpeedEng
         model = load_causal_lm(spec["model"], flag="--model", dtype=dtype, attention="auto")
         return PolicyModel(prepare_for_training(model, ds))
 
-    gc.collect()  # of an engine at stage 3, which would shard every later model
+    gc.collect()  # an engine at stage 3 would shard every later model
     seed_everything(spec["seed"], deterministic=False)
     return DeepSpeedEngine(
         build,
@@ -51,13 +51,13 @@ def build_engine(spec: dict, case: dict, ema_beta: float | None) -> DeepSpeedEng
 
 
 def weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    """Adapters apart from what is below them."""
+    """Returns the weights, adapters apart from what is below them."""
     stored = checkpoint_tensors(engine.module.model).items()
     return {name: tensor.clone() for name, tensor in engine._in_full(stored)}
 
 
 def bits(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    """Everything of the weights that this rank holds."""
+    """Returns everything that this rank holds of the weights."""
     held = {}
     for name, param in engine.module.named_parameters():
         held[name] = param.detach().clone()

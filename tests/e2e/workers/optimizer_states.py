@@ -1,5 +1,5 @@
-"""DeepSpeed's optimizers by configuration: which one is built, whether its state can leave, how gradients of
-micro-batches add up, and what a step asks of its device."""
+"""DeepSpeed's optimizers by configuration; reports which one is built, whether its state can leave the
+device, how gradients of micro-batches add up, and what a step asks of its device."""
 
 import gc
 import json
@@ -27,7 +27,7 @@ from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import PackedRow, Sample
 
 MUON_LR = 0.5
-"""An update that the rounding of a weight is small against."""
+"""Learning rate at which the rounding of a weight is small beside an update."""
 
 
 def build_engine(spec: dict, optim: OptimizerName = "adam", **ds: Any) -> DeepSpeedEngine:
@@ -38,7 +38,7 @@ def build_engine(spec: dict, optim: OptimizerName = "adam", **ds: Any) -> DeepSp
             load_causal_lm(spec["model"], flag="--model", dtype=config.param_dtype, attention="auto")
         )
 
-    gc.collect()  # of an engine at stage 3, which would shard every later model
+    gc.collect()  # an engine at stage 3 would shard every later model
     seed_everything(7, deterministic=False)
     return DeepSpeedEngine(
         build,
@@ -56,7 +56,7 @@ def build_engine(spec: dict, optim: OptimizerName = "adam", **ds: Any) -> DeepSp
 
 
 def rows(count: int) -> list[PackedRow]:
-    """Of this rank."""
+    """Returns this rank's rows."""
     random = torch.Generator().manual_seed(dist.get_rank())
     mask = torch.arange(20) > 3
     ids = [torch.randint(3, 300, (20,), generator=random) for _ in range(count)]
@@ -64,7 +64,7 @@ def rows(count: int) -> list[PackedRow]:
 
 
 def build_all(spec: dict) -> list[list[str]]:
-    """[DeepSpeed's wrapper, optimizer inside of it], or the error's type."""
+    """Returns [DeepSpeed's wrapper, optimizer inside of it] of each case, or the type of the error."""
     found = []
     for case in spec["cases"]:
         try:
@@ -106,7 +106,7 @@ def sleep(spec: dict, case: dict, folder: Path) -> dict:
     restored = dict(engine.weights())
     same_again = all(torch.equal(trained[name], tensor) for name, tensor in restored.items())
     leave()
-    engine.optimizer_state.is_away = False  # as if nobody looked
+    engine.optimizer_state.is_away = False  # as if nobody had checked
     return {
         "changed": [name for name in awake if not torch.equal(awake[name], asleep[name])],
         "num_states": len(awake),
@@ -121,7 +121,7 @@ def sleep(spec: dict, case: dict, folder: Path) -> dict:
 
 
 def two_steps(engine: DeepSpeedEngine, between: Callable[[], object]) -> dict[str, Tensor]:
-    """Everything after them."""
+    """Takes two steps and returns all weights and optimizer states after them."""
     for _ in range(2):
         engine.train_step(rows(2), SFTObjective())
         between()
@@ -130,7 +130,7 @@ def two_steps(engine: DeepSpeedEngine, between: Callable[[], object]) -> dict[st
 
 
 def states(engine: DeepSpeedEngine) -> dict[str, Tensor]:
-    """Master weights, and what the optimizer keeps of each."""
+    """Returns master weights, and what the optimizer keeps of each."""
     zero = engine.engine.optimizer
     masters = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
     found = {f"{i} master": master.detach() for i, master in enumerate(masters)}
@@ -141,13 +141,14 @@ def states(engine: DeepSpeedEngine) -> dict[str, Tensor]:
 
 
 def scratch_bytes(engine: DeepSpeedEngine) -> int:
-    """What Muon writes a step's momentum to at stages 1 and 2, until the step is certain."""
+    """Returns the bytes of the buffer that Muon writes a step's momentum to at stages 1 and 2, until the step
+    is certain."""
     pending = getattr(engine.engine.optimizer, "_muon_pending_momentum", {})
     return sum(staged.nbytes for staged, _ in pending.values())
 
 
 def bytes_held(engine: DeepSpeedEngine) -> int:
-    """By all tensors of this process but those that stand for the host's memory."""
+    """Returns the bytes of all tensors of this process but those that stand for the host's memory."""
     gc.collect()
     host = {piece.data_ptr() for copies in engine.optimizer_state._host.values() for piece in copies}
     storages = {
@@ -171,7 +172,7 @@ def accumulate_all(spec: dict) -> list[dict]:
 
 
 def accumulate(spec: dict, case: dict) -> dict:
-    """|sum - exact sum| / sum of |gradients| of the micro-batches, at most over all weights."""
+    """Returns |sum - exact sum| / sum of |gradients| of the micro-batches, at most over all weights."""
     engine = build_engine(spec, **case)
     parts: dict[str, list[Tensor]] = {}
     for name, param in engine.module.named_parameters():
@@ -200,8 +201,8 @@ def step_all(spec: dict) -> list[dict]:
 
 
 def sizes_of_a_step(spec: dict, case: dict) -> dict[str, list[float]]:
-    """Name of a matrix -> the singular values of its first update by two micro-batches, as a share of what
-    Muon makes the largest."""
+    """Maps each matrix to the singular values of its first update by two micro-batches, as a share of the
+    largest one that Muon makes."""
     engine = build_engine(spec, **case)
     before = {name: tensor.double() for name, tensor in engine.weights()}
     engine.train_step(rows(2), SFTObjective())
@@ -214,8 +215,8 @@ def sizes_of_a_step(spec: dict, case: dict) -> dict[str, list[float]]:
 
 
 def arrange_all(spec: dict) -> list[dict]:
-    """What DeepSpeed was told, and how far the weights after two steps of two micro-batches are from those of
-    the first case, as a share of how far they came."""
+    """Reports the settings that DeepSpeed got, and how far the weights after two steps of two micro-batches
+    are from those of the first case, as a share of how far they came."""
     found: list[dict] = []
     first: dict[str, Tensor] = {}
     for case in spec["cases"]:
@@ -245,7 +246,7 @@ def told(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 class Waits(TorchDispatchMode):
-    """Operations that a GPU would have to finish its work for."""
+    """Records operations that a GPU would have to finish its work for."""
 
     NAMES = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2")
 
@@ -266,7 +267,8 @@ def wait_all(spec: dict) -> list[dict]:
 
 
 def waits(spec: dict, case: dict) -> dict:
-    """What the loop over micro-batches asks for, from the first one to the optimizer's step, and the step."""
+    """Reports the waits of the loop over micro-batches, from the first one to the optimizer's step, and those
+    of the step."""
     engine = build_engine(spec, **case)
     for _ in range(2):  # in its first passes stage 3 asks all ranks about their order
         engine.train_step(rows(3), SFTObjective())
@@ -310,8 +312,8 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     init_distributed()
     OpBuilder.load = no_compiler
-    optimizer_state.PIECE = 100_000  # several to a tensor
-    get_accelerator().is_fp16_supported = lambda: True  # which is asked before anything is built
+    optimizer_state.PIECE = 100_000  # each tensor takes several pieces
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed asks before it builds anything
     report = {"cases": PARTS[spec["part"]](spec)}
     (Path(spec["out"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
     leave_distributed()

@@ -1,5 +1,5 @@
-"""A request that a weight sync pauses, and those after it: which weights computed what. Weights travel from a
-transformers model in this process to a vLLM engine."""
+"""Requests that a weight sync pauses, and requests after it; reports which weights computed what. Weights
+travel from a transformers model in this process to a vLLM engine."""
 
 import asyncio
 import copy
@@ -17,7 +17,7 @@ from openrlhf.completions import Completions, SamplingParams
 from openrlhf.models.generation import Decoding
 
 PROMPT = [3 + i % 200 for i in range(140)]
-"""A whole block of vLLM's cache on a CPU, and some."""
+"""Prompt of one whole block of vLLM's cache on a CPU and a part of the next."""
 
 
 def params(seed: int, *, tokens: int = 100) -> SamplingParams:
@@ -47,7 +47,7 @@ async def main(spec: dict) -> None:
     trainer.learn()
     under_way = asyncio.create_task(engine.generate(PROMPT, params(0)))
     seen = 0
-    async for tokens in engine.stream(PROMPT, params(1)):  # beside it
+    async for tokens in engine.stream(PROMPT, params(1)):  # runs beside the paused request
         seen += len(tokens)
         if seen == 20:
             await asyncio.to_thread(sender.send, 2)

@@ -1,4 +1,4 @@
-"""Parts of a training run, each of which may go on from a checkpoint that other ranks saved."""
+"""Parts of a training run, each of which may resume from a checkpoint that other ranks saved."""
 
 import gc
 import json
@@ -19,7 +19,7 @@ from openrlhf.types import Metrics, PackedRow, Sample
 
 NUM_STEPS = 6
 LENGTHS = (5, 9, 17, 30, 8, 12, 4, 22)
-"""Of the samples of each step, in tokens."""
+"""Lengths of the samples of each step, in tokens."""
 
 
 def build_engine(model_path: str, job: dict) -> DeepSpeedEngine:
@@ -36,7 +36,7 @@ def build_engine(model_path: str, job: dict) -> DeepSpeedEngine:
         model = load_causal_lm(model_path, flag="--model", dtype=dtype, attention="auto")
         return PolicyModel(prepare_for_training(model, ds))
 
-    gc.collect()  # of an engine at stage 3, which would shard every later model
+    gc.collect()  # an engine at stage 3 would shard every later model
     seed_everything(7, deterministic=False)
     return DeepSpeedEngine(
         build,

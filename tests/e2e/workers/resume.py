@@ -1,4 +1,5 @@
-"""A supervised run that goes through, and the same one resumed in the middle of an epoch; what is refused."""
+"""Supervised run without interruption, and the same one resumed in the middle of an epoch; reports what is
+refused."""
 
 import json
 import os

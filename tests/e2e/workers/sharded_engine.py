@@ -1,5 +1,5 @@
-"""Weights from a transformers model in this process to a vLLM engine of several workers: what each of them
-loaded, and whether they compute with it together."""
+"""Weights from a transformers model in this process to a vLLM engine of several workers; reports what each of
+them loaded, and whether they compute with it together."""
 
 import asyncio
 import json

@@ -1,5 +1,6 @@
-"""Weights from a transformers model to a vLLM model by our protocol, with faults put in one after the other:
-what the check of what was stored says of each. For faults vLLM must be in this process."""
+"""Weights from a transformers model to a vLLM model by the package's own protocol, with one fault after the
+other; reports the verdict of the check of stored weights on each. vLLM must be in this process, because
+faults are patched into it."""
 
 import json
 import sys
@@ -32,11 +33,11 @@ from openrlhf.backends.weight_sync.stored_weights import (
 from openrlhf.types import PackedRow, Sample
 
 FIRST_SETUP = UnquantizedFusedMoEMethod._setup_kernel.__closure__[0].cell_contents
-"""vLLM's own, which backends/vllm/weight_receiver.py wraps."""
+"""vLLM's own function, which backends/vllm/weight_receiver.py wraps."""
 
 
 class InProcess:
-    """The control plane of engines, over a vLLM model in this process."""
+    """Control plane of engines, over a vLLM model in this process."""
 
     version = 0
     num_engines = workers_per_engine = 1
@@ -77,8 +78,8 @@ class InProcess:
 
 
 def fault(name: str, model_class: type | None):
-    """Something that goes wrong in an engine: the head or the experts are not packed again; or what has
-    `name` in its name is passed over, after the checksum has counted it. Empty: nothing."""
+    """Returns a context with a fault of an engine: "head" or "experts" are not packed again; another `name`
+    skips tensors with it in their names, after the checksum has counted them. Empty: no fault."""
     if name == "head":
         finish = lambda self: finalize_layerwise_reload(self.model, self.model_config)
         return patch.object(GlooReceiver, "finish_weight_update", finish)
@@ -92,7 +93,7 @@ def fault(name: str, model_class: type | None):
 
 
 def verdict(trainer: Trainer, client: InProcess, dtype: str) -> str:
-    """Empty, or why the engine is not taken."""
+    """Returns why the check refuses the engine, or "" where it does not."""
     probe = probe_of(AutoTokenizer.from_pretrained(trainer.policy.model.name_or_path), 128)
     ids = torch.tensor(probe)
     row = PackedRow.of([Sample(token_ids=ids, action_mask=torch.arange(len(ids)) > 0)])
@@ -109,7 +110,7 @@ def verdict(trainer: Trainer, client: InProcess, dtype: str) -> str:
 
 def main(spec: dict) -> None:
     torch.manual_seed(0)
-    trainer = Trainer(spec["model"], spec["dtype"])  # first: vLLM may change transformers' classes
+    trainer = Trainer(spec["model"], spec["dtype"])  # first, because vLLM may change transformers' classes
     names = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
     sampled = spec.get("engine_dtype", spec["dtype"])
     coarsest = max(spec["dtype"], sampled, key=lambda dtype: ROUNDING[dtype])

@@ -1,7 +1,7 @@
 """Gradients and metrics of the supervised commands for several layouts of the same batch, at one ZeRO stage.
 
-Everything up to the optimizer step is what a command builds. The learning rate is 0, so that one engine can
-take the same step many times.
+Everything up to the optimizer step is built by the command's own code. The learning rate is 0, so that one
+engine can take the same step many times.
 """
 
 import json
@@ -35,7 +35,7 @@ TASKS = {
     "kd": DistillationTask,
 }
 LAYOUTS = {
-    # (in the order of the file or not, changes of `train.*`)
+    # (rows in the order of the file, changes of `train.*`)
     "one by one": (False, {"micro_batch_size": 1}),
     "shuffled, three in a row": (True, {"micro_batch_size": 3}),
     "300 tokens in a row": (True, {"dynamic_batch_enable": True, "max_tokens_per_gpu": 300}),
@@ -49,7 +49,7 @@ def started(command: str, flags: str) -> Run:
 
 
 def first_gradients(run: Run) -> Callable[[], dict[str, torch.Tensor]]:
-    """What the gradients of all parameters were when the engine last took a step."""
+    """Returns a function that returns the gradients of all parameters at the engine's last step."""
     found: dict[str, torch.Tensor] = {}
 
     def look() -> None:
@@ -61,7 +61,7 @@ def first_gradients(run: Run) -> Callable[[], dict[str, torch.Tensor]]:
 
 
 def steps(run: Run, layouts: Iterable[str] = LAYOUTS):
-    """(layout, gradients, metrics) of the training set as one batch."""
+    """Yields (layout, gradients, metrics) of the training set as one batch."""
     gradients = first_gradients(run)
     objective = run.task.objective(run)
     prepare = run.task.prepare(run, objective) or (lambda rows: objective)

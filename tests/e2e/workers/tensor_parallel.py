@@ -1,5 +1,5 @@
-"""Two optimizer steps of several models at several ZeRO stages: what they compute, what is saved, exported
-and sent, and the second step once more, resumed."""
+"""Two optimizer steps of several models at several ZeRO stages, and the second step once more, resumed;
+reports what they compute and what is saved, exported and sent."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ TAG = "first"
 
 
 def build_engine(spec: dict, case: dict, mesh: ProcessMesh) -> DeepSpeedEngine:
-    # An update of lr g / (|g| + eps) errs by lr / eps of what the gradient errs.
+    # An update of lr g / (|g| + eps) errs by lr / eps times the error of the gradient.
     adam = AdamConfig(lr=spec["rate"], eps=spec["rate"], weight_decay=0.1)
     return DeepSpeedEngine(
         lambda: OBJECTIVES[case["objective"]][0](spec | case),
@@ -36,7 +36,7 @@ def build_engine(spec: dict, case: dict, mesh: ProcessMesh) -> DeepSpeedEngine:
 def run(spec: dict, case: dict, mesh: ProcessMesh, folder: Path) -> dict:
     _, (objective, make) = OBJECTIVES[case["objective"]]
     batch = experiences()
-    mine = range(mesh.data_rank, 10, mesh.data)  # each rank of a data coordinate has the same
+    mine = range(mesh.data_rank, 10, mesh.data)  # ranks of one data coordinate have the same samples
     rows = [make(batch.select(list(mine[k : k + 3]))) for k in range(0, len(mine), 3)]
     engine = build_engine(spec, case, mesh)
     found, answers = {}, engine.forward(rows, read) if mesh.data == 1 else []
@@ -78,7 +78,7 @@ def read(model, row):
 
 
 def frozen(spec: dict, case: dict, mesh: ProcessMesh) -> list[list[float]]:
-    """What a reference says."""
+    """Returns the log-probs of a reference."""
     build = lambda: OBJECTIVES[case["objective"]][0](spec | case)
     ds = DeepSpeedConfig(zero_stage=case["stage"], param_dtype=case.get("dtype", "fp32"))
     model = DeepSpeedFrozen(build, ds=ds, offload=False, mesh=mesh)

@@ -54,7 +54,7 @@ def episodes(spec: dict) -> list[Trajectory]:
 
 
 def one_by_one(model: torch.nn.Module, t: Trajectory) -> list[Tensor]:
-    """Log-prob of each action, each by a pass over nothing but the tokens before it."""
+    """Computes the log-prob of each action by a pass over only the tokens before it."""
     found = []
     for i in t.action_mask.nonzero()[0]:
         before = torch.from_numpy(t.token_ids[:i].astype("int64"))[None]
@@ -68,7 +68,7 @@ def gradients(model: torch.nn.Module) -> Shares:
 
 
 def of_the_row(path: str, trajectories: list[Trajectory], advantages: Tensor) -> Shares:
-    """As a training step computes them: all sequences in one packed row."""
+    """Computes log-probs and gradients as a training step does: all sequences in one packed row."""
     policy = PolicyModel(load_causal_lm(path, flag="--model", dtype="fp32", attention="auto"))
     batch, credit = Batch.of(trajectories), Credit(advantages=advantages.numpy(), returns=advantages.numpy())
     row = ExperienceRow.of(batch.credited(ForwardOutputs(log_probs=None), credit))
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def read(prompt: str) -> list[str]:
-    """What the policy reads before each of its answers."""
+    """Returns the texts that the policy reads before each of its answers."""
     return [prompt, FEEDBACK.format(1), FEEDBACK.format(2)]
 
 

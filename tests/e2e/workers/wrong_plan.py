@@ -1,4 +1,4 @@
-"""What `train_sft` says where each rank keeps its own part of a sum, as a wrong plan would have it."""
+"""`train_sft` with a wrong plan in which each rank keeps its own part of a sum; reports its error."""
 
 import json
 import shlex
